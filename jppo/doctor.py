@@ -16,13 +16,12 @@ import sys
 from collections.abc import Iterator
 
 import rich.console
-from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.checks import machine, run
 from jppo.checks.finding import GIB, Finding, check_room, report
 from jppo.dry_run.rooms import available_memory
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
 SHARED_MEMORY = GIB  # used by vLLM's processes
@@ -46,13 +45,13 @@ def findings(python: str) -> Iterator[Finding]:
     yield machine.check_sandbox()
 
 
-def read_run(argv: list[str]) -> tuple[ConfigDict, bool]:
+def read_run(argv: list[str]) -> tuple[Settings, bool]:
     """Returns the settings of --config and its overrides, and whether to start a server."""
     rest = [word for word in argv if word != "--no_server"]
     if [word for word in rest if word.split("=")[0] == "--python"]:
         raise UserError("--python is for checks without settings; with --config use --config.rollout.python=FILE")
-    c, _ = settings.parse(rest, __doc__ or "", settings.default())
-    settings.check(c)
+    config, _ = settings.parse(rest, __doc__ or "", settings.default())
+    c = settings.typed(config, Settings)
     return c, len(rest) == len(argv)
 
 

@@ -21,7 +21,6 @@ import rich.box
 import rich.console
 import rich.progress
 import rich.table
-from ml_collections import ConfigDict
 
 from jppo import settings, statistics, validation
 from jppo.build.inputs import Inputs, read_test, speaking
@@ -34,7 +33,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.runlog import atomic_file
 from jppo.runlog.lock import own
 from jppo.runlog.logger import write_samples
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.validation import Tested
 
 # Short option: the setting and its help text.
@@ -61,7 +60,7 @@ KINDS = ("pass", "maj", "best", "worst")  # columns of the table with several re
 Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 
 
-def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
+def evaluate(c: Settings, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
     began, out = time.monotonic(), expanded(c.trainer.run_dir)
     share_gpu(c)
@@ -102,7 +101,7 @@ def evaluate(c: ConfigDict, console: rich.console.Console) -> bool:
     return found["metrics"]["val/score"] is not None
 
 
-def introduce(c: ConfigDict, inputs: Inputs) -> str:
+def introduce(c: Settings, inputs: Inputs) -> str:
     """Describes the test."""
     how, val = c.rollout.val_kwargs, inputs.val
     drawn = "greedily" if how.temperature == 0.0 else f"at temperature {how.temperature:g}"
@@ -129,13 +128,13 @@ def watched(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def summary(c: ConfigDict, inputs: Inputs, tested: Tested) -> dict[str, Any]:
+def summary(c: Settings, inputs: Inputs, tested: Tested) -> dict[str, Any]:
     """Returns the content of summary.json; missing numbers are null."""
     metrics = validation.metrics(tested)
     return {
         "model": c.model.path,
         "data": c.data.val_files,
-        "sampling": c.rollout.val_kwargs.to_dict()
+        "sampling": settings.as_dict(c.rollout.val_kwargs)
         | {"stop": c.rollout.stop, "ignore_eos": c.rollout.ignore_eos}
         | {"max_tokens": c.data.max_response_length, "seed": c.trainer.seed},
         "prompts": len(inputs.val.prompts),
@@ -178,7 +177,7 @@ def notes(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{metrics['val/truncated']:.1%} of the responses were truncated at data.max_response_length"
 
 
-def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
+def read_settings(argv: list[str]) -> tuple[Settings, bool]:
     """Returns the checked settings of the command line, and whether to print them only."""
     parser = settings.Parser("jppo.evaluate", __doc__, allow_abbrev=False)
     for name, (setting, about) in SHORT.items():
@@ -190,18 +189,17 @@ def read_settings(argv: list[str]) -> tuple[ConfigDict, bool]:
         for name, (setting, _) in SHORT.items()
         if (value := getattr(given, name)) is not None
     ]
-    c, switches = settings.parse([*rest, *short], __doc__, settings.default(), needs_file=False)
-    with c.unlocked():
-        c.trainer.run_dir = given.out  # not the config's run_dir, which holds a training run
-        c.rollout.lora_sync = "merge"  # the weights of a directory are whole
-        c.rollout.routing_replay = False  # nothing learns
+    config, switches = settings.parse([*rest, *short], __doc__, settings.default(), needs_file=False)
+    with config.unlocked():
+        config.trainer.run_dir = given.out  # not the config's run_dir, which holds a training run
+        config.rollout.lora_sync = "merge"  # the weights of a directory are whole
+        config.rollout.routing_replay = False  # nothing learns
     for name in ("model", "data"):
         setting = SHORT[name][0]
         section, _, leaf = setting.partition(".")
-        if not c[section][leaf]:
+        if not config[section][leaf]:
             raise UserError(f"--{name} is missing; it sets {setting}, {SHORT[name][1]}")
-    settings.check(c, training=False)
-    return c, switches["dry_run"]
+    return settings.typed(config, Settings, training=False), switches["dry_run"]
 
 
 def _terminate(number: int, _: Any) -> None:

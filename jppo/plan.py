@@ -16,7 +16,7 @@ from jppo import settings
 from jppo.build.inputs import read_inputs
 from jppo.dry_run import auto, described_machine, forecast, search
 from jppo.dry_run.described_machine import Request
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.targets import compilers, machines
 
 HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':<26}  settings"
@@ -26,9 +26,8 @@ HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
-    c, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
-    settings.check(c)
-    c = auto.first(c)
+    config, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
+    c = auto.first(settings.typed(config, Settings))
     if not switches["machine"]:
         raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known()}")
     machine = machines.parse(switches["machine"])

@@ -34,6 +34,7 @@ from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
+from jppo.settings import PairTraining
 from jppo.types import Array, Params, Prompt, Rows, Trajectory, given_text
 
 
@@ -48,7 +49,7 @@ class Task(supervised.Task):
     slope: Callable[..., Any]
 
 
-def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
+def prepare(c: PairTraining, request: Request = preview.HERE) -> Task:
     """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path, longest=longest_row(c))
     if c.model.init == "pretrained":
@@ -103,9 +104,9 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
     return encode
 
 
-def train(config: ConfigDict) -> None:
+def train(config: PairTraining | ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
-    c = config
+    c = settings.typed(config, PairTraining)
     require_loggers(c)
     require_resumable(c)
     task = prepare(c)
@@ -131,6 +132,7 @@ def train(config: ConfigDict) -> None:
         opening=f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}",
         draw=draw,
         test=lambda descent, learned: test(c, task, descent, learned),
+        test_freq=c.trainer.test_freq,
         changes=task.changes,
     )
     metrics = supervised.train(c, task, objective)
@@ -149,7 +151,7 @@ def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows],
     return found
 
 
-def test(c: ConfigDict, task: Task, descent: ppo.Descent, learned: Any) -> dict[str, float]:
+def test(c: PairTraining, task: Task, descent: ppo.Descent, learned: Any) -> dict[str, float]:
     """Returns loss and accuracy on held-out pairs."""
     pairs, size = task.held_out.pairs, c.data.train_batch_size
     sums = {"rm/loss": 0.0, "rm/accuracy": 0.0}
@@ -160,7 +162,7 @@ def test(c: ConfigDict, task: Task, descent: ppo.Descent, learned: Any) -> dict[
     return {"rm/val_loss": sums["rm/loss"] / len(pairs), "rm/val_accuracy": sums["rm/accuracy"] / len(pairs)}
 
 
-def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
+def dry_run(c: PairTraining, request: Request = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
 
     def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
@@ -177,7 +179,7 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
     return dry_run_of_one_model(c, request, prepare, estimate, describe, head="value")
 
 
-def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
+def estimate(c: PairTraining, task: Task) -> tuple[memory.Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head="value", adapters=task.adapters)
@@ -224,7 +226,7 @@ def as_trajectory(ids: np.ndarray) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    command.run(argv, "jppo.reward_model", __doc__, settings.reward_model_default(), dry_run=dry_run, train=train)
+    command.run(argv, "jppo.reward_model", __doc__, PairTraining, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from jppo.rollout.servers.launch import die_with_parent
 from jppo.rollout.servers.process import HOST
 from jppo.rollout.vllm import arguments, unserved
 from jppo.runlog import atomic_file
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 
 POLL_S = 0.5
 
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--listed", type=pathlib.Path, help="the file of addresses")
     parser.add_argument("--address", default="", help="the server's address in that file")
     args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    c, _ = settings.parse(rest, __doc__ or "", settings.default())
-    settings.check(c)
+    config, _ = settings.parse(rest, __doc__ or "", settings.default())
+    c = settings.typed(config, Settings)
     if c.rollout.name != "vllm" or not c.rollout.port:
         wanted = "set rollout.name=vllm and rollout.port"
         raise UserError(f"rollout.name={c.rollout.name!r}, rollout.port={c.rollout.port}: {wanted}")

@@ -27,6 +27,7 @@ from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.run import command
 from jppo.runlog.console import SFT_COLUMNS
+from jppo.settings import FineTuning
 from jppo.types import Params, Trajectory, given_text
 
 
@@ -38,7 +39,7 @@ class Task(supervised.Task):
     overlong: int  # excluded demonstrations
 
 
-def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
+def prepare(c: FineTuning, request: Request = preview.HERE) -> Task:
     """Reads the demonstrations and the model config."""
     longest = longest_row(c)
     _, cfg = hf.read_config(c.model.path, longest=longest)
@@ -60,7 +61,7 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
         make_decoder(c, cfg, mesh),
         cfg,
         temperature=1.0,
-        chunk_tokens=chunk_tokens(c, cfg),
+        chunk_tokens=chunk_tokens(c.model, cfg),
         with_entropy=False,
         mesh=mesh,
     )
@@ -76,9 +77,9 @@ def prepare(c: ConfigDict, request: Request = preview.HERE) -> Task:
     )
 
 
-def train(config: ConfigDict) -> None:
+def train(config: FineTuning | ConfigDict) -> None:
     """Trains on all demonstrations, or resumes, and writes the model."""
-    c = config
+    c = settings.typed(config, FineTuning)
     require_loggers(c)
     require_resumable(c)
     task = prepare(c)
@@ -103,7 +104,7 @@ def train(config: ConfigDict) -> None:
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
+def dry_run(c: FineTuning, request: Request = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
 
     def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
@@ -119,7 +120,7 @@ def dry_run(c: ConfigDict, request: Request = preview.HERE) -> str:
     return dry_run_of_one_model(c, request, prepare, estimate, describe, head="lm")
 
 
-def estimate(c: ConfigDict, task: Task) -> tuple[memory.Estimate, int]:
+def estimate(c: FineTuning, task: Task) -> tuple[memory.Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
     plan, mesh = task.plan, task.mesh
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
@@ -144,7 +145,7 @@ def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    command.run(argv, "jppo.sft", __doc__, settings.sft_default(), dry_run=dry_run, train=train)
+    command.run(argv, "jppo.sft", __doc__, FineTuning, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

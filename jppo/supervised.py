@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.build import offloading
@@ -34,7 +33,7 @@ from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent, read_metrics
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped, Watch
-from jppo.settings import UserError
+from jppo.settings import Supervised, UserError
 from jppo.types import Params
 
 
@@ -72,6 +71,7 @@ class Objective:
     opening: str  # first console line
     draw: Callable[[ppo.Descent, Params, np.ndarray], Batch]  # returns the batch of these indices
     test: Callable[[ppo.Descent, Params], dict[str, float]] | None = None
+    test_freq: int = -1
     changes: Mapping[str, Any] | None = None  # to the model's config.json
 
 
@@ -101,7 +101,7 @@ class Progress:
 class Run:
     """The parts of a run, once all of them exist."""
 
-    c: ConfigDict
+    c: Supervised
     task: Task
     objective: Objective
     descent: ppo.Descent
@@ -112,11 +112,11 @@ class Run:
     origin: dict[str, Any]
 
 
-def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
+def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
     """Trains, or resumes, to the last step and writes the model to RUN_DIR/hf; returns the last step's metrics."""
     run = folder(c)
     timer, t = Timers(), c.trainer
-    limits = dict(stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s)
+    limits = dict[str, Any](stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own(run))
         watch = stack.enter_context(Watch(timer, stacks=run / "stacks.txt", stopped=t.stop_exit_code, **limits))
@@ -148,7 +148,7 @@ def train(c: ConfigDict, task: Task, objective: Objective) -> dict[str, float]:
         return last_metrics(run)
 
 
-def folder(c: ConfigDict) -> pathlib.Path:
+def folder(c: Supervised) -> pathlib.Path:
     """Returns the run folder."""
     return expanded(c.trainer.run_dir)
 
@@ -159,14 +159,14 @@ def last_metrics(run: pathlib.Path) -> dict[str, float]:
     return lines[-1] if lines else {}
 
 
-def make_origin(c: ConfigDict, task: Task, objective: Objective, trained: Trained) -> dict[str, Any]:
+def make_origin(c: Supervised, task: Task, objective: Objective, trained: Trained) -> dict[str, Any]:
     """Returns a run's identity for its checkpoints."""
     frozen = {} if trained.base is None else {"model.path": trained.base.params}
     return run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
 
 
 def begin(
-    c: ConfigDict,
+    c: Supervised,
     checkpoints: Checkpoints,
     objective: Objective,
     descent: ppo.Descent,
@@ -215,7 +215,7 @@ def learn(run: Run, now: Progress) -> Progress:
                 now, drawn = take_step(run, now)
                 run.watch.check()
             metrics, last = dict(now.pending or {}), now.step == steps
-            if run.objective.test is not None and (last or due(now.step, c.trainer.test_freq)):
+            if run.objective.test is not None and (last or due(now.step, run.objective.test_freq)):
                 with timer("testing"):
                     metrics |= run.objective.test(run.descent, now.learned)
             run.logger.log(now.step, metrics | timer.next_step())
@@ -261,7 +261,7 @@ def take_step(run: Run, now: Progress) -> tuple[Progress, Batch]:
     return Progress(learned, opt, cursor, now.step + 1, metrics), drawn
 
 
-def remedy(c: ConfigDict) -> str:
+def remedy(c: Supervised) -> str:
     """Returns the remedy for non-finite losses, gradients or weights."""
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 

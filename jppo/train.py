@@ -43,6 +43,7 @@ from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped
+from jppo.settings import Settings
 from jppo.supervised import due
 from jppo.types import Batch, Reward, TrainState, Trajectory
 from jppo.validation import samples
@@ -105,7 +106,7 @@ def require_graded(rewards: list[Reward]) -> None:
 
 
 def update_models(
-    c: ConfigDict,
+    c: Settings,
     learner: Learner,
     now: TrainState,
     data: Batch,
@@ -216,8 +217,9 @@ def require_progress(run: Run, now: TrainState) -> None:
         )
 
 
-def train(c: ConfigDict) -> None:
+def train(config: Settings | ConfigDict) -> None:
     """Runs a whole training on each host; when it returns, the state is on disk."""
+    c = settings.typed(config, Settings)
     with join_hosts(c, (RolloutError, Diverged, Unwritten)) as hosts:
         with contextlib.ExitStack() as stack:
             opened = open_run(stack, hosts, c)
@@ -244,7 +246,7 @@ def train(c: ConfigDict) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     try:
-        command.run(argv, "jppo.train", __doc__, settings.default(), dry_run=dry_run, train=train)
+        command.run(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
     except (RolloutError, Diverged, Unwritten, Elsewhere) as e:
         print(one_line(e), file=sys.stderr)
         sys.exit(1)

@@ -14,7 +14,7 @@ from tests.test_resume import again, untimed
 
 
 def asking(config, remat="auto", tokens=-1):
-    return auto.with_changes(config, {"model.remat": remat, "actor.max_tokens_per_device": tokens})
+    return settings.changed(config, {"model.remat": remat, "actor.max_tokens_per_device": tokens})
 
 
 def pairs(config):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import types
 
-import ml_collections
 import pytest
 
 from jppo import settings, train
@@ -23,6 +22,7 @@ from jppo.data import gsm8k
 from jppo.learner import sharding
 from jppo.rewards.model.classifier import Classifier
 from jppo.settings import parts, table
+from jppo.settings.setting import Section
 from jppo.settings.table import TABLE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -667,32 +667,33 @@ def test_the_command_ends_with_2_and_one_line():
     assert line.startswith("error: ") and "at least 0.0" in line
 
 
-class Recorder:
-    """A config that remembers what was read of it."""
-
-    def __init__(self, config, seen, prefix=""):
-        self._config, self._seen, self._prefix = config, seen, prefix
-
-    def __getattr__(self, name):
-        value = getattr(self._config, name)
-        if isinstance(value, ml_collections.ConfigDict):
-            return Recorder(value, self._seen, f"{self._prefix}{name}.")
-        self._seen.add(self._prefix + name)
-        return value
-
-    def __getitem__(self, name):
-        return getattr(self, name)
-
-    def __contains__(self, name):
-        return name in self._config
+PLACES = {
+    type(settings.value(settings.Settings(), name.rpartition(".")[0])): name.rpartition(".")[0] for name in table.PPO
+}  # the section of each type
 
 
-def read_by_parts(config, seen, monkeypatch):
+def record_reads(monkeypatch):
+    """Returns the set to which every read of a setting is added, by dotted name."""
+    seen, plain = set(), Section.__getattribute__
+
+    def recorded(self, name):
+        if type(self) in PLACES and sys._getframe(1).f_globals["__name__"] != "dataclasses":  # asdict reads all
+            seen.add(f"{PLACES[type(self)]}.{name}")
+        return plain(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", recorded)
+    return seen
+
+
+def read_by_parts(config, monkeypatch):
     """What the parts read that need a server, a model or tools: they are made, not run."""
-    recorder = Recorder(config, seen)
+
+    def read():
+        return table.sections(config, settings.Settings)
+
     config.reward.judge.api_type, config.reward.judge.model, config.reward.judge.preset = "openai", "m", "math"
     config.reward.judge.base_url = "http://127.0.0.1:9/v1"
-    reward.make_judge(recorder).close()
+    reward.make_judge(read()).close()
     for name in ("JaxRewardModel", "TransformersRewardModel", "VllmRewardModel", "Texts"):
         monkeypatch.setattr(reward, name, lambda *_, **__: None)
     for name in ("load_tokenizer", "check_vllm"):
@@ -703,28 +704,29 @@ def read_by_parts(config, seen, monkeypatch):
     inputs, log = types.SimpleNamespace(tokenizer=None), pathlib.Path(config.trainer.run_dir)
     for engine, steps in (("jax", ""), ("transformers", ""), ("vllm", ""), ("jax", "min")):
         config.reward.model.engine, config.reward.model.step_aggregation = engine, steps
-        reward.make_reward_model(recorder, inputs, mesh, log).testing()
+        reward.make_reward_model(read(), inputs, mesh, log).testing()
     talks = config.rollout.multi_turn
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
-    agent.make_agent(recorder, None, ()).close()
+    agent.make_agent(read(), None, ()).close()
     monkeypatch.setattr(agent, "enough", lambda *_: 1)
     config.rollout.agent, config.rollout.agent_format = "true", "plain"
-    agent.make_gateway(recorder, None, ())
-    assert batch_shape(recorder, mesh)[0] >= config.rollout.agent_branches
+    agent.make_gateway(read(), None, ())
+    assert batch_shape(read(), mesh)[0] >= config.rollout.agent_branches
 
 
 def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     """Training as it is, but for the server."""
-    seen = set()
     a = small_run.algorithm
     a.use_kl_in_reward = small_run.actor.use_kl_loss = True
     a.kl_ctrl_type, a.old_logprob, a.rollout_is, a.rollout_rs = "adaptive", "correction", "token", "token_k2"
     a.rollout_rs_threshold = "100"
     small_run.rollout.mode, small_run.critic.value_bins = "async", 9
-    settings.check(small_run)
-    train.train(Recorder(small_run, seen))
-    read_by_parts(small_run, seen, monkeypatch)
-    for section, registry in (("algorithm", parts.ESTIMATORS), ("actor", parts.POLICY_LOSSES)):
+    checked = settings.typed(small_run, settings.Settings)
+    seen = record_reads(monkeypatch)
+    train.train(checked)
+    read_by_parts(small_run, monkeypatch)
+    optimizers = [(section, parts.OPTIMIZERS) for section in ("actor", "critic")]
+    for section, registry in [("algorithm", parts.ESTIMATORS), ("actor", parts.POLICY_LOSSES), *optimizers]:
         seen |= {f"{section}.{one}" for part in registry.values() for one in inspect.signature(part).parameters}
     assert names(small_run) - seen == {"trainer.total_epochs"}, "which total_training_steps replaces"
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()

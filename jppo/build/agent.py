@@ -5,8 +5,6 @@ import functools
 import json
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jppo.agent import partners, turn_tokens
 from jppo.agent.calls import PARSERS, Schema
 from jppo.agent.conversation import Turns, make_talk
@@ -17,7 +15,7 @@ from jppo.agent.user_code import UserCodeRunner
 from jppo.build.sandbox import sandbox_of
 from jppo.data.tokenizer import enough, make_decoders, pieces
 from jppo.rollout.protocol import Talk
-from jppo.settings import template_arguments
+from jppo.settings import Settings, template_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Agent:
         self.user_code.close()
 
 
-def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
+def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
     """Makes and checks the agent of a run; None for single-turn rollouts."""
     m = c.rollout.multi_turn
     if not (m.enable or c.rollout.agent):
@@ -81,7 +79,7 @@ def make_agent(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Agent | 
     return Agent(talk, told, toolbox, user_code)
 
 
-def make_gateway(c: ConfigDict, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
+def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
     """Makes and checks the gateway of `rollout.agent`; starts nothing."""
     r, name = c.rollout, c.rollout.agent_format
     arguments = template_arguments(c.data.apply_chat_template_kwargs)

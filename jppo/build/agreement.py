@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.build.inputs import Inputs
@@ -19,6 +18,7 @@ from jppo.rollout.inprocess import InprocessSampler
 from jppo.rollout.protocol import RolloutError, Sampler
 from jppo.runlog import trajectories
 from jppo.runlog.checkpoint import NonFinite
+from jppo.settings import Settings
 from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
@@ -31,7 +31,7 @@ class Mismatch(RolloutError):
 
 
 def agree(
-    c: ConfigDict,
+    c: Settings,
     inputs: Inputs,
     learner: Learner,
     now: TrainState,
@@ -57,7 +57,7 @@ def agree(
 
 
 def require_published(
-    c: ConfigDict, inputs: Inputs, learner: Learner, now: TrainState, sampler: Source, hosts: Hosts = ALONE
+    c: Settings, inputs: Inputs, learner: Learner, now: TrainState, sampler: Source, hosts: Hosts = ALONE
 ) -> None:
     """Raises Mismatch where a server does not sample from the weights that were just published.
 
@@ -89,7 +89,7 @@ def _longest(inputs: Inputs, count: int) -> list[Prompt]:
     return heapq.nlargest(count, inputs.train.prompts, key=lambda p: len(p.ids))
 
 
-def _unfiltered(c: ConfigDict, version: int) -> Sampling:
+def _unfiltered(c: Settings, version: int) -> Sampling:
     """Returns the sampling without filters: they renormalise the engine's log-probs, but not the trainer's."""
     return dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0)
 
@@ -108,7 +108,7 @@ def _gaps(learner: Learner, now: TrainState, drawn: Sequence[Trajectory]) -> lis
 class Match:
     """A check of each step's log-prob mismatch against the step before: a jump means another policy sampled."""
 
-    def __init__(self, c: ConfigDict):
+    def __init__(self, c: Settings):
         self._limit: float = c.rollout.max_kl_jump
         # `agree` has just measured a mismatch near 0 without filters. With filters, the first step sets the baseline.
         self._before = None if settings.cuts(c.rollout) else 0.0

@@ -5,25 +5,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jppo.algorithms import kl, losses
 from jppo.build.packing import sequences_of_step
 from jppo.learner import correct, ppo
 from jppo.learner.estimate import Estimator
 from jppo.learner.policy_losses import Objective
-from jppo.settings import importance_band, parts, rejection_rules
+from jppo.settings import Settings, importance_band, parts, rejection_rules
 from jppo.types import Array
 
 
-def make_estimator(c: ConfigDict) -> Estimator:
+def make_estimator(c: Settings) -> Estimator:
     """Makes the estimator that `algorithm.adv_estimator` names."""
     found = parts.estimator(c)
     assert isinstance(found, Estimator)
     return found
 
 
-def make_objective(c: ConfigDict) -> Objective:
+def make_objective(c: Settings) -> Objective:
     """Makes the policy loss that `actor.loss_mode` names."""
     found = parts.objective(c)
     assert isinstance(found, Objective)
@@ -38,7 +37,7 @@ def kl_name(name: str, setting: str) -> str:
     return name
 
 
-def make_correction(c: ConfigDict) -> correct.Correction | None:
+def make_correction(c: Settings) -> correct.Correction | None:
     """Makes the correction of the log-prob mismatch, if any."""
     a = c.algorithm
     if a.old_logprob != "correction":
@@ -53,16 +52,15 @@ def make_correction(c: ConfigDict) -> correct.Correction | None:
     )
 
 
-def make_kl_controller(c: ConfigDict) -> Callable[[Array, Array], Array] | None:
+def make_kl_controller(c: Settings) -> Callable[[Array, Array], Array] | None:
     """Makes the `algorithm.kl_ctrl_type` update of the KL coefficient; None: the coefficient is fixed."""
     a = c.algorithm
     if a.kl_ctrl_type == "fixed":
         return None
-    how = dict(steps=sequences_of_step(c), target=a.target_kl, horizon=a.horizon)
-    return jax.jit(functools.partial(kl.adaptive, **how))
+    return jax.jit(functools.partial(kl.adaptive, steps=sequences_of_step(c), target=a.target_kl, horizon=a.horizon))
 
 
-def make_recipe(c: ConfigDict) -> ppo.Recipe:
+def make_recipe(c: Settings) -> ppo.Recipe:
     """Makes the algorithm's functions from the config."""
     a, v, talk = c.actor, c.critic, c.rollout.multi_turn
     objective = make_objective(c)

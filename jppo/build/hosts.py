@@ -6,14 +6,12 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jppo.build.inputs import Inputs
 from jppo.build.resume import data_checksums
 from jppo.distributed.hosts import Hosts
 from jppo.distributed.launchers import join
 from jppo.errors import expanded
-from jppo.settings import UserError, table
+from jppo.settings import Settings, UserError, table
 
 # Settings that may differ between hosts.
 OWN = ("trainer.node_rank", "rollout.urls", "rollout.python", "rollout.publish_host", "rollout.devices", "rollout.port")
@@ -24,7 +22,7 @@ NOT_SHARED = {
 }
 
 
-def join_hosts(c: ConfigDict, faults: Sequence[type[Exception]]) -> Hosts:
+def join_hosts(c: Settings, faults: Sequence[type[Exception]]) -> Hosts:
     """Joins all hosts of the run and waits for them; `faults` end them together."""
     t = c.trainer
     return join(
@@ -38,7 +36,7 @@ def join_hosts(c: ConfigDict, faults: Sequence[type[Exception]]) -> Hosts:
     )
 
 
-def require_shareable(c: ConfigDict, hosts: Hosts) -> None:
+def require_shareable(c: Settings, hosts: Hosts) -> None:
     """Raises UserError for settings that multi-host runs exclude or that differ between hosts."""
     if hosts.count == 1:
         return
@@ -55,7 +53,7 @@ def require_shareable(c: ConfigDict, hosts: Hosts) -> None:
                 raise UserError(f"{name} is {there} on host {rank} and {value} on host {hosts.rank}; set it alike")
 
 
-def require_alike(c: ConfigDict, hosts: Hosts, inputs: Inputs) -> None:
+def require_alike(c: Settings, hosts: Hosts, inputs: Inputs) -> None:
     """Raises UserError where hosts read different data or do not share the run folder."""
     if hosts.count == 1:
         return

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jppo.build.agent import Agent, make_agent
 from jppo.build.algorithm import make_estimator
 from jppo.build.optimizers import require_optimizers
@@ -16,7 +14,7 @@ from jppo.models import hf, lora
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
-from jppo.settings import UserError, stop_texts, template_arguments
+from jppo.settings import Common, Critic, Settings, UserError, stop_texts, template_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Inputs:
     total_steps: int = 0
 
 
-def read_inputs(c: ConfigDict) -> Inputs:
+def read_inputs(c: Settings) -> Inputs:
     """Reads and checks all files before a device or a server is used."""
     require_optimizers(c)
     policy, critic, reference = read_models(c)
@@ -77,24 +75,24 @@ def read_inputs(c: ConfigDict) -> Inputs:
     )
 
 
-def prompts_per_batch(c: ConfigDict) -> int:
+def prompts_per_batch(c: Settings) -> int:
     """Returns the number of prompts sampled together: `data.train_batch_size`, or one gen batch of dynamic sampling."""
     size: int = c.data.train_batch_size if c.data.gen_batch_size is None else c.data.gen_batch_size
     return size
 
 
-def longest_row(c: ConfigDict) -> int:
+def longest_row(c: Common) -> int:
     """Returns the tokens of the longest allowed prompt and response together."""
     return int(c.data.max_prompt_length + c.data.max_response_length)
 
 
-def total_steps(c: ConfigDict, examples: int) -> int:
+def total_steps(c: Common, examples: int) -> int:
     """Returns the steps of a run: `trainer.total_training_steps`, or all epochs' steps."""
     steps = c.trainer.total_training_steps
     return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
 
 
-def read_test(c: ConfigDict) -> Inputs:
+def read_test(c: Settings) -> Inputs:
     """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
     _, policy = hf.read_config(c.model.path, longest=longest_row(c))
     _require_publishable(c, policy)
@@ -115,7 +113,7 @@ def read_test(c: ConfigDict) -> Inputs:
     )
 
 
-def read_val(c: ConfigDict, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
+def read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
     """Reads the validation prompts."""
     return read_prompts(
         c.data.val_files,
@@ -138,7 +136,7 @@ def speaking(inputs: Inputs) -> dict[str, Any]:
     return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
 
 
-def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
+def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
     """Returns the arguments that read either prompt set."""
     return dict(
         tokenizer=tokenizer,
@@ -153,12 +151,12 @@ def _reading(c: ConfigDict, tokenizer: Any, agent: Agent | None) -> dict[str, An
     )
 
 
-def columns_of(c: ConfigDict) -> dict[str, str]:
+def columns_of(c: Settings) -> dict[str, str]:
     """Maps jppo's columns to the data files' columns."""
     return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
 
 
-def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
+def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
     """Reads the configs of policy, critic and reference and checks that their weights exist."""
 
     def read(path: str, head: Head) -> ModelConfig:
@@ -183,7 +181,7 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
     return policy, critic, reference
 
 
-def _require_publishable(c: ConfigDict, policy: ModelConfig) -> None:
+def _require_publishable(c: Settings, policy: ModelConfig) -> None:
     """Raises UserError for layers that no SGLang was tried with: its load keeps the old values of tensors silently."""
     parts = {"experts": policy.experts, "latent attention": policy.latent_sizes, "gated delta nets": policy.delta_kind}
     untried = [part for part, found in parts.items() if found is not None]
@@ -194,12 +192,12 @@ def _require_publishable(c: ConfigDict, policy: ModelConfig) -> None:
         )
 
 
-def critic_path(c: ConfigDict) -> str:
+def critic_path(c: Settings) -> str:
     """Returns the path of the critic's initial weights; the policy's by default."""
     return c.critic.path if c.critic.path else c.model.path
 
 
-def make_adapters(c: ConfigDict, own: ConfigDict | None = None) -> Lora | None:
+def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
     """Makes the LoRA settings of `model`, or of a section with its `own`; None: full fine-tuning."""
     targets = lora.parse_targets(c.model.target_modules)  # validates unused settings, too
     rank, alpha = c.model.lora_rank, c.model.lora_alpha
@@ -209,17 +207,17 @@ def make_adapters(c: ConfigDict, own: ConfigDict | None = None) -> Lora | None:
     return None if rank == 0 else Lora(rank, alpha, targets)
 
 
-def wants_critic(c: ConfigDict) -> bool:
+def wants_critic(c: Settings) -> bool:
     """Whether the estimator reads values."""
     return make_estimator(c).critic
 
 
-def wants_reference(c: ConfigDict) -> bool:
+def wants_reference(c: Settings) -> bool:
     """Whether a KL is used."""
     return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss
 
 
-def read_tokenizer(c: ConfigDict, *models: ModelConfig) -> Any:
+def read_tokenizer(c: Common, *models: ModelConfig) -> Any:
     """Reads the policy's tokenizer and checks it and the lengths against every model that reads its tokens."""
     tokenizer = load_tokenizer(c.model.path)
     longest = longest_row(c)

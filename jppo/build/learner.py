@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from jppo.build import offloading, process_setup
 from jppo.build.algorithm import make_recipe
@@ -20,7 +19,8 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, attention_settings
 from jppo.models.lora import Base, Lora, Weights
 from jppo.models.params import Head
-from jppo.settings import UserError
+from jppo.models.remat import Remat
+from jppo.settings import Common, Model, Optimizer, Settings, UserError
 from jppo.types import Params, TrainState
 
 
@@ -67,7 +67,7 @@ class Learner:
         return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
 
 
-def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any:
+def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> Any:
     """Makes the mesh of the config from the given devices, by default this machine's.
 
     Described devices can be given: programs compile for them but cannot run.
@@ -76,7 +76,7 @@ def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any
         devices = jax.devices()
         offloading.require_host(c, devices[0])
         process_setup.keep_programs(c.trainer.compile_cache)
-    shape = sharding.mesh_shape(len(devices), **{axis: c.mesh[axis] for axis in sharding.AXES})
+    shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
     mesh = sharding.make_mesh(shape, devices)
     if sharding.platform(mesh) == "cpu":
         process_setup.keep_memory()
@@ -86,7 +86,7 @@ def make_mesh(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Any
     return mesh
 
 
-def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
+def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
     """Returns the attention kernel, why `auto` takes a slower one, if so, and the model's requirements."""
     if cfg.delta is not None and shared_prompts(c, mesh) is not None:
         raise UserError(
@@ -106,7 +106,7 @@ def attention_kernel(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> tuple[str, s
     return *fused.choose(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
 
 
-def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
+def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
     """Makes the transformer of `cfg` with activations sharded over the mesh as the rows are."""
     require_divisible(cfg, mesh)
     kernel, _, needs = attention_kernel(c, cfg, mesh)
@@ -116,16 +116,16 @@ def make_decoder(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> Decoder:
         dtype=c.model.compute_dtype,
         param_dtype=c.model.param_dtype,
         scan_layers=c.model.scan_layers,
-        remat=c.model.remat,
+        remat=cast(Remat, c.model.remat),
         constrain=sharding.constrain_to_rows(mesh),
         lookup=embedding.make_lookup(mesh),
         mix=experts.make_mix(mesh),
     )
 
 
-def chunk_tokens(c: ConfigDict, cfg: ModelConfig) -> int:
+def chunk_tokens(model: Model, cfg: ModelConfig) -> int:
     """Returns the number of tokens whose f32 logits are in memory at a time."""
-    return max(1, c.model.logprob_chunk_bytes // (4 * cfg.vocab_size))
+    return max(1, model.logprob_chunk_bytes // (4 * cfg.vocab_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Trained:
 
 
 def load_trained(
-    c: ConfigDict,
+    c: Common,
     mesh: Any,
     cfg: ModelConfig,
     path: str,
@@ -171,7 +171,7 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
     return dataclasses.replace(trained, learned=offload.to_host(trained.learned), base=base)
 
 
-def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
+def make_passes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
     """Makes the passes of the config; loads and compiles nothing."""
 
     def model(cfg: ModelConfig) -> ppo.Model:
@@ -186,19 +186,19 @@ def make_passes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[ppo.Recipe, p
         ppo.Models(policy, critic, reference),
         recipe,
         temperature=c.rollout.temperature,
-        chunk_tokens=chunk_tokens(c, policy[1]),
+        chunk_tokens=chunk_tokens(c.model, policy[1]),
         mesh=mesh,
         options=compiler.options(mesh, c.model.compiler_options),
     )
     return recipe, passes
 
 
-def shares_trunk(c: ConfigDict, inputs: Inputs) -> bool:
+def shares_trunk(c: Settings, inputs: Inputs) -> bool:
     """Whether critic and policy share one frozen base in memory."""
     return inputs.adapters is not None and inputs.critic_adapters is not None and critic_path(c) == c.model.path
 
 
-def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
+def make_learner(c: Settings, inputs: Inputs, mesh: Any) -> tuple[Learner, TrainState]:
     """Loads the models into their shards and makes the passes."""
     a, path = c.actor, c.model.path
 
@@ -241,18 +241,18 @@ def make_learner(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[Learner, Tra
     return learner, begin
 
 
-def compile_passes(c: ConfigDict, learner: Learner, begin: TrainState) -> None:
+def compile_passes(c: Settings, learner: Learner, begin: TrainState) -> None:
     """Compiles every program of a step ahead of time."""
     warmup.compile_all(
         learner.passes, learner.recipe, learner.plan, learner.mesh,
         now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
     )  # fmt: skip
     step.advance(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
-    for model, section in enumerate((c.actor, c.critic)):
-        step.order(begin, model, 0, sequences_of_step(c), shuffle=section.shuffle)
+    for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):
+        step.order(begin, model, 0, sequences_of_step(c), shuffle=shuffle)
 
 
-def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
+def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
         trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None)
@@ -272,7 +272,7 @@ def make_reference(c: ConfigDict, mesh: Any, cfg: ModelConfig, policy: Trained, 
 
 
 def make_descent(
-    section: ConfigDict, name: str, accumulate: Any, trained: Trained, total_steps: int
+    section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.Descent, Any]:
     """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
     tx = make_optimizer(section, name, trained.what)
@@ -285,7 +285,7 @@ def make_descent(
     return ppo.Descent(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
 
 
-def make_apply(section: ConfigDict, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
+def make_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
     """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
     by_ratio = section.lr_warmup_steps == -1
     schedule = optim.make_schedule(

@@ -1,31 +1,29 @@
 """Metrics loggers from the settings."""
 
-import json
 import pathlib
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from jppo import settings, traces
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.runlog.logger import REMOTE, Logger, Silent
 from jppo.runlog.sinks import About
+from jppo.settings import Common, Settings
 
 
-def require_loggers(c: ConfigDict) -> None:
+def require_loggers(c: Common) -> None:
     """Raises UserError for an unusable logger, before anything starts."""
     for name in settings.loggers(c.trainer.logger):
         if name in REMOTE:
             REMOTE[name].require()
-    if c.trainer.get("traces"):
+    if isinstance(c, Settings) and c.trainer.traces:
         traces.require()
 
 
-def make_logger(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
+def make_logger(c: Common, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
     """Makes the logger of a run; `kw` are the Logger's. With several hosts, only the first logs."""
     if not hosts.first:
         return Silent()
-    about = About(c.trainer.project_name, c.trainer.experiment_name, json.loads(settings.dump(c)))
+    about = About(c.trainer.project_name, c.trainer.experiment_name, settings.as_dict(c))
     host, port = c.trainer.metrics_host, c.trainer.metrics_port
     scraped = (host, port) if port else None
     return Logger(run, places=settings.loggers(c.trainer.logger), about=about, scraped=scraped, **kw)

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs
 from jppo.learner.ppo import Recipe
 from jppo.models import offload
-from jppo.settings import UserError
+from jppo.settings import Common, Settings, UserError
 
 SETTINGS = {
     "policy": ("actor", "param_offload"),
@@ -22,13 +21,13 @@ SETTINGS = {
 }
 
 
-def asked(c: ConfigDict) -> list[str]:
+def asked(c: Common) -> list[str]:
     """Returns the parts to offload, named as in SETTINGS."""
     there = {part: getattr(c, section, None) for part, (section, _) in SETTINGS.items()}
     return [part for part, (_, leaf) in SETTINGS.items() if there[part] is not None and getattr(there[part], leaf)]
 
 
-def require_host(c: ConfigDict, device: jax.Device) -> None:
+def require_host(c: Common, device: jax.Device) -> None:
     """Raises UserError where a part is to be offloaded and the devices have no host memory kind."""
     for part in asked(c):
         if offload.host_kind(device) is None:
@@ -39,7 +38,7 @@ def require_host(c: ConfigDict, device: jax.Device) -> None:
             )
 
 
-def introduce(c: ConfigDict, inputs: Inputs | None, device: jax.Device) -> str | None:
+def introduce(c: Common, inputs: Inputs | None, device: jax.Device) -> str | None:
     """Returns a line on the offloaded parts; None without any. `inputs` of PPO tell which parts exist."""
     parts = asked(c)
     if inputs is not None and inputs.critic is None:
@@ -64,7 +63,7 @@ class Brought:
 
 
 def brought(
-    c: ConfigDict,
+    c: Settings,
     recipe: Recipe,
     size: Callable[[Any], int],
     *,

@@ -6,13 +6,12 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
-from ml_collections import ConfigDict
 
 from jppo.learner import optim, state
-from jppo.settings import parts
+from jppo.settings import Optimizer, Settings, optimizers, parts
 
 
-def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
+def make_optimizer(section: Optimizer, name: str, what: state.Weights) -> Any:
     """Makes the optimizer of a section of the config; `name` as in `make_descent`."""
     chain = make_chain(section, name if name in ("actor", "critic") else "optim", what.matrices)
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
@@ -25,11 +24,11 @@ def make_optimizer(section: ConfigDict, name: str, what: state.Weights) -> Any:
     )
 
 
-def make_chain(section: ConfigDict, name: str, matrices: Any = None) -> optim.Chain:
+def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Chain:
     """Returns the optax chain of `optimizer` in section `name`, as a function of the learning rate."""
 
     def chain(learning_rate: Any) -> optax.GradientTransformation:
-        values = ChainMap({"learning_rate": learning_rate, "matrices": matrices}, section)
+        values = ChainMap({"learning_rate": learning_rate, "matrices": matrices}, vars(section))
         made = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
         return cast(optax.GradientTransformation, made)  # `make` has checked the class
 
@@ -37,7 +36,7 @@ def make_chain(section: ConfigDict, name: str, matrices: Any = None) -> optim.Ch
     return chain
 
 
-def require_optimizers(c: ConfigDict) -> None:
+def require_optimizers(c: Settings) -> None:
     """Raises UserError for an invalid optimizer; before servers start."""
-    for name in ("actor", "critic"):
-        make_chain(c[name], name)
+    for name, section in optimizers(c).items():
+        make_chain(section, name)

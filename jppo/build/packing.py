@@ -3,28 +3,26 @@
 import dataclasses
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jppo.learner import packing, prefix, sharding
 from jppo.models import attention, cost
 from jppo.models.config import ModelConfig
-from jppo.settings import UserError
+from jppo.settings import Common, Settings, UserError
 
 
-def packing_kind(c: ConfigDict, mesh: Any) -> str:
+def packing_kind(c: Common, mesh: Any) -> str:
     """Returns the packing kind. Shared rows need a fused segment kernel: else their mask is quadratic."""
     if c.data.packing != "auto":
         return c.data.packing
     return "segments" if sharding.platform(mesh) == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
 
 
-def shared_prompts(c: ConfigDict, mesh: Any) -> tuple[int, int] | None:
+def shared_prompts(c: Common, mesh: Any) -> tuple[int, int] | None:
     """Returns the longest prompt and response where n responses share one prompt."""
     return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
 
 
 def make_plan(
-    c: ConfigDict,
+    c: Common,
     mesh: Any,
     *,
     tokens_per_device: int,
@@ -39,7 +37,7 @@ def make_plan(
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
     row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
     how = dict[str, Any]()
-    if shared is not None and policy is not None:
+    if shared is not None and policy is not None and isinstance(c, Settings):
         if row == -1:
             row = min(of_device, prefix.longest_row(*shared, samples=c.rollout.n))
 
@@ -61,14 +59,14 @@ def make_plan(
     )
 
 
-def plan_of_run(c: ConfigDict, mesh: Any, policy: ModelConfig) -> packing.Plan:
+def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig) -> packing.Plan:
     """Plans the row shapes of a PPO run."""
     sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
     plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences, policy=policy)
     return dataclasses.replace(plan, experts=replayed(c, policy))
 
 
-def replayed(c: ConfigDict, policy: ModelConfig) -> tuple[int, int] | None:
+def replayed(c: Settings, policy: ModelConfig) -> tuple[int, int] | None:
     """Returns the layers and the active experts of each token if experts are replayed; UserError without any."""
     if not c.rollout.routing_replay:
         return None
@@ -79,13 +77,13 @@ def replayed(c: ConfigDict, policy: ModelConfig) -> tuple[int, int] | None:
     return policy.num_layers, policy.experts.active
 
 
-def critic_mini_batch_size(c: ConfigDict) -> int:
+def critic_mini_batch_size(c: Settings) -> int:
     """Returns the critic's sequences per optimizer step."""
     own = c.critic.ppo_mini_batch_size
     return c.actor.ppo_mini_batch_size if own is None else own
 
 
-def critic_epochs(c: ConfigDict, step: int) -> int:
+def critic_epochs(c: Settings, step: int) -> int:
     """Returns the critic's epochs over the batch of a step; in its warm-up they may be more."""
     of_warmup, own, actors = c.critic.warmup_epochs, c.critic.ppo_epochs, c.actor.ppo_epochs
     if step < c.trainer.critic_warmup and of_warmup is not None:
@@ -93,12 +91,12 @@ def critic_epochs(c: ConfigDict, step: int) -> int:
     return int(actors if own is None else own)
 
 
-def sequences_of_step(c: ConfigDict) -> int:
+def sequences_of_step(c: Settings) -> int:
     """Returns the trajectories per step."""
     return c.data.train_batch_size * c.rollout.n
 
 
-def batch_shape(c: ConfigDict, mesh: Any) -> tuple[int, int]:
+def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
     """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
     rows = sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.agent else 1)

@@ -7,7 +7,6 @@ import zlib
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from jppo.build.dynamic_sampling import DynamicSupply, Filter
 from jppo.build.inputs import Inputs, prompts_per_batch
@@ -19,17 +18,17 @@ from jppo.errors import expanded
 from jppo.prefetch.supply import Drawn, How, Supply, ages
 from jppo.rewards.panel import Panel
 from jppo.rollout.protocol import RolloutError
-from jppo.settings import table
+from jppo.settings import Settings, table
 from jppo.types import Reward
 
 
-def staleness(c: ConfigDict) -> int:
+def staleness(c: Settings) -> int:
     """Returns the maximum staleness of a sample, in updates."""
     return c.rollout.max_staleness if c.rollout.mode == "async" else 0
 
 
 def make_supply(
-    c: ConfigDict,
+    c: Settings,
     inputs: Inputs,
     learner: Learner,
     sampler: Source,
@@ -63,7 +62,7 @@ def make_supply(
     return DynamicSupply(of_step, gen_batch, cursor)
 
 
-def graders(c: ConfigDict) -> dict[str, Any]:
+def graders(c: Settings) -> dict[str, Any]:
     """Returns what the reward depends on, as JSON types: its settings and the state of the files they name.
 
     Of a file the checksum; of a folder, such as a reward model's, the sizes and times of its files.
@@ -82,7 +81,7 @@ def graders(c: ConfigDict) -> dict[str, Any]:
     return found
 
 
-def fresh(c: ConfigDict, drawn: Drawn, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
+def fresh(c: Settings, drawn: Drawn, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
     """Marks the rewards of samples that are too stale as unusable and returns staleness metrics.
 
     With a log-prob correction, stale samples are kept: it weights them.

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from jppo.build.learner import Learner, make_mesh
 from jppo.build.rollout import Source
@@ -19,10 +18,11 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
 from jppo.rollout.inprocess import InprocessSampler
 from jppo.rollout.protocol import Repeatable, Served
+from jppo.settings import Settings
 from jppo.types import TrainState
 
 
-def may_overlap(c: ConfigDict, hosts: Hosts) -> bool:
+def may_overlap(c: Settings, hosts: Hosts) -> bool:
     """Whether servers may get the policy while the critic learns.
 
     Not with several hosts: their exchanges would mix. Not with sleeping servers: they would wake on a GPU in use. Not
@@ -61,7 +61,7 @@ class Handover:
             self._pool.shutdown()  # before the engine closes
 
 
-def published_dtype(c: ConfigDict) -> str:
+def published_dtype(c: Settings) -> str:
     """Returns the dtype of published weights: the policy's, or the servers' if smaller.
 
     Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
@@ -71,7 +71,7 @@ def published_dtype(c: ConfigDict) -> str:
 
 
 def publish_policy(
-    c: ConfigDict, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
+    c: Settings, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
 ) -> None:
     """Publishes the policy to the engine: whole, or only its adapters."""
     version, mode = int(now.step), c.rollout.on_update
@@ -88,14 +88,14 @@ def publish_policy(
     hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
 
 
-def publish_base(c: ConfigDict, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
+def publish_base(c: Settings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
     """Publishes the policy's frozen base, where later only the adapters are published."""
     base = learner.actor.base
     if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
         _load(c, sampler, base.params, learner.cfg, hosts, version=version)
 
 
-def _load(c: ConfigDict, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **how: Any) -> None:
+def _load(c: Settings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **how: Any) -> None:
     """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
     on_device = c.rollout.publish_via in ("nccl", "ipc")
     export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if on_device else hf_write.hf_tensors
@@ -111,7 +111,7 @@ def _load(c: ConfigDict, sampler: Served, model: Weights, cfg: ModelConfig, host
     hosts.together(load)
 
 
-def publish_stored(c: ConfigDict, sampler: Source, cfg: ModelConfig) -> None:
+def publish_stored(c: Settings, sampler: Source, cfg: ModelConfig) -> None:
     """Publishes the model stored at `model.path` as version 0."""
     if isinstance(sampler, InprocessSampler):
         mesh = make_mesh(c)

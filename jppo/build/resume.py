@@ -10,7 +10,6 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.build.inputs import Inputs
@@ -24,7 +23,7 @@ from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
 from jppo.runlog.restore import Restored, require, restore
-from jppo.settings import UserError, table
+from jppo.settings import Common, Settings, UserError, table
 from jppo.types import TrainState
 
 # Settings that a resume cannot change, and what of the checkpoint depends on them.
@@ -55,12 +54,12 @@ class Begun:
     said: tuple[str, ...] = ()  # lines for the console
 
 
-def origin(c: ConfigDict, inputs: Inputs, learner: Learner) -> dict[str, Any]:
+def origin(c: Settings, inputs: Inputs, learner: Learner) -> dict[str, Any]:
     """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights."""
     return run_identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
 
 
-def run_identity(c: ConfigDict, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
+def run_identity(c: Common, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
     """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return {
@@ -106,7 +105,7 @@ def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
 
 
 def save(
-    c: ConfigDict,
+    c: Settings,
     checkpoints: Checkpoints,
     learner: Learner,
     now: TrainState,
@@ -130,7 +129,7 @@ def save(
 
 
 def resume(
-    c: ConfigDict, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
+    c: Settings, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
 ) -> Begun:
     """Resumes, or begins with `begin`; `now` is this run's `origin`."""
     found = read_checkpoint(c, checkpoints, learner.portable(begin), now)
@@ -156,7 +155,7 @@ def resume(
     return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), queue, said)
 
 
-def read_checkpoint(c: ConfigDict, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
     """Reads the checkpoint of trainer.resume_mode and removes later ones; None for a new run."""
     mode = c.trainer.resume_mode
     if mode == "disable":
@@ -224,29 +223,29 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return out
 
 
-def finished(c: ConfigDict, checkpoints: Checkpoints, total_steps: int) -> bool:
+def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already finished in this folder and its model is of the last step."""
     run, done = expanded(c.trainer.run_dir), checkpoints.latest()
     if c.trainer.resume_mode != "auto" or done is None:
         return False
     require_own(c)
     model = run / "hf"
-    if c.trainer.get("val_only") or done < total_steps or not model.is_dir():
+    if (isinstance(c, Settings) and c.trainer.val_only) or done < total_steps or not model.is_dir():
         return False
     written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
     return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
 
 
-def require_own(c: ConfigDict) -> None:
+def require_own(c: Common) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(atomic_file.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(c)
+    wrote, here = command_of(atomic_file.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(vars(c))
     if wrote not in (None, here):
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
         )
 
 
-def require_resumable(c: ConfigDict) -> None:
+def require_resumable(c: Common) -> None:
     """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
         require(pathlib.Path(c.trainer.resume_mode))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jppo.build.hosts import own_folder
 from jppo.build.inputs import Inputs
@@ -35,12 +34,12 @@ from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
 from jppo.rewards.shape import FormatPart, OverlongPart
 from jppo.rollout.vllm.arguments import check_vllm
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 
 RULES = "rule_score"
 
 
-def make_panel(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Hosts = ALONE) -> Panel:
+def make_panel(c: Settings, inputs: Inputs, mesh: jax.sharding.Mesh, hosts: Hosts = ALONE) -> Panel:
     """Makes every configured part and starts some processes; raises UserError for missing requirements.
 
     Each host grades its own samples on its own part of the mesh.
@@ -116,7 +115,7 @@ def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict
     return used
 
 
-def make_judge(c: ConfigDict) -> JudgePart:
+def make_judge(c: Settings) -> JudgePart:
     """Makes the judge and its client."""
     j = c.reward.judge
     client = JudgeClient(
@@ -133,7 +132,7 @@ def make_judge(c: ConfigDict) -> JudgePart:
     return JudgePart(client, rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
 
 
-def make_reward_model(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
+def make_reward_model(c: Settings, inputs: Inputs, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
     """Makes the reward model and its engine."""
     m = c.reward.model
     tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
@@ -156,7 +155,7 @@ def make_reward_model(c: ConfigDict, inputs: Inputs, mesh: jax.sharding.Mesh, lo
     return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
 
 
-def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _by_jax(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     _, cfg = hf.read_config(what.directory, longest=m.max_length)
     needs = fused.Needs(
@@ -180,7 +179,7 @@ def _by_jax(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathl
     )
 
 
-def _by_transformers(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _by_transformers(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return TransformersRewardModel(
@@ -188,7 +187,7 @@ def _by_transformers(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, l
     )
 
 
-def _by_vllm(c: ConfigDict, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _by_vllm(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return VllmRewardModel(

@@ -10,7 +10,6 @@ from typing import cast
 
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.build.inputs import Inputs, longest_row
@@ -30,7 +29,7 @@ from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.served_reference import ServedReference
-from jppo.settings import UserError, addresses, parts
+from jppo.settings import Rollout, Settings, UserError, ValKwargs, addresses, parts
 from jppo.settings.rules_rollout import publish_via
 from jppo.types import Sampling
 
@@ -40,18 +39,18 @@ Source = Served | InprocessSampler  # of samples
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
 
 
-def sampling(c: ConfigDict, version: int, gen_batch: int = 0) -> Sampling:
+def sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
     """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
     found = _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
     return dataclasses.replace(found, experts=c.rollout.routing_replay)
 
 
-def val_sampling(c: ConfigDict) -> Sampling:
+def val_sampling(c: Settings) -> Sampling:
     """Makes the sampling parameters of a test; all tests of a run use the same seeds, to be comparable."""
     return _sampling(c, c.rollout.val_kwargs, c.trainer.seed)
 
 
-def _sampling(c: ConfigDict, how: ConfigDict, entropy: int | list[int]) -> Sampling:
+def _sampling(c: Settings, how: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
     return Sampling(
         temperature=how.temperature,
         top_p=how.top_p,
@@ -65,7 +64,7 @@ def _sampling(c: ConfigDict, how: ConfigDict, entropy: int | list[int]) -> Sampl
     )
 
 
-def share_gpu(c: ConfigDict) -> None:
+def share_gpu(c: Settings) -> None:
     """Leaves the servers' share of a GPU to them: JAX would preallocate three quarters of it.
 
     With sleeping servers, JAX frees each array's memory at once, so that the servers can wake.
@@ -77,7 +76,7 @@ def share_gpu(c: ConfigDict) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{trainer_share(c):.2f}")
 
 
-def trainer_share(c: ConfigDict) -> float:
+def trainer_share(c: Settings) -> float:
     """Returns the trainer's share of a GPU's memory, given servers on the same GPU."""
     if c.rollout.name == "inprocess":
         return DEFAULT_SHARE
@@ -88,7 +87,7 @@ def trainer_share(c: ConfigDict) -> float:
     return max(0.1, SHARED_BY_BOTH - c.rollout.gpu_memory_utilization)
 
 
-def servers_apart(c: ConfigDict) -> bool:
+def servers_apart(c: Settings) -> bool:
     """Whether the servers' GPUs, `rollout.devices`, are disjoint from CUDA_VISIBLE_DEVICES."""
 
     def numbers(text: str) -> set[str]:
@@ -98,7 +97,7 @@ def servers_apart(c: ConfigDict) -> bool:
     return bool(theirs and ours) and not theirs & ours
 
 
-def served_reference(c: ConfigDict, inputs: Inputs, hosts: Hosts = ALONE) -> ServedReference | None:
+def served_reference(c: Settings, inputs: Inputs, hosts: Hosts = ALONE) -> ServedReference | None:
     """Attaches to the reference of ref.url and checks it; None without one."""
     if not c.ref.url:
         return None
@@ -108,7 +107,7 @@ def served_reference(c: ConfigDict, inputs: Inputs, hosts: Hosts = ALONE) -> Ser
     return ServedReference(c.ref.url, longest=longest_row(c), tokenizer=inputs.tokenizer, timeout_s=timeout_s)
 
 
-def server_settings(c: ConfigDict) -> ServerSettings:
+def server_settings(c: Settings) -> ServerSettings:
     """Makes the settings of each server."""
     r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
     return ServerSettings(
@@ -135,7 +134,7 @@ def server_settings(c: ConfigDict) -> ServerSettings:
     )
 
 
-def require_routing(c: ConfigDict) -> None:
+def require_routing(c: Settings) -> None:
     """Raises UserError if config.json leaves out fields without which vLLM takes another routing, without an error."""
     config, cfg = hf.read_config(c.model.path)
     if cfg.experts is None or not cfg.experts.routing.corrected:
@@ -148,7 +147,7 @@ def require_routing(c: ConfigDict) -> None:
             )
 
 
-def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
+def open_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
     """Starts this host's engine by `rollout.name`; logs go to the folder `run`."""
     engine = parts.ENGINES.find(c.rollout.name, "rollout.name")(c, run, hosts)
     for method in ("ready", "close"):
@@ -160,7 +159,7 @@ def open_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engin
     return cast(Engine | InprocessEngine, engine)
 
 
-def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
+def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
     """Starts this host's servers without waiting, or attaches to running ones."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
@@ -186,18 +185,18 @@ def start_engine(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> Engi
     )
 
 
-def connections(c: ConfigDict) -> int:
+def connections(c: Settings) -> int:
     """Returns the largest number of requests in flight at one server."""
     asked: int = c.rollout.max_concurrent_requests
     return asked if asked > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
 
 
-def start_inprocess(c: ConfigDict, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
+def start_inprocess(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
     """Makes the in-process engine on this host's devices; starts nothing."""
     return InprocessEngine(inprocess_settings(c, make_mesh(c)))
 
 
-def inprocess_settings(c: ConfigDict, mesh: Mesh) -> InprocessSettings:
+def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
     """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
     _, cfg = hf.read_config(c.model.path, longest=longest_row(c))

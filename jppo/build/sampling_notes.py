@@ -1,12 +1,11 @@
 """Describes how training samples are drawn and warns where they differ from the trained distribution."""
 
-from ml_collections import ConfigDict
-
 from jppo import settings
 from jppo.runlog.diagnosis import Alert
+from jppo.settings import Settings
 
 
-def describe_sampling(c: ConfigDict) -> str:
+def describe_sampling(c: Settings) -> str:
     """Describes the sampling of training responses and what ends them."""
     r = c.rollout
     drawn = ", ".join([f"temperature {r.temperature:g}", *(f"{name} {x:g}" for name, x in settings.cuts(r).items())])
@@ -15,7 +14,7 @@ def describe_sampling(c: ConfigDict) -> str:
     return f"{drawn}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
 
 
-def forewarn(c: ConfigDict, step: int = 0) -> list[Alert]:
+def forewarn(c: Settings, step: int = 0) -> list[Alert]:
     """Returns warnings on the sampling settings, before the run does anything.
 
     A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one. Importance

@@ -2,20 +2,19 @@
 
 from collections.abc import Iterable
 
-from ml_collections import ConfigDict
-
 from jppo.agent.python import Python
 from jppo.agent.tools import Toolbox
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.sandbox.choice import describe_sandbox
+from jppo.settings import Settings
 
 
-def sandbox_of(c: ConfigDict) -> tuple[str, ...]:
+def sandbox_of(c: Settings) -> tuple[str, ...]:
     """Returns the mode and the service's address."""
     return (c.reward.sandbox, c.reward.sandbox_url)
 
 
-def introduce_sandbox(c: ConfigDict, sources: Iterable[str], toolbox: Toolbox | None) -> str:
+def introduce_sandbox(c: Settings, sources: Iterable[str], toolbox: Toolbox | None) -> str:
     """Returns the console line on active protections; '' if the run executes no programs of the model."""
     asked = [c.reward.grader] if c.reward.grader else sources
     graded = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in asked)

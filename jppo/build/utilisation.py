@@ -3,25 +3,25 @@
 from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs
 from jppo.build.packing import critic_epochs
 from jppo.learner.devices import find_peak
 from jppo.models import cost
+from jppo.settings import Settings
 from jppo.types import Trajectory
 
 # verl's names for the stages that are passes of a single model.
 STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic", "perf/mfu/actor_infer": "old_log_prob"}
 
 
-def introduce_peak(c: ConfigDict, mesh: Mesh) -> str:
+def introduce_peak(c: Settings, mesh: Mesh) -> str:
     """Describes the peak FLOP/s behind perf/mfu, for the console."""
     found = find_peak(mesh, c.model.compute_dtype)  # if measured, once per process
     return f"FLOP utilisation is of {found.flops_per_s / 1e12:,.3g} TFLOP/s, {found.source}"
 
 
-def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory], epochs: int) -> dict[str, int]:
+def stage_flops(c: Settings, inputs: Inputs, trajectories: Sequence[Trajectory], epochs: int) -> dict[str, int]:
     """Counts FLOP per stage over the batch, of the critic in so many epochs; the head counts sampled tokens only."""
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)
@@ -36,7 +36,7 @@ def stage_flops(c: ConfigDict, inputs: Inputs, trajectories: Sequence[Trajectory
 
 
 def utilisation(
-    c: ConfigDict,
+    c: Settings,
     inputs: Inputs,
     mesh: Mesh,
     trajectories: Sequence[Trajectory],

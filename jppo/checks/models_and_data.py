@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jppo.build.inputs import Inputs, columns_of, critic_path, read_models, read_tokenizer
 from jppo.build.reward import make_judge, make_panel
@@ -17,12 +16,12 @@ from jppo.dry_run import memory
 from jppo.rewards import check as reward_check
 from jppo.rewards.graders import grader_of
 from jppo.rewards.model.classifier import read_classifier
-from jppo.settings import template_arguments
+from jppo.settings import Settings, template_arguments
 
 SHORT = 200  # characters of an error
 
 
-def models(c: ConfigDict) -> Iterator[Finding]:
+def models(c: Settings) -> Iterator[Finding]:
     """Checks every model's directory and weight headers."""
     policy, critic, reference = read_models(c)
     random = ", random weights" if c.model.init == "random" else ""
@@ -38,14 +37,14 @@ def models(c: ConfigDict) -> Iterator[Finding]:
     yield Finding("model files", "OK", "; ".join(said))
 
 
-def reference_server(c: ConfigDict, inputs: Inputs) -> Iterator[Finding]:
+def reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Asks the server of ref.url for its model."""
     server = served_reference(c, inputs)
     if server is not None:
         yield Finding("teacher", "OK", f"{server.model} at {c.ref.url}")
 
 
-def tokenizer(c: ConfigDict) -> Iterator[Finding]:
+def tokenizer(c: Settings) -> Iterator[Finding]:
     """Checks the tokenizer against the models, the end tokens, and the template."""
     found = read_tokenizer(c, *(model for model in read_models(c) if model is not None))
     ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
@@ -54,14 +53,14 @@ def tokenizer(c: ConfigDict) -> Iterator[Finding]:
     yield Finding("tokenizer", "OK", f"{len(found):,} tokens, {ends}, {template}")
 
 
-def sampling(c: ConfigDict) -> Iterator[Finding]:
+def sampling(c: Settings) -> Iterator[Finding]:
     """Checks how responses are sampled, and whether the trainer learns from that distribution."""
     yield Finding("sampling", "OK", describe_sampling(c))
     for one in forewarn(c):
         yield Finding("sampling", "WARN", one.found, one.remedy)
 
 
-def data(c: ConfigDict, inputs: Inputs) -> Iterator[Finding]:
+def data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Checks both sets like `jppo.data.check`, and their use in training."""
     read = dict(
         tokenizer=inputs.tokenizer,
@@ -90,13 +89,13 @@ def data(c: ConfigDict, inputs: Inputs) -> Iterator[Finding]:
         yield Finding("test data", "WARN", f"{both.about}: {both.found}", "remove them from one of the sets")
 
 
-def _graded_anyway(c: ConfigDict) -> bool:
+def _graded_anyway(c: Settings) -> bool:
     r, talk = c.reward, c.rollout.multi_turn
     own = talk.environment or _by_agent(c)
     return bool(r.function or r.grader or r.judge.api_type or r.model.path or own)
 
 
-def _by_agent(c: ConfigDict) -> bool:
+def _by_agent(c: Settings) -> bool:
     return bool(c.rollout.agent and c.rollout.agent_reward != "graders")
 
 
@@ -110,7 +109,7 @@ def _remedy(about: str) -> str:
     }[about]
 
 
-def scorers(c: ConfigDict) -> Iterator[Finding]:
+def scorers(c: Settings) -> Iterator[Finding]:
     """Whether judge and reward model are there; nothing is scored."""
     if c.reward.judge.api_type:
         make_judge(c).close()
@@ -121,7 +120,7 @@ def scorers(c: ConfigDict) -> Iterator[Finding]:
     yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
 
 
-def reward(c: ConfigDict, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
+def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
     """Checks with the run's own reward that right answers earn more than wrong ones."""
     if c.rollout.multi_turn.environment or _by_agent(c):
         source = "an agent" if c.rollout.agent else "an environment"

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from jppo.build.inputs import read_models
 from jppo.checks.finding import GIB, Finding
@@ -18,7 +17,7 @@ from jppo.dry_run import memory, rooms
 from jppo.interpreter import python_path
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.types import Params
 
 TOKENS = 12
@@ -27,7 +26,7 @@ PROGRAM = GIB  # of torch and transformers
 LIMIT_S = 240.0
 
 
-def check(c: ConfigDict) -> Iterator[Finding]:
+def check(c: Settings) -> Iterator[Finding]:
     """Compares the policy's log-probs of a few random tokens; skipped without torch."""
     policy, _, _ = read_models(c)
     if c.model.init == "random":

@@ -8,8 +8,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-from ml_collections import ConfigDict
-
 import jppo
 from jppo import settings
 from jppo.build.logger import require_loggers
@@ -20,6 +18,7 @@ from jppo.errors import expanded
 from jppo.rollout.servers.process import check_ports
 from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import steps_in
+from jppo.settings import Common, Settings
 
 DAY_S = 86_400
 LAST_YEAR = 2100
@@ -98,7 +97,7 @@ def rooms(found: Sequence[Room]) -> Iterator[Finding]:
         yield Finding("memory", room.verdict, said, "" if room.verdict == "OK" else REMEDY)
 
 
-def ports(c: ConfigDict) -> Iterator[Finding]:
+def ports(c: Settings) -> Iterator[Finding]:
     """Checks the requested ports."""
     if c.rollout.urls:
         yield Finding("server ports", "OK", "none: rollout.urls lists running servers")
@@ -129,7 +128,7 @@ def package_time() -> float:
     return max(file.stat().st_mtime for file in folder.rglob("*.py"))
 
 
-def folder(c: ConfigDict) -> Iterator[Finding]:
+def folder(c: Common) -> Iterator[Finding]:
     """Checks what a run with these settings would write, and what it would do with an earlier run of its folder."""
     require_loggers(c)
     require_resumable(c)
@@ -152,7 +151,7 @@ def folder(c: ConfigDict) -> Iterator[Finding]:
     yield Finding("run folder", "OK", f"{run}: resumes after step {steps[-1]}")
 
 
-def changed_settings(file: pathlib.Path, c: ConfigDict) -> list[str]:
+def changed_settings(file: pathlib.Path, c: Common) -> list[str]:
     """Returns settings of a run's config.json that differ from `c`, as name=theirs."""
     theirs = settings.by_name(atomic_file.read_json(file))
     if not theirs:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
+from jppo import settings
 from jppo.build import agreement
 from jppo.build.inputs import Inputs, read_inputs, speaking
 from jppo.build.learner import Learner, make_learner, make_mesh
@@ -23,11 +23,13 @@ from jppo.dry_run.described_machine import Request
 from jppo.dry_run.forecast import Executions
 from jppo.errors import expanded
 from jppo.models.params import Head
+from jppo.settings import Common, Settings, Supervised
 from jppo.settings.rules_rollout import publish_via
 from jppo.supervised import Task
 from jppo.types import TrainState
 
 T = TypeVar("T", bound=Task)
+C = TypeVar("C", bound=Supervised)
 
 COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
 
@@ -35,7 +37,7 @@ COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
 class Read:
     """The inputs, mesh and memory estimate of a run, each computed on first use."""
 
-    def __init__(self, c: ConfigDict):
+    def __init__(self, c: Settings):
         self.c = c
 
     @functools.cached_property
@@ -54,7 +56,7 @@ class Read:
         return preview.here(self.c, self.inputs, self.mesh)
 
 
-def doctor(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
+def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
     """Yields the findings of `jppo.doctor` for a run by these settings; `server` starts one."""
     first = list(of_machine(c))
     yield from first
@@ -62,7 +64,7 @@ def doctor(c: ConfigDict, *, server: bool) -> Iterator[Finding]:
         yield from examine(doctor_checks(c, stack, server=server), failed=failures(first))
 
 
-def dry_run(c: ConfigDict, request: Request) -> str:
+def dry_run(c: Settings, request: Request) -> str:
     """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
         return preview.dry_run(c, request)
@@ -74,10 +76,10 @@ def dry_run(c: ConfigDict, request: Request) -> str:
 
 
 def dry_run_of_one_model(
-    c: ConfigDict,
+    c: C,
     request: Request,
-    prepare: Callable[[ConfigDict, Request], T],
-    estimate: Callable[[ConfigDict, T], tuple[memory.Estimate, int]],
+    prepare: Callable[[C, Request], T],
+    estimate: Callable[[C, T], tuple[memory.Estimate, int]],
     describe: Callable[[T, int], tuple[list[str], dict[str, int]]],
     *,
     head: Head,
@@ -91,7 +93,7 @@ def dry_run_of_one_model(
     found, micro_batches = estimate(c, task)
     lines, times = describe(task, micro_batches)
 
-    def again(other: ConfigDict) -> memory.Estimate:
+    def again(other: C) -> memory.Estimate:
         return estimate(other, prepare(other, request))[0]
 
     text = preview.of_estimate(c, request, task.mesh, lines, found, Executions(times), again)
@@ -112,7 +114,7 @@ def with_findings(text: str, found: Sequence[Finding]) -> str:
     return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {good} OK", *lines]) + "\n"
 
 
-def of_machine(c: ConfigDict) -> Iterator[Finding]:
+def of_machine(c: Settings) -> Iterator[Finding]:
     """Checks programs, devices and protections; call it before JAX takes a device."""
     share_gpu(c)
     preview.take_little()
@@ -127,7 +129,7 @@ def failures(found: Iterable[Finding]) -> list[str]:
     return [one.about for one in found if one.verdict == "FAIL"]
 
 
-def doctor_checks(c: ConfigDict, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
+def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
     """Lists the checks of the dry run, and further ones that load weights or start a server, which `stack` stops."""
     read = Read(c)
     compared = Check("parity", lambda: parity.check(c), needs=("model files",), limit_s=2 * parity.LIMIT_S)
@@ -172,7 +174,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
     ]
 
 
-def of_folder(c: ConfigDict) -> list[Check]:
+def of_folder(c: Common) -> list[Check]:
     """Lists the checks of the clock and the run folder, for every training command."""
     run = expanded(c.trainer.run_dir)
     return [
@@ -182,18 +184,16 @@ def of_folder(c: ConfigDict) -> list[Check]:
     ]
 
 
-def room_on_disk(c: ConfigDict, checkpoint: int, export: int) -> Iterator[Finding]:
+def room_on_disk(c: Common, checkpoint: int, export: int) -> Iterator[Finding]:
     """Compares the disk of the run folder with the bytes of a checkpoint and of the exported model."""
     run = expanded(c.trainer.run_dir)
     return resources.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
 
 
-def elsewhere(c: ConfigDict, stack: contextlib.ExitStack) -> tuple[ConfigDict, pathlib.Path]:
+def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathlib.Path]:
     """Returns the settings with a temporary run folder, so the run's folder stays unchanged."""
     scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-doctor-")))
-    c = c.copy_and_resolve_references()
-    c.trainer.run_dir = str(scratch)
-    return c, scratch
+    return settings.changed(c, {"trainer.run_dir": str(scratch)}), scratch
 
 
 def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:

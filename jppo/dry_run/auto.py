@@ -8,24 +8,22 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.runlog import atomic_file
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 
 REMATS = ("none", "dots", "attention", "full")  # in order of recomputation
 FEW, MOST = 4096, 32768  # tokens of a device's micro-batch: fewer only if nothing else fits; never more
 NAMES = ("model.remat", "actor.max_tokens_per_device")
 
 
-def asked(c: ConfigDict) -> bool:
+def asked(c: Settings) -> bool:
     """Whether memory chooses a setting."""
     return c.model.remat == "auto" or c.actor.max_tokens_per_device == -1
 
 
-def candidates(c: ConfigDict) -> Iterator[dict[str, Any]]:
+def candidates(c: Settings) -> Iterator[dict[str, Any]]:
     """Yields the settings to try, in order."""
     remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
     tokens = [c.actor.max_tokens_per_device]
@@ -43,28 +41,21 @@ def candidates(c: ConfigDict) -> Iterator[dict[str, Any]]:
         yield dict(zip(NAMES, (remats[-1], size), strict=True))
 
 
-def with_changes(c: ConfigDict, changes: dict[str, Any]) -> ConfigDict:
-    """Returns the config with changes."""
-    other = c.copy_and_resolve_references()
-    other.update_from_flattened_dict(changes)
-    return other
-
-
 def arguments(changes: dict[str, Any]) -> str:
     """Formats settings as command-line arguments."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
 
-def first(c: ConfigDict) -> ConfigDict:
+def first(c: Settings) -> Settings:
     """Returns the config of the first candidate, for programs without gradients."""
-    return with_changes(c, next(candidates(c))) if asked(c) else c
+    return settings.changed(c, next(candidates(c))) if asked(c) else c
 
 
-def choose(c: ConfigDict, fits: Callable[[ConfigDict], bool]) -> dict[str, Any]:
+def choose(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
     """Returns the first candidate that fits; raises UserError if none does."""
     tried = 0
     for changes in candidates(c):
-        other = with_changes(c, changes)
+        other = settings.changed(c, changes)
         settings.check(other)
         tried += 1
         if fits(other):
@@ -77,8 +68,8 @@ def choose(c: ConfigDict, fits: Callable[[ConfigDict], bool]) -> dict[str, Any]:
 
 
 def settle(
-    c: ConfigDict, mesh: Any, run: pathlib.Path, fits: Callable[[ConfigDict], bool], hosts: Hosts = ALONE
-) -> tuple[ConfigDict, str]:
+    c: Settings, mesh: Any, run: pathlib.Path, fits: Callable[[Settings], bool], hosts: Hosts = ALONE
+) -> tuple[Settings, str]:
     """Returns the config that fits the devices, and a line on it; a resumed run keeps its choice.
 
     The choice and the conditions that it depends on are recorded in the run folder, `auto.json`.
@@ -87,7 +78,7 @@ def settle(
         return c, ""
     device = mesh.devices.flat[0].device_kind
     about: dict[str, Any] = {
-        "asked": {name: c[name.split(".")[0]][name.split(".")[1]] for name in NAMES},
+        "asked": {name: settings.value(c, name) for name in NAMES},
         "mesh": dict(mesh.shape),
     }
     about |= {"device": device, "attempts": [*candidates(c)]}
@@ -104,4 +95,4 @@ def settle(
 
     changes = hosts.gather(decide)[0]
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
-    return with_changes(c, changes), f"chosen by the memory of {device}: {said}"
+    return settings.changed(c, changes), f"chosen by the memory of {device}: {said}"

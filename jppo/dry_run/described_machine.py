@@ -7,19 +7,20 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-from ml_collections import ConfigDict
 
+from jppo import settings
 from jppo.build import rollout
 from jppo.build.learner import make_mesh
 from jppo.dry_run import auto
 from jppo.dry_run.memory import Estimate
-from jppo.settings import UserError
+from jppo.settings import Common, Settings, UserError
 from jppo.targets import compilers, machines
 from jppo.targets.machines import GIB, Machine
 
+C = TypeVar("C", bound=Common)
 SMALLEST = 2048  # tokens per device of the smallest micro-batch tried
 
 
@@ -31,7 +32,7 @@ class Request:
     json: str = ""  # path of the JSON report; '' writes none
     rollout_tokens_per_s: float = 0.0
 
-    def mesh(self, c: ConfigDict) -> Any:
+    def mesh(self, c: Common) -> Any:
         """Makes the config's mesh of the devices."""
         return make_mesh(c, None if self.machine is None else devices_of(self.machine))
 
@@ -70,11 +71,11 @@ def devices_of(machine: Machine) -> list[Any]:
         raise UserError(f"--machine={machine.name}: its compiler says: {' '.join(str(e).split())[:300]}") from e
 
 
-def capacity(c: ConfigDict, machine: Machine) -> tuple[int, str]:
+def capacity(c: Common, machine: Machine) -> tuple[int, str]:
     """Returns the bytes of a device that the trainer may use, and the reason."""
     if machine.chip.platform == "tpu":
         return machine.chip.memory, "all that XLA gives a program"
-    share = rollout.trainer_share(c) if "rollout" in c else rollout.DEFAULT_SHARE
+    share = rollout.trainer_share(c) if isinstance(c, Settings) else rollout.DEFAULT_SHARE
     return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
 
 
@@ -83,9 +84,7 @@ def fits(found: Estimate, room: int) -> bool:
     return not found.refused and found.peak <= room
 
 
-def require_room(
-    c: ConfigDict, machine: Machine, found: Estimate, estimate: Callable[[ConfigDict], Estimate | None]
-) -> None:
+def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C], Estimate | None]) -> None:
     """Raises UserError where the machine is too small, with the worst moment and changes that fit.
 
     `estimate` compiles the run with other settings; it returns None for invalid ones.
@@ -98,7 +97,7 @@ def require_room(
     else:
         what = f"{found.worst.name} takes {found.peak / GIB:.1f} GiB of each device's {room / GIB:.1f}"
     for changes in remedies(c):
-        tried = estimate(auto.with_changes(c, changes))
+        tried = estimate(settings.changed(c, changes))
         if tried is not None and fits(tried, room):
             said = auto.arguments(changes)
             raise UserError(f"{machine.name}: {what}; {said} fits: {tried.peak / GIB:.1f} GiB")
@@ -108,22 +107,21 @@ def require_room(
     )
 
 
-def remedies(c: ConfigDict) -> Iterator[dict[str, Any]]:
+def remedies(c: Common) -> Iterator[dict[str, Any]]:
     """Yields cumulative changes that need less memory: recomputation, smaller micro-batches, offload."""
     changes: dict[str, Any] = {}
     if c.model.remat != "full":
         changes["model.remat"] = "full"
         yield dict(changes)
-    section = "actor" if "actor" in c else "optim"
+    section = "actor" if isinstance(c, Settings) else "optim"
     longest = c.data.max_prompt_length + c.data.max_response_length
-    tokens = c[section].max_tokens_per_device
+    tokens = settings.value(c, f"{section}.max_tokens_per_device")
     while tokens // 2 >= max(longest, SMALLEST):
         tokens //= 2
         changes[f"{section}.max_tokens_per_device"] = tokens
         yield dict(changes)
-    trained = [name for name in ("actor", "critic", "optim") if name in c]
-    optimizers = [f"{name}.optimizer_offload" for name in trained if not c[name].optimizer_offload]
-    models = [f"{name}.param_offload" for name in (*trained, "ref") if name in c and "param_offload" in c[name]]
+    optimizers = [f"{n}.optimizer_offload" for n, one in settings.optimizers(c).items() if not one.optimizer_offload]
+    models = [f"{name}.param_offload" for name in ("actor", "critic", "ref")] if isinstance(c, Settings) else []
     for some in filter(None, (optimizers, models)):
         changes |= dict.fromkeys(some, True)
         yield dict(changes)

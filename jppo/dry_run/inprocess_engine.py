@@ -3,16 +3,16 @@
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jppo.build.rollout import inprocess_settings
 from jppo.dry_run.moments import Moment, account, size
 from jppo.learner import sharding, state
 from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.protocol import greedy
+from jppo.settings import Settings
 
 
-def own_engine(c: ConfigDict, mesh: Any, *, brought: int) -> list[Moment]:
+def own_engine(c: Settings, mesh: Any, *, brought: int) -> list[Moment]:
     """Accounts for prefill of the largest prompts and decode, each with its cache and weights."""
     s = inprocess_settings(c, mesh)
     programs = make_programs(s, (0,), turns=TURNS)

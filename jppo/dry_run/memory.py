@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from jppo.build import offloading
 from jppo.build.inputs import Inputs
@@ -26,18 +25,19 @@ from jppo.models import cost, hf_write, router_sums
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
+from jppo.settings import Common, Optimizer, Settings, Supervised, optimizers
 from jppo.types import Counts, Params, Rows, Scored
 
 MANY = 1.1  # a row shape with this many times the tokens of the longest rows is compiled, too
 
 
-def sampled_share(c: ConfigDict) -> float:
+def sampled_share(c: Common) -> float:
     """Returns the share of sampled tokens in the longest sequences."""
     return float(c.data.max_response_length / (c.data.max_prompt_length + c.data.max_response_length))
 
 
 def useful(
-    c: ConfigDict, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool, count: Any = cost.update
+    c: Common, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool, count: Any = cost.update
 ) -> int:
     """Counts the useful FLOP over rows full of the longest sequences: of a gradient, or of what `count` counts."""
     entries, length = math.prod(shape), min(c.data.max_prompt_length + c.data.max_response_length, shape[1])
@@ -46,7 +46,7 @@ def useful(
     return found
 
 
-def sketch(c: ConfigDict, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
+def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
     """Does `load_trained` with shapes in place of arrays."""
     all_of_it = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
     values = state.abstract(all_of_it)
@@ -77,7 +77,7 @@ def largest(plan: packing.Plan) -> list[tuple[int, int]]:
 def update_moments(
     name: str,
     accumulate: Any,
-    section: ConfigDict,
+    section: Optimizer,
     trained: Trained,
     micros: Sequence[Any],
     *further: Any,
@@ -109,7 +109,7 @@ def update_moments(
     return opt, moments
 
 
-def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estimate:
+def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
 
     def fit(cfg: ModelConfig) -> ModelConfig:
@@ -157,7 +157,7 @@ def estimate(c: ConfigDict, inputs: Inputs, mesh: Any, *, entries: int) -> Estim
 
 
 def of_one_model(
-    c: ConfigDict, mesh: Any, trained: Trained, opt: Any, moments: Sequence[Moment], packed: Sequence[Rows]
+    c: Supervised, mesh: Any, trained: Trained, opt: Any, moments: Sequence[Moment], packed: Sequence[Rows]
 ) -> Estimate:
     """Estimates a run that trains one model; `packed` is its largest batch."""
     optimizer = {"its optimizer": size(opt)}
@@ -167,7 +167,7 @@ def of_one_model(
     return Estimate({"model": model, **there, "batch": batch}, tuple(moments), away)
 
 
-def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
+def stored(c: Settings, inputs: Inputs, mesh: Any) -> int:
     """Returns the bytes of a checkpoint: trained weights and optimizers."""
     policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor")
     if inputs.critic is None:
@@ -175,14 +175,14 @@ def stored(c: ConfigDict, inputs: Inputs, mesh: Any) -> int:
     return policy + stored_model(c, mesh, inputs.critic, inputs.critic_adapters, "value", "critic")
 
 
-def stored_model(c: ConfigDict, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
+def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
     trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-    opt, _ = state.abstract_optimizer(make_optimizer(c[optimizer], optimizer, trained.what), trained.what)
+    opt, _ = state.abstract_optimizer(make_optimizer(optimizers(c)[optimizer], optimizer, trained.what), trained.what)
     return global_size((trained.learned, opt))
 
 
-def _reference(c: ConfigDict, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
+def _reference(c: Settings, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
     """Returns the abstract reference, and whether it takes further memory: with LoRA it is the policy's base."""
     if inputs.reference is None:
         return None, False
@@ -215,7 +215,7 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
 
 
 def _scoring(
-    c: ConfigDict,
+    c: Settings,
     inputs: Inputs,
     recipe: ppo.Recipe,
     passes: ppo.Passes,

@@ -8,11 +8,11 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from jppo import settings
 from jppo.build.inputs import Inputs, describe_decoding, read_inputs
 from jppo.build.learner import make_passes
 from jppo.build.packing import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
@@ -24,10 +24,13 @@ from jppo.dry_run.forecast import Executions
 from jppo.dry_run.memory import Estimate
 from jppo.errors import escaped
 from jppo.learner import packing, ppo, update
+from jppo.settings import Common, Settings
 from jppo.targets.machines import Machine
 from jppo.types import Prompt, Trajectory, given_text
 
 HERE = Request()  # this machine
+
+C = TypeVar("C", bound=Common)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Work:
         return Executions(times, entries, self.sampled)
 
 
-def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
+def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Computes the work of a step."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
@@ -107,7 +110,7 @@ def work(c: ConfigDict, inputs: Inputs, mesh: Any) -> Work:
     )
 
 
-def sizes(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
+def sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     """Returns the derived sizes of a PPO run as lines, and a step's work."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     step = work(c, inputs, mesh)
@@ -139,7 +142,7 @@ def shapes(plan: packing.Plan) -> str:
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
-def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
+def look(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and its rooms."""
     lines, step = sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
@@ -148,12 +151,12 @@ def look(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate,
     return lines, found, [*places, *filter(None, [share])]
 
 
-def estimate(c: ConfigDict, inputs: Inputs, mesh: Any) -> Estimate:
+def estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
     """Estimates the memory of a PPO run."""
     return memory.estimate(c, inputs, mesh, entries=work(c, inputs, mesh).entries)
 
 
-def fits(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
+def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
         return described_machine.fits(estimate(c, inputs, mesh), described_machine.capacity(c, machine)[0])
@@ -161,13 +164,13 @@ def fits(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = Non
     return not found.refused and all(place.verdict != "FAIL" for place in places)
 
 
-def settled(c: ConfigDict, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[ConfigDict, list[str]]:
+def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
     """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
     if not auto.asked(c):
         return c, []
     changes = auto.choose(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
-    return auto.with_changes(c, changes), [f"chosen by memory {said}"]
+    return settings.changed(c, changes), [f"chosen by memory {said}"]
 
 
 def report(
@@ -184,7 +187,7 @@ def take_little() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def here(c: ConfigDict, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
+def here(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
     """Does `look` with `auto` resolved for this machine."""
     c, chosen = settled(c, inputs, mesh)
     lines, found, places = look(c, inputs, mesh)
@@ -197,7 +200,7 @@ def report_here(request: Request, lines: Sequence[str], found: Estimate, places:
     return report(lines, found, places)
 
 
-def dry_run(c: ConfigDict, request: Request = HERE) -> str:
+def dry_run(c: Settings, request: Request = HERE) -> str:
     """Reports on a PPO run with these settings."""
     share_gpu(c)
     take_little()
@@ -214,13 +217,13 @@ def dry_run(c: ConfigDict, request: Request = HERE) -> str:
 
 
 def of_estimate(
-    c: ConfigDict,
+    c: C,
     request: Request,
     mesh: Any,
     lines: Sequence[str],
     found: Estimate,
     executions: Executions,
-    estimate: Callable[[ConfigDict], Estimate],
+    estimate: Callable[[C], Estimate],
 ) -> str:
     """Reports on a run without servers on this machine, or on any run on a described one.
 

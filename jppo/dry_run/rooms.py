@@ -5,13 +5,12 @@ import os
 import pathlib
 from typing import Any, Literal
 
-from ml_collections import ConfigDict
-
 from jppo.build.inputs import Inputs
 from jppo.build.publish import published_dtype
 from jppo.dry_run import described_machine, memory
 from jppo.dry_run.memory import Estimate
 from jppo.learner import devices, sharding
+from jppo.settings import Common, Settings
 from jppo.settings.rules_rollout import publish_via
 from jppo.targets.machines import Machine
 
@@ -67,7 +66,7 @@ def of_machine(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room
     ]
 
 
-def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Room]:
+def described_rooms(c: Common, machine: Machine, found: Estimate) -> list[Room]:
     """Returns the rooms of a described machine's devices, and its host's needs."""
     room, why = described_machine.capacity(c, machine)
     places = [Room(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
@@ -75,7 +74,7 @@ def described_rooms(c: ConfigDict, machine: Machine, found: Estimate) -> list[Ro
     return [*places, *([Room("its host, for each device", waiting, None)] if waiting else [])]
 
 
-def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
+def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
     """Returns host bytes outside the trainer: published weights, and vLLM's memory on a CPU."""
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
@@ -93,7 +92,7 @@ def host_parts(c: ConfigDict, inputs: Inputs, mesh: Any) -> dict[str, int]:
     return parts
 
 
-def of_servers(c: ConfigDict, inputs: Inputs, mesh: Any) -> Room | None:
+def of_servers(c: Settings, inputs: Inputs, mesh: Any) -> Room | None:
     """Returns the servers' share of a GPU; None without one."""
     limit = device_room(mesh)
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -10,18 +10,16 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jppo import settings
 from jppo.build.inputs import Inputs
 from jppo.build.learner import make_mesh
 from jppo.dry_run import described_machine, forecast, memory, preview
-from jppo.dry_run.auto import REMATS, arguments, with_changes
+from jppo.dry_run.auto import REMATS, arguments
 from jppo.dry_run.forecast import Outlook
 from jppo.dry_run.memory import Estimate
 from jppo.learner.sharding import AXES
 from jppo.models.config_experts import Experts
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.targets.machines import GIB, Machine
 
 PACKING = ("buckets", "segments")
@@ -61,7 +59,7 @@ class Candidate:
 
 
 def search(
-    c: ConfigDict, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
+    c: Settings, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
 ) -> list[Candidate]:
     """Returns all candidates, the best first; `say` receives each."""
     devices = described_machine.devices_of(machine)
@@ -76,7 +74,7 @@ def search(
         return min(tried.values(), key=lambda one: one.rank)
 
     def repair(start: dict[str, Any], *, offload: bool) -> None:
-        for changes in described_machine.remedies(with_changes(c, start)):
+        for changes in described_machine.remedies(settings.changed(c, start)):
             if offload or not any(name.endswith("offload") for name in changes):
                 attempt(start | changes)
                 if tried[str(start | changes)].fits:
@@ -89,7 +87,7 @@ def search(
     if not fastest.fits and fastest.outlook is not None:
         repair(fastest.changes, offload=False)
     for group in (_remat, _tokens, _packing):
-        for change in group(with_changes(c, best().changes), machine):
+        for change in group(settings.changed(c, best().changes), machine):
             attempt(best().changes | change)
     if not best().fits:
         repair(best().changes, offload=True)
@@ -97,10 +95,10 @@ def search(
 
 
 def try_settings(
-    c: ConfigDict, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
+    c: Settings, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
 ) -> Candidate:
     """Compiles all programs with these settings."""
-    other = with_changes(c, changes)
+    other = settings.changed(c, changes)
     try:
         settings.check(other)
         mesh = make_mesh(other, devices)
@@ -132,25 +130,25 @@ def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]
         yield {f"mesh.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
 
 
-def _mesh_of(c: ConfigDict, devices: int) -> dict[str, int]:
+def _mesh_of(c: Settings, devices: int) -> dict[str, int]:
     """Returns the config's mesh, without -1; {} if it does not fit."""
-    sizes = {f"mesh.{axis}": int(c.mesh[axis]) for axis in AXES}
+    sizes = {f"mesh.{axis}": int(getattr(c.mesh, axis)) for axis in AXES}
     known = math.prod(size for size in sizes.values() if size > 0)
     return {name: devices // known if size == -1 else size for name, size in sizes.items()}
 
 
-def _remat(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
+def _remat(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
     yield from ({"model.remat": remat} for remat in REMATS if remat != c.model.remat)
 
 
-def _tokens(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
+def _tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
     longest = c.data.max_prompt_length + c.data.max_response_length
     for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
         if tokens >= longest:
             yield {"actor.max_tokens_per_device": tokens}
 
 
-def _packing(c: ConfigDict, machine: Machine) -> Iterator[dict[str, Any]]:
+def _packing(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
     yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
 
 

@@ -9,15 +9,13 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from ml_collections import ConfigDict
-
 from jppo import settings
 from jppo.build.inputs import read_inputs
 from jppo.build.learner import make_mesh
 from jppo.build.reward import make_panel
 from jppo.rewards.panel import Panel
 from jppo.rewards.parts import Sample
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward
 
 ROWS = 8  # per source
@@ -110,7 +108,7 @@ def report(findings: Sequence[SourceCheck]) -> str:
     return "\n".join(lines)
 
 
-def run(c: ConfigDict) -> bool:
+def run(c: Settings) -> bool:
     """Prints the report; False if a source fails."""
     if world := c.rollout.multi_turn.environment:
         raise UserError(
@@ -137,11 +135,11 @@ def run(c: ConfigDict) -> bool:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
-    settings.check(config)
+    c = settings.typed(config, Settings)
     if switches["dry_run"]:
-        print(settings.dump(config), end="")
+        print(settings.dump(c), end="")
         return
-    if not run(config):
+    if not run(c):
         sys.exit(1)
 
 

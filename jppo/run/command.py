@@ -2,33 +2,35 @@
 
 import sys
 from collections.abc import Callable
-
-from ml_collections import ConfigDict
+from typing import TypeVar
 
 from jppo import settings
 from jppo.dry_run import described_machine
 from jppo.dry_run.described_machine import Request
 from jppo.errors import escaped
 from jppo.runlog.watchdog import ending
+from jppo.settings import Common
+
+C = TypeVar("C", bound=Common)
 
 
 def run(
     argv: list[str] | None,
     name: str,
     about: str | None,
-    defaults: ConfigDict,
+    kind: type[C],
     *,
-    dry_run: Callable[[ConfigDict, Request], str],
-    train: Callable[[ConfigDict], None],
+    dry_run: Callable[[C, Request], str],
+    train: Callable[[C], None],
 ) -> None:
     """Checks the settings of command `name`, then prints a dry run or trains."""
     argv = sys.argv[1:] if argv is None else argv
-    config, switches = settings.parse(argv, about or "", defaults, describes=True)
-    settings.check(config)
+    config, switches = settings.parse(argv, about or "", settings.config_of(kind), describes=True)
+    c = settings.typed(config, kind)
     request = described_machine.read(switches, name, argv)
     if switches["dry_run"]:
-        print(settings.dump(config), flush=True)
-        print(escaped(dry_run(config, request)), end="")
+        print(settings.dump(c), flush=True)
+        print(escaped(dry_run(c, request)), end="")
         return
-    with ending(config.trainer.run_dir, within_s=config.trainer.stop_timeout_s):
-        train(config)
+    with ending(c.trainer.run_dir, within_s=c.trainer.stop_timeout_s):
+        train(c)

@@ -7,7 +7,6 @@ import pathlib
 from typing import Any
 
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jppo import settings, traces
 from jppo.build import offloading, resume
@@ -42,6 +41,7 @@ from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.profile import Profiler
 from jppo.runlog.timers import Laps, Timers
 from jppo.runlog.watchdog import Watch
+from jppo.settings import Settings
 from jppo.types import TrainState
 
 
@@ -49,7 +49,7 @@ from jppo.types import TrainState
 class Run:
     """The parts of a run, once all of them exist."""
 
-    c: ConfigDict
+    c: Settings
     folder: pathlib.Path
     hosts: Hosts
     inputs: Inputs
@@ -68,7 +68,7 @@ class Run:
     origin: dict[str, Any]  # identity for checkpoints that resume it
 
 
-def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[Run, Begun] | None:
+def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
     """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
     folder = expanded(c.trainer.run_dir)
     require_shareable(c, hosts)
@@ -79,8 +79,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
     timer, only_look = Timers(), c.trainer.val_only
     written = folder / "val_only" if only_look else folder  # leaves the run's own files unchanged
     hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
-    limits = dict(stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
-    ends = dict(hosts=hosts, stopped=c.trainer.stop_exit_code)
+    limits = dict[str, Any](stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
+    ends = dict[str, Any](hosts=hosts, stopped=c.trainer.stop_exit_code)
     watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
     kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
     checkpoints = stack.enter_context(kept)
@@ -108,7 +108,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: ConfigDict) -> tuple[
     return run, begun
 
 
-def read(c: ConfigDict) -> Inputs:
+def read(c: Settings) -> Inputs:
     """Reads a host's inputs before it uses a device."""
     require_loggers(c)
     share_gpu(c)
@@ -118,7 +118,7 @@ def read(c: ConfigDict) -> Inputs:
     return inputs
 
 
-def make_profiler(c: ConfigDict, run: pathlib.Path, total_steps: int) -> Profiler:
+def make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
     """Makes the profiler of the configured steps; checks that they are steps of this run."""
     steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
     settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")

@@ -1,24 +1,59 @@
-"""Settings: the table, the checks that need no device, and the command line with its one-line errors.
+"""Settings: the table of typed sections, the checks that need no device, the command line with its one-line errors.
 
-Only the commands (`train.py`, `sft.py` ...) and `build/` read a config; other modules get its numbers as arguments.
+Configs, sweeps and the command line change a ConfigDict, `default()`. A command gives it to `typed` once; everything
+else reads the frozen sections that it returns. Start with `table.py`.
 """
 
 from jppo.errors import UserError
-from jppo.settings.checks import check
-from jppo.settings.commandline import Parser, describe, dump, exit_on_user_error, natural, parse
+from jppo.settings.checks import check, typed
+from jppo.settings.commandline import Parser, describe, exit_on_user_error, natural, parse
 from jppo.settings.rules_rollout import cuts
 from jppo.settings.shipped import recipe
 from jppo.settings.steps import check_within, parse_steps
-from jppo.settings.table import default, reward_model_default, sft_default
+from jppo.settings.table import (
+    Common,
+    FineTuning,
+    PairTraining,
+    Settings,
+    Supervised,
+    as_dict,
+    changed,
+    config_of,
+    default,
+    dump,
+    optimizers,
+    reward_model_default,
+    sft_default,
+    value,
+)
 from jppo.settings.table import values as by_name
+from jppo.settings.table_rollout import Rollout, ValKwargs
+from jppo.settings.table_run import Judge, RewardModel
+from jppo.settings.table_training import Critic, Mesh, Model, Optimizer
 from jppo.settings.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts, template_arguments
 
 __all__ = [
+    "Common",
+    "Critic",
+    "FineTuning",
+    "Judge",
+    "Mesh",
+    "Model",
+    "Optimizer",
+    "PairTraining",
     "Parser",
+    "RewardModel",
+    "Rollout",
+    "Settings",
+    "Supervised",
     "UserError",
+    "ValKwargs",
+    "as_dict",
     "by_name",
+    "changed",
     "check",
     "check_within",
+    "config_of",
     "cuts",
     "default",
     "describe",
@@ -27,6 +62,7 @@ __all__ = [
     "importance_band",
     "loggers",
     "natural",
+    "optimizers",
     "parse",
     "parse_steps",
     "recipe",
@@ -36,4 +72,6 @@ __all__ = [
     "sft_default",
     "stop_texts",
     "template_arguments",
+    "typed",
+    "value",
 ]

@@ -1,20 +1,25 @@
 """The check of a config: every value by the table, then the rules between settings; needs no data, model or device."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_collections
 
 from jppo.errors import UserError
 from jppo.registry import did_you_mean
 from jppo.settings import rules_rollout, rules_training
-from jppo.settings.table import TABLE, values
+from jppo.settings.table import TABLE, Common, Settings, kind_of, sections, values
+
+C = TypeVar("C", bound=Common)
 
 
-def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
-    """Raises a UserError at the first value, or combination of values, that is not allowed.
+def typed(config: ml_collections.ConfigDict | C, kind: type[C], *, training: bool = True) -> C:
+    """Checks a config and returns it as frozen sections; checked settings are returned as they are.
 
-    Without `training`, rules between settings that only training reads are skipped.
+    Raises a UserError at the first value, or combination of values, that is not allowed. Without `training`, rules
+    between settings that only training reads are skipped.
     """
+    if not isinstance(config, ml_collections.ConfigDict):
+        return config
     found = values(config)
     for name, value in found.items():
         if name not in TABLE:
@@ -23,12 +28,19 @@ def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
     for name in found:
         if training or not TABLE[name].only.startswith("rollout.name"):
             _check_read(name, found)
-    if "rollout" in config:
-        rules_rollout.check(config, training=training)
+    made = sections(config, kind)
+    if isinstance(made, Settings):
+        rules_rollout.check(made, training=training)
     if training:
-        if not config.data.train_files:
+        if not made.data.train_files:
             raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
-        rules_training.check(config)
+        rules_training.check(made)
+    return made
+
+
+def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
+    """Raises a UserError at the first value, or combination of values, that is not allowed."""
+    typed(config, kind_of(config), training=training)
 
 
 def _check_read(name: str, found: dict[str, Any]) -> None:

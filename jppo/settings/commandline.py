@@ -3,7 +3,6 @@
 import argparse
 import errno
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -39,11 +38,6 @@ def natural(text: str) -> int:
     if (value := int(text)) < 0:
         raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
     return value
-
-
-def dump(config: ml_collections.ConfigDict) -> str:
-    """Returns the resolved settings as JSON."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
 def parse(

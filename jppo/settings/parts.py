@@ -2,11 +2,12 @@
 
 from collections import ChainMap
 from collections.abc import Callable
-from typing import Protocol, cast
-
-import ml_collections
+from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.registry import Registry, resolve
+
+if TYPE_CHECKING:
+    from jppo.settings.table import Settings
 
 Part = Callable[..., object]
 
@@ -64,17 +65,17 @@ class Objective(Protocol):
         """The required aggregation over tokens; None for any."""
 
 
-def estimator(config: ml_collections.ConfigDict) -> Estimates:
+def estimator(config: "Settings") -> Estimates:
     """Returns the estimator that `algorithm.adv_estimator` names; `critic.lam` is its `critic_lam`."""
-    values = ChainMap[str, object](dict(critic_lam=config.critic.lam), config.algorithm)
+    values = ChainMap[str, object](dict(critic_lam=config.critic.lam), vars(config.algorithm))
     made = ESTIMATORS.make(config.algorithm.adv_estimator, "algorithm.adv_estimator", values)
     return cast(Estimates, made)  # `make` has checked the class
 
 
-def objective(config: ml_collections.ConfigDict) -> Objective:
+def objective(config: "Settings") -> Objective:
     """Returns the policy loss that `actor.loss_mode` names; unset clip ranges are `clip_ratio`."""
     a = config.actor
     low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
     high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
-    values = ChainMap[str, object](dict(clip_ratio_low=low, clip_ratio_high=high), a)
+    values = ChainMap[str, object](dict(clip_ratio_low=low, clip_ratio_high=high), vars(a))
     return cast(Objective, POLICY_LOSSES.make(a.loss_mode, "actor.loss_mode", values))

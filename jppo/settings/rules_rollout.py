@@ -2,11 +2,11 @@
 
 import re
 
-import ml_collections
-
 from jppo.errors import UserError
 from jppo.settings import addresses
-from jppo.settings.table import PPO
+from jppo.settings.table import PPO, Settings
+from jppo.settings.table_rollout import MultiTurn, Rollout, ValKwargs
+from jppo.settings.table_run import Reward, RewardModel
 
 CUTS = ("top_p", "top_k", "min_p")  # settings that remove tokens from the distribution
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures of vLLM, which raises lower ones to 0.01 with only a log message
@@ -14,12 +14,12 @@ LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 SECRET = re.compile(r"--(?:[\w.-]*[-_.])?(?:api[-_]key|token|password|secret)(?=[\s=]|$)", re.IGNORECASE)
 
 
-def cuts(section: ml_collections.ConfigDict) -> dict[str, float]:
+def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
     """Returns the settings of `CUTS` that a section sets, with their values."""
-    return {name: section[name] for name in CUTS if section[name] != PPO[f"rollout.{name}"].default}
+    return {name: getattr(section, name) for name in CUTS if getattr(section, name) != PPO[f"rollout.{name}"].default}
 
 
-def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
+def check(config: Settings, *, training: bool) -> None:
     """Raises a UserError at the first rule that is broken."""
     r = config.rollout
     if (last := r.port + r.servers - 1) > 65535:
@@ -48,7 +48,7 @@ def check(config: ml_collections.ConfigDict, *, training: bool) -> None:
         _adapters(config)
 
 
-def _temperature(r: ml_collections.ConfigDict, training: bool) -> None:
+def _temperature(r: Rollout, training: bool) -> None:
     if training and not r.temperature > 0:
         raise UserError(
             f"rollout.temperature={r.temperature} must be above 0: greedy responses to a prompt are all the same and"
@@ -64,7 +64,7 @@ def _temperature(r: ml_collections.ConfigDict, training: bool) -> None:
             )
 
 
-def _test(how: ml_collections.ConfigDict) -> None:
+def _test(how: ValKwargs) -> None:
     if how.temperature != 0.0:
         return
     if how.n > 1:
@@ -79,7 +79,7 @@ def _test(how: ml_collections.ConfigDict) -> None:
         )
 
 
-def _reward(reward: ml_collections.ConfigDict) -> None:
+def _reward(reward: Reward) -> None:
     if reward.sandbox == "container" and not reward.sandbox_url:
         raise UserError(
             "reward.sandbox='container' needs the service's address; set reward.sandbox_url=http://HOST:PORT"
@@ -87,16 +87,16 @@ def _reward(reward: ml_collections.ConfigDict) -> None:
     _steps(reward.model)
 
 
-def _steps(m: ml_collections.ConfigDict) -> None:
+def _steps(m: RewardModel) -> None:
     if not m.step_aggregation:
         return
     said = f"reward.model.step_aggregation={m.step_aggregation!r}"
     if m.engine == "vllm":
         raise UserError(f"reward.model.engine='vllm' scores whole responses; with {said} set it to jax or transformers")
     for name in ("normalize", "clip"):
-        if m[name]:
+        if value := getattr(m, name):
             raise UserError(
-                f"reward.model.{name}={m[name]} is for logits, and {said} gives probabilities; leave it out, and scale"
+                f"reward.model.{name}={value} is for logits, and {said} gives probabilities; leave it out, and scale"
                 " them by reward.weights"
             )
     if not m.step_delimiter:
@@ -105,7 +105,7 @@ def _steps(m: ml_collections.ConfigDict) -> None:
         )
 
 
-def _conversation(m: ml_collections.ConfigDict) -> None:
+def _conversation(m: MultiTurn) -> None:
     name = "rollout.multi_turn"
     if m.interaction and m.environment:
         raise UserError(
@@ -119,14 +119,14 @@ def _conversation(m: ml_collections.ConfigDict) -> None:
         )
 
 
-def publish_via(r: ml_collections.ConfigDict) -> str:
+def publish_via(r: Rollout) -> str:
     """Returns the transport of weights; `auto` is the file's unless a server is at another address."""
     if r.publish_via != "auto":
         return str(r.publish_via)
     return "tcp" if r.name == "vllm" and addresses.remote(r.urls) else "file"
 
 
-def _publish(r: ml_collections.ConfigDict) -> None:
+def _publish(r: Rollout) -> None:
     resolved = publish_via(r)
     via = f"rollout.publish_via={r.publish_via!r}" + (f" (here {resolved})" if r.publish_via == "auto" else "")
     if r.publish_via in ("tcp", "nccl", "ipc") and r.name == "sglang":
@@ -160,12 +160,12 @@ def _publish(r: ml_collections.ConfigDict) -> None:
         )
 
 
-def _secrets(config: ml_collections.ConfigDict) -> None:
+def _secrets(config: Settings) -> None:
     """Rejects secrets, which would be printed and saved, without showing them."""
     r = config.rollout
     place = addresses.place(r.urls)
     urls = [("rollout.urls", url) for url in addresses.listed(r.urls) if place is None]
-    if "ref" in config and config.ref.url:
+    if config.ref.url:
         urls.append(("ref.url", config.ref.url))
     for name, url in urls:
         if re.search("[@?#]", url):
@@ -183,7 +183,7 @@ def _secrets(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _sglang(r: ml_collections.ConfigDict) -> None:
+def _sglang(r: Rollout) -> None:
     for name, value in cuts(r).items():
         raise UserError(
             f"rollout.{name}={value}: rollout.name='sglang' returns log-probs of the whole distribution, not of the"
@@ -201,7 +201,7 @@ def _sglang(r: ml_collections.ConfigDict) -> None:
         )
 
 
-def _async(r: ml_collections.ConfigDict) -> None:
+def _async(r: Rollout) -> None:
     if r.mode != "async":
         return
     if r.sleep_level:
@@ -226,7 +226,7 @@ def _async(r: ml_collections.ConfigDict) -> None:
         )
 
 
-def _dynamic_sampling(config: ml_collections.ConfigDict) -> None:
+def _dynamic_sampling(config: Settings) -> None:
     r = config.rollout
     if config.algorithm.filter_groups and r.n < 2:
         raise UserError(
@@ -240,7 +240,7 @@ def _dynamic_sampling(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _adapters(config: ml_collections.ConfigDict) -> None:
+def _adapters(config: Settings) -> None:
     r, rank = config.rollout, config.model.lora_rank
     if r.lora_sync == "merge":
         return

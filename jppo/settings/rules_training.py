@@ -1,32 +1,29 @@
 """Rules between the settings of learning: batches, losses, the KL, the correction, rows, memory."""
 
-import ml_collections
-
 from jppo.errors import UserError
 from jppo.settings import parts
-from jppo.settings.table import TABLE
+from jppo.settings.table import TABLE, Common, PairTraining, Settings, optimizers, value
+from jppo.settings.table_training import Critic, Optimizer
 from jppo.settings.texts import rejection_rules
 
 
-def check(config: ml_collections.ConfigDict) -> None:
-    """Raises a UserError at the first rule that is broken; for the config of any command that trains."""
-    if "rollout" in config:
-        for rule in (_estimator, _loss, _kl, _served_reference, _teacher, _correction, _order):
+def check(config: Common) -> None:
+    """Raises a UserError at the first rule that is broken; for the settings of any command that trains."""
+    if isinstance(config, Settings):
+        for rule in (_estimator, _loss, _kl, _served_reference, _teacher, _correction, _order, _reference_offload):
             rule(config)
         for section in ("actor", "critic"):
             _mini_batch(config, section)
-    for section in ("actor", "critic", "optim"):
-        if section in config:
-            _optimizer(config, section)
-            _warmup(config, section)
-            _master_dtype(config, section)
+    for name, optimizer in optimizers(config).items():
+        _betas(name, optimizer)
+        _warmup(name, optimizer)
+        _master_dtype(config, name, optimizer)
     _margin(config)
     _packing(config)
     _lengths(config)
-    _reference_offload(config)
 
 
-def _estimator(config: ml_collections.ConfigDict) -> None:
+def _estimator(config: Settings) -> None:
     name, n, warmup = config.algorithm.adv_estimator, config.rollout.n, config.trainer.critic_warmup
     estimator = parts.estimator(config)
     if estimator.sequences is not None and n < 2:
@@ -51,10 +48,10 @@ def _estimator(config: ml_collections.ConfigDict) -> None:
                 " take gae or reinforce_plus_plus"
             )
     for one in ("algorithm.lam_alpha", "critic.lam", "critic.value_norm_decay", "critic.value_bins"):
-        section, _, leaf = one.partition(".")
-        if not estimator.critic and config[section][leaf] != TABLE[one].default:
+        found = value(config, one)
+        if not estimator.critic and found != TABLE[one].default:
             raise UserError(
-                f"{one}={config[section][leaf]} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
+                f"{one}={found} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
                 f" leave it at {TABLE[one].default}, or take gae"
             )
     low, high = config.critic.value_range
@@ -62,7 +59,7 @@ def _estimator(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"critic.value_range={(low, high)} must be a lower and a higher number, such as (-5.0, 5.0)")
 
 
-def _loss(config: ml_collections.ConfigDict) -> None:
+def _loss(config: Settings) -> None:
     name, mode, needed = config.actor.loss_mode, config.actor.loss_agg_mode, parts.objective(config).aggregation
     if needed is not None and mode not in ("token-mean", needed):
         raise UserError(
@@ -70,7 +67,7 @@ def _loss(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _order(config: ml_collections.ConfigDict) -> None:
+def _order(config: Settings) -> None:
     d = config.data
     if d.sampler and d.mix:
         raise UserError(
@@ -79,7 +76,7 @@ def _order(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _kl(config: ml_collections.ConfigDict) -> None:
+def _kl(config: Settings) -> None:
     a, actor = config.algorithm, config.actor
     used = [f"algorithm.use_kl_in_reward=True with algorithm.kl_penalty={a.kl_penalty!r}"] * a.use_kl_in_reward
     used += [f"actor.use_kl_loss=True with actor.kl_loss_type={actor.kl_loss_type!r}"] * actor.use_kl_loss
@@ -95,7 +92,7 @@ def _kl(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _served_reference(config: ml_collections.ConfigDict) -> None:
+def _served_reference(config: Settings) -> None:
     a, actor, url = config.algorithm, config.actor, config.ref.url
     if not url:
         return
@@ -120,7 +117,7 @@ def _served_reference(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _teacher(config: ml_collections.ConfigDict) -> None:
+def _teacher(config: Settings) -> None:
     a = config.algorithm
     if parts.estimator(config).scored:
         return
@@ -142,7 +139,7 @@ def _teacher(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _correction(config: ml_collections.ConfigDict) -> None:
+def _correction(config: Settings) -> None:
     a = config.algorithm
     corrects = a.rollout_is != "none" or bool(rejection_rules(a.rollout_rs, a.rollout_rs_threshold))
     if corrects and a.old_logprob != "correction":
@@ -157,8 +154,8 @@ def _correction(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def _mini_batch(config: ml_collections.ConfigDict, section: str) -> None:
-    batch, mini = config.data.train_batch_size * config.rollout.n, config[section].ppo_mini_batch_size
+def _mini_batch(config: Settings, section: str) -> None:
+    batch, mini = config.data.train_batch_size * config.rollout.n, value(config, f"{section}.ppo_mini_batch_size")
     if mini is not None and batch % mini:
         fitting = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
         raise UserError(
@@ -166,14 +163,14 @@ def _mini_batch(config: ml_collections.ConfigDict, section: str) -> None:
         )
 
 
-def _optimizer(config: ml_collections.ConfigDict, section: str) -> None:
-    betas, usual = tuple(config[section].betas), TABLE[f"{section}.betas"].default
-    if config[section].optimizer == "adafactor" and betas != usual:
+def _betas(section: str, optimizer: Optimizer) -> None:
+    betas, usual = tuple(optimizer.betas), TABLE[f"{section}.betas"].default
+    if optimizer.optimizer == "adafactor" and betas != usual:
         raise UserError(f"{section}.betas={betas} is not read by {section}.optimizer='adafactor'; leave it at {usual}")
 
 
-def _warmup(config: ml_collections.ConfigDict, section: str) -> None:
-    steps, ratio = config[section].lr_warmup_steps, config[section].lr_warmup_steps_ratio
+def _warmup(section: str, optimizer: Optimizer) -> None:
+    steps, ratio = optimizer.lr_warmup_steps, optimizer.lr_warmup_steps_ratio
     if steps >= 0 and ratio > 0:
         raise UserError(
             f"{section}.lr_warmup_steps={steps} and {section}.lr_warmup_steps_ratio={ratio} both set the length of the"
@@ -181,10 +178,10 @@ def _warmup(config: ml_collections.ConfigDict, section: str) -> None:
         )
 
 
-def _master_dtype(config: ml_collections.ConfigDict, section: str) -> None:
-    if config[section].master_dtype == "float32":
+def _master_dtype(config: Common, section: str, optimizer: Optimizer) -> None:
+    if optimizer.master_dtype == "float32":
         return
-    own = config.critic.lora_rank if section == "critic" else None
+    own = optimizer.lora_rank if isinstance(optimizer, Critic) else None
     rank = config.model.lora_rank if own is None else own
     if config.model.param_dtype == "float32" or rank:
         held = f"adapters of rank {rank} are" if rank else "model.param_dtype='float32' is"
@@ -194,26 +191,27 @@ def _master_dtype(config: ml_collections.ConfigDict, section: str) -> None:
         )
 
 
-def _margin(config: ml_collections.ConfigDict) -> None:
-    if "loss" in config and config.loss.margin and config.loss.margin_column:
+def _margin(config: Common) -> None:
+    if isinstance(config, PairTraining) and config.loss.margin and config.loss.margin_column:
         raise UserError(
             f"loss.margin={config.loss.margin} and loss.margin_column={config.loss.margin_column!r} both set the margin"
             " of a pair; leave one at its default"
         )
 
 
-def _packing(config: ml_collections.ConfigDict) -> None:
-    if config.data.packing == "prefix" and ("rollout" not in config or config.rollout.n < 2):
+def _packing(config: Common) -> None:
+    samples = config.rollout.n if isinstance(config, Settings) else 1
+    if config.data.packing == "prefix" and samples < 2:
         raise UserError(
             "data.packing='prefix' shares a prompt between its samples, and here each has one; raise rollout.n in PPO,"
             " or take buckets"
         )
 
 
-def _lengths(config: ml_collections.ConfigDict) -> None:
-    section = "actor" if "actor" in config else "optim"
+def _lengths(config: Common) -> None:
+    section = "actor" if isinstance(config, Settings) else "optim"
     longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens, row = config[section].max_tokens_per_device, config.data.max_tokens_per_row
+    tokens, row = value(config, f"{section}.max_tokens_per_device"), config.data.max_tokens_per_row
     micro = f"{section}.max_tokens_per_device"
     if section == "optim" and config.model.remat == "auto":
         raise UserError(
@@ -240,8 +238,8 @@ def _too_short(name: str, value: int, longest: int, share: int) -> UserError:
     )
 
 
-def _reference_offload(config: ml_collections.ConfigDict) -> None:
-    if "ref" not in config or not config.ref.param_offload or config.actor.param_offload:
+def _reference_offload(config: Settings) -> None:
+    if not config.ref.param_offload or config.actor.param_offload:
         return
     if config.model.lora_rank and config.ref.path == "policy":
         raise UserError(

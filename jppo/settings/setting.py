@@ -1,9 +1,16 @@
-"""One entry of the settings table: name, default, meaning, unit, choices, bounds, and the check of a single value."""
+"""One setting: default, meaning, unit, choices, bounds, and the check of a single value; and sections of them.
+
+A section is a frozen dataclass whose fields are made by `setting`:
+
+    lr: float = setting(1e-6, "Learning rate", bounds="[0,")
+"""
 
 import dataclasses
 import math
 import re
+import typing
 from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 from jppo.errors import UserError
 from jppo.registry import Registry, did_you_mean
@@ -12,6 +19,7 @@ LARGEST = (2 - 2**-23) * 2.0**127  # float32's: the device computes in it
 MOST = 2**31 - 1  # int32's: the device counts in it
 MOST_BYTES = 2**63 - 1
 Value = bool | int | float | str | tuple[float, ...] | None
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,3 +120,28 @@ class Setting:
             return f"Numbers in {self.bounds}" if self.bounds else ""
         rules = " and ".join(rule for rule, _ in self._rules())
         return f"{rules[:1].upper()}{rules[1:]}{'' if self.off is None or not rules else f', or {self.off}'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section of settings; its fields are settings or sections."""
+
+
+def setting(default: T, meaning: str, **about: Any) -> T:
+    """Declares a field of a section; `about` are fields of Setting."""
+    entry = Setting("", default, meaning, **about)  # type: ignore[arg-type]
+    field: T = dataclasses.field(default=default, metadata={"setting": entry})
+    return field
+
+
+def table(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Setting]]:
+    """Yields the settings of a section and its sections by their dotted names."""
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        if "setting" not in field.metadata:
+            yield from table(hint, f"{name}.")
+            continue
+        entry: Setting = field.metadata["setting"]
+        kinds = [one for one in typing.get_args(hint) if one is not type(None)] if entry.optional else []
+        yield name, dataclasses.replace(entry, name=name, kind=kinds[0] if kinds else None)

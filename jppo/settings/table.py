@@ -1,94 +1,102 @@
-"""Every setting of every command, once: defaults, checks, --help, docs/configuration.md and sweeps read this table."""
+"""Every setting of every command, once: typed sections, --help, docs/configuration.md and sweeps read this table.
+
+`default()` makes the ConfigDict that configs, the command line and sweeps change. `typed` checks it once and returns
+frozen sections, which the rest of jppo reads.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any
+import functools
+import json
+import typing
+from typing import Any, TypeVar
 
 import ml_collections
 from ml_collections import config_dict
 
-from jppo.settings import table_rollout, table_run, table_training
-from jppo.settings.setting import Setting
+from jppo.settings.setting import Section, Setting, table
+from jppo.settings.table_rollout import Rollout
+from jppo.settings.table_run import Reward, TestedRun, Trainer, TrainingRun
+from jppo.settings.table_training import (
+    Actor,
+    Algorithm,
+    Critic,
+    Data,
+    Demonstrations,
+    Loss,
+    Mesh,
+    Model,
+    Optim,
+    Optimizer,
+    Ref,
+    TestedData,
+    TrainingData,
+    Trunk,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Common(Section):
+    """The sections that every training command has."""
+
+    model: Trunk = dataclasses.field(default_factory=Trunk)
+    data: TrainingData = dataclasses.field(default_factory=TrainingData)
+    trainer: TrainingRun = dataclasses.field(default_factory=TrainingRun)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Common):
+    """The settings of PPO training."""
+
+    model: Model = dataclasses.field(default_factory=Model)
+    data: Data = dataclasses.field(default_factory=Data)
+    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    actor: Actor = dataclasses.field(default_factory=Actor)
+    critic: Critic = dataclasses.field(default_factory=Critic)
+    ref: Ref = dataclasses.field(default_factory=Ref)
+    rollout: Rollout = dataclasses.field(default_factory=Rollout)
+    reward: Reward = dataclasses.field(default_factory=Reward)
+    trainer: Trainer = dataclasses.field(default_factory=Trainer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised(Common):
+    """The settings that fine-tuning and reward models share."""
+
+    optim: Optim = dataclasses.field(default_factory=Optim)
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTuning(Supervised):
+    """The settings of supervised fine-tuning."""
+
+    model: Model = dataclasses.field(default_factory=Model)
+    data: Demonstrations = dataclasses.field(default_factory=Demonstrations)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairTraining(Supervised):
+    """The settings of reward model training."""
+
+    data: TestedData = dataclasses.field(default_factory=TestedData)
+    trainer: TestedRun = dataclasses.field(default_factory=TestedRun)
+    loss: Loss = dataclasses.field(default_factory=Loss)
+
 
 Table = dict[str, Setting]  # by dotted name
+S = TypeVar("S", bound=Section)
+C = TypeVar("C", bound=Common)
 
-
-def _within(section: str, settings: Iterable[Setting]) -> Iterator[tuple[str, Setting]]:
-    for setting in settings:
-        name = f"{section}.{setting.name}"
-        yield name, dataclasses.replace(setting, name=name)
-
-
-PPO: Table = {
-    name: setting
-    for section, settings in (
-        ("model", table_training.MODEL),
-        ("data", table_training.DATA),
-        ("algorithm", table_training.ALGORITHM),
-        ("actor", table_training.ACTOR),
-        ("critic", table_training.CRITIC),
-        ("ref", table_training.REF),
-        ("rollout", table_rollout.ROLLOUT),
-        ("rollout.multi_turn", table_rollout.MULTI_TURN),
-        ("rollout.val_kwargs", table_rollout.VAL_KWARGS),
-        ("reward", table_run.REWARD),
-        ("reward.judge", table_run.JUDGE),
-        ("reward.model", table_run.REWARD_MODEL),
-        ("trainer", table_run.TRAINER),
-        ("mesh", table_training.MESH),
-    )
-    for name, setting in _within(section, settings)
-}
-_SHARED = {
-    "data": "max_prompt_length max_response_length packing row_lengths max_tokens_per_row train_files"
-    " train_batch_size shuffle system_prompt custom_cls",
-    "trainer": "run_dir compile_cache logger metrics_port metrics_host project_name experiment_name seed total_epochs"
-    " total_training_steps save_freq resume_mode max_ckpt_to_keep stage_timeout_s stop_exit_code stop_timeout_s",
-}
-SFT: Table = {
-    **{name: setting for name, setting in PPO.items() if name.split(".")[0] in ("model", "mesh")},
-    **{f"{section}.{leaf}": PPO[f"{section}.{leaf}"] for section, leaves in _SHARED.items() for leaf in leaves.split()},
-    **dict(_within("data", [table_training.LEARN_TURNS])),
-    **dict(_within("optim", table_training.OPTIM)),
-}
-_NOT_OF_PAIRS = ("data.learn_turns", "model.logprob_chunk_bytes")
-REWARD_MODEL: Table = {
-    **{name: setting for name, setting in SFT.items() if name not in _NOT_OF_PAIRS},
-    **{name: PPO[name] for name in ("data.val_files", "trainer.test_freq")},
-    **dict(_within("loss", table_training.LOSS)),
-}
+PPO: Table = dict(table(Settings))
+SFT: Table = dict(table(FineTuning))
+REWARD_MODEL: Table = dict(table(PairTraining))
 TABLE: Table = PPO | SFT | REWARD_MODEL
 
 
-def default() -> ml_collections.ConfigDict:
-    """Returns all settings of PPO training with their defaults; names are verl's where the meaning is verl's."""
-    return _config(PPO)
-
-
-def sft_default() -> ml_collections.ConfigDict:
-    """Returns all settings of supervised fine-tuning; sections and names as for PPO, with one optimizer in `optim`."""
-    return _config(SFT)
-
-
-def reward_model_default() -> ml_collections.ConfigDict:
-    """Returns all settings of reward model training: fine-tuning, held-out pairs and the pair loss."""
-    return _config(REWARD_MODEL)
-
-
-def values(config: ml_collections.ConfigDict | dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns every setting's value by its dotted name, from a config or the contents of a config.json."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict | dict):
-            found |= values(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
-def _config(table: Table) -> ml_collections.ConfigDict:
+def config_of(kind: type[Common]) -> ml_collections.ConfigDict:
+    """Returns the settings of a command with their defaults, as configs, command lines and sweeps change them."""
     config = ml_collections.ConfigDict()
-    for name, setting in table.items():
+    for name, setting in table(kind):
         *sections, leaf = name.split(".")
         node = config
         for section in sections:
@@ -97,3 +105,84 @@ def _config(table: Table) -> ml_collections.ConfigDict:
             node = node[section]
         node[leaf] = config_dict.placeholder(setting.type) if setting.optional else setting.default
     return config.lock()
+
+
+def default() -> ml_collections.ConfigDict:
+    """Returns all settings of PPO training with their defaults; names are verl's where the meaning is verl's."""
+    return config_of(Settings)
+
+
+def sft_default() -> ml_collections.ConfigDict:
+    """Returns all settings of supervised fine-tuning; sections and names as for PPO, with one optimizer in `optim`."""
+    return config_of(FineTuning)
+
+
+def reward_model_default() -> ml_collections.ConfigDict:
+    """Returns all settings of reward model training: fine-tuning, held-out pairs and the pair loss."""
+    return config_of(PairTraining)
+
+
+def kind_of(config: ml_collections.ConfigDict) -> type[Common]:
+    """Returns the type of the settings that a config of any training command has."""
+    return Settings if "rollout" in config else PairTraining if "loss" in config else FineTuning
+
+
+def sections(config: ml_collections.ConfigDict, kind: type[S]) -> S:
+    """Returns a config as frozen sections, without a check of its values."""
+    hints, found = typing.get_type_hints(kind), dict[str, Any]()
+    for field in dataclasses.fields(kind):
+        value, hint = config[field.name], hints[field.name]
+        if isinstance(value, ml_collections.ConfigDict):
+            value = sections(value, hint)
+        elif type(value) is int and float in (hint, *typing.get_args(hint)):
+            value = float(value)
+        found[field.name] = value
+    return kind(**found)
+
+
+def optimizers(config: Common) -> dict[str, Optimizer]:
+    """Returns the sections with an optimizer by name."""
+    if isinstance(config, Settings):
+        return {"actor": config.actor, "critic": config.critic}
+    return {"optim": config.optim} if isinstance(config, Supervised) else {}
+
+
+def value(config: Section, name: str) -> Any:
+    """Returns the value of a setting by its dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def changed(config: C, changes: dict[str, Any]) -> C:
+    """Returns the settings with changes by dotted name."""
+    for name, new in changes.items():
+        config = _changed(config, name.split("."), new)
+    return config
+
+
+def _changed(section: S, path: list[str], new: Any) -> S:
+    first, *rest = path
+    return dataclasses.replace(section, **{first: _changed(getattr(section, first), rest, new) if rest else new})
+
+
+def as_dict(config: ml_collections.ConfigDict | Section) -> dict[str, Any]:
+    """Returns settings as nested dicts."""
+    found: dict[str, Any] = (
+        config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dataclasses.asdict(config)
+    )
+    return found
+
+
+def dump(config: ml_collections.ConfigDict | Section) -> str:
+    """Returns the resolved settings as JSON."""
+    return json.dumps(as_dict(config), indent=2) + "\n"
+
+
+def values(config: ml_collections.ConfigDict | Section | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns every setting's value by its dotted name, from settings or the contents of a config.json."""
+    found: dict[str, Any] = {}
+    for name, value in (config if isinstance(config, dict) else as_dict(config)).items():
+        if isinstance(value, dict):
+            found |= values(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
