@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from machine import ROOT, begin, version, write
 
-from jppo import settings
-from jppo.build import process_setup
+from jppo import process, settings
 from jppo.models import decoder, families, heads, hf_write
 from jppo.settings import UserError
 
@@ -168,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--shapes={args.shapes}: {shape!r} must be experts x active x width, as 8x2x256")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
-    process_setup.keep_memory()  # as a training does; torch has it too
+    process.keep_memory()  # as a training does; torch has it too
     result: dict[str, Any] = {
         **begin(),
         "threads": len(os.sched_getaffinity(0)),

@@ -22,7 +22,7 @@ import numpy as np
 from machine import ROOT, begin, write
 
 from jppo import settings
-from jppo.build.agent import make_gateway
+from jppo.agent.make import make_gateway
 from jppo.data.tokenizer import load_tokenizer
 from jppo.rollout.protocol import Answer, greedy
 from jppo.types import Prompt, Sampling

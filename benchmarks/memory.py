@@ -29,14 +29,15 @@ from ml_collections import ConfigDict
 from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
 
-from jppo.build.algorithm import make_recipe
-from jppo.build.inputs import Inputs, make_adapters
-from jppo.build.learner import compile_passes, make_learner, make_mesh
-from jppo.build.packing import plan_of_run
 from jppo.data.prompts import PromptSet
-from jppo.dry_run import memory
 from jppo.learner.devices import device_peak
+from jppo.learner.make import compile_passes, make_learner, make_mesh
+from jppo.learner.model_configs import make_adapters
+from jppo.learner.plan import plan_of_run
+from jppo.learner.recipe import make_recipe
 from jppo.models import families
+from jppo.preflight import memory
+from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 from jppo.train import update_models

@@ -46,10 +46,10 @@ from work import (
 )
 
 from jppo import settings
-from jppo.build.algorithm import make_recipe
-from jppo.build.learner import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
-from jppo.build.packing import make_plan
 from jppo.learner import batch, devices, packing, ppo, score, sharding, state, update
+from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
+from jppo.learner.plan import make_plan
+from jppo.learner.recipe import make_recipe
 from jppo.models import families, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora

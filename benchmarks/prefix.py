@@ -24,12 +24,12 @@ from ml_collections import ConfigDict
 from work import SHAPES, base_config, flat_batch, hf_config, make_batch, make_rows
 
 from jppo import settings
-from jppo.build.inputs import Inputs
-from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
 from jppo.learner import batch, ppo
+from jppo.learner.make import make_learner, make_mesh
 from jppo.models import families
 from jppo.models.config import ModelConfig
+from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.train import update_models
 from jppo.types import Trajectory

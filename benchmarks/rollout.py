@@ -38,12 +38,13 @@ from throughput import write_model
 from work import LONGEST, PROMPT, base_config
 
 from jppo import settings
-from jppo.build import rollout
-from jppo.build.publish import published_dtype
-from jppo.build.rollout import open_engine, server_settings, share_gpu
 from jppo.models import decoder, families, hf_write
 from jppo.models.config import ModelConfig
+from jppo.process import share_gpu
+from jppo.rollout import make as rollout
+from jppo.rollout.make import open_engine, server_settings
 from jppo.rollout.protocol import Repeatable
+from jppo.rollout.publish import published_dtype
 from jppo.rollout.servers.engine import ServedSampler
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, environment, flags

@@ -27,10 +27,10 @@ from throughput import make_config, stage_flops, step
 from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
 
 from jppo import settings
-from jppo.build.inputs import Inputs
-from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
+from jppo.learner.make import make_learner, make_mesh
 from jppo.models import families
+from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 

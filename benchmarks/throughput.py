@@ -44,16 +44,17 @@ from work import (
 )
 
 from jppo import settings
-from jppo.build.inputs import Inputs
-from jppo.build.learner import Learner, make_learner, make_mesh
-from jppo.build.publish import publish_policy
-from jppo.build.rollout import open_engine, share_gpu
-from jppo.build.rollout import sampling as made_sampling
 from jppo.data.prompts import PromptSet
 from jppo.learner import devices
+from jppo.learner.make import Learner, make_learner, make_mesh
 from jppo.models import families
 from jppo.models.config import ModelConfig
+from jppo.process import share_gpu
+from jppo.rollout.make import open_engine
+from jppo.rollout.make import sampling as made_sampling
+from jppo.rollout.publish import publish_policy
 from jppo.rollout.vllm.arguments import check_vllm
+from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 from jppo.train import update_models

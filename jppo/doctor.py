@@ -18,9 +18,10 @@ from collections.abc import Iterator
 import rich.console
 
 from jppo import settings
-from jppo.checks import machine, run
-from jppo.checks.finding import GIB, Finding, check_room, report
-from jppo.dry_run.rooms import available_memory
+from jppo.preflight import checks as run
+from jppo.preflight import machine
+from jppo.preflight.finding import GIB, Finding, check_room, report
+from jppo.preflight.rooms import available_memory
 from jppo.settings import Settings, UserError
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU

@@ -22,19 +22,22 @@ import rich.console
 import rich.progress
 import rich.table
 
-from jppo import settings, statistics, validation
-from jppo.build.inputs import Inputs, read_test, speaking
-from jppo.build.learner import make_mesh
-from jppo.build.publish import publish_stored
-from jppo.build.reward import make_panel
-from jppo.build.rollout import open_engine, share_gpu, val_sampling
+from jppo import process, settings, statistics
 from jppo.errors import expanded, one_line
+from jppo.learner import sharding
+from jppo.learner.make import make_mesh
+from jppo.process import share_gpu
+from jppo.rewards.make import make_panel
+from jppo.rollout.make import open_engine, val_sampling
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.publish import publish_stored
+from jppo.run import validation
+from jppo.run.inputs import Inputs, read_test, speaking
+from jppo.run.validation import Tested
 from jppo.runlog import atomic_file
 from jppo.runlog.lock import own
 from jppo.runlog.logger import write_samples
 from jppo.settings import Settings, UserError
-from jppo.validation import Tested
 
 # Short option: the setting and its help text.
 SHORT = {
@@ -70,7 +73,9 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
         stack.enter_context(own(out, "--out"))
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
-        panel = make_panel(c, inputs, make_mesh(c))
+        mesh = make_mesh(c)
+        process.prepare(c, sharding.platform(mesh))
+        panel = make_panel(c, mesh, **inputs.graded())
         stack.callback(panel.close)
         engine = open_engine(c, out)
         stack.callback(engine.close)

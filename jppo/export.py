@@ -14,11 +14,11 @@ import sys
 import jax
 
 from jppo import __version__
-from jppo.build import trained_model
-from jppo.build.trained_model import TrainedPolicy
 from jppo.errors import escaped
 from jppo.models import hf_write
 from jppo.report.folder import read_jsonl
+from jppo.run import trained_model
+from jppo.run.trained_model import TrainedPolicy
 from jppo.runlog import hub
 from jppo.runlog.curve import learning, write_curve
 from jppo.runlog.logger import FILE

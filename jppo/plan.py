@@ -13,11 +13,12 @@ import sys
 import time
 
 from jppo import settings
-from jppo.build.inputs import read_inputs
-from jppo.dry_run import auto, described_machine, forecast, search
-from jppo.dry_run.described_machine import Request
+from jppo.forecast import compilers, machines
+from jppo.preflight import auto, described_machine, search
+from jppo.preflight import table as forecast
+from jppo.preflight.described_machine import Request
+from jppo.run.inputs import read_inputs
 from jppo.settings import Settings, UserError
-from jppo.targets import compilers, machines
 
 HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':<26}  settings"
 

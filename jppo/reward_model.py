@@ -16,24 +16,25 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo import settings, supervised
-from jppo.build.inputs import longest_row, make_adapters, read_tokenizer, total_steps
-from jppo.build.learner import make_decoder
-from jppo.build.logger import require_loggers
-from jppo.build.packing import make_plan
-from jppo.build.resume import checksum_of, require_resumable
-from jppo.checks.run import dry_run_of_one_model
+from jppo import settings
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
-from jppo.dry_run import memory, preview
-from jppo.dry_run.described_machine import Request
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
+from jppo.learner.make import make_decoder
+from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.plan import make_plan
 from jppo.models import cost, hf, hf_write, offload, placing
 from jppo.models.config import pad_vocab
+from jppo.preflight import memory, preview
+from jppo.preflight.checks import dry_run_of_one_model
+from jppo.preflight.described_machine import Request
 from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
-from jppo.run import command
+from jppo.run import command, supervised
+from jppo.run.inputs import read_tokenizer, total_steps
+from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
+from jppo.runlog.make import require_loggers
 from jppo.settings import PairTraining
 from jppo.types import Array, Params, Prompt, Rows, Trajectory, given_text
 

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from jppo import interpreter, settings
-from jppo.build.rollout import server_settings
 from jppo.models import hf
+from jppo.rollout.make import server_settings
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint

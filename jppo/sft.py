@@ -11,22 +11,23 @@ import dataclasses
 import numpy as np
 from ml_collections import ConfigDict
 
-from jppo import settings, supervised
-from jppo.build.inputs import longest_row, make_adapters, read_tokenizer, total_steps
-from jppo.build.learner import chunk_tokens, make_decoder
-from jppo.build.logger import require_loggers
-from jppo.build.packing import make_plan
-from jppo.build.resume import checksum_of, require_resumable
-from jppo.checks.run import dry_run_of_one_model
+from jppo import settings
 from jppo.data.sft import Demonstration, read_demonstrations
-from jppo.dry_run import memory, preview
-from jppo.dry_run.described_machine import Request
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
+from jppo.learner.make import chunk_tokens, make_decoder
+from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.plan import make_plan
 from jppo.models import hf
 from jppo.models.config import pad_vocab
-from jppo.run import command
+from jppo.preflight import memory, preview
+from jppo.preflight.checks import dry_run_of_one_model
+from jppo.preflight.described_machine import Request
+from jppo.run import command, supervised
+from jppo.run.inputs import read_tokenizer, total_steps
+from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import SFT_COLUMNS
+from jppo.runlog.make import require_loggers
 from jppo.settings import FineTuning
 from jppo.types import Params, Trajectory, given_text
 

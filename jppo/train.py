@@ -16,37 +16,35 @@ from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.agent import turn_metrics
-from jppo.build import resume
-from jppo.build.agreement import Mismatch, require_published
-from jppo.build.hosts import join_hosts, summed
-from jppo.build.learner import Learner
-from jppo.build.packing import critic_epochs, critic_mini_batch_size
-from jppo.build.prefetch import fresh
-from jppo.build.resume import Begun, kept
-from jppo.build.utilisation import utilisation
-from jppo.checks.run import dry_run
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import Elsewhere
 from jppo.errors import expanded, one_line
 from jppo.learner import batch, devices, estimate, ppo
+from jppo.learner.make import Learner
+from jppo.learner.plan import critic_epochs, critic_mini_batch_size
 from jppo.learner.step import advance, order, scalar
+from jppo.learner.utilisation import utilisation
+from jppo.preflight.checks import dry_run
 from jppo.report import report_line
 from jppo.rollout.protocol import RolloutError
-from jppo.run import command
+from jppo.run import command, resume
+from jppo.run.agreement import Mismatch, require_published
 from jppo.run.export import Unwritten, export, write_model
-from jppo.run.opened import Run, open_run
+from jppo.run.hosts import join_hosts, summed
 from jppo.run.reference import with_reference
+from jppo.run.resume import Begun, kept
+from jppo.run.start import Run, open_run
+from jppo.run.supervised import due
 from jppo.run.token_values import record_tokens
-from jppo.run.validation import validate
+from jppo.run.validation import samples, validate
 from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped
+from jppo.samples.make import fresh
 from jppo.settings import Settings
-from jppo.supervised import due
 from jppo.types import Batch, Reward, TrainState, Trajectory
-from jppo.validation import samples
 
 
 class Diverged(Exception):

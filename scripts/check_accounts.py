@@ -22,11 +22,11 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_mesh
-from jppo.dry_run import described_machine, memory, preview
+from jppo.forecast import collectives, compilers, machines
+from jppo.learner.make import make_mesh
+from jppo.preflight import described_machine, memory, preview
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
-from jppo.targets import collectives, compilers, machines
 
 KEPT = pathlib.Path(__file__).resolve().parents[1] / "tests/accounts"
 GROWTH = 1.03

@@ -60,7 +60,7 @@ DRIVER = """
 import dataclasses, os, pathlib, signal, sys, threading, time
 from jppo import train
 from jppo.runlog.checkpoint import Checkpoints
-from jppo.prefetch.supply import Supply
+from jppo.samples.queue import Supply
 mark = pathlib.Path({mark!r})
 def die():
     mark.touch()

@@ -29,10 +29,10 @@ import check_faults
 import check_rollouts
 
 from jppo import train
-from jppo.prefetch.supply import Supply
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import publisher
+from jppo.samples.queue import Supply
 
 LIMIT_S = 300.0  # for one event
 SETTINGS = check_rollouts.SETTINGS | {"rollout.servers": 1, "rollout.kv_cache_memory_bytes": 1 << 26}

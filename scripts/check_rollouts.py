@@ -33,11 +33,11 @@ import check_faults
 import psutil
 
 from jppo import train
-from jppo.prefetch.supply import Supply
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.guard import PROOF_HEADER
 from jppo.rollout.servers.member import Member
 from jppo.rollout.vllm import publisher
+from jppo.samples.queue import Supply
 
 sys.path.append(str(check_faults.ROOT / "benchmarks"))
 import machine

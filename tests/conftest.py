@@ -34,8 +34,8 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings
-from jppo.build import rollout
 from jppo.models import decoder, hf, hf_write
+from jppo.rollout import make as rollout
 from jppo.types import Trajectory
 
 jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before the lines above

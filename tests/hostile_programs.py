@@ -320,7 +320,7 @@ attempt("groups", lambda: os.setgroups([0]))
     "switches the sandbox off": PROBE + """
 import __main__, builtins, sys
 for module in list(sys.modules.values()):
-    if getattr(module, "__name__", "").startswith("jppo.rewards.sandbox"):
+    if getattr(module, "__name__", "").startswith("jppo.sandbox"):
         for name, value in list(vars(module).items()):
             if isinstance(value, (list, tuple, dict)): setattr(module, name, type(value)())
 __main__.refused = (); __main__.watch = None

@@ -8,9 +8,10 @@ import signal
 import sys
 
 from jppo import train
-from jppo.prefetch.supply import Supply
 from jppo.rollout.protocol import RolloutError
-from jppo.run import export, opened
+from jppo.run import export
+from jppo.run import start as opened
+from jppo.samples.queue import Supply
 from jppo.settings import UserError
 
 what, _, host = sys.argv[1].partition("@")

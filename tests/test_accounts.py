@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jppo.targets import compilers
+from jppo.forecast import compilers
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts/check_accounts.py"

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from jppo import settings, train
-from jppo.build import agreement, rollout
-from jppo.build.agreement import Match, Mismatch, agree
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_learner, make_mesh
-from jppo.build.publish import publish_policy
-from jppo.build.rollout import open_engine
-from jppo.build.sampling_notes import forewarn
-from jppo.checks import models_and_data
-from jppo.dry_run.preview import dry_run
 from jppo.learner import batch, correct, ppo
+from jppo.learner.make import make_learner, make_mesh
+from jppo.preflight import models_and_data
+from jppo.preflight.preview import dry_run
+from jppo.preflight.sampling_notes import forewarn
+from jppo.rollout import make as rollout
+from jppo.rollout.make import open_engine
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.publish import publish_policy
+from jppo.run import agreement
+from jppo.run.agreement import Match, Mismatch, agree
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Reward
 

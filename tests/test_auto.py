@@ -6,9 +6,9 @@ import pathlib
 import pytest
 
 from jppo import settings, train
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_mesh
-from jppo.dry_run import auto, preview
+from jppo.learner.make import make_mesh
+from jppo.preflight import auto, preview
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.test_resume import again, untimed
 

@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo.build.learner import make_mesh
+from jppo.learner.make import make_mesh
 from jppo.models import families, lora
 from jppo.settings import UserError
 

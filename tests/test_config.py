@@ -10,17 +10,17 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 
 import pytest
 
 from jppo import settings, train
-from jppo.build import agent, reward
-from jppo.build.packing import batch_shape, critic_epochs
-from jppo.build.rollout import connections
+from jppo.agent import make as agent
 from jppo.data import gsm8k
 from jppo.learner import sharding
+from jppo.learner.plan import batch_shape, critic_epochs
+from jppo.rewards import make as reward
 from jppo.rewards.model.classifier import Classifier
+from jppo.rollout.make import connections
 from jppo.settings import parts, table
 from jppo.settings.setting import Section
 from jppo.settings.table import TABLE
@@ -701,10 +701,10 @@ def read_by_parts(config, monkeypatch):
     what = Classifier(path="", directory=config.model.path, model_type="qwen2", vocab_size=9, pad_token_id=0)
     monkeypatch.setattr(reward, "read_classifier", lambda *_, **__: what)
     mesh = sharding.make_mesh((8, 1, 1))
-    inputs, log = types.SimpleNamespace(tokenizer=None), pathlib.Path(config.trainer.run_dir)
+    log = pathlib.Path(config.trainer.run_dir)
     for engine, steps in (("jax", ""), ("transformers", ""), ("vllm", ""), ("jax", "min")):
         config.reward.model.engine, config.reward.model.step_aggregation = engine, steps
-        reward.make_reward_model(read(), inputs, mesh, log).testing()
+        reward.make_reward_model(read(), None, mesh, log).testing()
     talks = config.rollout.multi_turn
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
     agent.make_agent(read(), None, ()).close()

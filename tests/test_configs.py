@@ -10,7 +10,7 @@ import pytest
 
 from examples import arithmetic, multiplication
 from jppo import sft, train
-from jppo.checks import machine
+from jppo.preflight import machine
 from jppo.settings import shipped
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}

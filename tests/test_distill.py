@@ -7,7 +7,7 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings, train
-from jppo.build.inputs import read_inputs
+from jppo.run.inputs import read_inputs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -232,7 +232,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
         set(TABLE["reward.judge.api_type"].choices) - {""},
         set(TABLE["reward.judge.preset"].choices) - {""},
         set(TABLE["reward.model.engine"].choices),
-        set(re.findall(r'"(\w+_score)"', text("jppo/build/reward.py"))) | {"rule_score"},
+        set(re.findall(r'"(\w+_score)"', text("jppo/rewards/make.py"))) | {"rule_score"},
     ],
     ids=["rules", "providers", "keys", "addresses", "prompts", "judges", "presets", "engines", "parts"],
 )

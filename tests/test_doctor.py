@@ -9,8 +9,8 @@ import pytest
 import rich.console
 
 from jppo import doctor
-from jppo.checks import machine
 from jppo.doctor import GIB, Finding
+from jppo.preflight import machine
 
 REQUIREMENTS = (
     "numpy<3,>=2.0",

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jppo import settings, sft, train
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import compile_passes, make_learner, make_mesh
-from jppo.build.packing import plan_of_run
-from jppo.dry_run import memory, preview, rooms
 from jppo.learner import packing
+from jppo.learner.make import compile_passes, make_learner, make_mesh
+from jppo.learner.plan import plan_of_run
 from jppo.models import decoder
+from jppo.preflight import memory, preview, rooms
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 
 

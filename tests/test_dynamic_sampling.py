@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jppo import settings, train
-from jppo.build.dynamic_sampling import DynamicSupply, Filter, differs
 from jppo.data.stream import Cursor
-from jppo.prefetch.supply import Drawn
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
+from jppo.samples.dynamic_sampling import DynamicSupply, Filter, differs
+from jppo.samples.queue import Drawn
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
 from tests.test_resume import again, broken_off, untimed, weights

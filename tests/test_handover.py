@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from jppo import train
-from jppo.build.publish import Handover, may_overlap
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import ppo
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.publish import Handover, may_overlap
 
 
 def metrics(run):
@@ -39,8 +39,8 @@ def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monke
     train.train(small_run)
     assert seen == ["actor", "critic"] * 2
     monkeypatch.undo()
-    monkeypatch.setattr("jppo.build.rollout.start_vllm", lambda *_, **__: engine)
-    monkeypatch.setattr("jppo.run.opened.may_overlap", lambda *_: False)
+    monkeypatch.setattr("jppo.rollout.make.start_vllm", lambda *_, **__: engine)
+    monkeypatch.setattr("jppo.run.start.may_overlap", lambda *_: False)
     small_run.trainer.run_dir, first = str(tmp_path / "after"), small_run.trainer.run_dir
     train.train(small_run)
     assert metrics(first) == metrics(tmp_path / "after")

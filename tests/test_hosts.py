@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from jppo import settings, train
-from jppo.build.hosts import require_shareable
-from jppo.build.rollout import own_urls
 from jppo.distributed.hosts import Hosts
+from jppo.rollout.make import own_urls
+from jppo.run.hosts import require_shareable
 from jppo.settings import UserError, table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

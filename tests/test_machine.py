@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from jppo.build import process_setup
+from jppo import process
 
 COMPILE = """
 import jax, jax.numpy as jnp
-from jppo.build import process_setup as machine
+from jppo import process as machine
 machine.keep_programs({folder!r})
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
@@ -21,7 +21,7 @@ print(found.count("/jax/compilation_cache/cache_hits"))
 FAULTS = """
 import resource
 import numpy as np
-from jppo.build import process_setup as machine
+from jppo import process as machine
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -52,7 +52,7 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
 
 def test_the_environment_names_another_folder_and_nothing_is_kept_in_none(tmp_path):
     show = (
-        "import jax; from jppo.build import process_setup as machine; machine.keep_programs({!r});"
+        "import jax; from jppo import process as machine; machine.keep_programs({!r});"
         " print(jax.config.jax_compilation_cache_dir)"
     )
     assert run(show.format("mine"), JAX_COMPILATION_CACHE_DIR="theirs") == ["theirs"]
@@ -70,7 +70,7 @@ def test_memory_that_is_given_back_stays():
 
 SUM = """
 import jax, jax.numpy as jnp
-import jppo.build.learner
+import jppo.learner.make
 n = 32_769
 x = jnp.stack((jnp.arange(n, dtype=jnp.float32), jnp.zeros(n), jnp.zeros(n)), axis=1)
 squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)
@@ -86,5 +86,5 @@ def test_sums_of_products_are_right_on_a_cpu(flags):
 
 def test_flags_that_a_user_chose_for_sums_stay(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=+reduce")
-    process_setup.correct_sums()
+    process.correct_sums()
     assert os.environ["XLA_FLAGS"] == "--xla_cpu_experimental_ynn_fusion_type=+reduce"

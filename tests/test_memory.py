@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jppo import settings, sft, train
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_learner, make_mesh
-from jppo.dry_run import preview
 from jppo.learner import batch, packing
+from jppo.learner.make import make_learner, make_mesh
 from jppo.models import offload
+from jppo.preflight import preview
+from jppo.run.inputs import read_inputs
 from jppo.runlog.logger import read_metrics
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -6,13 +6,14 @@ import types
 import pytest
 
 from jppo import settings, train
-from jppo.build import mesh_checks, rollout
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_mesh
-from jppo.build.packing import plan_of_run
-from jppo.dry_run.preview import dry_run
+from jppo.learner import mesh_checks
+from jppo.learner.make import make_mesh
+from jppo.learner.plan import plan_of_run
 from jppo.models import families
 from jppo.models.config_experts import QWEN3, Experts, Routing
+from jppo.preflight.preview import dry_run
+from jppo.rollout import make as rollout
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.learner.test_state import SHAPE
 

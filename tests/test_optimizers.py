@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from examples import arithmetic
-from jppo import reward_model, settings, sft, supervised
-from jppo.build.inputs import read_inputs
-from jppo.build.resume import former_name
+from jppo import reward_model, settings, sft
 from jppo.learner import optim
+from jppo.run import supervised
+from jppo.run.inputs import read_inputs
+from jppo.run.resume import former_name
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.restore import restore

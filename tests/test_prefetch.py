@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jppo import train
-from jppo.build.prefetch import fresh
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, Part, next_batch
-from jppo.prefetch.supply import How, Supply, ages
 from jppo.rewards.panel import Grading
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.runlog import trajectories
+from jppo.samples.make import fresh
+from jppo.samples.queue import How, Supply, ages
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
-from jppo.build import prefetch as build_prefetch
 from jppo.data.curriculum import Curriculum
 from jppo.data.stream import Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
 from jppo.models import decoder, hf, hf_write
-from jppo.prefetch import requests, supply
 from jppo.rewards import parts
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import read_classifier
@@ -25,6 +23,9 @@ from jppo.rewards.model.part import ModelPart, Normalizer
 from jppo.rewards.panel import Grading, PartWeights
 from jppo.rewards.panel import Panel as Parts
 from jppo.runlog import sample_queue, trajectories
+from jppo.samples import make as build_prefetch
+from jppo.samples import queue as supply
+from jppo.samples import requests
 from jppo.types import Reward
 from tests.test_prefetch import HOW, TRAIN, Panel, Slow, order
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.build import publish
 from jppo.models import decoder, hf, hf_write, lora
+from jppo.rollout import publish
 
 
 class Served:

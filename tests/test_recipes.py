@@ -12,11 +12,11 @@ import pytest
 import safetensors.numpy
 
 from jppo import settings, train
-from jppo.build import prefetch
-from jppo.build.learner import make_learner
 from jppo.learner import ppo, state
+from jppo.learner.make import make_learner
 from jppo.rewards import graders
 from jppo.runlog.checkpoint import Checkpoints
+from jppo.samples import make as prefetch
 from jppo.types import Reward
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -223,7 +223,7 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run):
 
     before: list[bytes] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jppo.run.opened.make_learner", spied)
+        patch.setattr("jppo.run.start.make_learner", spied)
         metrics = learn(ADAPTED)
     learner, begin = made[0]
     base = learner.actor.base.params

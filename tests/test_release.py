@@ -27,8 +27,8 @@ WORKERS = {
     "jppo.rewards.pool_worker",
     "jppo.rewards.model.convert_worker",
     "jppo.rewards.model.torch_worker",
-    "jppo.checks.parity_worker",
-    "jppo.targets.compilers",
+    "jppo.preflight.parity_worker",
+    "jppo.forecast.compilers",
 }
 PYTHON = (sys.executable, "-m")
 

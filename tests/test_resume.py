@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from jppo import settings, train
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_learner, make_mesh
-from jppo.build.resume import finished
+from jppo.learner.make import make_learner, make_mesh
 from jppo.rollout.protocol import RolloutError
+from jppo.run.inputs import read_inputs
+from jppo.run.resume import finished
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError

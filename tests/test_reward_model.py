@@ -11,8 +11,8 @@ import pytest
 
 from examples import arithmetic
 from jppo import reward_model, settings
-from jppo.build.learner import load_trained, make_descent
 from jppo.learner import batch, packing, sharding
+from jppo.learner.make import load_trained, make_descent
 from jppo.models import hf, hf_write
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier

@@ -9,11 +9,11 @@ import pytest
 
 from examples import arithmetic
 from jppo import reward_model, settings
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_mesh
-from jppo.build.reward import make_panel
-from jppo.dry_run.preview import dry_run
+from jppo.learner.make import make_mesh
 from jppo.models import decoder, hf, hf_write
+from jppo.preflight.preview import dry_run
+from jppo.rewards.make import make_panel
+from jppo.run.inputs import read_inputs
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 TEMPLATE = (
@@ -58,7 +58,7 @@ def test_ppo_against_a_reward_model(small, quick_compilation):
     c = parsed("rlhf", small, settings.default(), **files)
     said = dry_run(c)
     assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
-    panel = make_panel(c, read_inputs(c), make_mesh(c))
+    panel = make_panel(c, make_mesh(c), **read_inputs(c).graded())
     panel.close()
     assert c.algorithm.kl_ctrl_type == "adaptive" and c.algorithm.use_kl_in_reward
 

@@ -14,14 +14,14 @@ import pytest
 
 from jppo import settings
 from jppo.agent.python import Python
-from jppo.build.sandbox import introduce_sandbox
 from jppo.rewards.code import code, run_program
 from jppo.rewards.graders import RulePart
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
-from jppo.rewards.sandbox import cgroup, choice, kernel, outside, protections, seccomp, service
-from jppo.rewards.sandbox.choice import describe_sandbox, make_runner
-from jppo.rewards.sandbox.outside import Guards, NoSandbox
+from jppo.run.start import introduce_sandbox
+from jppo.sandbox import cgroup, choice, kernel, outside, protections, seccomp, service
+from jppo.sandbox.choice import describe_sandbox, make_runner
+from jppo.sandbox.outside import Guards, NoSandbox
 from jppo.settings import UserError
 from jppo.types import Prompt
 from tests.hostile_programs import PROGRAMS
@@ -160,7 +160,7 @@ def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
 def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_path):
     """A worker that is killed takes its program along, also one in a process namespace of its own."""
     script = (
-        "from jppo.rewards.sandbox import outside, protections\n"
+        "from jppo.sandbox import outside, protections\n"
         "guards = protections.probe()\nprint('ready', flush=True)\n"
         "outside.run('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
     )

@@ -13,7 +13,8 @@ import time
 import pytest
 
 from examples import arithmetic
-from jppo import reward_model, settings, sft, supervised
+from jppo import reward_model, settings, sft
+from jppo.run import supervised
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
@@ -104,7 +105,7 @@ class Lab:
         return sorted(path.name for path in (self.folder / run / "checkpoints").iterdir() if path.name != "best.json")
 
 
-# Both commands run the loop of jppo/supervised.py; the reward model's adds tests.
+# Both commands run the loop of jppo/run/supervised.py; the reward model's adds tests.
 @pytest.fixture(scope="module", params=["reward_model", pytest.param("sft", marks=pytest.mark.slow)])
 def lab(request, tmp_path_factory):
     return Lab(request.param, tmp_path_factory.mktemp(request.param))

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from jppo import validation
 from jppo.rewards.graders import RulePart
 from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
 from jppo.rollout.protocol import greedy
+from jppo.run import validation
 from jppo.types import Prompt, Reward, Trajectory
 
 

@@ -12,11 +12,11 @@ from machine import version
 from work import base_config, change, flat_batch
 from worker import Parts, Stage, Work, serve, timed
 
-from jppo.build.inputs import Inputs
-from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
 from jppo.learner import batch, ppo
+from jppo.learner.make import make_learner, make_mesh
 from jppo.models import hf
+from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.train import update_models
 from jppo.types import Batch, Trajectory

@@ -1,12 +1,12 @@
-"""The tool `python`: runs the model's programs in the sandbox of the code rule (`jppo/rewards/sandbox/`)."""
+"""The tool `python`: runs the model's programs in the sandbox of the code rule (`jppo/sandbox/`)."""
 
 import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from jppo.rewards.pool import Pool, Target
-from jppo.rewards.sandbox.choice import make_runner
-from jppo.rewards.sandbox.protections import STRICT
+from jppo.sandbox.choice import make_runner
+from jppo.sandbox.protections import STRICT
 from jppo.settings import UserError
 
 _MORE_S = 5.0  # for the process around the program

@@ -13,6 +13,7 @@ A host that does not sign for `timeout_s` is lost. Waiting for it would never en
 
 import json
 import os
+import pathlib
 import sys
 import threading
 import time
@@ -277,3 +278,8 @@ def _exchange(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 ALONE = Hosts()
+
+
+def own_folder(hosts: Hosts, run: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of a host's logs: the run folder for host 0, else a subfolder."""
+    return run if hosts.first else run / f"host-{hosts.rank}"

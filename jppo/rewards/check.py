@@ -9,12 +9,13 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from jppo import settings
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_mesh
-from jppo.build.reward import make_panel
+from jppo import process, settings
+from jppo.learner import sharding
+from jppo.learner.make import make_mesh
+from jppo.rewards.make import make_panel
 from jppo.rewards.panel import Panel
 from jppo.rewards.parts import Sample
+from jppo.run.inputs import read_inputs
 from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward
 
@@ -121,7 +122,9 @@ def run(c: Settings) -> bool:
             " right answers to test it with; read the samples of a short run"
         )
     inputs = read_inputs(c)
-    panel = make_panel(c, inputs, make_mesh(c))
+    mesh = make_mesh(c)
+    process.prepare(c, sharding.platform(mesh))
+    panel = make_panel(c, mesh, **inputs.graded())
     try:
         panel.ready()
         findings = check(panel, inputs.train.prompts)

@@ -1,4 +1,4 @@
-"""The rule `code`: runs the program in a response against the row's tests, in a sandbox (`jppo/rewards/sandbox/`).
+"""The rule `code`: runs the program in a response against the row's tests, in a sandbox (`jppo/sandbox/`).
 
 The worker decides the verdict. The program's process receives the input of a test, or the calls of asserts
 (`asserts.py`), and sends back output or values. It has neither expected values nor a verdict. Runs in a worker process;
@@ -16,9 +16,9 @@ from typing import Any
 
 from jppo.rewards import asserts
 from jppo.rewards.rules import Verdict
-from jppo.rewards.sandbox.choice import Runner, make_runner
-from jppo.rewards.sandbox.outside import TOO_LONG, Ran
 from jppo.rewards.suspicion import suspicious
+from jppo.sandbox.choice import Runner, make_runner
+from jppo.sandbox.outside import TOO_LONG, Ran
 
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)

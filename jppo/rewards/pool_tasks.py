@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jppo.rewards import code, earned, rules
-from jppo.rewards.sandbox.choice import make_runner
+from jppo.sandbox.choice import make_runner
 
 Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
 Sample = dict[str, Any]  # data_source, text, truth, extra and, for custom functions, the number of turns

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from jppo import settings
-from jppo.dry_run import described_machine
-from jppo.dry_run.described_machine import Request
 from jppo.errors import escaped
+from jppo.preflight import described_machine
+from jppo.preflight.described_machine import Request
 from jppo.runlog.watchdog import ending
 from jppo.settings import Common
 

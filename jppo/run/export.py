@@ -3,7 +3,7 @@
 import pathlib
 
 from jppo.models import hf_write
-from jppo.run.opened import Run
+from jppo.run.start import Run
 from jppo.types import TrainState
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jppo.learner import batch, ppo
 from jppo.models.lora import Weights
-from jppo.run.opened import Run
+from jppo.run.start import Run
 from jppo.types import Batch, Trajectory
 
 

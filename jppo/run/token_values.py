@@ -7,7 +7,7 @@ import numpy as np
 
 from jppo.algorithms import values
 from jppo.data.tokenizer import pieces
-from jppo.run.opened import Run
+from jppo.run.start import Run
 from jppo.types import Array, Batch, Trajectory
 
 

@@ -1,14 +1,169 @@
-"""Validation during a run."""
+"""Tests on held-out prompts: sampling, grading, statistics; used by training and `evaluate.py`."""
 
-from jppo import validation
-from jppo.build.rollout import val_sampling
-from jppo.run.opened import Run
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jppo import statistics
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import escaped
+from jppo.rewards.panel import Grading, Panel
+from jppo.rewards.parts import sample_of
+from jppo.rollout.make import val_sampling
+from jppo.rollout.protocol import Sampler
+from jppo.runlog import trajectories as of_hosts
+from jppo.types import Prompt, Reward, Sampling, Trajectory
+
+if TYPE_CHECKING:
+    from jppo.run.start import Run
 
 
-def validate(run: Run, version: int) -> dict[str, float]:
+@dataclasses.dataclass(frozen=True)
+class Tested:
+    """The responses to a set of prompts, n consecutive ones per prompt, with their rewards."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    trajectories: list[Trajectory]
+    rewards: list[Reward]
+
+
+def evaluate(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    panel: Panel,
+    *,
+    sampling: Sampling,
+    version: int,
+    batch_size: int = -1,
+    watch: Callable[[], None] = lambda: None,
+    hosts: Hosts = ALONE,
+) -> Tested:
+    """Samples and grades `sampling.n` responses per prompt, `batch_size` prompts at once (-1: all), over all hosts.
+
+    `watch` is called after each response, from any thread.
+    """
+    size = max(1, len(prompts)) if batch_size == -1 else batch_size
+    trajectories, rewards = [], []
+    for first in range(0, len(prompts), size):
+        some = prompts[first : first + size]
+        how = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
+        draw = functools.partial(sample, sampler, some, panel, how, version=version, watch=watch, hosts=hosts)
+        drawn, grading = hosts.together(draw)
+        trajectories += of_hosts.of_all(hosts, drawn)
+        rewards += of_hosts.rewards_of_all(hosts, grading.collect)
+    return Tested(prompts, sampling.n, trajectories, rewards)
+
+
+def sample(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    panel: Panel,
+    sampling: Sampling,
+    *,
+    version: int,
+    watch: Callable[[], None] = lambda: None,
+    hosts: Hosts = ALONE,
+) -> tuple[list[Trajectory], Grading]:
+    """Samples this host's responses; grading starts with each response."""
+    grading = panel.begin()
+
+    def done(number: int, t: Trajectory) -> None:
+        grading.submit(number, sample_of(prompts[number // sampling.n], t))
+        watch()
+
+    if hosts.count == 1:
+        return sampler.generate(prompts, sampling, version=version, done=done), grading
+    share = hosts.share(len(prompts))
+    only = range(share.start * sampling.n, share.stop * sampling.n)
+    future = sampler.start(prompts, sampling, done=done, only=only)  # seeded by its index among all hosts' prompts
+    try:
+        return future.result(), grading
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def summaries(tested: Tested) -> dict[str, dict[str, statistics.MeanSe]]:
+    """Returns statistics over all prompts, under '', and per data source; ungraded responses are left out."""
+    of_source: dict[str, list[statistics.Samples]] = {"": []}
+    for i, prompt in enumerate(tested.prompts):
+        graded = [r for r in tested.rewards[i * tested.n : (i + 1) * tested.n] if r.error is None]
+        one = statistics.Samples([r.score for r in graded], [r.answer for r in graded])
+        of_source[""].append(one)
+        of_source.setdefault(prompt.data_source, []).append(one)
+    return {source: statistics.summarise(of_source[source], tested.n) for source in sorted(of_source)}
+
+
+def metrics(tested: Tested) -> dict[str, float]:
+    """Returns the metrics `val/...`: of all prompts, and per data source if there are several."""
+    found: dict[str, float] = {}
+    by_source = summaries(tested)
+    for source, summary in by_source.items():
+        for statistic, (mean, se, asked) in summary.items():
+            errors = [se] if asked > 1 else []  # unknown for a single prompt
+            if not source:
+                found |= {f"val/{statistic}": mean} | {f"val/{statistic}_se": se for se in errors}
+            elif len(by_source) > 2:
+                found |= {f"val/{source}/{statistic}": mean} | {f"val/{source}/{statistic}_se": se for se in errors}
+    found["val/reward_errors"] = float(sum(r.error is not None for r in tested.rewards))
+    found["val/response_length/mean"] = float(np.mean([t.sampled.sum() for t in tested.trajectories]))
+    found["val/truncated"] = float(np.mean([t.finish == "length" for t in tested.trajectories]))
+    return found
+
+
+def rows(tested: Tested) -> list[dict[str, Any]]:
+    """Returns the rows of the samples file."""
+    asked = [prompt for prompt in tested.prompts for _ in range(tested.n)]
+    return samples(asked, tested.trajectories, tested.rewards)
+
+
+def samples(
+    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+) -> list[dict[str, Any]]:
+    """Returns rows of the samples file, each with its prompt."""
+    return [
+        {
+            "uid": p.uid,
+            "prompt": p.messages,
+            "response": t.text,
+            "ground_truth": p.ground_truth,
+            "answer": r.answer,
+            "score": None if math.isnan(r.score) else r.score,
+            "parts": r.parts,
+            "earned": r.earned,
+            "error": r.error,
+            "unusable": r.unusable,
+            "finish": t.finish,
+        }
+        for p, t, r in zip(prompts, trajectories, rewards, strict=True)
+    ]
+
+
+def shown(tested: Tested, count: int) -> list[dict[str, Any]]:
+    """Returns the rows of the first response to each of the first `count` prompts, the same in every test."""
+    return rows(tested)[:: tested.n][:count]
+
+
+def line(row: dict[str, Any]) -> str:
+    """Formats a row for the console."""
+    mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
+    return escaped(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
+
+
+def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
+    one = " ".join((text if isinstance(text, str) else text[-1]["content"]).split())
+    return one if len(one) <= limit else "…" + one[-limit:]
+
+
+def validate(run: "Run", version: int) -> dict[str, float]:
     """Returns validation metrics; samples go to the run folder, a few to the console and the loggers."""
     c = run.c
-    tested = validation.evaluate(
+    tested = evaluate(
         run.sampler,
         run.inputs.val.prompts,
         run.panel.testing(),
@@ -17,9 +172,9 @@ def validate(run: Run, version: int) -> dict[str, float]:
         batch_size=c.data.val_batch_size,
         hosts=run.hosts,
     )
-    run.logger.samples(f"test_{version}", validation.rows(tested))
-    some = validation.shown(tested, c.trainer.log_val_generations)
+    run.logger.samples(f"test_{version}", rows(tested))
+    some = shown(tested, c.trainer.log_val_generations)
     for row in some:
-        run.logger.note(validation.line(row))
+        run.logger.note(line(row))
     run.logger.generations(version, some)
-    return validation.metrics(tested)
+    return metrics(tested)

@@ -30,10 +30,10 @@ def _imported(where: str) -> Part:
     return part
 
 
-_SERVED = _imported("jppo.build.rollout:start_engine")
+_SERVED = _imported("jppo.rollout.make:start_engine")
 ENGINES = Registry[Part](
     "engines",
-    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _imported("jppo.build.rollout:start_inprocess")},
+    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _imported("jppo.rollout.make:start_inprocess")},
 )
 
 

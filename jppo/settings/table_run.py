@@ -88,6 +88,11 @@ class Reward(Section):
     model: RewardModel = dataclasses.field(default_factory=RewardModel)
     # fmt: on
 
+    @property
+    def sandbox_choice(self) -> tuple[str, str]:
+        """The sandbox's mode and the service's address."""
+        return self.sandbox, self.sandbox_url
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun(Section):

@@ -8,8 +8,8 @@ import pytest
 
 from examples import arithmetic, multiplication
 from jppo import evaluate, settings, train
-from jppo.build.inputs import read_inputs
 from jppo.models import decoder, hf, hf_write
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 
 WORLD = '''

@@ -7,7 +7,7 @@ import time
 import pytest
 import rich.console
 
-from jppo.checks.finding import Check, Finding, examine, report
+from jppo.preflight.finding import Check, Finding, examine, report
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 

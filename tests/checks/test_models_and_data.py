@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.build.inputs import read_inputs
-from jppo.build.learner import make_mesh
-from jppo.checks import models_and_data, parity
-from jppo.checks.finding import Check, examine
+from jppo.learner.make import make_mesh
+from jppo.preflight import models_and_data, parity
+from jppo.preflight.finding import Check, examine
+from jppo.run.inputs import read_inputs
 
 
 @pytest.fixture(autouse=True)

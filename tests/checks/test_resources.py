@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from jppo import settings
-from jppo.checks import resources
-from jppo.checks.finding import GIB
-from jppo.dry_run.rooms import Room
+from jppo.preflight import resources
+from jppo.preflight.finding import GIB
+from jppo.preflight.rooms import Room
 from jppo.settings import UserError
 
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from jppo import doctor, settings, train
-from jppo.build import rollout
-from jppo.checks import machine, run
-from jppo.checks.finding import GIB, Finding, examine
-from jppo.dry_run import memory, rooms
-from jppo.dry_run.moments import Estimate, Moment
-from jppo.dry_run.rooms import Room
+from jppo.preflight import checks as run
+from jppo.preflight import machine, memory, rooms
+from jppo.preflight.finding import GIB, Finding, examine
+from jppo.preflight.moments import Estimate, Moment
+from jppo.preflight.rooms import Room
+from jppo.rollout import make as rollout
 from jppo.rollout.protocol import RolloutError
 
 ESTIMATE = Estimate(parts={"all": 1}, moments=(Moment("log-probs", 0, 0),))

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from jppo import settings
-from jppo.dry_run import described_machine
-from jppo.dry_run.memory import Estimate, Moment
+from jppo.forecast import compilers, machines
+from jppo.forecast.account import Account
+from jppo.preflight import described_machine
+from jppo.preflight.memory import Estimate, Moment
 from jppo.settings import UserError
-from jppo.targets import compilers, machines
-from jppo.targets.account import Account
 
 NO_GPU = not (compilers.folder("gpu") / compilers.READY).is_file()
 GIB = 2**30

@@ -6,13 +6,13 @@ import types
 import pytest
 
 from jppo import plan, settings
-from jppo.dry_run import described_machine, search
-from jppo.dry_run.forecast import Executions, Outlook
-from jppo.dry_run.memory import Estimate, Moment
+from jppo.forecast import compilers, machines
+from jppo.forecast.account import Account
+from jppo.forecast.seconds import Forecast
 from jppo.models.config_experts import QWEN3, Experts, Routing
-from jppo.targets import compilers, machines
-from jppo.targets.account import Account
-from jppo.targets.forecast import Forecast
+from jppo.preflight import described_machine, search
+from jppo.preflight.memory import Estimate, Moment
+from jppo.preflight.table import Executions, Outlook
 
 GIB = 2**30
 MACHINE = machines.parse("8xH100")

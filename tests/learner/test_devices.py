@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.build import utilisation
-from jppo.learner import devices, sharding
+from jppo.learner import devices, sharding, utilisation
 from jppo.models import cost, families
 from jppo.models.lora import Lora
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 
 from jppo import settings as options
-from jppo.build.algorithm import make_recipe
 from jppo.learner import batch, packing, ppo, score, sharding, update
+from jppo.learner.recipe import make_recipe
 from jppo.settings.table import TABLE
 from jppo.types import Reward, Trajectory
 

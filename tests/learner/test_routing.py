@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from jppo import settings
-from jppo.build.packing import replayed
 from jppo.learner import packing, score
+from jppo.learner.plan import replayed
 from jppo.models import decoder, families, hf_write, params
 from jppo.runlog import trajectories as saved
 from jppo.settings import UserError

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.build.mesh_checks import require_divisible
 from jppo.learner import sharding
+from jppo.learner.mesh_checks import require_divisible
 from jppo.models import cache, cost, decoder, delta, families, hf_write, lora
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.unserved import require_delta_nets

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jppo.checks import parity
 from jppo.models import hf, hf_write, mxfp4, tensorfile
+from jppo.preflight import parity
 from jppo.settings import UserError
 from tests.models.conftest import config_of
 

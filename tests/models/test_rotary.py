@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.build.inputs import read_models
-from jppo.build.rollout import inprocess_settings
+from jppo.learner.model_configs import read_models
 from jppo.learner.sharding import make_mesh
 from jppo.models import decoder, families, heads, hf
 from jppo.models.rotary import frequencies
+from jppo.rollout.make import inprocess_settings
 from tests.models.conftest import config_of
 
 LONG = dict(

@@ -6,8 +6,8 @@ import pytest
 
 from jppo.rewards import expressions
 from jppo.rewards.asserts import holds, plan_asserts
-from jppo.rewards.sandbox.program import plain
 from jppo.rewards.suspicion import suspicious
+from jppo.sandbox.program import plain
 
 PROGRAM = "def f(x): ...\nclass Node: ...\ndef g(x): ..."
 CHECK = """

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from jppo.rewards.code import code, read_tests
-from jppo.rewards.sandbox import outside
-from jppo.rewards.sandbox.protections import probe
+from jppo.sandbox import outside
+from jppo.sandbox.protections import probe
 
 SUMS = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "3 4", "output": "7"}])
 RIGHT = "def f(x):\n    return x + 1\n"

@@ -363,7 +363,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jppo import settings
-from jppo.build import publish
+from jppo.rollout import publish
 from jppo.models import decoder, families, hf_write, placing
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits

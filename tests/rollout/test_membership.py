@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from jppo.build.rollout import attached
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.rollout.make import attached
 from jppo.rollout.protocol import Repeatable, RolloutError
 from jppo.rollout.servers import engine, membership, repair
 from jppo.rollout.servers.discovery import make_lookup

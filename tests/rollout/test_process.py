@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import jppo
-from jppo.build.rollout import require_routing
+from jppo.rollout.make import require_routing
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling

@@ -16,12 +16,12 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings, train
-from jppo.build.inputs import read_inputs
-from jppo.checks import models_and_data
 from jppo.data.tokenizer import load_tokenizer
+from jppo.preflight import models_and_data
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.vllm import served_reference
 from jppo.rollout.vllm.served_reference import ROUTE, ServedReference
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Trajectory
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jppo import train
-from jppo.build.inputs import read_models
+from jppo.learner.model_configs import read_models
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from jppo import traces, train
-from jppo.build.logger import require_loggers
 from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import sample_of
+from jppo.runlog.make import require_loggers
 from jppo.settings import UserError, check
 from jppo.types import Reward
 from tests.rollout import test_fleet

@@ -3,7 +3,7 @@ import io
 import pytest
 import rich.console
 
-from jppo import validation
+from jppo.run import validation
 from jppo.runlog import console as module
 from jppo.runlog.console import PPO_COLUMNS, make_screen
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jppo.targets import account, collectives, flops, hlo, traffic
+from jppo.forecast import account, collectives, flops, hlo, traffic
 
 SIZES = {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
 

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jppo.forecast import compilers, machines
+from jppo.forecast import seconds as forecast
+from jppo.forecast.account import Account
+from jppo.forecast.collectives import Collective
 from jppo.settings import UserError
-from jppo.targets import compilers, forecast, machines
-from jppo.targets.account import Account
-from jppo.targets.collectives import Collective
 
 
 @pytest.mark.parametrize(

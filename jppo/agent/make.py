@@ -1,0 +1,115 @@
+"""Multi-turn rollouts: the turn loop of `rollout.multi_turn` with its tools, or the gateway of `rollout.agent`."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+from jppo.agent import partners, turn_tokens
+from jppo.agent.calls import PARSERS, Schema
+from jppo.agent.conversation import Turns, make_talk
+from jppo.agent.gateway.episode import Language, Rules
+from jppo.agent.gateway.gateway import Gateway
+from jppo.agent.tools import Limits, Toolbox, read_tools
+from jppo.agent.user_code import UserCodeRunner
+from jppo.data.tokenizer import enough, make_decoders, pieces
+from jppo.rollout.protocol import Talk
+from jppo.settings import Settings, template_arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """The components of a multi-turn rollout next to the policy."""
+
+    talk: Talk
+    schemas: list[Schema]  # rendered by the chat template
+    toolbox: Toolbox
+    user_code: UserCodeRunner
+    gateway: Gateway | None = None  # of an agent program
+
+    def close(self) -> None:
+        """Stops agent programs, tools and partners; idempotent."""
+        if self.gateway is not None:
+            self.gateway.close()
+        self.toolbox.close()
+        self.user_code.close()
+
+
+def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
+    """Makes and checks the agent of a run; None for single-turn rollouts."""
+    m = c.rollout.multi_turn
+    if not (m.enable or c.rollout.agent):
+        return None
+    user_code = UserCodeRunner()
+    limits = Limits(
+        parallel=m.max_parallel_calls,
+        characters=m.max_tool_response_length,
+        side=m.tool_response_truncate_side,
+        timeout_s=m.tool_timeout_s,
+    )
+    toolbox = Toolbox(
+        read_tools(m.tool_config_path, allow_code=m.allow_code, sandbox=c.reward.sandbox_choice), limits, user_code
+    )
+    if c.rollout.agent:
+        gateway = make_gateway(c, tokenizer, ends)
+        return Agent(gateway.talk, [], toolbox, user_code, gateway)
+    begin = None
+    if m.interaction:
+        begin = partners.make_interaction(m.interaction, user_code=user_code, timeout_s=m.tool_timeout_s)
+    if m.environment:
+        begin = partners.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
+    if m.format == "plain":
+        between, told = turn_tokens.plain(tokenizer), []
+    else:
+        roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
+        arguments = template_arguments(c.data.apply_chat_template_kwargs)
+        between = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, name=m.format, arguments=arguments)
+        told = toolbox.schemas
+
+    decode, spell = make_decoders(tokenizer)
+    talk = make_talk(
+        between,
+        PARSERS[m.format],
+        toolbox,
+        begin,
+        turns=Turns(assistant=m.max_assistant_turns, user=m.max_user_turns),
+        decode=decode,
+        spell=spell,
+        ends=ends,
+    )
+    return Agent(talk, told, toolbox, user_code)
+
+
+def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
+    """Makes and checks the gateway of `rollout.agent`; starts nothing."""
+    r, name = c.rollout, c.rollout.agent_format
+    arguments = template_arguments(c.data.apply_chat_template_kwargs)
+
+    @functools.lru_cache(maxsize=64)
+    def chat(schemas: str) -> turn_tokens.Chat:
+        if name == "plain":
+            return turn_tokens.plain(tokenizer)
+        found = json.loads(schemas)
+        roles = ["user", *(["tool"] if found else [])]
+        how: dict[str, Any] = dict(name=name, arguments=arguments, setting="rollout.agent_format")
+        return turn_tokens.templated(tokenizer, found, roles=roles, **how)
+
+    chat("[]")  # checks the template
+    decode, spell = make_decoders(tokenizer)
+    language = Language(
+        chat=chat,
+        parse=PARSERS[name],
+        format=name,
+        decode=decode,
+        spell=spell,
+        pieces=lambda ids: pieces(tokenizer, ids),
+        ends=ends,
+        longest=enough(tokenizer, c.data.max_prompt_length + c.data.max_response_length),
+    )
+    rules = Rules(
+        max_prompt_length=c.data.max_prompt_length,
+        branches=r.agent_branches,
+        reward=r.agent_reward,
+        timeout_s=r.agent_timeout_s,
+    )
+    return Gateway(r.agent, language, rules, concurrency=r.agent_concurrency)

@@ -1,1 +1,0 @@
-"""Builds the components of a run from its settings. No lower layer reads the settings."""

@@ -1,1 +1,0 @@
-"""Dry runs: derived sizes, memory and forecast of a run on this or a described machine."""

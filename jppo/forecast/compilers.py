@@ -1,0 +1,126 @@
+"""XLA's compilers for absent devices: their packages, installed in a separate folder, and device descriptions.
+
+The folder is `.targets/gpu` or `.targets/tpu` of a checkout, else of the user's cache. Only a process that compiles for
+such a machine sees it; JAX computes on the CPU there.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from jppo.forecast.machines import Gpu, Machine, Tpu, target_config
+from jppo.settings import UserError
+
+READY = ".ready"
+# Only what compiling needs: of CUDA's packages only cuDNN is read, for its attention plans.
+PACKAGES = {
+    "gpu": ("jax-cuda13-plugin=={jax}", "jax-cuda13-pjrt=={jax}", "nvidia-cudnn-cu13"),
+    "tpu": ("libtpu",),
+}
+MARK = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
+
+
+def folder(platform: str) -> pathlib.Path:
+    """Returns the folder of a platform's compiler."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+    return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/targets") / platform
+
+
+def requirements(platform: str) -> list[str]:
+    """Returns pip's requirements: the packages for this version of JAX, with its own bounds."""
+    bounds = {}
+    for line in importlib.metadata.requires("jax") or ():
+        name, _, rest = line.partition(";")[0].strip().partition("=")
+        if name == "libtpu":
+            bounds[name] = f"{name}={rest}"
+    return [bounds.get(one, one.format(jax=jax.__version__)) for one in PACKAGES[platform]]
+
+
+def install(platform: str) -> None:
+    """Installs the compiler with pip, without its dependencies: the driver and the kernels."""
+    where = folder(platform)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(where)]
+    subprocess.run([*command, *requirements(platform)], check=True)
+    (where / READY).write_text(f"{jax.__version__}\n")
+
+
+def require(machine: Machine) -> dict[str, str]:
+    """Returns the environment of a process that compiles for the machine; raises UserError with the install command."""
+    platform, where = machine.chip.platform, folder(machine.chip.platform)
+    ready = where / READY
+    if not ready.is_file() or ready.read_text().strip() != jax.__version__:
+        raise UserError(
+            f"--machine={machine.name}: XLA's compiler for {platform.upper()}s with JAX {jax.__version__} is not"
+            f" installed in {where}; run: make target-{platform} (without a checkout: python -m jppo.forecast.compilers"
+            f" {platform})"
+        )
+    roots = [str(where), os.environ.get("PYTHONPATH", "")]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, roots)), "JAX_PLATFORMS": "cpu", MARK: platform}
+    if isinstance(machine.chip, Tpu):
+        kind = {"v5e": "v5litepod"}.get(machine.chip.topology, machine.chip.topology)
+        found |= {
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": f"{kind}-{machine.each * machine.chip.cores}",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_WORKER_ID": "0",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    return found
+
+
+def present(machine: Machine) -> bool:
+    """Whether this process has the environment of `require`."""
+    return os.environ.get(MARK) == machine.chip.platform
+
+
+def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
+    """Reruns the command in a process that can compile for the machine; exits with its code.
+
+    JAX looks for the compiler only at import, so this process cannot use it.
+    """
+    env = require(machine)
+    code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
+    if code < 0:
+        log = "; its log is in /tmp/tpu_logs" if machine.chip.platform == "tpu" else ""
+        raise UserError(
+            f"--machine={machine.name}: XLA's compiler crashed ({signal.Signals(-code).name}); try another mesh, such"
+            f" as mesh.fsdp=-1, or another number of devices{log}"
+        )
+    sys.exit(code)
+
+
+def described(machine: Machine) -> list[Any]:
+    """Returns the machine's devices, for meshes and shapes; they hold no arrays."""
+    from jax.experimental import topologies
+
+    jax.config.update("jax_enable_compilation_cache", False)  # reads no program without its device
+    chip = machine.chip
+    if isinstance(chip, Gpu):
+        topology = f"1x{machine.groups}x{machine.each}"
+        found = topologies.get_topology_desc("", platform="cuda", target_config=target_config(chip), topology=topology)
+    else:
+        assert isinstance(chip, Tpu)
+        # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges.
+        jax.config.update("jax_exec_time_optimization_effort", -1.0)
+        more: dict[str, Any] = {"num_slices": machine.groups} if machine.groups > 1 else {}
+        if chip.kind == "TPU v4":  # two cores are one device, as on real ones
+            more["chip_config_name"] = "megacore"
+        if machine.each < 4:
+            more["chips_per_host_bounds"] = (1, 1, 1)
+        found = topologies.get_topology_desc(f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu", **more)
+    return list(found.devices)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in PACKAGES:
+        print("usage: python -m jppo.forecast.compilers gpu|tpu", file=sys.stderr)
+        sys.exit(2)
+    install(sys.argv[1])

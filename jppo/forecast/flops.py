@@ -1,0 +1,147 @@
+"""FLOP of the products in a compiled program, from shapes: dots, convolutions, named kernels."""
+
+import collections
+import math
+import re
+from collections.abc import Iterator
+
+from jppo.forecast.hlo import Instruction, Program, Shape
+
+FUSIONS = ("fusion", "async-start")
+PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
+# JAX's attention kernels by name prefix: the number of pairwise products of each, and the queries' length axis.
+ATTENTION = {"splash_mha_fwd": (2, 2), "splash_mha_dq": (3, 2), "splash_mha_dkv": (4, 2), "mha_forward": (2, 1)}
+ATTENTION |= {"mha_backward": (7, 1)}
+
+Operands = list[tuple[Shape, ...]]
+
+
+def of_program(program: Program) -> dict[str, int]:
+    """Counts FLOP of one execution by factor dtype: float32 if either is."""
+    found: collections.Counter[str] = collections.Counter()
+    for place, line, times in _lines(program):
+        operands = program.shapes_of(place, line)
+        if flop := of_instruction(line, operands):
+            wide = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
+            found["float32" if wide else "bfloat16"] += times * flop
+    return dict(found)
+
+
+def kernels(program: Program) -> dict[str, int]:
+    """Counts the calls of each custom kernel."""
+    found: collections.Counter[str] = collections.Counter()
+    for _, line, times in _lines(program):
+        if (name := kernel_of(line)) is not None:
+            found[name] += times
+    return dict(found)
+
+
+def _lines(program: Program) -> Iterator[tuple[str, Instruction, int]]:
+    """Yields (computation, instruction, executions), fused ones too."""
+    for computation, one, times in program.executed():
+        yield computation, one, times
+        yield from ((place, line, times) for place, line in _fused(program, one))
+
+
+def _fused(program: Program, one: Instruction) -> Iterator[tuple[str, Instruction]]:
+    """Yields (computation, instruction) for all that a fusion holds."""
+    for name in one.called if one.opcode in FUSIONS else ():
+        for line in program.computations.get(name, {}).values():
+            yield name, line
+            yield from _fused(program, line)
+
+
+def of_instruction(one: Instruction, operands: Operands) -> int:
+    """Counts FLOP of one execution, two per multiply-add; 0 if it is no product."""
+    if one.opcode == "dot":
+        return _dot(one, operands)
+    if one.opcode == "convolution":
+        return _convolution(one, operands)
+    if one.opcode == "custom-call":
+        return _kernel(one, operands)
+    return 0
+
+
+def kernel_of(one: Instruction) -> str | None:
+    """Returns the name of the custom kernel that an instruction calls; None if it calls none."""
+    if one.opcode != "custom-call":
+        return None
+    target = one.attribute(r'custom_call_target="([^"]+)"') or ""
+    if target in PALLAS:  # named after the kernel, with a number, or its call is
+        called = re.findall(r"\w+", one.source.removesuffix("/pallas_call").rsplit("/", 1)[-1])
+        name = re.sub(r"(\.\d+|\.clone)+$", "", one.name)
+        return called[-1] if called and name == "pallas_call" else name
+    return target if target.startswith("__") else None
+
+
+def _dot(one: Instruction, operands: Operands) -> int:
+    contracted = [int(n) for n in re.findall(r"\d+", one.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")]
+    lhs = operands[0][0]
+    return 2 * one.shapes[0].elements * math.prod(lhs.dims[n] for n in contracted)
+
+
+def _convolution(one: Instruction, operands: Operands) -> int:
+    """Counts a convolution, a TPU's matrix product: only window positions on the input count, not on padding."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
+    assert labels is not None, one.attributes[:200]
+    lhs, rhs, out = operands[0][0], operands[1][0], one.shapes[0]
+    features = rhs.dims[labels[2].index("i")]
+    outputs = out.dims[labels[3].index("b")] * out.dims[labels[3].index("f")]
+    window = one.attribute(r"window=\{([^}]*)\}") or ""
+    pairs = 1
+    for n in range(len(labels[3]) - 2):
+        pairs *= _meetings(
+            window, n, lhs.dims[labels[1].index(str(n))], rhs.dims[labels[2].index(str(n))],
+            out.dims[labels[3].index(str(n))],
+        )  # fmt: skip
+    groups = int(one.attribute(r"batch_group_count=(\d+)") or 1)
+    return 2 * outputs * features * pairs // groups
+
+
+def _meetings(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
+    """Counts pairs of an output and a window position on the input, along one spatial dimension."""
+
+    def part(name: str, otherwise: str) -> str:
+        found = re.search(rf"\b{name}=([\dx_\-]+)", window)
+        return found[1].split("x")[n] if found else otherwise
+
+    stride, low = int(part("stride", "1")), int(part("pad", "0_0").split("_")[0])
+    base, spread = int(part("lhs_dilate", "1")), int(part("rhs_dilate", "1"))
+    reach = (inputs - 1) * base + 1
+    found = 0
+    for k in range(size):
+        first = k * spread - low  # at output 0; at output o it is first + o * stride
+        if base == 1:
+            begin = max(0, -(first // stride))  # ceil(-first / stride)
+            end = min(outputs, (reach - 1 - first) // stride + 1)
+            found += max(0, end - begin)
+        else:
+            found += sum(0 <= (at := first + o * stride) < reach and at % base == 0 for o in range(outputs))
+    return found
+
+
+def _kernel(one: Instruction, operands: Operands) -> int:
+    """Counts FLOP of known kernels: cuDNN's attention, cuBLAS's products, and a kernel's own cost estimate."""
+    target = one.attribute(r'custom_call_target="([^"]+)"') or ""
+    if target.startswith("__cudnn$fmha"):
+        return _cudnn_attention(one, operands, backward="Backward" in target)
+    if target.startswith("__cublas$"):
+        contracted = re.findall(r"\d+", one.attribute(r'lhs_contracting_dimensions":\[([^\]]*)\]') or "")
+        return 2 * one.shapes[0].elements * math.prod(operands[0][0].dims[int(n)] for n in contracted)
+    name = kernel_of(one) or ""
+    products, axis = next((how for start, how in ATTENTION.items() if name.startswith(start)), (0, 0))
+    queries = next((shape for shapes in operands for shape in shapes if len(shape.dims) == 4), None)
+    if products and queries is not None:  # all of jppo's attention is causal: half of the pairs
+        return products * queries.elements * queries.dims[axis]
+    stated = one.attribute(r'"flops":"?(\d+)')
+    return 0 if stated is None else int(stated)
+
+
+def _cudnn_attention(one: Instruction, operands: Operands, *, backward: bool) -> int:
+    """Counts two products forward and five backward, over the pairs of a causal mask."""
+    found = one.attribute(r'intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+    assert found is not None, one.attributes[:200]
+    pairs = math.prod(int(n) for n in re.findall(r"\d+", found))
+    width = operands[0][0].dims[-1]
+    causal = "CAUSAL" in (one.attribute(r'mask_type":\s*"(\w+)"') or "")
+    return (5 if backward else 2) * 2 * pairs * width // (2 if causal else 1)

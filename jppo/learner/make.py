@@ -1,0 +1,291 @@
+"""The compiled side of a run: mesh, sharded models, passes, optimizers."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
+from jppo.learner import compiler, offloading, optim, packing, ppo, sharding, state, step, update, warmup
+from jppo.learner.mesh_checks import require_divisible
+from jppo.learner.model_configs import ModelConfigs, critic_path
+from jppo.learner.optimizers import make_optimizer
+from jppo.learner.plan import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
+from jppo.learner.recipe import make_recipe
+from jppo.models import embedding, experts, fused, offload, spread
+from jppo.models.config import ModelConfig, pad_vocab
+from jppo.models.decoder import Decoder, attention_settings
+from jppo.models.lora import Base, Lora, Weights
+from jppo.models.params import Head
+from jppo.models.remat import Remat
+from jppo.settings import Common, Model, Optimizer, Settings, UserError
+from jppo.types import Params, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The compiled side of a run: the passes and the models that they use."""
+
+    mesh: Any
+    cfg: ModelConfig  # of the policy, its vocabulary padded for the mesh
+    plan: packing.Plan
+    shape: tuple[int, int]  # of a step's flat batch, [B, L]
+    recipe: ppo.Recipe
+    passes: ppo.Passes
+    actor: ppo.Descent
+    critic: ppo.Descent | None
+    reference: Params | None
+
+    def policy(self, now: TrainState) -> Weights:
+        """Returns the policy, its frozen base included."""
+        return self.actor.model(now.policy)
+
+    def value(self, now: TrainState) -> Weights | None:
+        """Returns the critic, its frozen base included."""
+        return None if self.critic is None else self.critic.model(now.value)
+
+    def portable(self, now: TrainState) -> TrainState:
+        """Returns the state without mesh padding."""
+        return dataclasses.replace(
+            now, **{name: state.portable(getattr(now, name), spare) for name, spare in self._spare().items()}
+        )
+
+    def placed(self, now: TrainState, like: TrainState) -> TrainState:
+        """Shards a portable state over this mesh, laid out as `like`."""
+        fields = {
+            name: state.placed(getattr(now, name), spare, getattr(like, name)) for name, spare in self._spare().items()
+        }
+        return dataclasses.replace(now, **fields)
+
+    def _spare(self) -> dict[str, Any]:
+        """Returns the padding rows by field of the train state; {} without any."""
+        found = dict(zip(("policy", "policy_opt"), self.actor.spare, strict=True))
+        if self.critic is not None:
+            found |= dict(zip(("value", "value_opt"), self.critic.spare, strict=True))
+        return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
+
+
+def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> Any:
+    """Makes the mesh of the config from the given devices, by default this machine's.
+
+    Described devices can be given: programs compile for them but cannot run.
+    """
+    if devices is None:
+        devices = jax.devices()
+        offloading.require_host(c, devices[0])
+    shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
+    return sharding.make_mesh(shape, devices)
+
+
+def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
+    """Returns the attention kernel, why `auto` takes a slower one, if so, and the model's requirements."""
+    if cfg.delta is not None and shared_prompts(c, mesh) is not None:
+        raise UserError(
+            f"data.packing=prefix: the gated delta nets of a {cfg.family} model have one state per row, and samples"
+            " that share a prompt need one each; use data.packing=buckets"
+        )
+    needs = fused.Needs(
+        **attention_settings(cfg),
+        head_dim=cfg.kernel_dim,
+        dtype=c.model.compute_dtype,
+        one_segment=packing_kind(c, mesh) in ("buckets", "none"),
+        shared=shared_prompts(c, mesh),
+        longest=c.data.max_prompt_length + c.data.max_response_length,
+        sinks=cfg.sinks,
+    )
+    gpu = fused.capability(mesh.devices.flat[0])
+    return *fused.choose(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
+
+
+def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
+    """Makes the transformer of `cfg` with activations sharded over the mesh as the rows are."""
+    require_divisible(cfg, mesh)
+    kernel, _, needs = attention_kernel(c, cfg, mesh)
+    return Decoder(
+        cfg,
+        attend=spread.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),
+        dtype=c.model.compute_dtype,
+        param_dtype=c.model.param_dtype,
+        scan_layers=c.model.scan_layers,
+        remat=cast(Remat, c.model.remat),
+        constrain=sharding.constrain_to_rows(mesh),
+        lookup=embedding.make_lookup(mesh),
+        mix=experts.make_mix(mesh),
+    )
+
+
+def chunk_tokens(model: Model, cfg: ModelConfig) -> int:
+    """Returns the number of tokens whose f32 logits are in memory at a time."""
+    return max(1, model.logprob_chunk_bytes // (4 * cfg.vocab_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A loaded model: its trained and its frozen weights."""
+
+    what: state.Weights  # shapes and shardings of the trained weights
+    learned: Params
+    base: Base | None  # None: all is trained
+
+
+def load_trained(
+    c: Common,
+    mesh: Any,
+    cfg: ModelConfig,
+    path: str,
+    *,
+    head: Head,
+    key: jax.Array,
+    adapters: Lora | None,
+    trunk: Params | None = None,
+) -> Trained:
+    """Loads the model at `path` into its shards for training; a critic may use a loaded `trunk`.
+
+    `key` initialises weights that are not in the files.
+    """
+    what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+    values = (
+        state.load(what, path, init=c.model.init, key=key) if trunk is None else state.on_trunk(what, trunk, key=key)
+    )
+    if adapters is None:
+        return Trained(what, values, None)
+    what = state.adapters(cfg, mesh, adapters, head=head)
+    learned, base = state.adapt(what, values, adapters, key=key)
+    return Trained(what, learned, base)
+
+
+def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
+    """Offloads the model to the host if asked; a `shared` base stays where its owner put it."""
+    if not offloaded:
+        return trained
+    base = trained.base if shared else offload.to_host(trained.base)
+    return dataclasses.replace(trained, learned=offload.to_host(trained.learned), base=base)
+
+
+def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
+    """Makes the passes of the config; loads and compiles nothing."""
+
+    def model(cfg: ModelConfig) -> ppo.Model:
+        cfg = pad_vocab(cfg, mesh.shape["tensor"])
+        return make_decoder(c, cfg, mesh), cfg
+
+    policy = model(inputs.policy)
+    critic = None if inputs.critic is None else model(inputs.critic)
+    reference = None if inputs.reference is None else model(inputs.reference)
+    recipe = make_recipe(c)
+    passes = ppo.make_passes(
+        ppo.Models(policy, critic, reference),
+        recipe,
+        temperature=c.rollout.temperature,
+        chunk_tokens=chunk_tokens(c.model, policy[1]),
+        mesh=mesh,
+        options=compiler.options(mesh, c.model.compiler_options),
+    )
+    return recipe, passes
+
+
+def shares_trunk(c: Settings, inputs: ModelConfigs) -> bool:
+    """Whether critic and policy share one frozen base in memory."""
+    return inputs.adapters is not None and inputs.critic_adapters is not None and critic_path(c) == c.model.path
+
+
+def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner, TrainState]:
+    """Loads the models into their shards and makes the passes."""
+    a, path = c.actor, c.model.path
+
+    def keys(number: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(c.trainer.seed), number)
+
+    def fit(cfg: ModelConfig) -> ModelConfig:
+        return pad_vocab(cfg, mesh.shape["tensor"])
+
+    cfg = fit(inputs.policy)
+    recipe, passes = make_passes(c, inputs, mesh)
+    policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
+    policy = wait(policy, a.param_offload)
+    actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
+    actor = dataclasses.replace(actor, load=passes.router_load)
+    value = value_opt = critic = None
+    if inputs.critic is not None:
+        shared = shares_trunk(c, inputs)
+        trunk = policy.base.params if shared and policy.base is not None else None
+        how = dict[str, Any](adapters=inputs.critic_adapters, trunk=trunk)
+        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", key=keys(1), **how)
+        trained = wait(trained, c.critic.param_offload, shared=shared)
+        value = trained.learned
+        critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
+    learner = Learner(
+        mesh=mesh,
+        cfg=cfg,
+        plan=plan_of_run(c, mesh, inputs.policy),
+        shape=batch_shape(c, mesh),
+        recipe=recipe,
+        passes=passes,
+        actor=actor,
+        critic=critic,
+        reference=None if inputs.reference is None else make_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
+    )
+    begin = state.begin(
+        policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
+        value_norm=recipe.value_norm_decay is not None,
+    )  # fmt: skip
+    return learner, begin
+
+
+def compile_passes(c: Settings, learner: Learner, begin: TrainState) -> None:
+    """Compiles every program of a step ahead of time."""
+    warmup.compile_all(
+        learner.passes, learner.recipe, learner.plan, learner.mesh,
+        now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
+    )  # fmt: skip
+    step.advance(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
+    for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):
+        step.order(begin, model, 0, sequences_of_step(c), shuffle=shuffle)
+
+
+def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
+    """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
+    if c.ref.path != "policy":
+        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None)
+        return wait(trained, c.ref.param_offload).learned
+    if policy.base is not None:  # LoRA: the loaded base is the reference
+        return policy.base.params
+
+    if not c.ref.param_offload and not c.actor.param_offload:
+        places = jax.tree.map(lambda x: x.sharding, policy.learned)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(policy.learned)
+
+    def apart(x: jax.Array) -> jax.Array:  # one array on the devices at a time
+        copy: jax.Array = offload.to_device(x).copy()
+        return offload.to_host(copy) if c.ref.param_offload else copy
+
+    return jax.tree.map(apart, policy.learned)
+
+
+def make_descent(
+    section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int
+) -> tuple[ppo.Descent, Any]:
+    """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
+    tx = make_optimizer(section, name, trained.what)
+    opt, places = state.init_optimizer(tx, trained.what, trained.learned)
+    apply = make_apply(section, tx, trained.what, places, total_steps)
+    zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
+    spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
+    opt = offload.to_host(opt) if section.optimizer_offload else opt
+    exchange = update.make_exchange(trained.what.shardings)
+    return ppo.Descent(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
+
+
+def make_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
+    """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
+    by_ratio = section.lr_warmup_steps == -1
+    schedule = optim.make_schedule(
+        section.lr_scheduler_type,
+        lr=section.lr,
+        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=section.min_lr_ratio,
+    )
+    return update.make_apply(tx, schedule, shardings=(what.shardings, places))

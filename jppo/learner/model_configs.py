@@ -1,0 +1,76 @@
+"""The models of a run as their directories describe them: which there are, and their adapters."""
+
+import dataclasses
+
+from jppo.learner.recipe import make_estimator
+from jppo.models import hf, lora
+from jppo.models.config import ModelConfig
+from jppo.models.lora import Lora
+from jppo.models.params import Head
+from jppo.settings import Common, Critic, Settings, UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfigs:
+    """The models of a PPO run, and its length."""
+
+    policy: ModelConfig
+    critic: ModelConfig | None = None  # None: the estimator needs none
+    reference: ModelConfig | None = None  # None: no KL is used
+    adapters: Lora | None = None  # of the policy; None: full fine-tuning
+    critic_adapters: Lora | None = None
+    total_steps: int = 0
+
+
+def longest_row(c: Common) -> int:
+    """Returns the tokens of the longest allowed prompt and response together."""
+    return int(c.data.max_prompt_length + c.data.max_response_length)
+
+
+def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
+    """Reads the configs of policy, critic and reference and checks that their weights exist."""
+
+    def read(path: str, head: Head) -> ModelConfig:
+        _, cfg = hf.read_config(path, longest=longest_row(c))
+        if head == "value" and c.critic.value_bins:
+            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins)
+        if c.model.init == "pretrained":
+            hf.check_weights(path, cfg, head=head)
+        return cfg
+
+    policy = read(c.model.path, "lm")
+    critic = read(critic_path(c), "value") if wants_critic(c) else None
+    if not wants_reference(c) or c.ref.url:
+        return policy, critic, None
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm")
+    if reference.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
+            f" has {reference.vocab_size}; use a model with that vocab_size"
+        )
+    return policy, critic, reference
+
+
+def critic_path(c: Settings) -> str:
+    """Returns the path of the critic's initial weights; the policy's by default."""
+    return c.critic.path if c.critic.path else c.model.path
+
+
+def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
+    """Makes the LoRA settings of `model`, or of a section with its `own`; None: full fine-tuning."""
+    targets = lora.parse_targets(c.model.target_modules)  # validates unused settings, too
+    rank, alpha = c.model.lora_rank, c.model.lora_alpha
+    if own is not None:
+        rank = rank if own.lora_rank is None else own.lora_rank
+        alpha = alpha if own.lora_alpha is None else own.lora_alpha
+    return None if rank == 0 else Lora(rank, alpha, targets)
+
+
+def wants_critic(c: Settings) -> bool:
+    """Whether the estimator reads values."""
+    return make_estimator(c).critic
+
+
+def wants_reference(c: Settings) -> bool:
+    """Whether a KL is used."""
+    return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss

@@ -1,0 +1,244 @@
+"""All checks of a run, in the order of the report."""
+
+import contextlib
+import functools
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from jax.sharding import Mesh
+
+from jppo import process, settings
+from jppo.errors import expanded
+from jppo.learner import sharding
+from jppo.learner.make import Learner, make_learner, make_mesh
+from jppo.models.params import Head
+from jppo.preflight import machine, memory, models_and_data, parity, preview, resources, rooms
+from jppo.preflight.described_machine import Request
+from jppo.preflight.finding import Check, Finding, examine
+from jppo.preflight.table import Executions
+from jppo.process import share_gpu
+from jppo.rollout.make import open_engine
+from jppo.rollout.publish import publish_base, publish_policy, published_dtype
+from jppo.run import agreement
+from jppo.run.inputs import Inputs, read_inputs, speaking
+from jppo.run.supervised import Task
+from jppo.settings import Common, Settings, Supervised
+from jppo.settings.rules_rollout import publish_via
+from jppo.types import TrainState
+
+T = TypeVar("T", bound=Task)
+C = TypeVar("C", bound=Supervised)
+
+COMPILE_S, READ_S, PUBLISH_S, FETCH_S = 900.0, 600.0, 900.0, 3600.0
+
+
+class Read:
+    """The inputs, mesh and memory estimate of a run, each computed on first use."""
+
+    def __init__(self, c: Settings):
+        self.c = c
+
+    @functools.cached_property
+    def inputs(self) -> Inputs:
+        """Models and data."""
+        return read_inputs(self.c)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        mesh = make_mesh(self.c)
+        process.prepare(self.c, sharding.platform(mesh))
+        return mesh
+
+    @functools.cached_property
+    def estimate(self) -> tuple[list[str], memory.Estimate, list[rooms.Room]]:
+        """The report's lines, the estimate, and needed against available memory."""
+        return preview.here(self.c, self.inputs, self.mesh)
+
+
+def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
+    """Yields the findings of `jppo.doctor` for a run by these settings; `server` starts one."""
+    first = list(of_machine(c))
+    yield from first
+    with contextlib.ExitStack() as stack:
+        yield from examine(doctor_checks(c, stack, server=server), failed=failures(first))
+
+
+def dry_run(c: Settings, request: Request) -> str:
+    """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
+    if request.machine is not None:
+        return preview.dry_run(c, request)
+    read, found = Read(c), list(of_machine(c))
+    text = preview.report_here(request, *read.estimate)
+    with contextlib.ExitStack() as stack:
+        found += examine(checks(read, stack, ask=False), failed=failures(found))
+    return with_findings(text, found)
+
+
+def dry_run_of_one_model(
+    c: C,
+    request: Request,
+    prepare: Callable[[C, Request], T],
+    estimate: Callable[[C, T], tuple[memory.Estimate, int]],
+    describe: Callable[[T, int], tuple[list[str], dict[str, int]]],
+    *,
+    head: Head,
+) -> str:
+    """Reports on fine-tuning or a reward model: the preview, and the findings of its checks. Reads no weight.
+
+    `describe` returns lines, and the executions of each program, from the task and its micro-batches a step.
+    """
+    process.take_little()
+    task = prepare(c, request)
+    found, micro_batches = estimate(c, task)
+    lines, times = describe(task, micro_batches)
+
+    def again(other: C) -> memory.Estimate:
+        return estimate(other, prepare(other, request))[0]
+
+    text = preview.of_estimate(c, request, task.mesh, lines, found, Executions(times), again)
+    if request.machine is not None:
+        return text
+
+    def disk() -> Iterator[Finding]:
+        stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, head, "optim")
+        return room_on_disk(c, stored, memory.served(task.cfg, c.model.param_dtype))
+
+    return with_findings(text, [*machine.environment(None), *examine([*of_folder(c), Check("disk", disk)])])
+
+
+def with_findings(text: str, found: Sequence[Finding]) -> str:
+    """Adds the findings that are not good to a report."""
+    lines = [f"{one.verdict:<4} {one.about}: {one.found}; {one.remedy}" for one in found if one.verdict != "OK"]
+    good = len(found) - len(lines)
+    return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {good} OK", *lines]) + "\n"
+
+
+def of_machine(c: Settings) -> Iterator[Finding]:
+    """Checks programs, devices and protections; call it before JAX takes a device."""
+    share_gpu(c)
+    process.take_little()
+    served = c.rollout.name != "inprocess" and not c.rollout.urls
+    yield from machine.environment(c.rollout.python if served else None, c.rollout.name)
+    yield machine.check_loopback()
+    yield machine.check_sandbox()
+
+
+def failures(found: Iterable[Finding]) -> list[str]:
+    """Returns the names of failed checks."""
+    return [one.about for one in found if one.verdict == "FAIL"]
+
+
+def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
+    """Lists the checks of the dry run, and further ones that load weights or start a server, which `stack` stops."""
+    read = Read(c)
+    compared = Check("parity", lambda: parity.check(c), needs=("model files",), limit_s=2 * parity.LIMIT_S)
+    return [*checks(read, stack, ask=True), compared, *(with_server(read, stack) if server else ())]
+
+
+def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]:
+    """Lists the checks that need no server; without `ask`, judges and reward models are not called."""
+    c = read.c
+    logging, _ = elsewhere(c, stack)
+
+    def disk() -> Iterator[Finding]:
+        export = memory.served(read.inputs.policy, c.model.param_dtype)
+        return room_on_disk(c, memory.stored(c, read.inputs, read.mesh), export)
+
+    def publish_room() -> Iterator[Finding]:
+        weights = memory.served(read.inputs.policy, published_dtype(c))
+        return resources.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
+
+    def reward() -> Iterator[Finding]:
+        if not ask and (c.reward.judge.api_type or c.reward.model.path):
+            return models_and_data.scorers(c)
+        return models_and_data.reward(logging, read.inputs, read.mesh)
+
+    def teacher() -> Iterator[Finding]:
+        return models_and_data.reference_server(c, read.inputs)
+
+    served = c.rollout.name != "inprocess"  # by a server with a port
+    by_file = served and publish_via(c.rollout) == "file"
+    return [
+        *of_folder(c),
+        *([Check("server ports", lambda: resources.ports(c))] if served else []),
+        Check("model files", lambda: models_and_data.models(c), limit_s=FETCH_S),
+        Check("tokenizer", lambda: models_and_data.tokenizer(c), needs=("model files",)),
+        Check("sampling", lambda: models_and_data.sampling(c)),
+        Check("data", lambda: models_and_data.data(c, read.inputs), needs=("tokenizer",), limit_s=READ_S),
+        Check("reward", reward, needs=("data",), limit_s=READ_S),
+        *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
+        Check("memory", lambda: resources.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
+        *([Check("publish room", publish_room, needs=("data",))] if by_file else []),
+        Check("disk", disk, needs=("data",)),
+    ]
+
+
+def of_folder(c: Common) -> list[Check]:
+    """Lists the checks of the clock and the run folder, for every training command."""
+    run = expanded(c.trainer.run_dir)
+    return [
+        Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),
+        Check("run folder", lambda: resources.folder(c)),
+        Check("permission", lambda: resources.writable("permission", run)),
+    ]
+
+
+def room_on_disk(c: Common, checkpoint: int, export: int) -> Iterator[Finding]:
+    """Compares the disk of the run folder with the bytes of a checkpoint and of the exported model."""
+    run = expanded(c.trainer.run_dir)
+    return resources.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
+
+
+def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathlib.Path]:
+    """Returns the settings with a temporary run folder, so the run's folder stays unchanged."""
+    scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-doctor-")))
+    return settings.changed(c, {"trainer.run_dir": str(scratch)}), scratch
+
+
+def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
+    """Checks the start of a server, a publish, and that engine and trainer then have the same policy."""
+    c, scratch = elsewhere(read.c, stack)
+
+    @functools.cache
+    def sampler() -> Any:
+        engine = open_engine(c, scratch)
+        stack.callback(engine.close)
+        if read.inputs.agent is not None:
+            stack.callback(read.inputs.agent.close)
+        return engine.ready(**speaking(read.inputs))
+
+    @functools.cache
+    def learner() -> tuple[Learner, TrainState]:
+        return make_learner(c, read.inputs, read.mesh)
+
+    def start() -> Iterator[Finding]:
+        begin = time.monotonic()
+        sampler()
+        if c.rollout.name == "inprocess":
+            what = "the trainer's own"
+        else:
+            what = "servers of rollout.urls answer" if c.rollout.urls else f"{c.rollout.servers} started"
+        yield Finding("server", "OK", f"{what}, ready after {time.monotonic() - begin:.0f} s")
+
+    def publish() -> Iterator[Finding]:
+        trainer, begin = learner()
+        start = time.monotonic()
+        publish_base(c, trainer, sampler(), 0)
+        publish_policy(c, trainer, sampler(), begin, read.inputs.adapters)
+        size = memory.served(read.inputs.policy, c.model.param_dtype) / rooms.MIB
+        yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
+
+    def agree() -> Iterator[Finding]:
+        trainer, begin = learner()
+        yield Finding("log-probs", "OK", agreement.agree(c, read.inputs, trainer, begin, sampler(), 0))
+
+    limit_s = c.rollout.start_timeout_s + PUBLISH_S
+    return [
+        Check("server", start, needs=("vLLM", "SGLang", "data", "server ports", "memory"), limit_s=limit_s),
+        Check("publish", publish, needs=("server",), limit_s=PUBLISH_S),
+        Check("log-probs", agree, needs=("publish",), limit_s=PUBLISH_S),
+    ]

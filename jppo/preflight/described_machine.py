@@ -1,0 +1,129 @@
+"""Dry runs on a described machine: `--dry_run --machine=8xH100`.
+
+The mesh has the described devices, so XLA's compiler for them compiles every program; nothing is computed.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jppo import process, settings
+from jppo.forecast import compilers, machines
+from jppo.forecast.machines import GIB, Machine
+from jppo.learner import sharding
+from jppo.learner.make import make_mesh
+from jppo.preflight import auto
+from jppo.preflight.memory import Estimate
+from jppo.settings import Common, Settings, UserError
+
+C = TypeVar("C", bound=Common)
+SMALLEST = 2048  # tokens per device of the smallest micro-batch tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The options of `--dry_run`."""
+
+    machine: Machine | None = None  # None: this one
+    json: str = ""  # path of the JSON report; '' writes none
+    rollout_tokens_per_s: float = 0.0
+
+    def mesh(self, c: Common) -> Any:
+        """Makes the config's mesh of the devices."""
+        mesh = make_mesh(c, None if self.machine is None else devices_of(self.machine))
+        process.prepare(c, sharding.platform(mesh))
+        return mesh
+
+    def write(self, said: dict[str, Any]) -> None:
+        """Writes the JSON file, if one is requested."""
+        if self.json:
+            path = pathlib.Path(self.json)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(said, indent=1) + "\n")
+            except OSError as e:
+                raise UserError(f"--json={self.json}: cannot be written: {e.strerror}; name another file") from e
+
+
+def read(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request:
+    """Reads the command line's request; for a described machine, reruns the command where its compiler is installed."""
+    name, rate = switches.get("machine", ""), switches.get("rollout_tokens_per_s", 0.0)
+    if (name or switches.get("json") or rate) and not switches.get("dry_run"):
+        flag = "machine" if name else "json" if switches.get("json") else "rollout_tokens_per_s"
+        raise UserError(f"--{flag} belongs to --dry_run, which trains nothing; add --dry_run")
+    if rate < 0 or (rate and not name):
+        raise UserError(
+            f"--rollout_tokens_per_s={rate:g} must be above 0 and is for a described machine; add --machine"
+        )
+    machine = machines.parse(name) if name else None
+    if machine is not None and not compilers.present(machine):
+        compilers.rerun(machine, command, argv)
+    return Request(machine, switches.get("json", ""), rate)
+
+
+def devices_of(machine: Machine) -> list[Any]:
+    """Returns the machine's devices; raises UserError if the compiler does not know it."""
+    try:
+        return compilers.described(machine)
+    except jax.errors.JaxRuntimeError as e:
+        raise UserError(f"--machine={machine.name}: its compiler says: {' '.join(str(e).split())[:300]}") from e
+
+
+def capacity(c: Common, machine: Machine) -> tuple[int, str]:
+    """Returns the bytes of a device that the trainer may use, and the reason."""
+    if machine.chip.platform == "tpu":
+        return machine.chip.memory, "all that XLA gives a program"
+    share = process.trainer_share(c) if isinstance(c, Settings) else process.DEFAULT_SHARE
+    return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
+
+
+def fits(found: Estimate, room: int) -> bool:
+    """Whether all programs compile and their peak fits."""
+    return not found.refused and found.peak <= room
+
+
+def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C], Estimate | None]) -> None:
+    """Raises UserError where the machine is too small, with the worst moment and changes that fit.
+
+    `estimate` compiles the run with other settings; it returns None for invalid ones.
+    """
+    room, _ = capacity(c, machine)
+    if fits(found, room):
+        return
+    if found.refused:
+        what = f"{found.refused[0].name} is refused by the compiler: {found.refused[0].account.error}"  # type: ignore[union-attr]
+    else:
+        what = f"{found.worst.name} takes {found.peak / GIB:.1f} GiB of each device's {room / GIB:.1f}"
+    for changes in remedies(c):
+        tried = estimate(settings.changed(c, changes))
+        if tried is not None and fits(tried, room):
+            said = auto.arguments(changes)
+            raise UserError(f"{machine.name}: {what}; {said} fits: {tried.peak / GIB:.1f} GiB")
+    raise UserError(
+        f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
+        " devices with mesh.fsdp=-1, or model.lora_rank"
+    )
+
+
+def remedies(c: Common) -> Iterator[dict[str, Any]]:
+    """Yields cumulative changes that need less memory: recomputation, smaller micro-batches, offload."""
+    changes: dict[str, Any] = {}
+    if c.model.remat != "full":
+        changes["model.remat"] = "full"
+        yield dict(changes)
+    section = "actor" if isinstance(c, Settings) else "optim"
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    tokens = settings.value(c, f"{section}.max_tokens_per_device")
+    while tokens // 2 >= max(longest, SMALLEST):
+        tokens //= 2
+        changes[f"{section}.max_tokens_per_device"] = tokens
+        yield dict(changes)
+    optimizers = [f"{n}.optimizer_offload" for n, one in settings.optimizers(c).items() if not one.optimizer_offload]
+    models = [f"{name}.param_offload" for name in ("actor", "critic", "ref")] if isinstance(c, Settings) else []
+    for some in filter(None, (optimizers, models)):
+        changes |= dict.fromkeys(some, True)
+        yield dict(changes)

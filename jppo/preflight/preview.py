@@ -1,0 +1,235 @@
+"""Dry-run reports: derived sizes, programs and memory of a run, also for the doctor.
+
+Model configs and data are read as a run reads them; no weight is read, no server started.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jppo import process, settings
+from jppo.errors import escaped
+from jppo.forecast.machines import Machine
+from jppo.learner import packing, ppo, update
+from jppo.learner.make import make_passes
+from jppo.learner.plan import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
+from jppo.preflight import auto, described_machine, memory, rooms
+from jppo.preflight import table as forecast
+from jppo.preflight.described_machine import Request
+from jppo.preflight.memory import Estimate
+from jppo.preflight.sampling_notes import describe_sampling, forewarn
+from jppo.preflight.table import Executions
+from jppo.run.inputs import Inputs, describe_decoding, read_inputs
+from jppo.settings import Common, Settings
+from jppo.types import Prompt, Trajectory, given_text
+
+HERE = Request()  # this machine
+
+C = TypeVar("C", bound=Common)
+
+
+@dataclasses.dataclass(frozen=True)
+class Descents:
+    """A model's updates per step."""
+
+    epochs: int
+    mini_batches: int  # of an epoch, each an optimizer step
+    sequences: int  # of a mini-batch
+    micro_batches: int  # of a mini-batch, with all responses at full length
+    entries: int = dataclasses.field(default=0, compare=False)  # of the rows of an epoch, padding included
+
+
+def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
+    """Returns the first `count` trajectories of an epoch, with responses of maximum length."""
+    out = []
+    for i in range(count):
+        prompt = len(prompts[i // samples % len(prompts)].ids)
+        tokens, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
+        out.append(given_text(tokens, sampled, str(i // samples)))
+    return out
+
+
+def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
+    """Splits a step into mini-batches of `size` sequences and counts their parts."""
+    cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+    packed = [packing.pack(cut, range(len(cut)), plan) for cut in cuts]
+    entries = sum(math.prod(rows.inputs.shape) for some in packed for rows in some)
+    return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
+
+
+def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> int:
+    """Counts the large programs that XLA compiles for a run: passes and updates of `models` models."""
+    by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
+    # An optimizer step, a zero gradient sum and, where device groups have their own sums, their all-reduce.
+    return len(by_shape) * len(plan.shapes) + 1 + (2 if update.groups_of(mesh) == 1 else 3) * models
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of a PPO step with all responses at full length."""
+
+    scoring: int  # micro-batches of a scoring pass
+    entries: int  # of their rows, padding included
+    updates: dict[str, Descents]  # by model
+    sampled: int  # tokens that the rollout generates
+
+    def executions(self, found: Estimate) -> Executions:
+        """Returns the executions of each program."""
+        times, entries = dict[str, int](), dict[str, int]()
+        for moment in found.moments:
+            model, _, kind = moment.name.partition(" ")
+            update = self.updates.get(model)
+            if moment.name in ("log-probs", "reference", "values"):
+                times[moment.name], entries[moment.name] = self.scoring, self.entries
+            elif update is not None and kind in ("gradient", "exchange", "step"):
+                micro_batches = update.micro_batches if kind == "gradient" else 1
+                times[moment.name] = update.epochs * update.mini_batches * micro_batches
+                if kind == "gradient":
+                    entries[moment.name] = update.epochs * update.entries
+        return Executions(times, entries, self.sampled)
+
+
+def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
+    """Computes the work of a step."""
+    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
+    step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
+    models = {"actor": (c.actor.ppo_epochs, c.actor.ppo_mini_batch_size)}
+    if inputs.critic is not None:
+        models["critic"] = (critic_epochs(c, c.trainer.critic_warmup), critic_mini_batch_size(c))
+    packed = packing.pack(step, range(per_step), plan)
+    return Work(
+        scoring=len(packed),
+        entries=sum(math.prod(rows.inputs.shape) for rows in packed),
+        updates={name: descents(step, plan, epochs=epochs, size=size) for name, (epochs, size) in models.items()},
+        sampled=per_step * c.data.max_response_length,
+    )
+
+
+def sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
+    """Returns the derived sizes of a PPO run as lines, and a step's work."""
+    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
+    step = work(c, inputs, mesh)
+    count = programs(make_passes(c, inputs, mesh)[1], plan, len(step.updates), mesh)
+    lines = [
+        f"prompts          {len(inputs.train.prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
+        f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
+        f" {per_step:,} samples",
+    ]
+    for name, d in step.updates.items():
+        lines.append(
+            f"{name:<16} {d.epochs} epoch(s) x {d.mini_batches} mini-batches of {d.sequences:,} ="
+            f" {d.epochs * d.mini_batches} optimizer steps a step; up to {d.micro_batches} micro-batches each"
+        )
+    lines += [
+        *(f"weights          {said}" for said in [describe_decoding(inputs.policy)] if said),
+        f"sampling         {describe_sampling(c)}",
+        *(f"                 warning: {one.found}; {one.remedy}" for one in forewarn(c)),
+        f"rows             {shapes(plan)}",
+        f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
+        f"to compile       {count} programs for {len(plan.shapes)} shape(s)",
+    ]
+    return lines, step
+
+
+def shapes(plan: packing.Plan) -> str:
+    """Formats the row shapes and their packing."""
+    shared = " (shared rows)" if plan.prices is None else " (a prompt once for its samples)"
+    return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
+
+
+def look(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
+    """Returns the sizes of a PPO run on this machine as lines, its estimate and its rooms."""
+    lines, step = sizes(c, inputs, mesh)
+    found = memory.estimate(c, inputs, mesh, entries=step.entries)
+    share = rooms.of_servers(c, inputs, mesh)
+    places = rooms.of_machine(found, mesh, host=rooms.host_parts(c, inputs, mesh))
+    return lines, found, [*places, *filter(None, [share])]
+
+
+def estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
+    """Estimates the memory of a PPO run."""
+    return memory.estimate(c, inputs, mesh, entries=work(c, inputs, mesh).entries)
+
+
+def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
+    """Whether a PPO run fits this machine, or a described one."""
+    if machine is not None:
+        return described_machine.fits(estimate(c, inputs, mesh), described_machine.capacity(c, machine)[0])
+    _, found, places = look(c, inputs, mesh)
+    return not found.refused and all(place.verdict != "FAIL" for place in places)
+
+
+def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
+    """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
+    if not auto.asked(c):
+        return c, []
+    changes = auto.choose(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
+    said = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return settings.changed(c, changes), [f"chosen by memory {said}"]
+
+
+def report(
+    lines: Sequence[str], found: Estimate, places: Sequence[rooms.Room], outlook: forecast.Outlook | None = None
+) -> str:
+    """Formats the report."""
+    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(rooms.table, places)]
+    blocks += [forecast.step(outlook)] if outlook is not None else []
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def here(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
+    """Does `look` with `auto` resolved for this machine."""
+    c, chosen = settled(c, inputs, mesh)
+    lines, found, places = look(c, inputs, mesh)
+    return [*lines, *chosen], found, places
+
+
+def report_here(request: Request, lines: Sequence[str], found: Estimate, places: Sequence[rooms.Room]) -> str:
+    """Formats the report for this machine; writes the file of --json."""
+    request.write(forecast.as_dict(found, None))
+    return report(lines, found, places)
+
+
+def dry_run(c: Settings, request: Request = HERE) -> str:
+    """Reports on a PPO run with these settings."""
+    process.share_gpu(c)
+    process.take_little()
+    inputs = read_inputs(c)
+    mesh = request.mesh(c)
+    if request.machine is None:
+        return report_here(request, *here(c, inputs, mesh))
+    c, chosen = settled(c, inputs, mesh, request.machine)
+    lines, step = sizes(c, inputs, mesh)
+    lines += chosen
+    found = memory.estimate(c, inputs, mesh, entries=step.entries)
+    again = functools.partial(estimate, inputs=inputs, mesh=mesh)
+    return of_estimate(c, request, mesh, lines, found, step.executions(found), again)
+
+
+def of_estimate(
+    c: C,
+    request: Request,
+    mesh: Any,
+    lines: Sequence[str],
+    found: Estimate,
+    executions: Executions,
+    estimate: Callable[[C], Estimate],
+) -> str:
+    """Reports on a run without servers on this machine, or on any run on a described one.
+
+    Prints the report before raising UserError if the described machine is too small.
+    """
+    machine = request.machine
+    if machine is None:
+        return report_here(request, lines, found, rooms.of_machine(found, mesh, host={}))
+    outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)
+    request.write(forecast.as_dict(found, outlook))
+    text = report([f"machine          {machine}", *lines], found, rooms.described_rooms(c, machine, found), outlook)
+    if not described_machine.fits(found, described_machine.capacity(c, machine)[0]):
+        print(escaped(text), end="", flush=True)
+        described_machine.require_room(c, machine, found, estimate)
+    return text

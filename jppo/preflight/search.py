@@ -1,0 +1,168 @@
+"""Search for the fastest settings of a run on a described machine, by compiling each candidate.
+
+Order: meshes, recomputation, tokens per device, packing; each group is tried on the best settings so far. A fastest
+mesh that does not fit is tried with recomputation and fewer tokens per device. Offload is tried only if nothing else
+fits.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jppo import settings
+from jppo.forecast.machines import GIB, Machine
+from jppo.learner.make import make_mesh
+from jppo.learner.sharding import AXES
+from jppo.models.config_experts import Experts
+from jppo.preflight import described_machine, memory, preview
+from jppo.preflight import table as forecast
+from jppo.preflight.auto import REMATS, arguments
+from jppo.preflight.memory import Estimate
+from jppo.preflight.table import Outlook
+from jppo.run.inputs import Inputs
+from jppo.settings import Settings, UserError
+
+PACKING = ("buckets", "segments")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A tried setting and its result."""
+
+    changes: dict[str, Any]  # by setting name; {} is the unchanged config
+    estimate: Estimate | None = None
+    outlook: Outlook | None = None
+    room: int = 0
+    reason: str = ""  # why there is no forecast
+
+    @property
+    def fits(self) -> bool:
+        """Whether all programs compile within a device's memory."""
+        return self.estimate is not None and described_machine.fits(self.estimate, self.room)
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Sort key: the fastest that fits first, ties by less overlap; without a forecast last."""
+        if self.outlook is None:
+            return True, math.inf, math.inf
+        return not self.fits, float(f"{self.outlook.step:.3g}"), self.outlook.busy
+
+    @property
+    def slowest(self) -> str:
+        """The stage that takes most of a step, and its bottleneck."""
+        if self.outlook is None:
+            return ""
+        stages = self.outlook.stages()
+        name = max(stages, key=lambda stage: stages[stage])
+        bound = next(one.bound for moment, one in self.outlook.programs if moment.name == name)
+        return f"{name}: {bound}"
+
+
+def search(
+    c: Settings, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
+) -> list[Candidate]:
+    """Returns all candidates, the best first; `say` receives each."""
+    devices = described_machine.devices_of(machine)
+    tried: dict[str, Candidate] = {}
+
+    def attempt(changes: dict[str, Any]) -> None:
+        if str(changes) not in tried:
+            found = tried[str(changes)] = try_settings(c, changes, inputs, machine, devices, rate)
+            say(line(found))
+
+    def best() -> Candidate:
+        return min(tried.values(), key=lambda one: one.rank)
+
+    def repair(start: dict[str, Any], *, offload: bool) -> None:
+        for changes in described_machine.remedies(settings.changed(c, start)):
+            if offload or not any(name.endswith("offload") for name in changes):
+                attempt(start | changes)
+                if tried[str(start | changes)].fits:
+                    return
+
+    attempt({})
+    for mesh in meshes(machine, inputs.policy.experts):
+        attempt({} if _mesh_of(c, machine.devices) == mesh else mesh)
+    fastest = min(tried.values(), key=lambda one: one.rank[1:])
+    if not fastest.fits and fastest.outlook is not None:
+        repair(fastest.changes, offload=False)
+    for group in (_remat, _tokens, _packing):
+        for change in group(settings.changed(c, best().changes), machine):
+            attempt(best().changes | change)
+    if not best().fits:
+        repair(best().changes, offload=True)
+    return sorted(tried.values(), key=lambda one: one.rank)
+
+
+def try_settings(
+    c: Settings, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
+) -> Candidate:
+    """Compiles all programs with these settings."""
+    other = settings.changed(c, changes)
+    try:
+        settings.check(other)
+        mesh = make_mesh(other, devices)
+        _, work = preview.sizes(other, inputs, mesh)
+        found = memory.estimate(other, inputs, mesh, entries=work.entries)
+    except UserError as e:
+        return Candidate(changes, reason=str(e))
+    room, _ = described_machine.capacity(other, machine)
+    if found.refused:
+        account = found.refused[0].account
+        return Candidate(changes, found, None, room, reason=str(account and account.error))
+    return Candidate(changes, found, forecast.look(found, machine, mesh, work.executions(found), rate), room)
+
+
+def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
+    """Yields candidate meshes: parameters over all devices or a group, and two, four or eight devices a row.
+
+    And as many over which a mixture's experts are sharded.
+    """
+    n, each = machine.devices, machine.each
+    shapes = [(1, n, 1, 1, 1)]
+    shapes += [(machine.groups, each, 1, 1, 1)] if machine.groups > 1 else []
+    shapes += [(2, n // 2, 1, 1, 1), (n, 1, 1, 1, 1)] if n > 1 and machine.groups == 1 else []
+    for width in (2, 4, 8):
+        if each % width == 0 and n > 1:
+            shapes += [(1, n // width, width, 1, 1), (1, n // width, 1, width, 1)]
+            shapes += [(1, n // width, 1, 1, width)] if experts and experts.count % width == 0 else []
+    for sizes in dict.fromkeys(shapes):
+        yield {f"mesh.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
+
+
+def _mesh_of(c: Settings, devices: int) -> dict[str, int]:
+    """Returns the config's mesh, without -1; {} if it does not fit."""
+    sizes = {f"mesh.{axis}": int(getattr(c.mesh, axis)) for axis in AXES}
+    known = math.prod(size for size in sizes.values() if size > 0)
+    return {name: devices // known if size == -1 else size for name, size in sizes.items()}
+
+
+def _remat(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    yield from ({"model.remat": remat} for remat in REMATS if remat != c.model.remat)
+
+
+def _tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
+        if tokens >= longest:
+            yield {"actor.max_tokens_per_device": tokens}
+
+
+def _packing(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
+
+
+def line(one: Candidate) -> str:
+    """Formats a candidate as a table row."""
+    said = arguments(one.changes).replace("--config.", "") or "(the config as it is)"
+    if one.outlook is None or one.estimate is None:
+        return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {said}: {one.reason[:160]}"
+    peak, verdict = one.estimate.peak / GIB, "fits" if one.fits else "does not fit"
+    return f"{one.outlook.step:9,.4g}  {peak:8,.1f}  {verdict:<12}  {one.slowest:<26}  {said}"
+
+
+def as_dict(one: Candidate) -> dict[str, Any]:
+    """Returns a candidate for JSON."""
+    said = forecast.as_dict(one.estimate, one.outlook) if one.estimate is not None else {}
+    return dict(changes=one.changes, fits=one.fits, room=one.room, reason=one.reason, **said)

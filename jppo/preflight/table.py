@@ -1,0 +1,178 @@
+"""The programs of a run as a table: XLA's account of each and, on a described machine, its forecast."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jppo.forecast import collectives
+from jppo.forecast import seconds as forecast
+from jppo.forecast.machines import GIB, HOST, Machine
+from jppo.forecast.seconds import Forecast
+from jppo.preflight.memory import Estimate, Moment
+
+NOTE = "forecast by the compiler, not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Executions:
+    """Executions of each program per step, with all responses at full length."""
+
+    by_program: Mapping[str, int]
+    entries: Mapping[str, int] = dataclasses.field(default_factory=dict)  # total row entries, other shapes included
+    sampled: int = 0  # tokens that the rollout generates
+
+    def of(self, moment: Moment) -> float:
+        """Returns the executions per step; rows of other shapes count by their entries."""
+        times = self.by_program.get(moment.name, 0)
+        return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """The forecast of each program on a machine, and of a step."""
+
+    machine: Machine
+    programs: tuple[tuple[Moment, Forecast], ...]
+    executions: Executions
+    rollout_tokens_per_s: float = 0.0  # of all engines, set by the user; 0: unknown
+
+    @property
+    def rollout(self) -> float | None:
+        """Seconds of sampling per step."""
+        rate = self.rollout_tokens_per_s
+        return self.executions.sampled / rate if rate else None
+
+    def stages(self) -> dict[str, float]:
+        """Returns seconds per step by program; of several row shapes, the slowest counts."""
+        found: dict[str, float] = {}
+        for moment, one in self.programs:
+            times = self.executions.of(moment)
+            brought = moment.brought / HOST[0]  # models are copied once per stage, optimizers both ways per step
+            copies = (2 * times if moment.name.endswith(" step") else 1) * brought if times else 0.0
+            found[moment.name] = max(found.get(moment.name, 0.0), times * one.seconds + copies)
+        return {name: seconds for name, seconds in found.items() if seconds}
+
+    @property
+    def busy(self) -> float:
+        """Seconds per step if compute, memory and links did not overlap at all."""
+        return sum(self.executions.of(m) * (one.compute + one.hbm + one.links) for m, one in self.programs)
+
+    @property
+    def step(self) -> float:
+        """Seconds per step without the publish, and without the rollout if its rate is unknown."""
+        return sum(self.stages().values()) + (self.rollout or 0.0)
+
+
+def look(found: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
+    """Forecasts all compiled programs."""
+    programs = tuple(
+        (one, forecast.of_account(one.account, machine, mesh, one.useful))
+        for one in found.moments
+        if one.account is not None and one.account.error is None
+    )
+    return Outlook(machine, programs, executions, rate)
+
+
+def table(found: Estimate, outlook: Outlook | None) -> list[str]:
+    """Formats the programs: compile time, attention kernel, peak memory, FLOP, bytes; on a machine the forecast."""
+    ahead = {} if outlook is None else {id(moment): one for moment, one in outlook.programs}
+    there = sum(found.parts.values())
+    head = ["program", "compiled", "peak GiB", "temp. GiB", "TFLOP", "HBM GB", "sent GiB"]
+    head += ["seconds", "bound by", "MFU at most"] if outlook is not None else []
+    rows = [[*head, "kernels"]]
+    for one in found.moments:
+        a, f = one.account, ahead.get(id(one))
+        if a is None:
+            rows.append(
+                [one.name, "estimated", _gib(there + one.needs), _gib(one.temporaries)] + [""] * (len(head) - 3)
+            )
+            continue
+        if a.error is not None:
+            rows.append([one.name, "refused"] + [""] * (len(head) - 2) + [a.error[:120]])
+            continue
+        sent = sum(collective.total for collective in a.collectives)
+        cells = [one.name, f"{a.compile_s:.1f} s", _gib(there + one.needs), _gib(one.temporaries)]
+        cells += [f"{a.total_flops / 1e12:,.3g}", f"{a.hbm / 1e9:,.3g}", _gib(sent)]
+        if outlook is not None:
+            mfu = "" if f is None or f.mfu is None else f"{f.mfu:.0%}"
+            cells += ["", "", ""] if f is None else [_seconds(f.seconds), f.bound, mfu]
+        kernels = ", ".join(f"{name.removeprefix('__')} x{times}" for name, times in a.kernels.items())
+        rows.append([*cells, kernels or "-"])
+    title = "programs, of one device" + ("" if outlook is None else f" of {outlook.machine.name}; {NOTE}")
+    return [title, *_columns(rows)]
+
+
+def exchanges(found: Estimate) -> list[str]:
+    """Formats each program's collectives by kind and mesh axes, and the partitioner's warnings."""
+    lines = []
+    for one in found.moments:
+        if one.account is None:
+            continue
+        rows = [
+            [f"    {kind}", "+".join(axes), f"{times:,} times", f"{_gib(size)} GiB"]
+            for kind, axes, times, size in collectives.totals(one.account.collectives)
+            if size >= GIB // 1000
+        ]
+        warned = [f"    warning: the partitioner gathers whole: {what}" for what in one.account.warnings]
+        loops = one.account.unknown_loops
+        warned += [f"    {len(loops)} loop(s) of unknown length count once"] if loops else []
+        if rows or warned:
+            lines += [f"  {one.name}", *_columns(rows), *warned]
+    return ["exchanges between devices, loops multiplied out", *lines] if lines else []
+
+
+def step(outlook: Outlook) -> list[str]:
+    """Formats a step's forecast and the assumed rates."""
+    lines = [f"a step with all responses as long as they may be; {NOTE}"]
+    rows = [
+        [f"  {name}", f"{outlook.executions.by_program[name]:,} times", f"{_seconds(seconds)} s"]
+        for name, seconds in outlook.stages().items()
+    ]
+    if outlook.rollout is not None:
+        rows.append(["  rollout", f"{outlook.executions.sampled:,} tokens", f"{_seconds(outlook.rollout)} s"])
+    rows.append(["  together", "", f"{_seconds(outlook.step)} s"])
+    lines += _columns(rows)
+    if outlook.rollout is None and outlook.executions.sampled:
+        lines.append("  without the rollout; --rollout_tokens_per_s=N adds it")
+    return [*lines, "", "assumed rates, of one device", *(f"  {line}" for line in forecast.rates(outlook.machine))]
+
+
+def as_dict(found: Estimate, outlook: Outlook | None) -> dict[str, Any]:
+    """Returns the report for JSON."""
+    ahead = {} if outlook is None else {id(moment): one for moment, one in outlook.programs}
+    there = sum(found.parts.values())
+    programs = []
+    for one in found.moments:
+        row: dict[str, Any] = dict(name=one.name, peak=there + one.needs, temporaries=one.temporaries)
+        row |= {} if one.account is None else {"account": one.account.as_dict()}
+        row |= {"forecast": ahead[id(one)].as_dict()} if id(one) in ahead else {}
+        programs.append(row)
+    said: dict[str, Any] = dict(parts=found.parts, peak=found.peak, worst=found.worst.name, programs=programs)
+    if outlook is not None:
+        said |= dict(machine=outlook.machine.name, note=NOTE, step_s=outlook.step, stages_s=outlook.stages())
+        said |= dict(rollout_s=outlook.rollout, rates=forecast.rates(outlook.machine))
+    return said
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:,.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3g}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligns rows: the first column to the left, the others to the right, the last of five or more to the left."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) if i < len(row) else 0 for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        for i, cell in enumerate(row[1:], 1):
+            last = i == len(widths) - 1 and len(widths) > 4
+            cells.append(cell if last else cell.rjust(widths[i]))
+        lines.append("  ".join(cells).rstrip())
+    indent = "" if rows[0][0].startswith(" ") else "  "
+    return [indent + line for line in lines]

@@ -1,0 +1,208 @@
+"""Reward parts from the settings: which exist, their weights, where they run."""
+
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jppo.data.tokenizer import decode, load_tokenizer
+from jppo.distributed.hosts import ALONE, Hosts, own_folder
+from jppo.errors import expanded
+from jppo.learner import sharding, state
+from jppo.models import fused, hf, spread
+from jppo.models.decoder import attention_settings
+from jppo.rewards.conversation import ConversationPart
+from jppo.rewards.function import FunctionPart
+from jppo.rewards.graders import RulePart
+from jppo.rewards.judge.client import JudgeClient
+from jppo.rewards.judge.part import JudgePart
+from jppo.rewards.judge.prompts import make_rubric
+from jppo.rewards.model.by_jax import JaxRewardModel
+from jppo.rewards.model.by_torch import TransformersRewardModel
+from jppo.rewards.model.by_vllm import VllmRewardModel
+from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, located, read_classifier
+from jppo.rewards.model.convert import converted
+from jppo.rewards.model.part import ModelPart, Normalizer
+from jppo.rewards.model.steps import StepPart
+from jppo.rewards.panel import Panel, PartWeights, parse_weights
+from jppo.rewards.parts import Part
+from jppo.rewards.pool import Pool
+from jppo.rewards.shape import FormatPart, OverlongPart
+from jppo.rollout.vllm.arguments import check_vllm
+from jppo.settings import Settings, UserError
+
+RULES = "rule_score"
+
+
+def make_panel(
+    c: Settings,
+    mesh: jax.sharding.Mesh,
+    hosts: Hosts = ALONE,
+    *,
+    tokenizer: Any,
+    sources: Sequence[str],
+    tool_rewards: bool = False,
+) -> Panel:
+    """Makes every configured part and starts some processes; raises UserError for missing requirements.
+
+    Each host grades its own samples on its own part of the mesh.
+    """
+    mesh = sharding.own_part(mesh)
+    r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
+    log = own_folder(hosts, expanded(c.trainer.run_dir))
+    own = talk.environment or (agent and c.rollout.agent_reward != "graders")
+    asked = {
+        RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
+        "function_score": bool(r.function),
+        "judge_score": bool(r.judge.api_type),
+        "rm_score": bool(r.model.path),
+        "length_score": r.overlong_buffer_tokens > 0,
+        "format_score": bool(r.format_regex),
+        "environment_score": bool(talk.environment),
+        "agent_score": bool(agent),
+        "interaction_score": bool(talk.interaction),
+        "tool_score": tool_rewards,
+    }
+    names = [name for name, there in asked.items() if there]
+    weights = parse_weights(r.weights, names, optional=[RULES])
+    used = _used_parts(weights, r.weights, sources)
+
+    @functools.cache
+    def pool() -> Pool:  # one for all parts, closed with any of them
+        log.mkdir(parents=True, exist_ok=True)
+        return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
+
+    def rules() -> Part:
+        of_rules = [source for source, parts in used.items() if RULES in parts]
+        return RulePart(
+            of_rules, override=r.grader, allow_code=r.allow_code, sandbox=c.reward.sandbox_choice, pool=pool()
+        )
+
+    makers = {
+        RULES: rules,
+        "function_score": lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
+        "judge_score": lambda: make_judge(c),
+        "rm_score": lambda: make_reward_model(c, tokenizer, mesh, log),
+        "length_score": lambda: OverlongPart(
+            max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
+        ),
+        "format_score": lambda: FormatPart(r.format_regex, pool=pool()),
+        "environment_score": ConversationPart,
+        "agent_score": ConversationPart,
+        "interaction_score": ConversationPart,
+        "tool_score": lambda: ConversationPart(tools=True),
+    }
+    wanted = [name for name in names if any(name in parts for parts in used.values())]
+    made: dict[str, Part] = {}
+    try:
+        for name in wanted:
+            made[name] = makers[name]()
+    except BaseException:
+        Panel(made, weights, score_on_error=None).close()
+        raise
+    return Panel(made, weights, score_on_error=r.score_on_error)
+
+
+def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns the parts of each source; UserError for weights of other sources, and for sources without any."""
+    used = {source: weights.of(source) for source in sources}
+    for source, part in weights.of_source:
+        if source not in used:
+            raise UserError(
+                f"reward.weights={text!r}: no row has data_source={source!r}, for which it weighs {part}; the"
+                f" sources are {', '.join(used)}"
+            )
+    for source, parts in used.items():
+        if not parts:
+            raise UserError(f"reward.weights={text!r} leaves data_source={source!r} without any part; give it one")
+    return used
+
+
+def make_judge(c: Settings) -> JudgePart:
+    """Makes the judge and its client."""
+    j = c.reward.judge
+    client = JudgeClient(
+        j.api_type,
+        model=j.model,
+        base_url=j.base_url,
+        temperature=j.temperature,
+        max_tokens=j.max_tokens,
+        timeout_s=j.timeout_s,
+    )
+    rubric = make_rubric(
+        j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score
+    )
+    return JudgePart(client, rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+
+
+def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
+    """Makes the reward model and its engine."""
+    m = c.reward.model
+    tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
+    directory = converted(located(m.path), python=m.python, steps=steps)
+    what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
+    texts = Texts(tokenizer, max_length=m.max_length)
+    engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
+    scorer = engines[choose_engine(m.engine, what.model_type)](c, what, mesh, log)
+    if steps:
+        return StepPart(
+            scorer,
+            texts,
+            batch_size=m.batch_size,
+            aggregation=m.step_aggregation,
+            delimiter=m.step_delimiter,
+            mark=m.step_token or m.step_delimiter,
+            decode=functools.partial(decode, policy_tokenizer),
+        )
+    normalizer = Normalizer() if m.normalize else None
+    return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
+
+
+def _by_jax(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    m = c.reward.model
+    _, cfg = hf.read_config(what.directory, longest=m.max_length)
+    needs = fused.Needs(
+        **attention_settings(cfg),
+        head_dim=cfg.kernel_dim,
+        dtype=m.dtype,
+        one_segment=True,
+        longest=m.max_length,
+        sinks=cfg.sinks,
+    )
+    gpu = fused.capability(mesh.devices.flat[0])
+    kernel, _ = fused.choose("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
+    return JaxRewardModel(
+        what,
+        batch_size=m.batch_size,
+        max_length=m.max_length,
+        dtype=m.dtype,
+        shardings=state.weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
+        rows=sharding.whole_rows_sharding(mesh),
+        attend=fused.make(kernel, needs, mesh=mesh, split=spread.WHOLE),
+    )
+
+
+def _by_transformers(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    m = c.reward.model
+    log.mkdir(parents=True, exist_ok=True)
+    return TransformersRewardModel(
+        what, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
+    )
+
+
+def _by_vllm(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    m = c.reward.model
+    log.mkdir(parents=True, exist_ok=True)
+    return VllmRewardModel(
+        what,
+        build=check_vllm(m.python, "reward.model.python"),
+        batch_size=m.batch_size,
+        max_length=m.max_length,
+        log=log / "reward_model.log",
+        python=m.python,
+        dtype=m.dtype,
+        threads=m.threads,
+        gpu_memory_utilization=m.gpu_memory_utilization,
+    )

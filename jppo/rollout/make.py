@@ -1,0 +1,211 @@
+"""The rollout engine from the settings: kind, start, sampling, weight updates."""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jppo import settings
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.learner import sharding
+from jppo.learner.make import make_mesh
+from jppo.learner.model_configs import longest_row
+from jppo.learner.plan import sequences_of_step
+from jppo.models import cache, hf
+from jppo.models.config import pad_vocab
+from jppo.rollout.continuous_batching import InprocessSettings
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
+from jppo.rollout.protocol import Served
+from jppo.rollout.servers.discovery import Lookup, make_lookup
+from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
+from jppo.rollout.sglang.client import start_sglang
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.served_reference import ServedReference
+from jppo.settings import Rollout, Settings, UserError, ValKwargs, addresses, parts
+from jppo.settings.rules_rollout import publish_via
+from jppo.types import Sampling
+
+Source = Served | InprocessSampler  # of samples
+
+
+def sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
+    """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
+    found = _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
+    return dataclasses.replace(found, experts=c.rollout.routing_replay)
+
+
+def val_sampling(c: Settings) -> Sampling:
+    """Makes the sampling parameters of a test; all tests of a run use the same seeds, to be comparable."""
+    return _sampling(c, c.rollout.val_kwargs, c.trainer.seed)
+
+
+def _sampling(c: Settings, how: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
+    return Sampling(
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=how.top_k,
+        min_p=how.min_p,
+        n=how.n,
+        max_tokens=c.data.max_response_length,
+        stop=settings.stop_texts(c.rollout.stop),
+        ignore_eos=c.rollout.ignore_eos,
+        seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
+    )
+
+
+def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReference | None:
+    """Attaches to the reference of ref.url and checks it; None without one."""
+    if not c.ref.url:
+        return None
+    if hosts.count > 1:
+        raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
+    timeout_s = c.rollout.request_timeout_s
+    return ServedReference(c.ref.url, longest=longest_row(c), tokenizer=tokenizer, timeout_s=timeout_s)
+
+
+def server_settings(c: Settings) -> ServerSettings:
+    """Makes the settings of each server."""
+    r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
+    return ServerSettings(
+        python=r.python,
+        servers=r.servers,
+        port=r.port,
+        dtype=r.dtype,
+        max_model_len=longest_row(c),
+        max_num_seqs=r.max_num_seqs,
+        enforce_eager=r.enforce_eager,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        kv_cache_memory_bytes=r.kv_cache_memory_bytes,
+        omp_threads=r.omp_threads,
+        start_timeout_s=r.start_timeout_s,
+        tensor_model_parallel_size=r.tensor_model_parallel_size,
+        devices=tuple(device.strip() for device in r.devices.split(",") if device.strip()),
+        engine_args=r.engine_args,
+        sleeps=r.sleep_level > 0,
+        lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
+        latent=cfg.latent_sizes,
+        delta=cfg.delta_kind,
+        publish_via=publish_via(r),
+        experts=r.routing_replay,
+    )
+
+
+def require_routing(c: Settings) -> None:
+    """Raises UserError if config.json leaves out fields without which vLLM takes another routing, without an error."""
+    config, cfg = hf.read_config(c.model.path)
+    if cfg.experts is None or not cfg.experts.routing.corrected:
+        return
+    for key, value in {"scoring_func": cfg.experts.routing.scoring, "topk_method": "noaux_tc"}.items():
+        if config.get(key) != value:
+            raise UserError(
+                f"{c.model.path}: config.json has no {key}, and vLLM would choose other experts; add {key}={value!r}"
+                " or set rollout.name=inprocess"
+            )
+
+
+def open_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
+    """Starts this host's engine by `rollout.name`; logs go to the folder `run`."""
+    engine = parts.ENGINES.find(c.rollout.name, "rollout.name")(c, run, hosts)
+    for method in ("ready", "close"):
+        if not callable(getattr(engine, method, None)):
+            raise UserError(
+                f"rollout.name={c.rollout.name!r} returns {type(engine).__name__}, which has no {method}(); return an"
+                " engine as in docs/extending.md"
+            )
+    return cast(Engine | InprocessEngine, engine)
+
+
+def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
+    """Starts this host's servers without waiting, or attaches to running ones."""
+    r = c.rollout
+    run.mkdir(parents=True, exist_ok=True)
+    start: Callable[..., Engine] = start_sglang
+    if r.publish_via == "auto":
+        print(f"rollout: weights go by {publish_via(r)}", file=sys.stderr, flush=True)
+    if r.name == "vllm":
+        require_routing(c)
+        start = functools.partial(start_vllm, publish_host=r.publish_host)
+    return start(
+        str(hf.resolve(c.model.path, weights=False)),
+        str(run),
+        settings=server_settings(c),
+        urls=attached(r.urls, hosts),
+        limits=ServerLimits(
+            request_timeout_s=r.request_timeout_s,
+            health_timeout_s=r.health_timeout_s,
+            max_restarts=r.max_restarts,
+            sleep_level=r.sleep_level,
+            connections=connections(c),
+        ),
+        publish_dir=r.publish_dir,
+    )
+
+
+def connections(c: Settings) -> int:
+    """Returns the largest number of requests in flight at one server."""
+    asked: int = c.rollout.max_concurrent_requests
+    return asked if asked > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
+
+
+def start_inprocess(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
+    """Makes the in-process engine on this host's devices; starts nothing."""
+    return InprocessEngine(inprocess_settings(c, make_mesh(c)))
+
+
+def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
+    """Makes the engine's settings: rows, lengths, shardings."""
+    r = c.rollout
+    _, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
+    longest, share = longest_row(c), sharding.whole_row_multiple(mesh)
+    rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
+    if sharding.platform(mesh) == "cpu":
+        rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
+    if rows < share:
+        raise UserError(
+            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
+            f"{r.kv_cache_memory_bytes} on a CPU, must be at least {share}, one for each device that shares them; raise"
+            " what is too low"
+        )
+    return InprocessSettings(
+        cfg=pad_vocab(cfg, width),
+        rows=rows // share * share,
+        row_multiple=share,
+        max_prompt_length=longest - 1 if r.multi_turn.enable or r.agent else c.data.max_prompt_length,  # of a prefill
+        max_model_len=longest,
+        dtype=r.dtype,
+        by_row=sharding.whole_rows_sharding(mesh),
+        of_cache=sharding.cache_sharding(mesh, cache.heads(cfg)),
+        cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
+        experts=r.routing_replay,
+    )
+
+
+def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
+    """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
+    place = addresses.place(urls)
+    if place is None:
+        return own_urls(hosts, addresses.listed(urls))
+    if hosts.count > 1:
+        raise UserError(
+            f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"
+        )
+    return make_lookup(place)
+
+
+def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
+    """Returns this host's share of the servers in the settings."""
+    if urls and len(urls) < hosts.count:
+        raise UserError(
+            f"rollout.urls names {len(urls)} server(s), and each of {hosts.count} hosts needs one; name more, or start"
+            " them here by leaving it empty"
+        )
+    share = hosts.share(len(urls))
+    return urls[share.start : share.stop]

@@ -1,0 +1,123 @@
+"""Publishes a step's policy to the rollout engine, concurrently with the critic's update where possible."""
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.learner import sharding, state
+from jppo.learner.make import Learner, make_mesh
+from jppo.models import hf, hf_write, placing
+from jppo.models.config import ModelConfig, pad_vocab
+from jppo.models.lora import Lora, Weights
+from jppo.rollout.inprocess import InprocessSampler
+from jppo.rollout.make import Source
+from jppo.rollout.protocol import Repeatable, Served
+from jppo.settings import Settings
+from jppo.types import TrainState
+
+
+def may_overlap(c: Settings, hosts: Hosts) -> bool:
+    """Whether servers may get the policy while the critic learns.
+
+    Not with several hosts: their exchanges would mix. Not with sleeping servers: they would wake on a GPU in use. Not
+    in asynchronous mode: responses are in flight.
+    """
+    served = c.rollout.name != "inprocess"
+    return hosts.count == 1 and served and c.rollout.mode == "sync" and not c.rollout.sleep_level
+
+
+class Handover:
+    """A call of `publish` with a step's final policy: started early by `begin`, or made by `finish`."""
+
+    def __init__(self, publish: Callable[[TrainState], None], *, early: bool):
+        self._publish = publish
+        self._pool = ThreadPoolExecutor(1, "publish") if early else None
+        self._under_way: Future[None] | None = None
+
+    def begin(self, now: TrainState) -> None:
+        """Starts publishing the policy of `now`, now final, if it may overlap."""
+        if self._pool is not None:
+            self._under_way = self._pool.submit(self._publish, now)
+
+    def finish(self, now: TrainState) -> None:
+        """Publishes the policy of `now`, or waits for `begin`; raises its error."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            self._publish(now)
+        else:
+            under_way.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()  # before the engine closes
+
+
+def published_dtype(c: Settings) -> str:
+    """Returns the dtype of published weights: the policy's, or the servers' if smaller.
+
+    Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
+    """
+    ours, theirs = c.model.param_dtype, c.rollout.dtype
+    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
+
+
+def publish_policy(
+    c: Settings, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
+) -> None:
+    """Publishes the policy to the engine: whole, or only its adapters."""
+    version, mode = int(now.step), c.rollout.on_update
+    if isinstance(sampler, InprocessSampler):
+        policy, own = learner.policy(now), sharding.own_part(learner.mesh)
+        sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
+        return
+    if adapters is None or c.rollout.lora_sync == "merge":
+        _load(c, sampler, learner.policy(now), learner.cfg, hosts, version=version, mode=mode)
+        return
+    save = functools.partial(
+        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path
+    )
+    hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
+
+
+def publish_base(c: Settings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
+    """Publishes the policy's frozen base, where later only the adapters are published."""
+    base = learner.actor.base
+    if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
+        _load(c, sampler, base.params, learner.cfg, hosts, version=version)
+
+
+def _load(c: Settings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **how: Any) -> None:
+    """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
+    on_device = c.rollout.publish_via in ("nccl", "ipc")
+    export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if on_device else hf_write.hf_tensors
+    make = functools.partial(export, model, cfg, dtype=published_dtype(c))
+
+    def load() -> None:
+        if hosts.count == 1:
+            sampler.load(Repeatable(make), **how)
+            return
+        with hf_write.fetched_by_all(make()) as tensors:
+            sampler.load(tensors, **how)
+
+    hosts.together(load)
+
+
+def publish_stored(c: Settings, sampler: Source, cfg: ModelConfig) -> None:
+    """Publishes the model stored at `model.path` as version 0."""
+    if isinstance(sampler, InprocessSampler):
+        mesh = make_mesh(c)
+        cfg = pad_vocab(cfg, mesh.shape["tensor"])
+        what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+        values = state.load(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        sampler.hold(values, version=0)
+    else:
+        sampler.load(Repeatable(functools.partial(hf.stored_tensors, c.model.path, cfg)), version=0)

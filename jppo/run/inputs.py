@@ -1,0 +1,187 @@
+"""The inputs of a run, read before it starts anything: model configs, tokenizer, prompts, graders."""
+
+import dataclasses
+from typing import Any
+
+from jppo.agent.make import Agent, make_agent
+from jppo.data.prompts import PromptSet, mixture, read_prompts
+from jppo.data.stream import steps_per_epoch, user_order
+from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
+from jppo.errors import expanded
+from jppo.learner.model_configs import ModelConfigs, longest_row, make_adapters, read_models
+from jppo.learner.optimizers import require_optimizers
+from jppo.models import hf
+from jppo.models.config import ModelConfig
+from jppo.samples.make import prompts_per_batch
+from jppo.settings import Common, Settings, UserError, stop_texts, template_arguments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs(ModelConfigs):
+    """The inputs of a run, read before it starts anything."""
+
+    tokenizer: Any
+    end_tokens: tuple[int, ...]
+    train: PromptSet
+    val: PromptSet
+    sources: tuple[str, ...]  # data_source of every row
+    agent: Agent | None = None  # None: single-turn
+
+    def graded(self) -> dict[str, Any]:
+        """Returns the arguments of `make_panel`."""
+        tools = self.agent is not None and self.agent.toolbox.rewards
+        return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=tools)
+
+
+def read_inputs(c: Settings) -> Inputs:
+    """Reads and checks all files before a device or a server is used."""
+    require_optimizers(c)
+    policy, critic, reference = read_models(c)
+    _require_publishable(c, policy)
+    tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
+    if reference is not None and c.ref.path != "policy":
+        _check_reference_tokens(c.ref.path, tokenizer)
+    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    end_tokens = end_token_ids(c.model.path, tokenizer)
+    agent = make_agent(c, tokenizer, end_tokens)
+    train = mixture(
+        read_prompts(c.data.train_files, max_samples=c.data.train_max_samples, **_reading(c, tokenizer, agent)),
+        c.data.mix,
+        batch_size=prompts_per_batch(c),
+    )
+    if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
+        raise UserError(
+            f"data.gen_batch_size={c.data.gen_batch_size} must be at most the number of prompts, {len(train.prompts)}"
+        )
+    if c.data.sampler:
+        how = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
+        train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **how))
+    val = read_val(c, tokenizer, agent)
+    sources = {p.data_source for p in (*train.prompts, *val.prompts)}
+    return Inputs(
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        train=train,
+        val=val,
+        sources=tuple(sorted(sources)),
+        policy=policy,
+        critic=critic,
+        reference=reference,
+        adapters=make_adapters(c),
+        critic_adapters=make_adapters(c, c.critic) if critic is not None else None,
+        agent=agent,
+        total_steps=total_steps(c, len(train.prompts)),
+    )
+
+
+def total_steps(c: Common, examples: int) -> int:
+    """Returns the steps of a run: `trainer.total_training_steps`, or all epochs' steps."""
+    steps = c.trainer.total_training_steps
+    return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
+
+
+def read_test(c: Settings) -> Inputs:
+    """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
+    _, policy = hf.read_config(c.model.path, longest=longest_row(c))
+    _require_publishable(c, policy)
+    hf.check_weights(c.model.path, policy, head="lm")
+    tokenizer = read_tokenizer(c, policy)
+    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    end_tokens = end_token_ids(c.model.path, tokenizer)
+    agent = make_agent(c, tokenizer, end_tokens)
+    val = read_val(c, tokenizer, agent)
+    return Inputs(
+        tokenizer=tokenizer,
+        end_tokens=end_tokens,
+        train=PromptSet([], overlong=0),
+        val=val,
+        sources=tuple(sorted({p.data_source for p in val.prompts})),
+        policy=policy,
+        agent=agent,
+    )
+
+
+def read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
+    """Reads the validation prompts."""
+    return read_prompts(
+        c.data.val_files,
+        max_samples=c.data.val_max_samples,
+        setting="data.val_files",
+        **_reading(c, tokenizer, agent),
+    )
+
+
+def describe_decoding(policy: ModelConfig) -> str | None:
+    """Describes how a quantised checkpoint is read; None if it is not quantised."""
+    if policy.quantization is None:
+        return None
+    return f"{policy.quantization} tensors of the checkpoint are read as bfloat16; no publish or export is quantised"
+
+
+def speaking(inputs: Inputs) -> dict[str, Any]:
+    """Returns the engine's arguments for responses: end tokens, decoder and turn loop."""
+    said = dict(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
+    return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
+
+
+def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
+    """Returns the arguments that read either prompt set."""
+    return dict(
+        tokenizer=tokenizer,
+        max_prompt_length=c.data.max_prompt_length,
+        filter_overlong=c.data.filter_overlong_prompts,
+        truncation=c.data.truncation,
+        system_prompt=c.data.system_prompt,
+        custom_cls=c.data.custom_cls,
+        columns=columns_of(c),
+        template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
+        tools=() if agent is None else agent.schemas,
+    )
+
+
+def columns_of(c: Settings) -> dict[str, str]:
+    """Maps jppo's columns to the data files' columns."""
+    return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
+
+
+def _require_publishable(c: Settings, policy: ModelConfig) -> None:
+    """Raises UserError for layers that no SGLang was tried with: its load keeps the old values of tensors silently."""
+    parts = {"experts": policy.experts, "latent attention": policy.latent_sizes, "gated delta nets": policy.delta_kind}
+    untried = [part for part, found in parts.items() if found is not None]
+    if c.rollout.name == "sglang" and untried:
+        raise UserError(
+            f"rollout.name='sglang': publishing {' and '.join(untried)} of a {policy.family} model to SGLang is"
+            " untested, and its load reports no tensor that it left out; set rollout.name to vllm or inprocess"
+        )
+
+
+def read_tokenizer(c: Common, *models: ModelConfig) -> Any:
+    """Reads the policy's tokenizer and checks it and the lengths against every model that reads its tokens."""
+    tokenizer = load_tokenizer(c.model.path)
+    longest = longest_row(c)
+    for model in models:
+        if len(tokenizer) > model.vocab_size:
+            raise UserError(
+                f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding of a model that reads them"
+                f" vocab_size={model.vocab_size}; use the tokenizer that the model was made with"
+            )
+        if longest > model.max_position_embeddings:
+            raise UserError(
+                f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
+                f" max_position_embeddings={model.max_position_embeddings}; lower one of them"
+            )
+    return tokenizer
+
+
+def _check_reference_tokens(path: str, tokenizer: Any) -> None:
+    """Raises a UserError if a token has another id in the reference's tokenizer. A directory may have no tokenizer."""
+    local = expanded(path)
+    if local.is_dir() and not any((local / name).is_file() for name in FILES):
+        return
+    theirs = load_tokenizer(path).get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if theirs.get(token, number) != number:
+            raise UserError(
+                f"ref.path={path}: a reference reads the policy's token ids, and its tokenizer gives {token!r} the id"
+                f" {theirs[token]} in place of {number}; use a model with the policy's tokenizer"
+            )

@@ -1,0 +1,258 @@
+"""Resuming: the metadata of a checkpoint, and the check that this run may resume from it."""
+
+import dataclasses
+import importlib.metadata
+import math
+import pathlib
+import re
+import zlib
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import numpy as np
+
+from jppo import settings
+from jppo.data.prompts import PromptSet
+from jppo.data.stream import Cursor
+from jppo.errors import expanded
+from jppo.learner import optim
+from jppo.learner.make import Learner
+from jppo.rewards.panel import Panel
+from jppo.run.inputs import Inputs
+from jppo.runlog import atomic_file
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.checkpoint_arrays import checksum_of_all
+from jppo.runlog.restore import Restored, require, restore
+from jppo.settings import Common, Settings, UserError, table
+from jppo.types import TrainState
+
+# Settings that a resume cannot change, and what of the checkpoint depends on them.
+FIXED = dict.fromkeys(("trainer.seed", "data.shuffle", "data.sampler"), "place in the data")
+FIXED |= dict.fromkeys(("critic.value_bins", "critic.value_range"), "critic's head")
+# Start-up settings, whose changes are not reported.
+PASSING = (
+    "trainer.run_dir",
+    "trainer.resume_mode",
+    "trainer.nnodes",
+    "trainer.node_rank",
+    "trainer.coordinator_address",
+)
+PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
+OPTIMIZERS = ("policy_opt", "value_opt")
+ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """The start of a run."""
+
+    state: TrainState
+    cursor: Cursor
+    step: int | None = None  # of the checkpoint; None: a new run
+    pending: dict[str, float] | None = None  # metrics of its last step, not logged yet
+    queue: dict[str, Any] = dataclasses.field(default_factory=dict)  # prefetched samples
+    said: tuple[str, ...] = ()  # lines for the console
+
+
+def origin(c: Settings, inputs: Inputs, learner: Learner) -> dict[str, Any]:
+    """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights."""
+    return run_identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
+
+
+def run_identity(c: Common, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
+    """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    return {
+        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.values(c).items()},
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},
+        "data": data,
+        "frozen": {name: checksum_of_all(tree) for name, tree in frozen.items()},
+    }
+
+
+def data_checksums(train: PromptSet) -> dict[str, int]:
+    """Returns a checksum of each source's tokens and truths, in their order."""
+    out = {}
+    for part in train.parts:
+        prompts = [train.prompts[i] for i in part.indices]
+        tokens = zlib.crc32(np.concatenate([p.ids for p in prompts]).tobytes() if prompts else b"")
+        lengths = zlib.crc32(np.array([len(p.ids) for p in prompts], np.int64).tobytes(), tokens)
+        out[part.name] = zlib.crc32("\0".join(p.ground_truth for p in prompts).encode(), lengths)
+    return out
+
+
+def checksum_of(arrays: Iterable[np.ndarray]) -> int:
+    """Returns a checksum of arrays, their lengths and their order."""
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
+    return found
+
+
+def frozen_weights(learner: Learner) -> dict[str, Any]:
+    """Returns the weights read from files at every start: the reference, the bases of adapters."""
+    found = {
+        "ref.path": learner.reference,
+        "model.path": None if learner.actor.base is None else learner.actor.base.params,
+        "critic.path": None if learner.critic is None or learner.critic.base is None else learner.critic.base.params,
+    }
+    return {name: tree for name, tree in found.items() if tree is not None}
+
+
+def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
+    """Returns the mutable state outside the train state, as JSON types."""
+    return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
+
+
+def save(
+    c: Settings,
+    checkpoints: Checkpoints,
+    learner: Learner,
+    now: TrainState,
+    meta: dict[str, Any],
+    *,
+    score: float | None,
+    export: Callable[[pathlib.Path], object],
+) -> None:
+    """Writes a checkpoint by `trainer.save_contents`; `score` is `trainer.best_metric`, where known."""
+    contents = settings.save_contents(c.trainer.save_contents)
+    whole = learner.portable(now)
+    if "optimizer" not in contents:
+        whole = dataclasses.replace(whole, policy_opt=None, value_opt=None)
+    checkpoints.save(
+        int(now.step),
+        whole,
+        meta,
+        score=(c.trainer.best_metric, score) if score is not None and math.isfinite(score) else None,
+        export=export if "hf_model" in contents else None,
+    )
+
+
+def resume(
+    c: Settings, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
+) -> Begun:
+    """Resumes, or begins with `begin`; `now` is this run's `origin`."""
+    found = read_checkpoint(c, checkpoints, learner.portable(begin), now)
+    if found is None:
+        return Begun(begin, Cursor())
+    state = learner.placed(found.state, begin)
+    if found.missing:  # their initial values came from the old model
+        state = dataclasses.replace(
+            state,
+            policy_opt=optim.begun_anew(state.policy_opt, state.policy),
+            value_opt=optim.begun_anew(state.value_opt, state.value),
+        )
+    if c.algorithm.kl_ctrl_type == "fixed":  # the config's, even if it changed before the resume
+        state = dataclasses.replace(state, kl_coef=begin.kl_coef)
+    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
+        state = dataclasses.replace(state, bad_steps=begin.bad_steps)
+    panel.load(found.meta.get("reward", {}))
+    fresh = ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
+    said = (*differences(found.meta, now), *(fresh if found.missing else ()))
+    queue = found.meta.get("queue")
+    if not isinstance(queue, dict):  # an older format, whose samples are requested again
+        queue = {}
+    return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), queue, said)
+
+
+def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+    """Reads the checkpoint of trainer.resume_mode and removes later ones; None for a new run."""
+    mode = c.trainer.resume_mode
+    if mode == "disable":
+        checkpoints.discard_after(-1)
+        return None
+    checked: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, now), "optional": OPTIMIZERS}
+    checked["former_name"] = former_name
+    if mode == "auto":
+        found = checkpoints.restore_latest(like, **checked)
+    else:
+        found = restore(pathlib.Path(mode), like, **checked)
+    if found is not None:
+        checkpoints.discard_after(found.step)
+    return found
+
+
+def former_name(name: str) -> str:
+    """Returns the name of an AdamW state array in checkpoints from before optax chains."""
+    return ADAMW.sub(lambda found: f"{found[1]}.{found[2].replace('count', 'steps')}", name)
+
+
+def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises UserError where run `now` cannot resume from a checkpoint of run `then`."""
+    remedy = "give the old value, or start a new run with another trainer.run_dir or trainer.resume_mode=disable"
+    before = then.get("config", {})
+    for name, part in FIXED.items():
+        if name in before and before[name] != now["config"].get(name):
+            raise UserError(
+                f"{name}={now['config'].get(name)!r} was {before[name]!r} when the checkpoint was written, whose {part}"
+                f" belongs to it; {remedy}"
+            )
+    name = "critic.value_norm_decay"
+    old, new = before.get(name), now["config"].get(name)
+    if (old is None) != (new is None):
+        raise UserError(
+            f"{name}={new} was {old} when the checkpoint was written, and its critic has values on that scale; {remedy}"
+        )
+    if "optimizer" in before.get("trainer.save_contents", "optimizer"):
+        for name in ("actor.optimizer", "critic.optimizer", "optim.optimizer"):
+            old, new = before.get(name, "adamw"), now["config"].get(name)
+            if new not in (None, old) and ":" not in old + new:
+                raise UserError(f"{name}={new!r} was {old!r} when the checkpoint was written, with its state; {remedy}")
+    for about, what in (("data", "data.train_files"), ("frozen", "")):
+        old, new = then.get(about), now[about]
+        if old is None or old == new:
+            continue
+        name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
+        change = "is gone" if name not in new else "is new" if name not in old else "has changed"
+        said = f"{what}: source {name!r} {change}" if what else f"{name}: the checksum of its frozen weights {change}"
+        raise UserError(f"{said} since the checkpoint was written; {remedy}")
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Returns a line on changed settings and one on changed versions."""
+    out = []
+    for about, said in (("config", "settings"), ("versions", "versions")):
+        old, new = then.get(about, now[about]), now[about]
+        changed = [
+            f"{name} {old.get(name)!r} → {new.get(name)!r}"
+            for name in dict.fromkeys((*old, *new))
+            if old.get(name) != new.get(name) and name not in PASSING
+        ]
+        if changed:
+            out.append(f"{said} that differ from the checkpoint's: {', '.join(changed)}")
+    return out
+
+
+def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
+    """Whether the same command has already finished in this folder and its model is of the last step."""
+    run, done = expanded(c.trainer.run_dir), checkpoints.latest()
+    if c.trainer.resume_mode != "auto" or done is None:
+        return False
+    require_own(c)
+    model = run / "hf"
+    if (isinstance(c, Settings) and c.trainer.val_only) or done < total_steps or not model.is_dir():
+        return False
+    written = max(path.stat().st_mtime_ns for path in (model, *model.iterdir()))
+    return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
+
+
+def require_own(c: Common) -> None:
+    """Raises UserError where the checkpoints of the run folder are of another command."""
+    wrote, here = command_of(atomic_file.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(vars(c))
+    if wrote not in (None, here):
+        raise UserError(
+            f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
+        )
+
+
+def require_resumable(c: Common) -> None:
+    """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
+    if c.trainer.resume_mode not in ("auto", "disable"):
+        require(pathlib.Path(c.trainer.resume_mode))
+
+
+def command_of(config: Container[str]) -> str | None:
+    """Returns the training command whose settings have these sections; None if there is none."""
+    if "data" not in config:
+        return None
+    return "jppo.train" if "rollout" in config else "jppo.reward_model" if "loss" in config else "jppo.sft"

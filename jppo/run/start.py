@@ -1,0 +1,222 @@
+"""The start of a PPO run: reads, loads, compiles, resumes, publishes; returns the parts of the run, `Run`."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jppo import process, settings, traces
+from jppo.agent.python import Python
+from jppo.agent.tools import Toolbox
+from jppo.distributed.hosts import Hosts, own_folder
+from jppo.errors import expanded
+from jppo.learner import offloading, packing, sharding
+from jppo.learner.make import Learner, attention_kernel, compile_passes, make_learner, make_mesh
+from jppo.learner.mesh_checks import require_models_fit
+from jppo.learner.plan import replayed
+from jppo.learner.utilisation import introduce_peak
+from jppo.preflight import auto, preview
+from jppo.preflight.sampling_notes import forewarn
+from jppo.process import share_gpu
+from jppo.rewards.graders import RUNS_CODE, grader_of
+from jppo.rewards.make import make_panel
+from jppo.rewards.panel import Panel
+from jppo.rollout.make import Source, open_engine, served_reference
+from jppo.rollout.publish import Handover, may_overlap, publish_base, publish_policy
+from jppo.rollout.vllm.served_reference import ServedReference
+from jppo.run import resume
+from jppo.run.agreement import Match, agree
+from jppo.run.hosts import require_alike, require_shareable
+from jppo.run.inputs import Inputs, describe_decoding, read_inputs, speaking
+from jppo.run.resume import Begun, finished
+from jppo.runlog import atomic_file
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
+from jppo.runlog.lock import own
+from jppo.runlog.logger import Logger, Silent
+from jppo.runlog.make import make_logger, require_loggers
+from jppo.runlog.profile import Profiler
+from jppo.runlog.timers import Laps, Timers
+from jppo.runlog.watchdog import Watch
+from jppo.samples.dynamic_sampling import DynamicSupply, require_metric
+from jppo.samples.make import make_supply
+from jppo.samples.queue import Supply
+from jppo.sandbox.choice import describe_sandbox
+from jppo.settings import Settings
+from jppo.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run, once all of them exist."""
+
+    c: Settings
+    folder: pathlib.Path
+    hosts: Hosts
+    inputs: Inputs
+    learner: Learner
+    sampler: Source
+    supply: Supply | DynamicSupply
+    panel: Panel
+    handover: Handover
+    checkpoints: Checkpoints
+    logger: Logger | Silent
+    timer: Timers
+    profile: Profiler
+    watch: Watch
+    match: Match
+    reference: ServedReference | None  # ref.url; None: on the mesh, or none
+    origin: dict[str, Any]  # identity for checkpoints that resume it
+
+
+def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
+    """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
+    folder = expanded(c.trainer.run_dir)
+    require_shareable(c, hosts)
+    inputs = hosts.together(lambda: read(c))
+    require_alike(c, hosts, inputs)
+    logs = own_folder(hosts, folder)
+    profile = make_profiler(c, logs, inputs.total_steps)
+    timer, only_look = Timers(), c.trainer.val_only
+    written = folder / "val_only" if only_look else folder  # leaves the run's own files unchanged
+    hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
+    limits = dict[str, Any](stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
+    ends = dict[str, Any](hosts=hosts, stopped=c.trainer.stop_exit_code)
+    watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
+    kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
+    checkpoints = stack.enter_context(kept)
+    hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
+    if finished(c, checkpoints, inputs.total_steps):
+        return None
+    if inputs.agent is not None:
+        stack.callback(inputs.agent.close)
+    mesh = make_mesh(c)
+    process.prepare(c, sharding.platform(mesh))
+    require_models_fit(inputs, mesh)
+    fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
+    c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
+    panel = hosts.together(lambda: make_panel(c, mesh, hosts, **inputs.graded()))
+    stack.callback(panel.close)
+    if c.algorithm.filter_groups:
+        require_metric(c.algorithm.filter_groups_metric.partition("/")[0], panel.parts)
+    kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
+    parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
+    parts["reference"] = served_reference(c, inputs.tokenizer, hosts)
+    if c.trainer.traces:
+        stack.enter_context(traces.exporting())
+    with timer("start"):
+        run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
+    introduce(run, begun, kernel, chosen, laps)
+    return run, begun
+
+
+def read(c: Settings) -> Inputs:
+    """Reads a host's inputs before it uses a device."""
+    require_loggers(c)
+    share_gpu(c)
+    inputs = read_inputs(c)
+    replayed(c, inputs.policy)  # raises before a server starts
+    resume.require_resumable(c)
+    return inputs
+
+
+def make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
+    """Makes the profiler of the configured steps; checks that they are steps of this run."""
+    steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
+    settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
+    return Profiler(run / "profile", steps)
+
+
+def start(
+    stack: contextlib.ExitStack, parts: dict[str, Any], mesh: Mesh, logs: pathlib.Path
+) -> tuple[Run, Begun, Laps]:
+    """Loads and compiles while the engine starts, resumes, and publishes the first weights."""
+    c, hosts, inputs, panel = (parts[name] for name in ("c", "hosts", "inputs", "panel"))
+    laps, only_look = Laps(), c.trainer.val_only
+    engine = hosts.together(lambda: open_engine(c, logs, hosts))  # it loads while JAX compiles
+    stack.callback(engine.close)
+    learner, begin = make_learner(c, inputs, mesh)
+    laps("models")
+    if not only_look:
+        compile_passes(c, learner, begin)
+        laps("compilation")
+    origin = resume.origin(c, inputs, learner)
+    begun = resume.resume(c, parts["checkpoints"], learner, begin, panel, origin)
+    del begin  # a resumed run must not hold two states
+    laps("checkpoint")
+    sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
+    laps("waiting for the sampler")
+
+    def publish(now: TrainState) -> None:
+        publish_policy(c, learner, sampler, now, inputs.adapters, hosts)
+
+    publish_base(c, learner, sampler, int(begun.state.step), hosts)
+    publish(begun.state)
+    laps("publish")
+    hosts.together(panel.ready)
+    laps("graders")
+    logged = begun.step
+    if begun.step is not None and (begun.pending is not None or only_look):
+        logged = begun.step - 1  # its line is written now
+    muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
+    logger = make_logger(c, parts["folder"], hosts, total_steps=inputs.total_steps, resumed_step=logged, muted=muted)
+    stack.enter_context(logger)
+    supply = make_supply(
+        c, inputs.train, inputs.total_steps, learner.recipe.estimator.greedy, sampler, panel, begun.cursor, hosts
+    )
+    early = learner.critic is not None and may_overlap(c, hosts)
+    handover = stack.enter_context(Handover(publish, early=early))
+    made = dict[str, Any](learner=learner, sampler=sampler, supply=supply, handover=handover, logger=logger)
+    return Run(**parts, **made, match=Match(c), origin=origin), begun, laps
+
+
+def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
+    """Logs what the run will do, and compares the policies of engine and trainer."""
+    c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
+    step = int(begun.state.step)
+    if run.hosts.first:
+        atomic_file.write_text(run.folder / "config.json", settings.dump(c))
+    lines = [
+        introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
+        *sizes(inputs, mesh, run.learner.plan, begun.step),
+        *begun.said,
+        inputs.policy.unread,
+        kernel,
+        describe_decoding(inputs.policy),
+        offloading.introduce(c, inputs, mesh.devices.flat[0]),
+        introduce_peak(c, mesh),
+        chosen,
+        f"seconds of the start: {laps}",
+    ]
+    for line in (*filter(None, lines), *run.profile.introduce(step)):
+        logger.note(line)
+    for finding in forewarn(c, step):
+        logger.warn(finding)
+    logger.note(agree(c, inputs, run.learner, begun.state, run.sampler, step, run.hosts))
+
+
+def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:
+    """Returns lines on prompts, devices, rows and the resumed step."""
+    cut = inputs.train.truncated + inputs.val.truncated
+    left_out = inputs.train.overlong + inputs.val.overlong
+    return [
+        f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
+        f" ({left_out} over-long ones left out, {cut} cut)",
+        f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
+        f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
+        "a new run" if resumed is None else f"resuming from the checkpoint of step {resumed}",
+    ]
+
+
+def introduce_sandbox(c: Settings, sources: Iterable[str], toolbox: Toolbox | None) -> str:
+    """Returns the console line on active protections; '' if the run executes no programs of the model."""
+    asked = [c.reward.grader] if c.reward.grader else sources
+    graded = not c.reward.function and any(grader_of(source) in RUNS_CODE for source in asked)
+    tools = toolbox.tools if toolbox is not None else []
+    if not graded and not any(isinstance(tool, Python) for tool in tools):
+        return ""
+    return describe_sandbox(*c.reward.sandbox_choice)

@@ -1,0 +1,149 @@
+"""Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose samples all score the same are replaced by new prompts.
+
+A step samples gen batches of `data.gen_batch_size` prompts until `data.train_batch_size` groups have samples that
+differ in `algorithm.filter_groups_metric`. It trains on the first of these and drops the rest, as verl does. After
+`algorithm.max_num_gen_batches` it trains on the groups it has. Only the position in the data passes from one step to
+the next, so a checkpoint needs no more than that.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from jppo.data.stream import Cursor
+from jppo.rollout.protocol import RolloutError
+from jppo.samples.queue import Drawn, Supply
+from jppo.settings import UserError
+from jppo.types import Prompt, Reward, Trajectory
+
+SCORE = "score"  # the metric that is the weighted sum of all parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """The settings of dynamic sampling."""
+
+    prompts: int  # of a step
+    n: int
+    metric: str
+    most: int  # gen batches of a step; 0: no bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The graded samples of one prompt."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    rewards: list[Reward]
+    baseline: Reward | None  # of the greedy response, if there is one
+
+
+def differs(rewards: Sequence[Reward], metric: str) -> bool:
+    """Whether the usable samples of a prompt have at least two values of the metric; without it, scores count."""
+    return len({r.parts.get(metric, r.score) for r in rewards if r.unusable is None}) > 1
+
+
+def require_metric(metric: str, parts: Collection[str]) -> None:
+    """Raises UserError where the metric is neither the score nor one of these parts of the reward."""
+    if metric != SCORE and metric not in parts:
+        known = ", ".join(map(repr, (SCORE, *parts)))
+        raise UserError(
+            f"algorithm.filter_groups_metric={metric!r} is no part of this run's reward; it is one of {known}"
+        )
+
+
+class DynamicSupply:
+    """The samples of a synchronous run with dynamic sampling, in place of a `Supply`."""
+
+    def __init__(self, how: Filter, gen_batch: Callable[[int, Cursor], Supply], cursor: Cursor):
+        """`gen_batch` makes the supply of one gen batch from its index within the step and the position in the data."""
+        self._how = how
+        self._gen_batch = gen_batch
+        self._cursor = cursor
+
+    def take(self, step: int) -> Drawn:
+        """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
+        how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
+        kept, rewards = list[Group](), list[Reward]()
+        for batches in itertools.count(1):
+            supply = self._gen_batch(batches - 1, after)
+            drawn = supply.take(step)
+            found = _groups(drawn, how.n)
+            new = [r for group in found for r in group.rewards]
+            rewards, after = rewards + new, supply.learned(drawn, new)
+            waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
+            if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
+                kept = kept or found
+                break
+            if batches == 1:
+                require_metric(how.metric, sorted({name for r in new for name in r.parts}))
+            kept += [group for group in found if differs(group.rewards, how.metric)]
+            if len(kept) >= how.prompts or batches == how.most:
+                break
+        self._cursor = after
+        count, used = len(rewards) // how.n, kept[: how.prompts]
+        if not kept:
+            raise RolloutError(
+                f"step {step + 1}: none of the {count} prompts of {batches} gen batches has samples that differ in"
+                f" algorithm.filter_groups_metric={how.metric}; raise algorithm.max_num_gen_batches={how.most}, take"
+                " easier or harder data, or set algorithm.filter_groups=False"
+            )
+        metrics = {
+            "train/num_gen_batches": float(batches),
+            "train/num_prompts": float(len(used)),
+            "training/filter_groups/evicted_samples": float(count - len(kept)),
+            "training/filter_groups/discarded_surplus_samples": float(len(kept) - len(used)),
+            "train/sampled_score": _mean([r.score for r in rewards if r.unusable is None]),
+            "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
+        }
+        chosen = [reward for group in used for reward in group.rewards]
+        best = [group.baseline for group in used if group.baseline is not None]
+        return Drawn(
+            prompts=[group.prompt for group in used],
+            trajectories=[t for group in used for t in group.trajectories],
+            after=after,
+            waited_s=waited,
+            sampling_s=sampling,
+            grade=lambda: (chosen, best or None),
+            metrics=metrics,
+        )
+
+    def settle(self) -> None:
+        """Does nothing: no request is in flight between steps."""
+
+    def learned(self, drawn: Drawn, rewards: Sequence[Reward]) -> Cursor:
+        """Returns the position in the data after a step: the order of the prompts knows the rewards already."""
+        return drawn.after
+
+    def forget(self, step: int) -> None:
+        """Does nothing: no sample is kept."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns {}: a checkpoint keeps the position in the data, and no samples."""
+        return {}
+
+    def load(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Returns a line for the console if a checkpoint of asynchronous training has samples."""
+        said = "the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"
+        return [said] if state else []
+
+
+def _groups(drawn: Drawn, n: int) -> list[Group]:
+    """Waits for the rewards of a gen batch."""
+    rewards, best = drawn.grade()
+    return [
+        Group(
+            prompt,
+            drawn.trajectories[i * n : (i + 1) * n],
+            rewards[i * n : (i + 1) * n],
+            None if best is None else best[i],
+        )
+        for i, prompt in enumerate(drawn.prompts)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

@@ -1,0 +1,118 @@
+"""Prefetched samples: how far ahead, and which are too stale to train on."""
+
+import dataclasses
+import functools
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+
+from jppo.data.prompts import PromptSet
+from jppo.data.stream import Cursor
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import expanded
+from jppo.rewards.panel import Panel
+from jppo.rollout.make import Source, sampling
+from jppo.rollout.protocol import RolloutError
+from jppo.samples.dynamic_sampling import DynamicSupply, Filter
+from jppo.samples.queue import Drawn, How, Supply, ages
+from jppo.settings import Settings, table
+from jppo.types import Reward
+
+
+def staleness(c: Settings) -> int:
+    """Returns the maximum staleness of a sample, in updates."""
+    return c.rollout.max_staleness if c.rollout.mode == "async" else 0
+
+
+def prompts_per_batch(c: Settings) -> int:
+    """Returns the number of prompts sampled together: `data.train_batch_size`, or one gen batch of dynamic sampling."""
+    size: int = c.data.train_batch_size if c.data.gen_batch_size is None else c.data.gen_batch_size
+    return size
+
+
+def make_supply(
+    c: Settings,
+    train: PromptSet,
+    total_steps: int,
+    baseline: bool,
+    sampler: Source,
+    panel: Panel,
+    cursor: Cursor,
+    hosts: Hosts = ALONE,
+) -> Supply | DynamicSupply:
+    """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response."""
+    how = How(
+        batch_size=c.data.train_batch_size,
+        n=c.rollout.n,
+        seed=c.trainer.seed,
+        shuffle=c.data.shuffle,
+        total_steps=total_steps,
+        staleness=staleness(c),
+        partial=c.rollout.partial,
+        greedy=baseline,
+        draw=functools.partial(sampling, c),
+        graders=graders(c),
+    )
+    a = c.algorithm
+    of_step = Filter(c.data.train_batch_size, c.rollout.n, a.filter_groups_metric, a.max_num_gen_batches)
+    if not a.filter_groups:
+        return Supply(how, train, sampler, panel, cursor, hosts)
+    how = dataclasses.replace(how, batch_size=prompts_per_batch(c))
+
+    def gen_batch(index: int, at: Cursor) -> Supply:
+        drawn = functools.partial(sampling, c, gen_batch=index)
+        return Supply(dataclasses.replace(how, draw=drawn), train, sampler, panel, at, hosts)
+
+    return DynamicSupply(of_step, gen_batch, cursor)
+
+
+def graders(c: Settings) -> dict[str, Any]:
+    """Returns what the reward depends on, as JSON types: its settings and the state of the files they name.
+
+    Of a file the checksum; of a folder, such as a reward model's, the sizes and times of its files.
+    """
+    found = dict[str, Any]()
+    for name, value in table.values(c.reward, "reward.").items():
+        text = value if isinstance(value, str) else ""
+        path = expanded(text.rpartition(":")[0] or text)
+        if text and path.is_file():
+            found[name] = [value, zlib.crc32(path.read_bytes())]
+        elif text and path.is_dir():
+            stats = {file.name: file.stat() for file in sorted(path.iterdir())}
+            found[name] = [value, [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()]]
+        else:
+            found[name] = value
+    return found
+
+
+def fresh(c: Settings, drawn: Drawn, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
+    """Marks the rewards of samples that are too stale as unusable and returns staleness metrics.
+
+    With a log-prob correction, stale samples are kept: it weights them.
+    """
+    age, most = ages(drawn.trajectories, step), staleness(c)
+    if most == 0:
+        if age.any():
+            old = drawn.trajectories[int(np.argmax(age))]
+            raise RolloutError(
+                f"prompt {old.uid} was sampled by the weights {step - int(age.max())}, not by version {step}"
+            )
+        return rewards, {}
+    limit = most if c.algorithm.old_logprob != "correction" else math.inf
+    dropped = [i for i, r in enumerate(rewards) if r.unusable is None and age[i] > limit]
+    rewards = list(rewards)
+    for i in dropped:
+        why = f"sampled by weights {age[i]} updates old, more than rollout.max_staleness={most}"
+        rewards[i] = dataclasses.replace(rewards[i], unusable=why)
+    return rewards, {
+        "rollout/staleness_mean": float(age.mean()),
+        "rollout/staleness_max": float(age.max()),
+        "rollout/stale_dropped": float(len(dropped)),
+        "rollout/mixed_versions": float(
+            np.mean([len(np.unique(t.version[t.sampled])) > 1 for t in drawn.trajectories])
+        ),
+        "rollout/sampling_s": drawn.sampling_s,
+        "rollout/hidden": max(0.0, 1.0 - drawn.waited_s / drawn.sampling_s) if drawn.sampling_s > 0 else 0.0,
+    }

@@ -1,0 +1,273 @@
+"""The samples of each step: requested on demand, or prefetched while the trainer learns.
+
+    take(step)      returns the samples of a step and requests those of later steps
+    settle()        waits for all requests, before an update that must not overlap any
+    learned(...)    passes its rewards to the order of the prompts
+    forget(step)    ends the step
+    state()         requests that are not yet trained on, with finished responses, for a checkpoint
+
+With `staleness` 0, training is synchronous: a step's prompts are requested with the policy that learns from them. With
+k, up to k further steps are in flight, sampled by weights up to k updates old. With `partial`, a step takes the first
+finished groups in any order; long ones continue until they would be too old.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.data.prompts import PromptSet
+from jppo.data.stream import Cursor, next_batch, seen
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.rewards.panel import Panel
+from jppo.rollout.protocol import Sampler, greedy
+from jppo.runlog import sample_queue, trajectories
+from jppo.samples.requests import Asked, Draws, Queue, rewards_of
+from jppo.types import Prompt, Reward, Sampling, Trajectory
+
+POLL_S = 0.5  # polling interval of waits, so that a signal ends them
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """The settings of the sample supply, for a whole run."""
+
+    batch_size: int  # prompts per step
+    n: int
+    seed: int
+    shuffle: bool
+    total_steps: int
+    staleness: int
+    partial: bool
+    greedy: bool  # a greedy response per prompt, as a baseline
+    draw: Callable[[int], Sampling]  # by step
+    graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; saved rewards are kept if it is equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """The samples that a step trains on."""
+
+    prompts: list[Prompt]
+    trajectories: list[Trajectory]  # n consecutive ones per prompt
+    after: Cursor  # the position in the data after the step
+    waited_s: float
+    sampling_s: float  # from the first request to the last answer
+    grade: Callable[[], tuple[list[Reward], list[Reward] | None]]  # waits for the rewards, and the baseline's
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of dynamic sampling
+
+
+class Supply:
+    """The samples of a run."""
+
+    def __init__(
+        self, how: How, train: PromptSet, sampler: Sampler, panel: Panel, cursor: Cursor, hosts: Hosts = ALONE
+    ):
+        self._how = how
+        self._hosts = hosts
+        self._groups = hosts.share(how.batch_size)  # the share of a step's prompts sampled here
+        self._train = train
+        self._sampler = sampler
+        self._panel = panel
+        self._now = Queue(cursor)
+        self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of unfinished steps
+        self._changed = threading.Condition()
+        self._settling_s = 0.0
+
+    def take(self, step: int) -> Drawn:
+        """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
+        return self._drawn(*self._hosts.together(lambda: self._take(step)))
+
+    def _take(self, step: int) -> tuple[list[tuple[Asked, int]], float]:
+        last = self._last(step)
+        self._ask_through(last if self._how.partial else step, step)
+        began = time.monotonic()
+        groups = self._wait_for(lambda: self._choose(step))
+        waited, self._settling_s = self._settling_s + time.monotonic() - began, 0.0
+        self._taken[step] = groups
+        self._ask_through(last, step)
+        return groups, waited
+
+    def settle(self) -> None:
+        """Waits until nothing is in flight."""
+        began = time.monotonic()
+        self._hosts.together(
+            lambda: self._wait_for(
+                lambda: all(self._has(asked, group) for asked in self._now.queue for group in asked.left) or None
+            )
+        )
+        self._settling_s += time.monotonic() - began
+
+    def learned(self, drawn: Drawn, rewards: Sequence[Reward]) -> Cursor:
+        """Passes the step's rewards to a sampler that learns from them; returns the position in the data after it."""
+        after = seen(self._now.cursor, self._train.order_of, drawn.prompts, rewards)
+        self._now = dataclasses.replace(self._now, cursor=after)
+        return dataclasses.replace(drawn.after, curriculum=after.curriculum)
+
+    def forget(self, step: int) -> None:
+        """Ends the step: its samples are not needed again."""
+        for asked, group in self._taken.pop(step, []):
+            asked.left.discard(group)
+        self._now = dataclasses.replace(self._now, queue=tuple(asked for asked in self._now.queue if asked.left))
+
+    def state(self) -> dict[str, Any]:
+        """Returns requests that are not yet trained on, as JSON types; {} without prefetching."""
+        return sample_queue.merged(self._hosts.gather(self._state))
+
+    def _state(self) -> dict[str, Any]:
+        now = self._now
+        if not self._how.staleness and not now.held:
+            return {}
+        while True:  # the graders' state must match the finished rewards
+            reward = self._panel.state()
+            steps = [*(self._kept(asked) for asked in now.queue), *now.held]
+            if reward == self._panel.state():
+                break
+        about = {"next": now.next, "cursor": dataclasses.asdict(now.cursor), "reward": reward, **self._kind()}
+        return sample_queue.state(about, steps)
+
+    def _kept(self, asked: Asked) -> sample_queue.Step:
+        with self._changed:
+            responses = [dict(draws.found) for draws in asked.draws]
+        found = tuple(
+            sample_queue.Found(draws.n, there, draws.grading.finished() | draws.graded)
+            for draws, there in zip(asked.draws, responses, strict=True)
+        )
+        after = dataclasses.asdict(asked.after)
+        return sample_queue.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), found)
+
+    def load(self, state: Mapping[str, Any], step: int) -> list[str]:
+        """Restores `state` for a run that begins with `step`; missing responses are requested again.
+
+        Responses that the run would sample differently, or with newer weights, are missing. Returns lines for the
+        console.
+        """
+        if not state:
+            return []
+        kept, lines = sample_queue.fitted(
+            state, self._kind(), first=step, staleness=self._how.staleness, partial=self._how.partial
+        )
+        if any(way.rewards for one in kept for way in one.found):
+            self._panel.load(state["reward"])
+        following = state["next"] if self._how.partial else step + len(kept)
+        self._now = Queue(Cursor(**state["cursor"]), following, held=tuple(kept))
+        self._ask_held(self._last(step))
+        return lines
+
+    def _last(self, step: int) -> int:
+        """Returns the last step whose prompts are requested during `step`."""
+        how = self._how
+        ahead = min(how.staleness, 1) if how.partial else how.staleness
+        return min(step + ahead, how.total_steps - 1)
+
+    def _kind(self) -> dict[str, Any]:
+        """Returns the settings on which kept samples depend."""
+        how = self._how
+        drawn = {name: value for name, value in dataclasses.asdict(how.draw(0)).items() if name not in ("n", "seed")}
+        if not drawn["experts"]:  # as in checkpoints of earlier versions
+            del drawn["experts"]
+        return {
+            "data.train_batch_size": how.batch_size,
+            "rollout.n": how.n,
+            "greedy": how.greedy,
+            "sampling": drawn | {"stop": list(drawn["stop"])},
+            "graders": how.graders,
+        }
+
+    def _ask_through(self, last: int, version: int) -> None:
+        how = self._how
+        self._ask_held(last)
+        for step in range(max(version, self._now.next), last + 1):
+            indices, cursor = next_batch(
+                self._now.cursor, n=len(self._train.prompts), batch_size=how.batch_size, seed=how.seed,
+                shuffle=how.shuffle, parts=self._train.parts, order_of=self._train.order_of,
+            )  # fmt: skip
+            asked = self._begin(step, version, indices, cursor, frozenset(range(len(indices))))
+            self._now = dataclasses.replace(self._now, cursor=cursor, next=step + 1, queue=(*self._now.queue, asked))
+
+    def _ask_held(self, last: int) -> None:
+        for one in self._now.held:
+            if self._how.partial or one.step <= last:
+                asked = self._begin(one.step, one.version, one.indices, Cursor(**one.after), one.left, one.found)
+                rest = tuple(other for other in self._now.held if other is not one)
+                self._now = dataclasses.replace(self._now, held=rest, queue=(*self._now.queue, asked))
+
+    def _begin(
+        self, step: int, version: int, indices: np.ndarray, after: Cursor, left: frozenset[int],
+        found: Sequence[sample_queue.Found] = (),
+    ) -> Asked:  # fmt: skip
+        how = self._how
+        prompts = [self._train.prompts[i] for i in indices]
+        drawn = how.draw(step)
+        best = greedy(drawn.max_tokens, stop=drawn.stop, ignore_eos=drawn.ignore_eos)
+        asked = []
+        for i, way in enumerate([drawn, best] if how.greedy else [drawn]):
+            draws = Draws(prompts, way.n, self._panel, self._changed)
+            there = found[i] if found else sample_queue.Found(way.n, {}, {})
+            own = [number for group in sorted(left) if group in self._groups for number in draws.numbers(group)]
+            draws.graded |= there.rewards
+            for number in (number for number in own if number in there.responses):
+                draws.done(number, there.responses[number])
+            missing = [number for number in own if number not in there.responses]
+            draws.future = self._sampler.start(prompts, way, done=draws.done, only=missing)
+            asked.append(draws)
+        return Asked(step, version, indices, after, tuple(asked), set(left))
+
+    def _choose(self, step: int) -> list[tuple[Asked, int]] | None:
+        """Returns the groups of the step; None if they are incomplete."""
+        how, queue = self._how, self._now.queue
+        if not how.partial:
+            [asked] = [asked for asked in queue if asked.step == step]
+            groups = [(asked, group) for group in sorted(asked.left)]
+            return groups if all(self._has(*pair) for pair in groups) else None
+        gone = {(id(asked), group) for groups in self._taken.values() for asked, group in groups}
+        waiting = [(asked, g) for asked in queue for g in sorted(asked.left) if (id(asked), g) not in gone]
+        there = [pair for pair in waiting if self._has(*pair)]
+        due = [(a, g) for a, g in waiting if a.version + how.staleness <= step][: how.batch_size]
+        if len(there) < how.batch_size or not all(pair in there for pair in due):
+            return None
+        rest = [pair for pair in there if pair not in due]
+        return sorted([*due, *rest[: how.batch_size - len(due)]], key=lambda pair: (pair[0].step, pair[1]))
+
+    def _has(self, asked: Asked, group: int) -> bool:
+        return group not in self._groups or all(draws.has(group) for draws in asked.draws)
+
+    def _wait_for(self, found: Callable[[], Any]) -> Any:
+        with self._changed:
+            while (what := found()) is None:
+                for asked in self._now.queue:
+                    for draws in asked.draws:
+                        draws.require()
+                self._changed.wait(POLL_S)
+        return what
+
+    def _drawn(self, groups: list[tuple[Asked, int]], waited: float) -> Drawn:
+        own = [(a, g) for a, g in groups if g in self._groups]
+        samples, best = ([(a.draws[i], g) for a, g in own if i < len(a.draws)] for i in (0, 1))
+        used = [draws for a, _ in groups for draws in a.draws]
+        found = [draws.found[number] for draws, group in samples for number in draws.numbers(group)]
+        return Drawn(
+            prompts=[self._train.prompts[asked.indices[group]] for asked, group in groups],
+            trajectories=trajectories.of_all(self._hosts, found),
+            after=max((asked for asked, _ in groups), key=lambda asked: asked.step).after,
+            waited_s=waited,
+            sampling_s=max(draws.ended for draws in used) - min(draws.began for draws in used),
+            grade=lambda: self._grade(samples, best),
+        )
+
+    def _grade(
+        self, samples: Sequence[tuple[Draws, int]], best: Sequence[tuple[Draws, int]]
+    ) -> tuple[list[Reward], list[Reward] | None]:
+        found = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
+        if not self._how.greedy:
+            return found, None
+        return found, trajectories.rewards_of_all(self._hosts, lambda: rewards_of(best))
+
+
+def ages(found: Sequence[Trajectory], step: int) -> np.ndarray:
+    """Returns the age in updates of the oldest sampled token of each, relative to the weights `step`, [B] i64."""
+    every = [[other for other in (t, *t.branches) if other.sampled.any()] for t in found]
+    return np.array([max((step - t.version[t.sampled].min() for t in some), default=0) for some in every], np.int64)

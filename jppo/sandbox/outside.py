@@ -1,0 +1,281 @@
+"""The trusted side of the sandbox: starts a program, watches it, and removes it. `inside.py` is the other side.
+
+The program is one process with threads. It gets its own text, its input, and the tests' requests. The only file
+descriptors that it shares with its parent are pipes that are read here.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import marshal
+import os
+import pathlib
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.sandbox import cgroup, spaces
+from jppo.sandbox.inside import CLOSED
+
+FILE_BYTES = 2**24  # of each file that a program writes
+FOLDER_BYTES = 2**26  # of all files together
+OUTPUT_BYTES = 2**24  # of its output, and of its replies
+THREADS = 64  # where the user is not root
+FILES = 4096  # in the program's folder
+OPEN_FILES = 128
+NOBODY = 65534
+_OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
+TOO_LONG = "took too long"
+_PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the minimum age of a leftover
+_TICK_S = 0.05  # how often a folder without a quota is measured
+_ROOT = str(pathlib.Path(__file__).resolve().parents[3])
+_BOOT = f"import sys; sys.path.insert(0, {_ROOT!r}); from jppo.sandbox.inside import main; main(int(sys.argv[1]))"
+_DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
+
+Request = tuple[str, str]  # as in program.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Guards:
+    """The protections that the kernel supports here; `protections.py` finds out."""
+
+    landlock: int = 0  # its ABI; 0: none
+    seccomp: bool = False
+    spaces: str = spaces.NONE
+    uid: int | None = None  # the user that programs become; None: the trainer's
+    groups: tuple[str, ...] = ()  # folders for control groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """The end of a program: `status` is None if it was killed, for the reason `why`."""
+
+    status: int | None
+    printed: str
+    errors: str
+    replies: tuple[str, ...]
+    why: str = ""
+    retries: int = 0  # of a request to a sandbox service
+
+
+class NoSandbox(Exception):
+    """The sandbox could not be made; no program was run."""
+
+
+def run(
+    text: str,
+    *,
+    guards: Guards,
+    time_s: float,
+    memory_bytes: int,
+    stdin: str = "",
+    requests: Sequence[Request] | None = None,
+) -> Ran:
+    """Runs a program; `requests` are also made to it, and each is answered by one of the replies.
+
+    Raises NoSandbox if the kernel refuses one of the `guards`.
+    """
+    _sweep(tempfile.gettempdir())
+    folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    groups: list[str] = []
+    try:
+        if guards.groups:
+            most = memory_bytes + FOLDER_BYTES + _OF_PYTHON
+            groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 2)
+        if guards.uid is not None and guards.spaces == spaces.NONE:
+            os.chown(folder, guards.uid, guards.uid)
+        job = {
+            "program": text.encode("utf-8", "replace").decode("utf-8"),
+            "requests": None if requests is None else list(requests),
+            "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
+            "limits": _limits(folder, guards, time_s, memory_bytes) | {"groups": groups},
+        }
+        ran = _run(job, stdin, folder, time_s, quota=guards.spaces == spaces.NONE)
+    finally:
+        _remove(folder)
+        cgroup.remove(groups)
+    if ran.replies[:1] != (CLOSED,) and not ran.why:  # a program could fake an exit code
+        raise NoSandbox(ran.errors.strip() or "the sandbox's process ended before it was closed")
+    return dataclasses.replace(ran, replies=ran.replies[1:])
+
+
+def readable() -> list[str]:
+    """Returns paths that programs may read besides their folder: Python, its packages, and system libraries."""
+    prefixes = {sys.prefix, sys.base_prefix, sys.base_exec_prefix}
+    paths = {f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "lib64")}
+    paths |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"}
+    paths |= {"/etc/ld.so.cache", "/etc/localtime"}
+    paths |= {os.path.realpath(path) for path in paths}
+    return sorted(path for path in paths if os.path.lexists(path) and path.count(os.sep) > 0 and path != os.sep)
+
+
+def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int) -> dict[str, Any]:
+    user = os.getuid() if guards.uid is None else guards.uid
+    return {
+        "folder": folder,
+        "folder_bytes": FOLDER_BYTES,
+        "read": readable(),
+        "devices": _DEVICES,
+        "spaces": guards.spaces,
+        "landlock": bool(guards.landlock),
+        "seccomp": guards.seccomp,
+        "uid": guards.uid,
+        "rlimits": {
+            "RLIMIT_AS": memory_bytes,
+            "RLIMIT_CPU": int(time_s) + 2,
+            "RLIMIT_FSIZE": FILE_BYTES,
+            "RLIMIT_NPROC": _processes_of(user) + THREADS,
+            "RLIMIT_NOFILE": OPEN_FILES,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_CORE": 0,
+        },
+    }
+
+
+def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, *, quota: bool) -> Ran:
+    environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        replies, answers = os.pipe()
+        stack.callback(os.close, replies)
+        given = _memory_file(stack, stdin.encode("utf-8", "replace"))
+        order = _memory_file(stack, marshal.dumps(job | {"replies": answers}))
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(order)],
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+                pass_fds=(order, answers),
+                bufsize=0,
+            )
+        finally:
+            os.close(answers)
+        assert child.stdout is not None and child.stderr is not None
+        stack.callback(child.stdout.close)
+        stack.callback(child.stderr.close)
+        watch = _Watch(child, time.monotonic() + time_s, folder if quota else None)
+        try:
+            got, why = watch.read([child.stdout.fileno(), child.stderr.fileno(), replies])
+        finally:
+            _kill(child)
+        printed, errors, said = (data.decode("utf-8", "replace") for data in got)
+        return Ran(None if why else child.returncode, printed, errors, tuple(said.splitlines()), why)
+
+
+class _Watch:
+    """A reader of a process's output until it ends or must be killed."""
+
+    def __init__(self, child: subprocess.Popen, deadline: float, folder: str | None):
+        self._child, self._deadline, self._folder = child, deadline, folder
+
+    def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
+        """Returns the pipes' contents, and why the process must be killed, or ''."""
+        got = {fd: bytearray() for fd in pipes}
+        with selectors.DefaultSelector() as waiting:
+            for fd in pipes:
+                waiting.register(fd, selectors.EVENT_READ)
+            why = ""
+            while waiting.get_map() and not why:
+                for key, _ in waiting.select(self._patience()):
+                    chunk = os.read(key.fd, 2**16)
+                    got[key.fd] += chunk
+                    if not chunk:
+                        waiting.unregister(key.fd)
+                    if len(got[key.fd]) > OUTPUT_BYTES:
+                        why = f"printed more than {OUTPUT_BYTES} bytes"
+                why = why or self._fault()
+        while not why and self._child.poll() is None:  # it has closed its pipes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(self._patience())
+            why = self._fault() if self._child.poll() is None else ""
+        return [bytes(got[fd]) for fd in pipes], why or self._overfull()
+
+    def _patience(self) -> float:
+        left = max(0.0, self._deadline - time.monotonic())
+        return left if self._folder is None else min(left, _TICK_S)
+
+    def _fault(self) -> str:
+        return TOO_LONG if time.monotonic() >= self._deadline else self._overfull()
+
+    def _overfull(self) -> str:
+        if self._folder is None:
+            return ""
+        size, files = 0, 0
+        try:
+            for where, folders, names in os.walk(self._folder, onerror=_raise):
+                files += len(folders) + len(names)
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        size += os.lstat(os.path.join(where, name)).st_blocks * 512
+                if size > FOLDER_BYTES or files > FILES:
+                    return f"wrote more than {FOLDER_BYTES} bytes or {FILES} files"
+        except FileNotFoundError:  # removed meanwhile
+            return ""
+        except (OSError, RecursionError):
+            return "made a folder that cannot be looked into"
+        return ""
+
+
+def _raise(e: OSError) -> None:
+    raise e
+
+
+def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:
+    """Makes a file descriptor to read the data from."""
+    fd = os.memfd_create("jppo")
+    stack.callback(os.close, fd)
+    with os.fdopen(os.dup(fd), "wb") as f:
+        f.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _kill(child: subprocess.Popen) -> None:
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+@functools.cache
+def _sweep(place: str) -> None:
+    """Removes folders of killed workers: old ones of this user or NOBODY, whose process is gone."""
+    for path in pathlib.Path(place).glob(f"{_PREFIX}*-*"):
+        with contextlib.suppress(OSError):
+            at = path.lstat()
+            gone = not os.path.exists(f"/proc/{path.name.removeprefix(_PREFIX).partition('-')[0]}")
+            if gone and at.st_uid in (os.geteuid(), NOBODY) and time.time() - at.st_mtime > _OLD_S:
+                _remove(str(path))
+
+
+def _remove(folder: str) -> None:
+    with contextlib.suppress(OSError, RecursionError):
+        shutil.rmtree(folder)
+    if os.path.lexists(folder):  # folders without rights, or thousands of nested ones
+        for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", "--", folder]):
+            subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
+def _within(path: str, place: str) -> bool:
+    return path == place or path.startswith(place + os.sep)
+
+
+def _processes_of(user: int) -> int:
+    """Counts a user's threads as the kernel does for RLIMIT_NPROC; 0 without /proc."""
+    total = 0
+    for process in pathlib.Path("/proc").glob("[0-9]*/task"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid == user:
+                total += len(os.listdir(process))
+    return total

@@ -1,0 +1,82 @@
+"""Detection of the kernel's protections, by running a program under them, and their names.
+
+`docs/security.md` has the table of their guarantees.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Collection, Iterator
+
+from jppo.sandbox import cgroup, landlock, outside, seccomp, spaces
+from jppo.sandbox.outside import Guards
+
+STRICT, BASIC, CONTAINER = "strict", "basic", "container"
+_PROBE = "import bisect, json, random, threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()"
+_PROBE_S, _PROBE_BYTES = 30.0, 2**30
+
+
+@functools.cache
+def probe(without: Collection[str] = frozenset()) -> Guards:
+    """Finds the strongest guards that work here; `without` names protections to treat as missing."""
+    for guards in _candidates(frozenset(without)):
+        try:
+            ran = outside.run(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+        except (outside.NoSandbox, OSError):
+            continue
+        if ran.status == 0 and ran.printed.strip() == "1":
+            return guards if "cgroup" in without else _grouped(guards)
+    return Guards()
+
+
+def _grouped(guards: Guards) -> Guards:
+    """Adds control groups to the guards, where these can be made."""
+    grouped = dataclasses.replace(guards, groups=cgroup.bases())
+    try:
+        ran = outside.run("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+    except (outside.NoSandbox, OSError):
+        return guards
+    return grouped if ran.status == 0 else guards
+
+
+def _candidates(without: Collection[str]) -> Iterator[Guards]:
+    abi = 0 if "landlock" in without else landlock.abi()
+    filtered = "seccomp" not in without and seccomp.supported()
+    nobody = [outside.NOBODY, None] if os.geteuid() == 0 and "user" not in without else [None]
+    places = [(spaces.AS_ROOT, uid) for uid in nobody] if os.geteuid() == 0 else []
+    places = [] if "namespaces" in without else [*places, (spaces.AS_USER, None)]
+    for files, calls in ((abi, filtered), (abi, False), (0, filtered), (0, False)):
+        yield from (Guards(files, calls, how, uid) for how, uid in places)
+        yield from (Guards(files, calls, spaces.NONE, uid) for uid in nobody)
+
+
+def describe(guards: Guards) -> dict[str, str]:
+    """Returns the state of each protection by its name in docs/security.md; '' is absent."""
+    own = guards.spaces != spaces.NONE
+    return {
+        "landlock": f"ABI {guards.landlock}" if guards.landlock else "",
+        "seccomp": "on" if guards.seccomp else "",
+        "namespaces": "on" if own else "",
+        "folder quota": "tmpfs" if own else "",
+        "unprivileged user": str(guards.uid or os.geteuid() or ""),
+        "rlimits": "on",
+        "cgroup": "on" if guards.groups else "",
+    }
+
+
+def summary(guards: Guards) -> str:
+    """Returns one line for logs."""
+    found = describe(guards)
+    active = ", ".join(name if how == "on" else f"{name} ({how})" for name, how in found.items() if how)
+    absent = ", ".join(name for name, how in found.items() if not how)
+    return active + (f"; not here: {absent}" if absent else "")
+
+
+def lacks(guards: Guards) -> str:
+    """Returns why untrusted models' programs must not run under these guards, or ''."""
+    found = []
+    if not guards.landlock and guards.spaces == spaces.NONE:
+        found.append("neither Landlock (Linux 5.13) nor namespaces keep programs to their folder")
+    if not guards.seccomp:
+        found.append("no seccomp filter keeps them from the network and other processes")
+    return "; ".join(found)

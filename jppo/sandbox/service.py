@@ -1,0 +1,111 @@
+"""Client of an HTTP sandbox service with the interface of Sandbox Fusion: POST /run_code."""
+
+import http.client
+import inspect
+import ipaddress
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from jppo.sandbox import program
+from jppo.sandbox.outside import TOO_LONG, NoSandbox, Ran, Request
+
+RETRIES = 4
+FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
+_RETRY_STATUS = (408, 429, 500, 502, 503, 504)
+# Appended to program.py: its replies are the standard output, and the program's output is dropped.
+_HARNESS = """
+import json
+
+out = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+text, requests = json.loads({job!r})
+run(text, requests, lambda line: write_all(out, line))
+"""
+
+
+def check_url(url: str) -> str:
+    """Returns the URL for programs; raises ValueError if it is invalid, or has a password in it."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"reward.sandbox_url={url!r} must be an address such as http://HOST:8080")
+    if parts.username or parts.password:
+        raise ValueError("reward.sandbox_url must not hold a user name or password; settings are printed and saved")
+    return url if parts.path.rstrip("/").endswith("/run_code") else url.rstrip("/") + "/run_code"
+
+
+def run(
+    text: str,
+    *,
+    url: str,
+    time_s: float,
+    memory_bytes: int,
+    stdin: str = "",
+    requests: Sequence[Request] | None = None,
+) -> Ran:
+    """Runs a program as `outside.run` does, on the service. Raises NoSandbox after more than RETRIES failures."""
+    code = text
+    if requests is not None:
+        code = inspect.getsource(program) + _HARNESS.format(job=json.dumps([text, requests]))
+    body = {
+        "code": code,
+        "language": "python",
+        "stdin": stdin,
+        "run_timeout": time_s,
+        "compile_timeout": time_s,
+        "memory_limit_MB": memory_bytes // 2**20,
+    }
+    for tries in range(RETRIES + 1):
+        try:
+            ran = _ran(_post(check_url(url), body, time_s + MARGIN_S), requests is not None)
+            return Ran(ran.status, ran.printed, ran.errors, ran.replies, ran.why, retries=tries)
+        except _Again as e:
+            if tries == RETRIES:
+                raise NoSandbox(f"the sandbox service failed {RETRIES + 1} times; the last: {e}") from e
+            time.sleep(FIRST_WAIT_S * 2**tries)
+    raise AssertionError("not reached")
+
+
+class _Again(Exception):
+    """A failure of the service that may pass."""
+
+
+def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    past_proxies = [urllib.request.ProxyHandler({})] if _is_loopback(url) else []
+    try:
+        with urllib.request.build_opener(*past_proxies).open(request, timeout=timeout_s) as reply:
+            return json.loads(reply.read())
+    except urllib.error.HTTPError as e:
+        if e.code in _RETRY_STATUS:
+            raise _Again(f"HTTP {e.code}") from e
+        raise NoSandbox(f"the sandbox service answered HTTP {e.code}: {e.read(200).decode('utf-8', 'replace')}") from e
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        raise _Again(str(e)) from e
+
+
+def _ran(reply: Any, with_replies: bool) -> Ran:
+    try:
+        if reply["status"] == "SandboxError":
+            raise _Again(str(reply.get("message"))[:200])
+        result = reply["run_result"]
+        late = result["status"] == "TimeLimitExceeded"
+        printed, errors = result.get("stdout") or "", result.get("stderr") or ""
+        code = result.get("return_code")
+    except (KeyError, TypeError, AttributeError) as e:
+        raise _Again(f"a reply without status, run_result and its status: {str(reply)[:200]}") from e
+    status = None if late else 1 if code is None else int(code)
+    replies = tuple(printed.splitlines()) if with_replies else ()
+    return Ran(status, "" if with_replies else printed, errors, replies, TOO_LONG if late else "")
+
+
+def _is_loopback(url: str) -> bool:
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
