@@ -29,6 +29,7 @@ from ml_collections import ConfigDict
 from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
 
+from jppo import settings
 from jppo.data.prompts import PromptSet
 from jppo.learner.devices import device_peak
 from jppo.learner.make import compile_passes, make_learner, make_mesh
@@ -69,7 +70,7 @@ def make_inputs(c: ConfigDict, described: dict[str, Any]) -> Inputs:
         val=PromptSet([], overlong=0),
         sources=(),
         policy=cfg,
-        critic=cfg if make_recipe(c).estimator.critic else None,
+        critic=cfg if make_recipe(settings.typed(c)).estimator.critic else None,
         reference=cfg if c.algorithm.use_kl_in_reward else None,
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c),
@@ -95,16 +96,16 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     described = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     responses = some(response_lengths()[:SEQUENCES], tokens)
     c = make_config(name, len(responses), changes)
-    mesh, inputs = make_mesh(c), make_inputs(c, described)
+    mesh, inputs = make_mesh(settings.typed(c)), make_inputs(c, described)
     trajectories = make_batch(inputs.policy, responses)
-    plan = plan_of_run(c, mesh, inputs.policy)
+    plan = plan_of_run(settings.typed(c), mesh, inputs.policy)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
-    found = memory.estimate(c, inputs, mesh, entries=entries)
+    found = memory.estimate(settings.typed(c), inputs, mesh, entries=entries)
     program = status("VmRSS")
     if CLEAR.is_file():
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")  # resets the peak
-    learner, now = make_learner(c, inputs, mesh)
+    learner, now = make_learner(settings.typed(c), inputs, mesh)
     compile_passes(c, learner, now)
     for _ in range(2):
         now = step(c, learner, now, trajectories)

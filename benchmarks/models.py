@@ -137,7 +137,7 @@ def some(responses: np.ndarray, tokens: int | None) -> np.ndarray:
 
 def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int, repeats: int) -> Subject:
     """The model with random weights, and the batch."""
-    mesh = make_mesh(c)
+    mesh = make_mesh(settings.typed(c))
     cfg = pad_vocab(families.from_hf(MODELS[name], path=name), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
     check_room(size(abstract(what.shapes, what.shardings)))
@@ -150,7 +150,7 @@ def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int
         c=c,
         mesh=mesh,
         cfg=cfg,
-        trained=load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
+        trained=load_trained(settings.typed(c), mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
         responses=responses,
         prompt=prompt,
         trajectories=trajectories,
@@ -383,7 +383,7 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
     c.data.max_prompt_length = c.data.max_response_length = max(LENGTHS) // 2
     c.model.logprob_chunk_bytes = 2**27  # of about the size of the trunk's own temporaries
     change(c, changes)
-    mesh, cases = make_mesh(c), []
+    mesh, cases = make_mesh(settings.typed(c)), []
     for T in LENGTHS:
         shape = TOKENS // T, T
         if shape[0] % sharding.row_multiple(mesh):

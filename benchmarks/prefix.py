@@ -74,10 +74,10 @@ def make_turn(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory]
 ) -> tuple[Callable[[], dict[str, tuple[float, float]]], dict[str, Any]]:
     """Makes a function that runs both stages and returns wall and CPU seconds of each; and the fill of rows."""
-    mesh, empty = make_mesh(c), PromptSet([], overlong=0)
+    mesh, empty = make_mesh(settings.typed(c)), PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=None, reference=None, adapters=None, critic_adapters=None)
     inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    learner, now = make_learner(c, inputs, mesh)
+    learner, now = make_learner(settings.typed(c), inputs, mesh)
     state = [now]
 
     def turn() -> dict[str, tuple[float, float]]:

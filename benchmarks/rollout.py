@@ -132,7 +132,7 @@ def sampling(
     ]
     c = copy.deepcopy(c)
     c.rollout.n, c.data.max_response_length = SAMPLES, 16 if small else LONGEST
-    how = rollout.sampling(c, 0)
+    how = rollout.sampling(settings.typed(c), 0)
     endpoint = sampler.fleet.members[0].endpoint
     requests: list[dict[str, Any]] = []
     ask = endpoint.ask
@@ -142,7 +142,7 @@ def sampling(
         return await ask(route, body)
 
     c.rollout.name = "inprocess"
-    own = open_engine(c, pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
+    own = open_engine(settings.typed(c), pathlib.Path(c.model.path)).ready(eos_token_ids=(), decode=lambda _: "")
     own.hold(params, version=0)
     sampler.load(hf_write.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
     endpoint.ask = remember  # type: ignore[method-assign]
@@ -150,7 +150,7 @@ def sampling(
     endpoint.ask = ask  # type: ignore[method-assign]
     requests.sort(key=lambda body: body["sampling_params"]["seed"])  # they were sent in any order
     tokens = sorted(t.tokens[PROMPT:].tolist() for t in trajectories)
-    server = server_settings(c)
+    server = server_settings(settings.typed(c))
     options, variables = flags(server, check_vllm("")), environment(server, check_vllm(""))
     buffers = Buffers("")
     seconds: dict[str, list[float]] = {}
@@ -252,9 +252,9 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         c = base_config(folder, args.dtype)
         c.rollout.publish_via = "tcp"  # its servers take files too
-        share_gpu(c)
+        share_gpu(settings.typed(c))
         write_model(pathlib.Path(folder), described)
-        engine = open_engine(c, pathlib.Path(folder))
+        engine = open_engine(settings.typed(c), pathlib.Path(folder))
         try:
             make = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=c.model.param_dtype))
             params = jax.block_until_ready(make(jax.random.key(0)))

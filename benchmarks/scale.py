@@ -55,7 +55,7 @@ def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
     inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    learner, now = make_learner(c, inputs, make_mesh(c))
+    learner, now = make_learner(settings.typed(c), inputs, make_mesh(settings.typed(c)))
     timer = Timers()
 
     def run() -> dict[str, float]:

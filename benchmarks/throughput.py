@@ -84,7 +84,7 @@ def stage_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int) -> dict[st
 def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
     """The defaults of training, for this batch; `changes` are SECTION.NAME=VALUE."""
     c = base_config(folder, dtype)
-    share_gpu(c)  # before JAX starts, as training does
+    share_gpu(settings.typed(c))  # before JAX starts, as training does
     c.model.scan_layers = jax.default_backend() != "cpu"
     return change(c, changes)
 
@@ -129,7 +129,7 @@ def step(
         now = dataclasses.replace(now, step=now.step + 1)
         if sampler is not None:
             with timer("update_weights"):
-                publish_policy(c, learner, sampler, now, None)
+                publish_policy(settings.typed(c), learner, sampler, now, None)
     return now
 
 
@@ -137,7 +137,7 @@ def time_stages(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, rollout: bool, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Returns seconds by stage of whole steps, each after a matrix product, after a warm-up; and the packing."""
-    mesh = make_mesh(c)
+    mesh = make_mesh(settings.typed(c))
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
     inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
@@ -147,12 +147,12 @@ def time_stages(
         sampler = None
         if rollout:
             run = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            engine = open_engine(c, run)
+            engine = open_engine(settings.typed(c), run)
             stack.callback(engine.close)
-        learner, now = make_learner(c, inputs, mesh)
+        learner, now = make_learner(settings.typed(c), inputs, mesh)
         if rollout:
             sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
-            publish_policy(c, learner, sampler, now, None)
+            publish_policy(settings.typed(c), learner, sampler, now, None)
         timer.next_step()
         for _ in range(1 + repeats):
             start = time.perf_counter()

@@ -94,7 +94,7 @@ def config_of(model: dict[str, Any], changes: dict[str, Any], folder: pathlib.Pa
     c.model.path = str(folder / "model")
     c.data.train_files = c.data.val_files = str(folder / "train.jsonl")
     c.update_from_flattened_dict(BASE | changes)
-    settings.check(c)
+    c = settings.typed(c)
     return c
 
 
@@ -104,7 +104,9 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
         mesh = make_mesh(c, described_machine.devices_of(machine))
-        found = memory.estimate(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
+        found = memory.estimate(
+            c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries
+        )
     programs = {}
     for one in found.moments:
         a = one.account

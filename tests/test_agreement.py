@@ -23,6 +23,7 @@ from jppo.run.agreement import Match, Mismatch, agree
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Reward
+from tests.make import typed
 
 CUT = {"rollout.top_p": 0.7, "rollout.top_k": 5, "rollout.min_p": 0.1}
 WEIGHED = {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
@@ -34,14 +35,14 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     c.update_from_flattened_dict(CUT | {"rollout.name": "inprocess", "rollout.temperature": 0.5})
     c.rollout.logp_tolerance = 1e-4
     settings.check(c)
-    inputs, mesh = read_inputs(c), make_mesh(c)
-    learner, now = make_learner(c, inputs, mesh)
-    engine = open_engine(c, file.parent)
+    inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
+    learner, now = make_learner(typed(c), inputs, mesh)
+    engine = open_engine(typed(c), file.parent)
     sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=str)
-    publish_policy(c, learner, sampler, now, None)
-    assert "agree" in agree(c, inputs, learner, now, sampler, 0)
+    publish_policy(typed(c), learner, sampler, now, None)
+    assert "agree" in agree(typed(c), inputs, learner, now, sampler, 0)
     # what the run then samples is cut: by the same comparison it would not agree
-    drawn = sampler.generate(inputs.train.prompts, rollout.sampling(c, 0), version=0)
+    drawn = sampler.generate(inputs.train.prompts, rollout.sampling(typed(c), 0), version=0)
     rewards = [Reward(0.0, {}, None)] * len(drawn)
     data = batch.flatten(drawn, rewards, np.zeros(len(drawn), np.int32), shape=learner.shape)
     micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
@@ -49,7 +50,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     assert correct.mismatch(data)["rollout/logp_gap_max"] > 0.1
     c.rollout.temperature = 0.6  # the compiled passes have 0.5
     with pytest.raises(RolloutError, match="differ by up to"):
-        agree(c, inputs, learner, now, sampler, 0)
+        agree(typed(c), inputs, learner, now, sampler, 0)
 
 
 @pytest.mark.parametrize(
@@ -76,19 +77,19 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
 def test_a_run_that_learns_from_a_cut_policy_is_warned(config, changes, said):
     config.update_from_flattened_dict(changes)
     settings.check(config)
-    found = forewarn(config, 3)
+    found = forewarn(typed(config), 3)
     assert [one.found.split(":")[0] for one in found] == ([] if said is None else [said])
     for one in found:
         assert one.step == 3 and "algorithm.rollout_is=token" in one.remedy
-    assert [one.verdict for one in models_and_data.sampling(config)] == ["OK", *(["WARN"] if said else [])]
+    assert [one.verdict for one in models_and_data.sampling(typed(config))] == ["OK", *(["WARN"] if said else [])]
 
 
 def test_a_jump_that_nothing_would_notice_is_warned_of(config):
     config.algorithm.old_logprob = "bypass"
-    (found,) = forewarn(config)
+    (found,) = forewarn(typed(config))
     assert found.name == "mismatch_unchecked" and found.found.startswith("rollout.max_kl_jump=1:")
     config.rollout.name = "inprocess"  # whose weights nobody else reaches
-    assert forewarn(config) == []
+    assert forewarn(typed(config)) == []
 
 
 def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compilation, capsys):
@@ -105,17 +106,17 @@ def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compila
         assert (asked.stop, asked.ignore_eos) == (("#\n",), True)
     assert {asked.temperature for asked in engine.asked} == {0.0, 1.0}
     assert {asked.top_p for asked in engine.asked if asked.n == 1 and asked.temperature} == {0.5, 1.0}
-    text = dry_run(c)
+    text = dry_run(typed(c))
     assert r"sampling         temperature 1, top_p 0.5; a response ends with '#\n' or 6 tokens" in text
     assert "warning: rollout.top_p=0.5: responses are drawn from a part" in text
 
 
 def test_a_stop_text_that_no_response_can_hold_is_refused(small_run, tmp_path):
-    tokenizer = read_inputs(small_run).tokenizer
+    tokenizer = read_inputs(typed(small_run)).tokenizer
     special = tokenizer.eos_token
     small_run.rollout.stop = f"a,b{special}"
     with pytest.raises(UserError, match=r"'b.*' has the special token .*generation_config\.json"):
-        read_inputs(small_run)
+        read_inputs(typed(small_run))
 
 
 def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine, quick_compilation, monkeypatch):

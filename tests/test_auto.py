@@ -10,15 +10,16 @@ from jppo.learner.make import make_mesh
 from jppo.preflight import auto, preview
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
+from tests.make import typed
 from tests.test_resume import again, untimed
 
 
 def asking(config, remat="auto", tokens=-1):
-    return settings.changed(config, {"model.remat": remat, "actor.max_tokens_per_device": tokens})
+    return settings.changed(typed(config), {"model.remat": remat, "actor.max_tokens_per_device": tokens})
 
 
 def pairs(config):
-    return [tuple(changes.values()) for changes in auto.candidates(config)]
+    return [tuple(changes.values()) for changes in auto.candidates(typed(config))]
 
 
 def test_candidates_recompute_as_little_as_can_be_with_large_micro_batches_first():
@@ -38,10 +39,10 @@ def test_the_first_that_fits_is_chosen_and_none_is_an_error():
         tried.append((other.model.remat, other.actor.max_tokens_per_device))
         return other.model.remat == "attention" and other.actor.max_tokens_per_device <= 12288
 
-    assert auto.choose(c, fits) == {"model.remat": "attention", "actor.max_tokens_per_device": 12288}
+    assert auto.choose(typed(c), fits) == {"model.remat": "attention", "actor.max_tokens_per_device": 12288}
     assert tried == pairs(c)[: len(tried)] and len(tried) == 8
     with pytest.raises(UserError, match=r"model\.remat=auto .*none of 14 candidates fits.*model\.lora_rank"):
-        auto.choose(c, lambda other: False)
+        auto.choose(typed(c), lambda other: False)
 
 
 def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, quick_compilation, monkeypatch, capsys):
@@ -63,7 +64,7 @@ def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, 
 
 
 def test_a_dry_run_chooses_by_this_machine(small_run):
-    c, chosen = preview.settled(asking(small_run), read_inputs(small_run), make_mesh(small_run))
+    c, chosen = preview.settled(asking(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
     assert c.model.remat == "none" and chosen == [
         f"chosen by memory model.remat=none, actor.max_tokens_per_device={c.actor.max_tokens_per_device}"
     ]

@@ -12,6 +12,7 @@ import pytest
 from jppo.learner.make import make_mesh
 from jppo.models import families, lora
 from jppo.settings import UserError
+from tests.make import typed
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
 
@@ -373,7 +374,7 @@ def test_models_by_default_have_the_numbers_they_are_known_by():
     cfg = families.from_hf(models.QWEN, path="q05")
     assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (64, True, True)
     c = models.make_config("q05", "float32", [])
-    what = models.state.weights(cfg, make_mesh(c), head="lm", param_dtype="float32")
+    what = models.state.weights(cfg, make_mesh(typed(c)), head="lm", param_dtype="float32")
     assert models.size(models.abstract(what.shapes, what.shardings)) == 4 * 494_032_768  # as its card counts them
     assert c.model.scan_layers and not models.make_config("M", "float32", []).model.scan_layers
 

@@ -24,6 +24,7 @@ from jppo.rollout.make import connections
 from jppo.settings import parts, table
 from jppo.settings.setting import Section
 from jppo.settings.table import TABLE
+from tests.make import typed
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -752,13 +753,13 @@ def test_arguments_of_the_chat_template_that_are_none(config, text):
 def test_critic_epochs_are_the_actors_unless_set():
     config = settings.default()
     config.actor.ppo_epochs = 3
-    assert critic_epochs(config, step=0) == 3
+    assert critic_epochs(typed(config), step=0) == 3
     config.critic.ppo_epochs = 2
-    assert critic_epochs(config, step=0) == 2
+    assert critic_epochs(typed(config), step=0) == 2
 
 
 def test_requests_in_flight_follow_max_num_seqs():
     config = settings.default()
-    assert [connections(config) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
+    assert [connections(typed(config)) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
     config.rollout.max_concurrent_requests = 64
-    assert connections(config) == 64
+    assert connections(typed(config)) == 64

@@ -19,6 +19,7 @@ from jppo.models import decoder
 from jppo.preflight import memory, preview, rooms
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
+from tests.make import typed
 
 
 def held(tree):
@@ -37,9 +38,9 @@ def held(tree):
 def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
     c = small_run
     c.update_from_flattened_dict({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **changes})
-    inputs, mesh = read_inputs(c), make_mesh(c)
-    _, found, (room,) = preview.look(c, inputs, mesh)
-    learner, now = make_learner(c, inputs, mesh)
+    inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
+    _, found, (room,) = preview.look(typed(c), inputs, mesh)
+    learner, now = make_learner(typed(c), inputs, mesh)
     parts = found.parts
     assert parts["policy"] == held((now.policy, learner.actor.base))
     assert parts["policy's optimizer"] == held(now.policy_opt)
@@ -49,16 +50,16 @@ def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
     assert gradients["actor gradient"] == held(learner.actor.zeros())
     assert gradients["critic gradient"] == held(learner.critic.zeros())
     learned = (now.policy, now.policy_opt, now.value, now.value_opt)
-    assert memory.stored(c, inputs, mesh) == sum(x.nbytes for x in jax.tree.leaves(learned))
+    assert memory.stored(typed(c), inputs, mesh) == sum(x.nbytes for x in jax.tree.leaves(learned))
     assert found.peak == sum(parts.values()) + found.worst.gradients + found.worst.temporaries
     assert room.parts["policy"] == 8 * parts["policy"]  # the processor's devices are the machine
 
 
 def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     c, counted = small_run, 0
-    inputs, mesh = read_inputs(c), make_mesh(c)
-    lines, _ = preview.sizes(c, inputs, mesh)
-    learner, now = make_learner(c, inputs, mesh)
+    inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
+    lines, _ = preview.sizes(typed(c), inputs, mesh)
+    learner, now = make_learner(typed(c), inputs, mesh)
     jax.clear_caches()  # some passes are functions that other learners have compiled, too
     compile_passes(c, learner, now)
     for field in dataclasses.fields(learner.passes):
@@ -82,11 +83,11 @@ def test_the_largest_shapes_by_pairs_and_by_tokens(shapes, expected):
 
 
 def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
-    inputs, mesh = read_inputs(small_run), make_mesh(small_run)
+    inputs, mesh = read_inputs(typed(small_run)), make_mesh(typed(small_run))
     step = preview.full_length(inputs.train.prompts, 12, 6)
     assert [len(t.tokens) for t in step[:8]] == [len(p.ids) + 6 for p in inputs.train.prompts]
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
-    plan = plan_of_run(small_run, mesh, inputs.policy)
+    plan = plan_of_run(typed(small_run), mesh, inputs.policy)
     assert preview.descents(step, plan, epochs=3, size=4) == preview.Descents(3, 3, 4, 1)
     narrow = packing.Plan((13,), ((2, 1),), share_rows=False)
     assert preview.descents(step, narrow, epochs=1, size=5) == preview.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows
@@ -124,14 +125,14 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
 
 
 def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
-    inputs = read_inputs(small_run)
+    inputs = read_inputs(typed(small_run))
     cpu, gpu = (SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)], object)) for name in ("cpu", "gpu"))
     monkeypatch.setattr(rooms, "device_room", lambda mesh: 52 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
-    assert rooms.of_servers(small_run, inputs, cpu) is None  # on a CPU it is the host's
-    room = rooms.of_servers(small_run, inputs, gpu)
+    assert rooms.of_servers(typed(small_run), inputs, cpu) is None  # on a CPU it is the host's
+    room = rooms.of_servers(typed(small_run), inputs, gpu)
     assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
-    assert set(rooms.host_parts(small_run, inputs, gpu)) == {"published weights"}
+    assert set(rooms.host_parts(typed(small_run), inputs, gpu)) == {"published weights"}
 
 
 def test_what_a_server_holds(tiny_model):
@@ -191,7 +192,7 @@ def test_fine_tuning_has_its_own(small_run, quick_compilation, monkeypatch, caps
     assert "checks of this machine, as by jppo.doctor: " in report and not (tmp_path / "run").exists()
     c.data.train_files = "none.jsonl"
     with pytest.raises(UserError, match=r"none\.jsonl"):
-        sft.dry_run(c)
+        sft.dry_run(typed(c))
 
 
 @pytest.mark.parametrize("fault", ["permission", "run folder", "disk", "resume", "weights"])
@@ -225,6 +226,6 @@ def test_fine_tuning_previews_what_would_end_its_run(small_run, quick_compilatio
             shutil.copy(file, tmp_path / "empty")
         c.model.path = str(tmp_path / "empty")
         with pytest.raises(UserError, match="safetensors"):
-            sft.dry_run(c)
+            sft.dry_run(typed(c))
         return
-    assert expected in sft.dry_run(c)
+    assert expected in sft.dry_run(typed(c))

@@ -11,6 +11,7 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import ppo
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Handover, may_overlap
+from tests.make import typed
 
 
 def metrics(run):
@@ -61,13 +62,13 @@ def test_a_publish_that_fails_beside_the_critic_ends_the_run_with_a_checkpoint(s
 
 
 def test_what_is_against_it(config):
-    assert may_overlap(config, ALONE)
+    assert may_overlap(typed(config), ALONE)
     for setting, value in (("mode", "async"), ("sleep_level", 1), ("name", "inprocess")):
         with config.unlocked():
             before, config.rollout[setting] = config.rollout[setting], value
-            assert not may_overlap(config, ALONE), setting
+            assert not may_overlap(typed(config), ALONE), setting
             config.rollout[setting] = before
-    assert not may_overlap(config, Hosts(0, 2))
+    assert not may_overlap(typed(config), Hosts(0, 2))
 
 
 def test_each_state_is_published_once():

@@ -17,6 +17,7 @@ from jppo.distributed.hosts import Hosts
 from jppo.rollout.make import own_urls
 from jppo.run.hosts import require_shareable
 from jppo.settings import UserError, table
+from tests.make import typed
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -177,11 +178,11 @@ def test_an_export_that_fails_on_one_host_costs_that_checkpoint_alone(run_of_gro
 def test_hosts_must_agree_on_what_cannot_be_shared(config):
     config.rollout.mode, config.rollout.partial = "async", True
     with pytest.raises(UserError, match=r"rollout.partial=True takes .* trainer.nnodes=2"):
-        require_shareable(config, Hosts(0, 2))
+        require_shareable(typed(config), Hosts(0, 2))
     config.rollout.partial, config.rollout.publish_via = False, "nccl"
     with pytest.raises(UserError, match=r"publish_via='nccl' is for one host, and this run has 2; set it to tcp"):
-        require_shareable(config, Hosts(0, 2))
-    require_shareable(config, Hosts(0, 1))
+        require_shareable(typed(config), Hosts(0, 2))
+    require_shareable(typed(config), Hosts(0, 1))
 
 
 def test_servers_that_are_named_are_shared_out():

@@ -16,15 +16,15 @@ LAYERS = (
     ("errors",),
     ("registry", "traces"),
     ("types", "settings", "tensorheader", "interpreter"),
-    ("algorithms", "models", "statistics"),
-    ("distributed",),
-    ("learner", "data", "rewards", "rollout", "runlog"),
-    ("agent", "validation", "prefetch", "targets"),
-    ("build", "report", "verl"),
-    ("dry_run",),
-    ("run", "supervised"),
+    ("algorithms", "models", "statistics", "process", "sandbox", "distributed"),
+    ("learner", "data", "runlog"),
+    ("rollout", "forecast"),
+    ("rewards",),
+    ("agent", "samples", "report", "verl"),
+    ("run.inputs", "run.hosts", "run.resume", "run.agreement", "run.supervised", "run.trained_model"),
     ("check",),  # COMMANDS_BELOW
-    ("checks",),
+    ("preflight",),
+    ("run",),
     ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat", "plan", "serve"),
     ("doctor", "__main__"),
 )
@@ -32,7 +32,6 @@ LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those
 # Commands that stand with what they look at.
 COMMANDS_BELOW = ("jppo.data.check", "jppo.data.math", "jppo.rewards.check")
 
-COMMANDS = (*(f"jppo.{place}" for row in LAYERS[7:] for place in row), *COMMANDS_BELOW)
 # Packages that few may import: a module, or all modules below a package.
 ONLY_IN = {
     "vllm": ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing"),
@@ -60,7 +59,7 @@ ONLY_IN = {
     "opentelemetry": ("jppo.traces",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.restore"),
     "tensorboardX": ("jppo.runlog.tensorboard",),
-    "ml_collections": ("configs", "jppo.settings", *COMMANDS),
+    "ml_collections": ("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model"),
 }
 BY_VLLM = ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing")  # imported only by vLLM itself
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
@@ -153,13 +152,16 @@ OF_JPPO = {
     "jppo.rewards.verl_rules": ("jppo.rewards.rules",),
     "jppo.rollout.servers.launch": (),
 }
-# Below the commands nothing sees a config: this is what may be taken from jppo.settings.
-OF_CONFIG = tuple(
-    f"jppo.settings.{name}" for name in ("UserError", "Parser", "escaped", "exit_on_user_error", "natural")
-)
+# Pure rooms read no settings: this is what they may take from jppo.settings.
+OF_CONFIG = ("jppo.settings.UserError",)
+PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
+MAKERS = tuple(
+    f"jppo.learner.{name}"
+    for name in ("make", "recipe", "plan", "optimizers", "offloading", "utilisation", "model_configs")
+)  # of learner/, which read settings
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess", "jppo.rollout.continuous_batching")
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.continuous_batching", "jppo.rollout.make", "jppo.rollout.publish")
 
 
 class Import(NamedTuple):
@@ -198,7 +200,7 @@ def imports(source: str, module: str, is_package: bool = False) -> Iterator[Impo
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """What the rules have against the imports of a module, one sentence each."""
-    if module.startswith("jppo.") and module.split(".")[1] not in LAYER:
+    if module.startswith("jppo.") and place_of(module) not in LAYER:
         return [f"{module} has no layer: give it one in LAYERS"]
     return [
         f"{module}:{found.line} imports {found.name}: {complaint}"
@@ -207,20 +209,28 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     ]
 
 
+def place_of(name: str) -> str:
+    """The place of a module, or of something in it: the longest that has a layer."""
+    parts = [*name.split("."), "", ""][1:3]
+    return place if (place := ".".join(parts)) in LAYER else parts[0]
+
+
 def against_jppo(module: str, found: Import) -> Iterator[str]:
-    place, target = ([*name.split("."), ""][1] for name in (module, found.name))
+    place, target = place_of(module), place_of(found.name)
     if module in COMMANDS_BELOW:
         place = "check"
-    elif any(within(found.name, command) for command in COMMANDS_BELOW) and place != "checks":
+    elif any(within(found.name, command) for command in COMMANDS_BELOW) and place != "preflight":
         yield f"{found.name} is a command"
     if module in BARE:
         yield f"{module} must import nothing"
     # What is no place is a name of the root package, such as its version.
-    if place in LAYER and target in LAYER and target != place and LAYER[target] >= LAYER[place]:
+    within_room = place.split(".")[0] == target.split(".")[0]
+    if place in LAYER and target in LAYER and LAYER[target] >= LAYER[place] + within_room:
         yield f"layer {LAYER[place]} may import only the layers above it"
-    if LAYER.get(place) in (1, 2, 3, 4) and target == "settings" and found.name not in OF_CONFIG:
-        yield "below the commands nothing sees a config"
-    if any(within(module, p) for p in NO_MODEL) and module not in BUT and LAYER.get(target) == 1:
+    pure = any(within(module, p) for p in PURE_ROOMS) and module not in MAKERS
+    if pure and target == "settings" and found.name not in OF_CONFIG:
+        yield "a pure room reads no settings"
+    if any(within(module, p) for p in NO_MODEL) and module not in BUT and target in ("algorithms", "models"):
         yield f"jppo.{place} has nothing to do with models"
     for which, allowed in OF_JPPO.items():
         if within(module, which) and not any(within(found.name, a) for a in allowed):
@@ -281,31 +291,36 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm.client", "from jppo.models import hf", "jppo.rollout has nothing to do with models"),
         ("jppo.rollout.inprocess", "from jppo.models import decoder", None),
         ("jppo.learner.ppo", "from jppo.models import hf", None),
-        ("jppo.rollout.vllm.client", "from jppo.data.files import Row", "layer 3 may import only"),
-        ("jppo.rollout.vllm.client", "from ...data import files", "layer 3 may import only"),
-        ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 3 may import only"),
-        ("jppo.learner.ppo", "from jppo import build", "layer 3 may import only"),
-        ("jppo.run.validation", "from jppo import build", "layer 4 may import only"),
-        ("jppo.evaluate", "from jppo import build, validation", None),
+        ("jppo.learner.ppo", "from jppo.data.files import Row", "layer 2 may import only"),
+        ("jppo.learner.ppo", "from ..data import files", "layer 2 may import only"),
+        ("jppo.learner.ppo", "def f():\n    from jppo import train", "layer 2 may import only"),
+        ("jppo.learner.ppo", "from jppo.rollout import protocol", "layer 2 may import only"),
+        ("jppo.samples.queue", "from jppo.run.inputs import Inputs", "layer 5 may import only"),
+        ("jppo.evaluate", "from jppo.run import validation", None),
         ("jppo.statistics", "import jax", "may import nothing of the kind"),
         ("jppo.run.validation", "from jppo import statistics", None),
-        ("jppo.train", "from jppo import build, sft", "layer 10 may import only"),
+        ("jppo.run.resume", "from jppo.run.inputs import Inputs", None),
+        ("jppo.run.resume", "from jppo.run.start import Run", "layer 6 may import only"),
+        ("jppo.run.start", "from jppo.run.resume import origin", None),
+        ("jppo.run.start", "from jppo.preflight import auto", None),
+        ("jppo.run.inputs", "from jppo.preflight import auto", "layer 6 may import only"),
+        ("jppo.train", "from jppo import sft", "layer 10 may import only"),
         ("jppo.train", "from jppo.evaluate import evaluate", "layer 10 may import only"),
         ("jppo.train", "from jppo.run.validation import evaluate", None),
         ("jppo.train", "from jppo.data import check", "jppo.data.check is a command"),
         ("jppo.train", "from jppo import doctor", "layer 10 may import only"),
-        ("jppo.preflight.checks", "from jppo import train", "layer 9 may import only"),
-        ("jppo.train", "from jppo.preflight import run", None),
+        ("jppo.preflight.checks", "from jppo import train", "layer 8 may import only"),
+        ("jppo.train", "from jppo.preflight import checks", None),
         ("jppo.preflight.models_and_data", "from jppo.data import check", None),
         ("jppo.learner.ppo", "from . import packing", None),
         ("jppo.agent.conversation", "from jppo.rollout.protocol import Talk", None),
         ("jppo.rollout.vllm.client", "from jppo.agent import conversation as talk", "layer 3 may import only"),
-        ("jppo.agent.conversation", "from jppo.run.inputs import speaking", "layer 4 may import only"),
-        ("jppo.agent.conversation", "from jppo import settings as config", "nothing sees a config"),
+        ("jppo.agent.conversation", "from jppo.run.inputs import speaking", "layer 5 may import only"),
         ("jppo.learner.ppo", "from jppo.settings import UserError", None),
-        ("jppo.learner.ppo", "from jppo.settings import default", "nothing sees a config"),
-        ("jppo.learner.ppo", "from jppo import settings", "nothing sees a config"),
-        ("jppo.learner.ppo", "import jppo.settings", "nothing sees a config"),
+        ("jppo.learner.make", "from jppo.settings import Settings", None),
+        ("jppo.learner.ppo", "from jppo.settings import Settings", "a pure room reads no settings"),
+        ("jppo.learner.ppo", "from jppo import settings", "a pure room reads no settings"),
+        ("jppo.learner.ppo", "import jppo.settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "from ml_collections import ConfigDict", "only configs, jppo.settings"),
         ("jppo.strange", "", "has no layer"),
         ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),
@@ -336,7 +351,7 @@ def test_the_walk_sees_the_project():
             "import importlib\nimportlib.import_module('torch')",
             "only jppo.rollout.vllm.worker",
         ),
-        ("configs.gsm8k", "from jppo import build", "configs may import of jppo only jppo.settings"),
+        ("configs.gsm8k", "from jppo import run", "configs may import of jppo only jppo.settings"),
         ("configs.gsm8k", "import jax", "configs may import nothing of the kind"),
         ("jppo", "import jax", "jppo must import nothing"),
         ("jppo.rollout", "from jppo.rollout.vllm.client import start_vllm", "jppo.rollout must import nothing"),

@@ -14,6 +14,7 @@ from jppo.models import offload
 from jppo.preflight import preview
 from jppo.run.inputs import read_inputs
 from jppo.runlog.logger import read_metrics
+from tests.make import typed
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 OFFLOAD = {
@@ -125,9 +126,9 @@ NARROW = {"model.param_dtype": "bfloat16", "actor.moments_dtype": "bfloat16", "c
 @pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), OFFLOAD | NARROW])
 def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, changes):
     c = changed(small_run, tmp_path / "run", **{"algorithm.use_kl_in_reward": True}, **changes)
-    inputs, mesh = read_inputs(c), make_mesh(c)
-    _, found, (room,) = preview.look(c, inputs, mesh)
-    learner, now = make_learner(c, inputs, mesh)
+    inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
+    _, found, (room,) = preview.look(typed(c), inputs, mesh)
+    learner, now = make_learner(typed(c), inputs, mesh)
     trees = {
         "policy": now.policy,
         "policy's optimizer": now.policy_opt,

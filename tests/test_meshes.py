@@ -16,6 +16,7 @@ from jppo.rollout import make as rollout
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.learner.test_state import SHAPE
+from tests.make import typed
 
 CFG = families.from_hf(SHAPE, path="here")  # 4 heads, 2 of keys and values, width 128, MLP 256
 SIX = Experts(6, 2, 64, 0, normalized=True, sparse=(True,) * CFG.num_layers, names=QWEN3, routing=Routing())
@@ -78,5 +79,5 @@ def test_rows_are_cut_evenly_and_a_device_has_its_tokens(small_run):
     c = small_run
     c.mesh.data, c.mesh.fsdp, c.mesh.sequence = 1, 2, 4
     c.actor.max_tokens_per_device = 8
-    plan = plan_of_run(c, make_mesh(c), read_inputs(c).policy)
+    plan = plan_of_run(typed(c), make_mesh(typed(c)), read_inputs(typed(c)).policy)
     assert plan.shapes == [(4, 16), (2, 16)]  # 13 entries, rounded up; 2 rows on each two of four devices

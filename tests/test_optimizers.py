@@ -19,6 +19,7 @@ from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.restore import restore
 from jppo.settings import UserError, commandline
+from tests.make import typed
 
 STEPS, SAVED = 8, 4
 RATES = {"adamw": 1e-2, "muon": 1e-2, "adafactor": 1e-2, "lion": 3e-3, "sgd": 3e-1, "custom": 1e-2}
@@ -199,7 +200,7 @@ def test_ppo_refuses_it_before_it_reads_a_model(folder, section, spec, said):
     c[section].optimizer = spec.replace("FOLDER", str(folder))
     with pytest.raises(UserError, match=rf"{section}\.optimizer=.*{said}"):
         settings.check(c)
-        read_inputs(c)
+        read_inputs(typed(c))
 
 
 @pytest.mark.parametrize("make", [settings.default, settings.sft_default, settings.reward_model_default])

@@ -19,6 +19,7 @@ from jppo.samples.make import fresh
 from jppo.samples.queue import How, Supply, ages
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward, Trajectory
+from tests.make import typed
 
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([i], np.int32), "", {}) for i in range(12)]
 TRAIN = PromptSet(PROMPTS, 0, 0, (Part("all", np.arange(12)),))
@@ -331,15 +332,15 @@ def test_samples_that_are_too_old_are_dropped_or_corrected(small_run):
     old = [sample(PROMPTS[0], 0, version, 0) for version in (1, 2, 3)]
     small_run.rollout.mode, small_run.rollout.max_staleness = "async", 1
     graded = [Reward(1.0, {}, None), Reward(1.0, {}, None), Reward(1.0, {}, None, unusable="not graded")]
-    found, metrics = fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)
+    found, metrics = fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)
     assert [r.unusable is None for r in found] == [False, True, False] and metrics["rollout/stale_dropped"] == 1
     assert "2 updates old" in found[0].unusable and found[2].unusable == "not graded"
     assert (metrics["rollout/staleness_mean"], metrics["rollout/hidden"]) == (1.0, 0.75)
     assert metrics["rollout/mixed_versions"] == 0.0
     old[1].version[old[1].sampled] = [2, 3]
-    assert fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)[1]["rollout/mixed_versions"] == pytest.approx(1 / 3)
+    assert fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)[1]["rollout/mixed_versions"] == pytest.approx(1 / 3)
     small_run.algorithm.old_logprob = "correction"
-    assert fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)[0] == graded
+    assert fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)[0] == graded
     small_run.rollout.mode = "sync"
     with pytest.raises(RolloutError, match="p0 was sampled by the weights 1, not by version 3"):
-        fresh(small_run, drawn(old, 4.0, 1.0), 3, graded)
+        fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)

@@ -27,6 +27,7 @@ from jppo.samples import make as build_prefetch
 from jppo.samples import queue as supply
 from jppo.samples import requests
 from jppo.types import Reward
+from tests.make import typed
 from tests.test_prefetch import HOW, TRAIN, Panel, Slow, order
 
 ANSWERS = "samples that the checkpoint has of the next steps are"
@@ -410,16 +411,16 @@ def test_finished_rewards_are_those_whose_parts_are_all_there_without_error():
 def test_a_reward_follows_from_its_settings_and_the_files_they_name(small_run, tmp_path):
     small_run.reward.function = f"{tmp_path}/mine.py:score"
     (tmp_path / "mine.py").write_text("a")
-    before = json.loads(json.dumps(build_prefetch.graders(small_run)))
-    assert before == build_prefetch.graders(small_run)
+    before = json.loads(json.dumps(build_prefetch.graders(typed(small_run))))
+    assert before == build_prefetch.graders(typed(small_run))
     (tmp_path / "mine.py").write_text("b")
-    assert before != build_prefetch.graders(small_run)
+    assert before != build_prefetch.graders(typed(small_run))
 
 
 def test_a_reward_follows_from_the_reward_model_in_its_folder(small_run, tmp_path):
     small_run.reward.model.path = str(tmp_path)
     (tmp_path / "model.safetensors").write_text("a")
-    before = json.loads(json.dumps(build_prefetch.graders(small_run)))
-    assert before == build_prefetch.graders(small_run)
+    before = json.loads(json.dumps(build_prefetch.graders(typed(small_run))))
+    assert before == build_prefetch.graders(typed(small_run))
     (tmp_path / "model.safetensors").write_text("other weights")
-    assert before != build_prefetch.graders(small_run)
+    assert before != build_prefetch.graders(typed(small_run))

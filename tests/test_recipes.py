@@ -18,6 +18,7 @@ from jppo.rewards import graders
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples import make as prefetch
 from jppo.types import Reward
+from tests.make import typed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -191,7 +192,7 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
         return out
 
     def rejected(c, drawn, version, rewards):
-        rewards, found = fresh(c, drawn, version, rewards)
+        rewards, found = fresh(typed(c), drawn, version, rewards)
         why = "said so" if version == 1 else None
         return [dataclasses.replace(reward, unusable=why) for reward in rewards], found
 

@@ -20,6 +20,7 @@ from jppo.run.resume import finished
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
+from tests.make import typed
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -191,8 +192,8 @@ def test_contents_that_cannot_be(config, contents, said):
 def test_a_state_is_the_same_on_any_mesh(config, small_run):
     """The vocabulary of the small model is odd: over tensor=2 it gets a row that is no token."""
     small_run.mesh.tensor, small_run.mesh.fsdp = 2, 4
-    inputs = read_inputs(small_run)
-    learner, begin = make_learner(small_run, inputs, make_mesh(small_run))
+    inputs = read_inputs(typed(small_run))
+    learner, begin = make_learner(typed(small_run), inputs, make_mesh(typed(small_run)))
     vocabulary = inputs.policy.vocab_size
     assert learner.cfg.padded_vocab_size == vocabulary + vocabulary % 2
     small = learner.portable(begin)
@@ -260,10 +261,10 @@ def test_a_model_older_than_the_last_checkpoint_is_no_end(tmp_path):
     (tmp_path / "checkpoints/3").mkdir(parents=True)
     latest = types.SimpleNamespace(latest=lambda: 3)
     os.utime(tmp_path / "hf", ns=(0, 0))
-    assert not finished(config, latest, 3)
+    assert not finished(typed(config), latest, 3)
     os.utime(tmp_path / "hf")
-    assert finished(config, latest, 3)
-    assert not finished(config, latest, 4)
+    assert finished(typed(config), latest, 3)
+    assert not finished(typed(config), latest, 4)
     (tmp_path / "config.json").write_text(settings.dump(settings.sft_default()))
     with pytest.raises(UserError, match=r"has a run of jppo\.sft, and this is jppo\.train; give it another folder"):
-        finished(config, latest, 3)
+        finished(typed(config), latest, 3)

@@ -19,6 +19,7 @@ from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError, table
+from tests.make import typed
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}
 
@@ -134,9 +135,11 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     c.data.packing, c.data.max_tokens_per_row, c.data.row_lengths = kind, 13 if kind == "buckets" else 16, 3
     c.optim.max_tokens_per_device, c.loss.margin_column, c.loss.center_rewards_coefficient = tokens, "gap", 0.1
     c.mesh.fsdp, c.mesh.tensor, c.mesh.sequence = (8, 1, 1) if tokens == 8192 else (1, 2, 2)
-    task = reward_model.prepare(c)
+    task = reward_model.prepare(typed(c))
     cfg, pairs = task.cfg, task.pairs.pairs[:12]
-    trained = load_trained(c, task.mesh, cfg, c.model.path, head="value", key=jax.random.key(3), adapters=task.adapters)
+    trained = load_trained(
+        typed(c), task.mesh, cfg, c.model.path, head="value", key=jax.random.key(3), adapters=task.adapters
+    )
     descent, _ = make_descent(c.optim, "rm", task.accumulate, trained, 1)
     path = hf_write.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
                    changes=task.changes)  # fmt: skip
@@ -195,13 +198,13 @@ def test_encode_is_what_a_reward_model_of_a_run_reads(config, tiny_model):
 
 def test_a_dry_run_says_what_it_would_be(config, quick_compilation):
     config.trainer.total_epochs = 3
-    said = reward_model.dry_run(config)
+    said = reward_model.dry_run(typed(config))
     assert "pairs            512 (0 over-long ones and 0 with equal halves left out)" in said
     assert "held out         100 (" in said and "steps            24, each of 64 pairs" in said
     assert "its optimizer" in said and "temporaries: rm" in said and "\n  scores " in said
     assert "checks of this machine, as by jppo.doctor: " in said and "FAIL" not in said
     pathlib.Path(config.trainer.run_dir).write_text("a file")
-    assert f"FAIL permission: {config.trainer.run_dir} is not writable" in reward_model.dry_run(config)
+    assert f"FAIL permission: {config.trainer.run_dir} is not writable" in reward_model.dry_run(typed(config))
 
 
 @pytest.mark.parametrize(

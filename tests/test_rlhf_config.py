@@ -14,6 +14,7 @@ from jppo.models import decoder, hf, hf_write
 from jppo.preflight.preview import dry_run
 from jppo.rewards.make import make_panel
 from jppo.run.inputs import read_inputs
+from tests.make import typed
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 TEMPLATE = (
@@ -56,9 +57,9 @@ def test_ppo_against_a_reward_model(small, quick_compilation):
     prompt = {"prompt": [{"role": "user", "content": "1+2"}], "data_source": "chat", "ground_truth": "-"}
     files = {k: lines(small / f"{k}.jsonl", [prompt] * 256) for k in ("train_files", "val_files")}
     c = parsed("rlhf", small, settings.default(), **files)
-    said = dry_run(c)
+    said = dry_run(typed(c))
     assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
-    panel = make_panel(c, make_mesh(c), **read_inputs(c).graded())
+    panel = make_panel(typed(c), make_mesh(typed(c)), **read_inputs(typed(c)).graded())
     panel.close()
     assert c.algorithm.kl_ctrl_type == "adaptive" and c.algorithm.use_kl_in_reward
 
@@ -68,7 +69,7 @@ def test_its_reward_model(small, quick_compilation):
     pair = {k: [*turns, {"role": "assistant", "content": v}] for k, v in (("chosen", "3"), ("rejected", "4"))}
     files = {k: lines(small / f"{k}.jsonl", [pair] * 64) for k in ("train_files", "val_files")}
     c = parsed("rlhf_reward_model", small, settings.reward_model_default(), **files)
-    said = reward_model.dry_run(c)
+    said = reward_model.dry_run(typed(c))
     assert "pairs            64 (0 over-long" in said and "steps            1, each of 64 pairs" in said
 
 

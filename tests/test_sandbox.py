@@ -25,6 +25,7 @@ from jppo.sandbox.outside import Guards, NoSandbox
 from jppo.settings import UserError
 from jppo.types import Prompt
 from tests.hostile_programs import PROGRAMS
+from tests.make import typed
 
 RIGHT = "def f(x):\n    return x + 1\n"
 ASSERTS = "assert f(1) == 2\nassert f(2) == 3"
@@ -343,11 +344,11 @@ def test_an_address_that_is_none_or_holds_a_password(url):
 
 def test_a_run_says_first_which_protections_are_active():
     c = settings.default()
-    assert introduce_sandbox(c, ["gsm8k"], None) == ""
-    assert introduce_sandbox(c, ["gsm8k", "code"], None).startswith("sandbox: strict, ")
+    assert introduce_sandbox(typed(c), ["gsm8k"], None) == ""
+    assert introduce_sandbox(typed(c), ["gsm8k", "code"], None).startswith("sandbox: strict, ")
     c.reward.grader = "code"
     c.reward.sandbox, c.reward.sandbox_url = "container", "http://here"
-    assert introduce_sandbox(c, ["gsm8k"], None) == "sandbox: container, by http://here"
+    assert introduce_sandbox(typed(c), ["gsm8k"], None) == "sandbox: container, by http://here"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from machine import version
 from work import base_config, change, flat_batch
 from worker import Parts, Stage, Work, serve, timed
 
+from jppo import settings
 from jppo.data.prompts import PromptSet
 from jppo.learner import batch, ppo
 from jppo.learner.make import make_learner, make_mesh
@@ -37,11 +38,11 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Prepares both models and compiles all programs."""
     c = base_config(work.model, work.dtype)
     c = change(c, ["model.init=pretrained", f"model.scan_layers={jax.default_backend() != 'cpu'}", *work.how["jppo"]])
-    mesh, empty = make_mesh(c), PromptSet([], overlong=0)
+    mesh, empty = make_mesh(settings.typed(c)), PromptSet([], overlong=0)
     _, cfg = hf.read_config(work.model)
     models = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
     inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    learner, now = make_learner(c, inputs, mesh)
+    learner, now = make_learner(settings.typed(c), inputs, mesh)
     trajectories = make_trajectories(work)
     data = flat_batch(trajectories, mesh)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)

@@ -1,6 +1,6 @@
 """The check of a config: every value by the table, then the rules between settings; needs no data, model or device."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import ml_collections
 
@@ -12,7 +12,17 @@ from jppo.settings.table import TABLE, Common, Settings, kind_of, sections, valu
 C = TypeVar("C", bound=Common)
 
 
-def typed(config: ml_collections.ConfigDict | C, kind: type[C], *, training: bool = True) -> C:
+@overload
+def typed(config: ml_collections.ConfigDict | Settings) -> Settings: ...
+
+
+@overload
+def typed(config: ml_collections.ConfigDict | C, kind: type[C], *, training: bool = True) -> C: ...
+
+
+def typed(
+    config: ml_collections.ConfigDict | Common, kind: type[Common] = Settings, *, training: bool = True
+) -> Common:
     """Checks a config and returns it as frozen sections; checked settings are returned as they are.
 
     Raises a UserError at the first value, or combination of values, that is not allowed. Without `training`, rules

@@ -11,6 +11,7 @@ from jppo import evaluate, settings, train
 from jppo.models import decoder, hf, hf_write
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
+from tests.make import typed
 
 WORLD = '''
 class World:
@@ -176,7 +177,7 @@ def test_agent_programs_that_cannot_be_are_one_line(program_run, changes, said):
         c.rollout.update_from_flattened_dict({name: value})
     with pytest.raises(UserError) as e:
         settings.check(c)
-        read_inputs(c)
+        read_inputs(typed(c))
     assert said in str(e.value) and "\n" not in str(e.value)
 
 

@@ -19,6 +19,7 @@ from jppo.learner import batch, packing, ppo, score, sharding, update
 from jppo.learner.recipe import make_recipe
 from jppo.settings.table import TABLE
 from jppo.types import Reward, Trajectory
+from tests.make import typed
 
 N, G, LONGEST = 6, 3, 24  # prompts, samples of each, tokens
 B = N * G
@@ -69,7 +70,7 @@ def recipe(**changes):
         section, leaf = name.split("__")
         c[section][leaf] = value
     options.check(c)
-    return make_recipe(c)
+    return make_recipe(typed(c))
 
 
 @functools.cache

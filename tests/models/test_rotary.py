@@ -9,6 +9,7 @@ from jppo.learner.sharding import make_mesh
 from jppo.models import decoder, families, heads, hf
 from jppo.models.rotary import frequencies
 from jppo.rollout.make import inprocess_settings
+from tests.make import typed
 from tests.models.conftest import config_of
 
 LONG = dict(
@@ -75,9 +76,9 @@ def test_trainer_and_engine_choose_by_the_settings_of_the_run(checkpoint, respon
     c = settings.default()
     c.model.path, c.model.init = str(checkpoint("phi3-partial")[0]), "random"
     c.data.max_prompt_length, c.data.max_response_length = 40, response
-    policy, critic, _ = read_models(c)
+    policy, critic, _ = read_models(typed(c))
     assert policy.max_position_embeddings == critic.max_position_embeddings == context
-    assert inprocess_settings(c, make_mesh((1, 1, 1))).cfg.kinds == policy.kinds
+    assert inprocess_settings(typed(c), make_mesh((1, 1, 1))).cfg.kinds == policy.kinds
 
 
 def test_dynamic_scaling_ends_where_it_would_depend_on_the_longest_row():

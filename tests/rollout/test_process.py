@@ -19,6 +19,7 @@ from jppo.rollout.servers.process import Server, check_ports, telling
 from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
 from jppo.rollout.vllm.unserved import require_latent
 from jppo.settings import UserError, rules_rollout
+from tests.make import typed
 from tests.models.conftest import config_of
 
 # What `python -m vllm.entrypoints.openai.api_server` does in an interpreter made for these tests.
@@ -290,13 +291,13 @@ def test_a_config_from_which_vllm_would_route_otherwise_is_refused(tmp_path, key
     whole = config_of("deepseek3-grouped") | dict(scoring_func="sigmoid", topk_method="noaux_tc")
     c = ConfigDict({"model": {"path": str(tmp_path)}})
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    require_routing(c)
+    require_routing(typed(c))
     del whole[key]
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(UserError, match=f"no {key}, and vLLM would choose other experts; add {key}='{value}'"):
-        require_routing(c)
+        require_routing(typed(c))
     (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek2-lite")))
-    require_routing(c)
+    require_routing(typed(c))
 
 
 def test_only_a_server_on_a_gpu_can_sleep(settings):

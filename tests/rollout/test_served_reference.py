@@ -24,6 +24,7 @@ from jppo.rollout.vllm.served_reference import ROUTE, ServedReference
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Trajectory
+from tests.make import typed
 
 TOKENS = [4, 2, 12, 3]
 
@@ -117,9 +118,9 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(fake, tokenizer):
 def test_the_doctor_asks_the_server_and_the_mesh_has_no_reference(fake, small_run):
     small_run.ref.url, small_run.algorithm.use_kl_in_reward = fake.url, True
     settings.check(small_run)
-    inputs = read_inputs(small_run)
+    inputs = read_inputs(typed(small_run))
     assert inputs.reference is None
-    [found] = models_and_data.reference_server(small_run, inputs)
+    [found] = models_and_data.reference_server(typed(small_run), inputs)
     assert (found.verdict, found.found) == ("OK", f"teacher at {fake.url}")
 
 

@@ -24,6 +24,7 @@ from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
 from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
 from jppo.settings import UserError, check
 from jppo.types import Prompt
+from tests.make import typed
 from tests.models.conftest import config_of
 from tests.rollout import fake_sglang
 from tests.rollout.fake_sglang import EMBED, HEAD
@@ -354,12 +355,12 @@ def test_models_that_sglang_was_not_tried_with_are_refused_before_anything_start
     (tmp_path / "config.json").write_text(json.dumps(config_of(name)))
     config.model.path, config.model.init, config.rollout.name = str(tmp_path), "random", "sglang"
     if UNTRIED[name] is None:
-        read_models(config)
+        read_models(typed(config))
         return
     with pytest.raises(UserError, match=f"publishing {UNTRIED[name]} model to SGLang is untested.*vllm or inprocess$"):
-        read_models(config)
+        read_models(typed(config))
     config.rollout.name = "vllm"
-    read_models(config)
+    read_models(typed(config))
 
 
 def test_a_training(small_run, python, quick_compilation):

@@ -13,6 +13,7 @@ from jppo.rewards.parts import sample_of
 from jppo.runlog.make import require_loggers
 from jppo.settings import UserError, check
 from jppo.types import Reward
+from tests.make import typed
 from tests.rollout import test_fleet
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed")
@@ -130,9 +131,9 @@ def test_spans_go_where_the_environment_says(monkeypatch):
 
 
 def test_a_missing_package_is_one_line(small_run, monkeypatch):
-    require_loggers(small_run)
+    require_loggers(typed(small_run))
     small_run.trainer.traces = True
-    require_loggers(small_run)
+    require_loggers(typed(small_run))
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(UserError, match=r"trainer.traces=True: .* not installed; pip install 'jppo\[traces\]'$"):
-        require_loggers(small_run)
+        require_loggers(typed(small_run))

@@ -13,6 +13,7 @@ from jppo.preflight import resources
 from jppo.preflight.finding import GIB
 from jppo.preflight.rooms import Room
 from jppo.settings import UserError
+from tests.make import typed
 
 
 def only(found):
@@ -68,11 +69,11 @@ def test_a_port_that_is_taken(config):
         taken.listen()
         config.rollout.port = taken.getsockname()[1]
         with pytest.raises(UserError, match="cannot be used"):
-            list(resources.ports(config))
+            list(resources.ports(typed(config)))
         config.rollout.urls = "http://elsewhere:1"
-        assert "lists running servers" in only(resources.ports(config)).found
+        assert "lists running servers" in only(resources.ports(typed(config))).found
     config.rollout.urls, config.rollout.port = "", 0
-    assert only(resources.ports(config)).verdict == "OK"
+    assert only(resources.ports(typed(config))).verdict == "OK"
 
 
 @pytest.mark.parametrize(
@@ -100,23 +101,23 @@ def test_the_package_is_of_today_or_before():
 
 def test_a_folder_with_another_run(config, tmp_path):
     config.trainer.run_dir = str(tmp_path)
-    assert "a new run" in only(resources.folder(config)).found
+    assert "a new run" in only(resources.folder(typed(config))).found
     (tmp_path / "checkpoints/7").mkdir(parents=True)
     (tmp_path / "checkpoints/12").mkdir()
     (tmp_path / "checkpoints/13.orbax-tmp").mkdir()  # was never whole
     (tmp_path / "config.json").write_text(settings.dump(config))
-    same = only(resources.folder(config))
+    same = only(resources.folder(typed(config)))
     assert same.verdict == "OK" and "resumes after step 12" in same.found
     theirs = json.loads(settings.dump(config))
     theirs["actor"]["lr"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(theirs))
-    other = only(resources.folder(config))
+    other = only(resources.folder(typed(config)))
     assert other.verdict == "WARN" and "actor.lr=0.5" in other.found
     config.trainer.resume_mode = "disable"
-    assert "removes its checkpoints" in only(resources.folder(config)).found
+    assert "removes its checkpoints" in only(resources.folder(typed(config))).found
     config.trainer.resume_mode = "auto"
     (tmp_path / "config.json").write_text("{")
-    assert "cannot be read" in only(resources.folder(config)).found
+    assert "cannot be read" in only(resources.folder(typed(config))).found
 
 
 def test_the_nearest_folder_that_is_there(tmp_path):

@@ -12,6 +12,7 @@ from jppo.learner.make import make_mesh
 from jppo.preflight import models_and_data, parity
 from jppo.preflight.finding import Check, examine
 from jppo.run.inputs import read_inputs
+from tests.make import typed
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def real(small_run, tiny_model, tmp_path):
 
 
 def looked(check, *args):
-    return list(examine([Check("it", lambda: check(*args))]))
+    return list(examine([Check("it", lambda: check(*map(typed, args)))]))
 
 
 def test_a_model_that_is_whole(real):
@@ -79,7 +80,7 @@ def test_a_tokenizer_that_is_too_large_or_missing(small_run, tmp_path):
 
 def test_data_as_they_are_and_with_faults(small_run, tmp_path):
     def data():
-        return looked(lambda c: models_and_data.data(c, read_inputs(c)), small_run)
+        return looked(lambda c: models_and_data.data(typed(c), read_inputs(typed(c))), small_run)
 
     found = data()
     assert [one.verdict for one in found[:1]] == ["OK"] and "8 of 8 rows" in found[0].found
@@ -95,8 +96,8 @@ def test_data_as_they_are_and_with_faults(small_run, tmp_path):
 
 def test_a_reward_that_knows_nothing(small_run, tmp_path):
     def reward():
-        inputs = read_inputs(small_run)
-        return looked(models_and_data.reward, small_run, inputs, make_mesh(small_run))
+        inputs = read_inputs(typed(small_run))
+        return looked(models_and_data.reward, small_run, inputs, make_mesh(typed(small_run)))
 
     (found,) = reward()
     assert found.verdict == "OK" and "right answers earn 1" in found.found

@@ -18,6 +18,7 @@ from jppo.preflight.moments import Estimate, Moment
 from jppo.preflight.rooms import Room
 from jppo.rollout import make as rollout
 from jppo.rollout.protocol import RolloutError
+from tests.make import typed
 
 ESTIMATE = Estimate(parts={"all": 1}, moments=(Moment("log-probs", 0, 0),))
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
@@ -37,7 +38,7 @@ def unmeasured(monkeypatch):
 
 def all_of(c, *, server):
     with contextlib.ExitStack() as stack:
-        return list(examine(run.doctor_checks(c, stack, server=server)))
+        return list(examine(run.doctor_checks(typed(c), stack, server=server)))
 
 
 def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compilation, tmp_path):
@@ -201,7 +202,7 @@ def test_what_the_doctor_finds_the_dry_run_finds(small_run, unmeasured, monkeypa
     monkeypatch.setattr(memory, "stored", lambda *_: 2**20)
     about = breaks(small_run, tmp_path, monkeypatch)
     file = as_file(small_run, tmp_path)
-    found = [one for one in run.doctor(small_run, server=False) if one.about == about and one.verdict != "OK"]
+    found = [one for one in run.doctor(typed(small_run), server=False) if one.about == about and one.verdict != "OK"]
     assert found, about
     try:
         train.main([file, "--dry_run"])
@@ -243,6 +244,6 @@ def test_the_trainers_own_engine_needs_no_server(small_run, unmeasured, monkeypa
     monkeypatch.setattr(machine, "check_server", lambda *_: pytest.fail("no vLLM is asked for"))
     monkeypatch.setattr(machine, "check_devices", lambda *_: Finding("JAX", "OK", "8 x cpu"))
     small_run.rollout.name = "inprocess"
-    found = {f.about: f for f in run.doctor(small_run, server=False)}
+    found = {f.about: f for f in run.doctor(typed(small_run), server=False)}
     assert not {"vLLM", "server ports", "publish room"} & found.keys()
     assert {"model files", "memory", "disk", "reward"} <= found.keys()
