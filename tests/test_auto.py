@@ -32,8 +32,9 @@ def test_candidates_recompute_as_little_as_can_be_with_large_micro_batches_first
 
 
 def test_the_first_that_fits_is_chosen_and_none_is_an_error():
-    c, tried = asking(settings.default()), []
-    c.model.path, c.data.train_files, c.data.val_files = "m", "d.parquet", "d.parquet"
+    config, tried = settings.default(), []
+    config.model.path, config.data.train_files, config.data.val_files = "m", "d.parquet", "d.parquet"
+    c = asking(config)
 
     def fits(other):
         tried.append((other.model.remat, other.actor.max_tokens_per_device))
@@ -46,7 +47,8 @@ def test_the_first_that_fits_is_chosen_and_none_is_an_error():
 
 
 def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, quick_compilation, monkeypatch, capsys):
-    c = asking(small_run)
+    c = small_run
+    c.model.remat, c.actor.max_tokens_per_device = "auto", -1
     c.trainer.total_training_steps, c.trainer.save_freq = 1, 1
     asked = []
     monkeypatch.setattr(preview, "fits", lambda other, inputs, mesh: asked.append(other.model.remat) or len(asked) > 1)
