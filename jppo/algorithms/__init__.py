@@ -1,1 +1,4 @@
-"""The algorithms: small pure functions of arrays. jax.numpy only, no state, no config."""
+"""The mathematics: advantages, losses, KL, corrections. Pure functions of arrays, masks first, scalars by name.
+
+Imports jax, chex and `jppo.types` only. Read `advantage.py` first, then `losses.py`; each docstring has its equation.
+"""

@@ -1,1 +1,1 @@
-"""Several hosts as one run: discovery and exchange of data."""
+"""Several hosts as one run: joining, gathering, and ending together. Read `hosts.py` first."""

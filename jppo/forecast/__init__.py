@@ -1,1 +1,5 @@
-"""Described machines: ahead-of-time compilation for absent GPUs and TPUs, and accounts of the programs."""
+"""Machines that are not there: their compilers, the accounts of compiled programs, and forecasts of seconds.
+
+`machines.py` is the one table of assumed rates. `compilers.py` compiles for a described device, `account.py` sums what
+a program computes, holds and sends, `seconds.py` turns that into time. Read `account.py` first.
+"""

@@ -1,1 +1,6 @@
-"""Rollout engines: sampling, and publishing weights to servers."""
+"""Rollout engines, and the publish of weights to them.
+
+`protocol.py` has the interface that training uses. `inprocess.py` samples on the trainer's devices; `servers/` starts
+and watches servers of any kind, `vllm/` and `sglang/` are the two kinds. `make.py` builds an engine, `publish.py`
+publishes to it. Imports learner and settings. Read `protocol.py` first.
+"""

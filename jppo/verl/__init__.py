@@ -1,1 +1,1 @@
-"""Translation of verl command lines to jppo: names, values, shell scripts."""
+"""verl's settings in jppo: its names, scripts and values. Read `translate.py` first."""
