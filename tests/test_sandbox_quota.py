@@ -54,7 +54,8 @@ WAYS = {
     "sendfile": "a = source(); fd = new(); os.sendfile(fd, a, 0, SIZE); os.close(a); keep(fd)",
     "copied": "a = source(); fd = new(); os.copy_file_range(a, fd, SIZE); os.close(a); keep(fd)",
     "spliced": "r, w = os.pipe(); os.set_blocking(w, False); fd = new()\n"
-    "        [os.write(w, zeros[:65536]) + os.splice(r, fd, 65536) for _ in range(240)]; os.close(r); os.close(w); keep(fd)",
+    "        [os.write(w, zeros[:65536]) + os.splice(r, fd, 65536) for _ in range(240)]\n"
+    "        os.close(r); os.close(w); keep(fd)",
     "linked": "fd = os.open('name', os.O_CREAT | os.O_RDWR); os.link('name', 'b'); os.unlink('name')\n"
     "        os.write(fd, zeros); os.unlink('b'); keep(fd)",
     "renamed over": "fd = os.open('a', os.O_CREAT | os.O_RDWR); os.write(fd, zeros); os.rename('a', 'b'); keep(fd)",
