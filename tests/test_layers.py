@@ -44,6 +44,7 @@ ONLY_IN = {
     ),
     "transformers": (
         "jppo.data.tokenizer",
+        "jppo.data.template_worker",
         "jppo.rollout.vllm.worker",
         "jppo.rewards.model.torch_worker",
         "jppo.preflight.parity_worker",

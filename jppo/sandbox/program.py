@@ -1,90 +1,118 @@
-"""Runs a program and answers requests about it, in the part of the sandbox that a hostile program can change.
+"""A program that a model wrote, and its tests: what runs in the two processes of the sandbox.
 
-Nothing here is secret, and its output is not trusted: an answer is the value that the program claims. Standard library
-only and no import of jppo, because an HTTP sandbox service gets this file as text.
+`run` is the whole of a program that reads its standard input. `serve` runs a program and then the calls of its tests,
+which `check` runs in another process: there they are Python as it is, with their expected values, comparisons, helpers
+and imports, and only the program's own names reach over (`peer.py`). Standard library only and no import of jppo, because
+an HTTP sandbox service gets these files as text.
 """
 
+import ast
 import builtins
 import os
 import sys
 
-_ITERATED = ("generator", "map", "filter", "zip", "range", "enumerate", "reversed", "dict_keys", "dict_values",
-             "dict_items", "deque", "ndarray", "list_reverseiterator", "list_iterator")  # fmt: skip
-_MOST = 10**6  # items of an iterator
-_DEEPEST = 50
+PASSED, FAILED = "passed", "failed"
 
 
-def run(text, requests, answer):
-    """Runs the program's text in a new `__main__`; then makes the requests, and answers each by a line of JSON.
+def run(text):
+    """Runs the program's text as a new `__main__`."""
+    names = _module("__main__")
+    exec(compile(text, "program.py", "exec"), names)
 
-    A request is (kind, source): `exec` answers null, `eval` the value. The first that raises ends it. Without requests
-    the program is `__main__` by name as well, and its exceptions are raised here.
-    """
-    for name in ("exit", "quit"):  # as the module site has them
-        if not hasattr(builtins, name):
-            setattr(builtins, name, sys.exit)
-    main = type(sys)("__main__")
+
+def serve(text, peer_of, captured):
+    """Runs the program's text, and answers what its tests ask until they end."""
+    names = _module("program")
+    sys.modules["__main__"] = sys.modules["program"]  # where dataclasses and pickle look
+    sys.stdout = captured
+
+    def look_up(name):
+        return names[name] if name in names else getattr(builtins, name)
+
+    peer = peer_of(look_up)
+    exec(compile(text, "program.py", "exec"), names)
+    peer.serve()
+
+
+def check(tests, peer):
+    """Whether all of a block of tests holds for the program on the other side."""
+    names = _Names(tests, peer)
+    main = _Main("__main__")
+    main.__dict__["names"] = names
     sys.modules["__main__"] = main
-    names = main.__dict__
-    names["__builtins__"] = builtins
-    if requests is None:
-        exec(compile(text, "program.py", "exec"), names)
-        return
-    import json  # costs as much as the rest of the start
-
-    names["__name__"] = "program"
-    sys.modules["program"] = main  # where dataclasses and pickle look
+    sys.argv = ["tests.py"]
     try:
-        exec(compile(text, "program.py", "exec"), names)
-        for kind, source in requests:
-            if kind == "eval":
-                answer(json.dumps({"value": plain(eval(compile(source, "tests.py", "eval"), names))}))
-            else:
-                exec(compile(source, "tests.py", "exec"), names)
-                answer('{"value": null}')
-    except BaseException as e:
-        answer(json.dumps({"raised": type(e).__name__}))
+        exec(compile(tests, "tests.py", "exec"), names)
+    except SystemExit as e:  # of unittest.main()
+        return not getattr(e, "from_program", False) and e.code in (None, 0, False)
+    except BaseException:
+        return False
+    return True
 
 
-def plain(value, depth=0):
-    """Encodes a value as JSON, with Python's types kept apart; other values become their type's name."""
-    if depth > _DEEPEST:
-        return {"other": "nested"}
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        number = int.__int__(value)
-        return number if -(2**53) < number < 2**53 else {"int": hex(number)}
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": bytes(value).hex()}
-    if isinstance(value, list):
-        return [plain(item, depth + 1) for item in list.__iter__(value)]
-    for kind in (tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {kind.__name__: [plain(item, depth + 1) for item in kind(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[plain(k, depth + 1), plain(v, depth + 1)] for k, v in dict.items(value)]}
-    return _foreign(value, depth)
+def needed(tests):
+    """Returns the names that tests take from the program, and the modules that they use without an import.
+
+    A builtin belongs to the tests unless no other name of theirs can be the program's. A module's name belongs to them
+    where they use it for its attributes alone.
+    """
+    nodes = list(ast.walk(ast.parse(tests)))
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    own |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+    aliases = [one for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for one in node.names]
+    own |= {(one.asname or one.name).split(".")[0] for one in aliases}
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - own
+    held = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    bare = {node.id for node in nodes if isinstance(node, ast.Name) and all(node is not one for one in held)}
+    modules = {one.id for one in held} & used - bare & sys.stdlib_module_names
+    asked = {name for name in used if not hasattr(builtins, name)} - modules
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return asked or called & used, modules
 
 
-def _foreign(value, depth):
-    name = type(value).__name__
-    if type(value).__module__ == "numpy" and not hasattr(value, "__len__") and hasattr(value, "item"):
-        return plain(value.item(), depth + 1)
-    if name in _ITERATED:
-        items = []
-        for item in value:
-            items.append(plain(item, depth + 1))
-            if len(items) > _MOST:
-                break
-        return {"items": items}
-    return {"other": name}
+class _Names(dict):
+    """The globals of the tests: their own, and what the program has for the names that they do not define."""
+
+    def __init__(self, tests, peer):
+        super().__init__(__name__="__main__", __builtins__=builtins)
+        self._peer = peer
+        self._asked, modules = needed(tests)
+        for name in modules:
+            self[name] = __import__(name)
+
+    def __missing__(self, name):
+        if name not in self._asked:
+            raise KeyError(name)  # a builtin, or an error
+        try:
+            return self._peer.ask("name", name)
+        except (KeyError, AttributeError):
+            raise KeyError(name) from None
+
+
+class _Main(type(sys)):
+    """The module of the tests, as unittest looks for it."""
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["names"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __dir__(self):
+        return list(self.__dict__["names"])
+
+
+def _module(name):
+    """Makes a module and returns its names."""
+    for word in ("exit", "quit"):  # as the module site has them
+        if not hasattr(builtins, word):
+            setattr(builtins, word, sys.exit)
+    made = type(sys)(name)
+    sys.modules[name] = made
+    made.__dict__["__builtins__"] = builtins
+    return made.__dict__
 
 
 def write_all(fd, line):

@@ -1,7 +1,8 @@
 import pytest
 
 from jppo.data.rows import Row
-from jppo.data.template import make_renderer, unknown_names
+from jppo.data import template_worker
+from jppo.data.template import make_renderer
 from jppo.data.tokenizer import load_tokenizer
 from jppo.settings import UserError
 
@@ -54,7 +55,7 @@ def test_a_fault_in_a_template_is_one_line(characters):
 
 def test_the_template_of_a_real_model_reads_no_other_name(shared):
     tokenizer = load_tokenizer(str(shared / "tokenizers/qwen2.5"))
-    assert unknown_names(tokenizer.chat_template) == {}
+    assert template_worker.unknown_names(tokenizer.chat_template) == []
     whole = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
     assert make_renderer(tokenizer)(ASKED, Row("d", 1, {})) == whole
 
