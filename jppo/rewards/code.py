@@ -1,7 +1,7 @@
 """The rule `code`: runs the program in a response against the row's tests, in a sandbox (`jppo/sandbox/`).
 
-The worker decides the verdict. The program's process receives the input of a test, or the calls of asserts
-(`asserts.py`), and sends back output or values. It has neither expected values nor a verdict. Runs in a worker process;
+The program's process has neither expected values nor a verdict. It receives the input of a test, whose output is compared
+here, or the calls of asserts, which run in a process of their own (`jppo/sandbox/program.py`). Runs in a worker process;
 standard library only.
 """
 
@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.rewards import asserts
 from jppo.rewards.rules import Verdict
 from jppo.rewards.suspicion import suspicious
 from jppo.sandbox.choice import Runner, make_runner
 from jppo.sandbox.outside import TOO_LONG, Ran
+from jppo.sandbox.program import PASSED
 
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -48,9 +48,10 @@ def code(
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0})
     reaching = suspicious(blocks[-1])
     run = _Counted(runner or make_runner(), memory_bytes)
-    passed = _passes_asserts(blocks[-1], tests.asserts, run, time_s, bool(reaching)) if tests.asserts else _passes_io(
-        blocks[-1], tests.io, run, time_s
-    )  # fmt: skip
+    if tests.asserts:
+        passed = run(blocks[-1], tests=tests.asserts, time_s=time_s / 2).replies == (PASSED,)
+    else:
+        passed = _passes_io(blocks[-1], tests.io, run, time_s)
     counts = {SUSPICIOUS: float(bool(reaching)), RETRIES: float(run.retries)}
     return Verdict(float(passed), {"exact": float(passed), "answered": 1.0} | {k: v for k, v in counts.items() if v})
 
@@ -85,10 +86,25 @@ def read_tests(ground_truth: str) -> Tests:
 
 def _parsed(tests: str, shown: str) -> str:
     try:
-        ast.parse(tests)
+        tree = ast.parse(tests)
     except (SyntaxError, ValueError) as e:
         raise ValueError(f"ground_truth={shown!r} is neither JSON nor Python: {e}") from e
+    if not _asserts(tree):
+        raise ValueError(f"ground_truth={shown!r} has no assert that runs; give it assert statements")
     return tests
+
+
+def _asserts(tree: ast.Module) -> bool:
+    """Whether a block has an assert outside of functions that it never names, or a test framework."""
+    nodes = list(ast.walk(tree))
+    named = {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute)
+    }
+    unused = [
+        node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in named
+    ]
+    idle = {id(inner) for node in unused for inner in ast.walk(node)}
+    return bool(named & {"unittest", "pytest"}) or any(isinstance(n, ast.Assert) and id(n) not in idle for n in nodes)
 
 
 class _Counted:
@@ -101,14 +117,6 @@ class _Counted:
         ran = self._run(program, **more)
         self.retries += ran.retries
         return ran
-
-
-def _passes_asserts(program: str, tests: str, run: _Counted, time_s: float, reaching: bool) -> bool:
-    plan = asserts.plan_asserts(tests, program)
-    if plan.in_program and reaching:  # such a program could pass without being right
-        return False
-    ran = run(program, requests=plan.requests, time_s=time_s / 2)
-    return ran.status == 0 and asserts.holds(plan, ran.replies)
 
 
 def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _Counted, time_s: float) -> bool:

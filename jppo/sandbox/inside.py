@@ -2,7 +2,8 @@
 
     python -I -S -c '...' JOB_FD: started by `outside.py`, which writes the job to JOB_FD by marshal.
 
-No secret gets here: the job is the program and the tests' requests to it.
+Where there are tests, this process becomes the program's, and a child of it the tests': the program's process never
+reads them, and cannot look into the other one, which alone can send a verdict.
 """
 
 import marshal
@@ -23,8 +24,13 @@ def main(job_fd: int) -> None:
     with os.fdopen(job_fd, "rb") as f:
         job = marshal.load(f)
     parent = os.getppid()
+    limits = job["limits"]
+    if job["tests"] is not None:  # before the sandbox is closed; its imports cost as much as the rest of the start
+        from jppo.sandbox import peer
     try:
-        home = _close(job["limits"], parent)
+        home = _close(limits, parent)
+        if job["tests"] is None:
+            _seal(limits)
     except OSError as e:
         print(f"the sandbox could not be closed: {e}", file=sys.stderr, flush=True)
         os._exit(_EXIT_NOT_CLOSED)
@@ -33,9 +39,43 @@ def main(job_fd: int) -> None:
         copy.write(job["program"])
     sys.path[:] = job["path"]
     sys.argv = ["program.py"]
-    replies = job["replies"]
-    program.write_all(replies, CLOSED)
-    program.run(job["program"], job["requests"], lambda line: program.write_all(replies, line))
+    program.write_all(job["replies"], CLOSED)
+    if job["tests"] is None:
+        program.run(job["program"])
+    else:
+        _with_tests(job, limits, peer.Peer, peer.Captured)
+
+
+def _with_tests(job: dict, limits: dict, peer: type, captured: type) -> None:
+    """Runs the program in this process and its tests in a child; only the child has the tests and can reply."""
+    asked, asks = os.pipe()
+    answered, answers = os.pipe()
+    own = os.getpid()
+    if os.fork() == 0:
+        os.close(asked)
+        os.close(answers)
+        _die_with(own)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # to the program, this process is as another user's
+        with os.fdopen(job["tests"], encoding="utf-8") as f:
+            tests = f.read()
+        _seal(limits)
+        os.write(asks, b"\n")
+        passed = program.check(tests, peer(answered, asks, trusting=False))
+        program.write_all(job["replies"], program.PASSED if passed else program.FAILED)
+        os._exit(0)
+    for fd in (asks, answered, job["tests"], job["replies"]):
+        os.close(fd)
+    os.read(asked, 1)  # the child cannot be looked into now
+    _seal(limits)
+    program.serve(
+        job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured()
+    )
+
+
+def _seal(limits: dict) -> None:
+    """Installs the filter of system calls, after which no process can be made."""
+    if limits["seccomp"]:
+        seccomp.install(os.getpid(), counted=limits["counted"])
 
 
 def _close(limits: dict, parent: int) -> str:
@@ -73,8 +113,6 @@ def _close(limits: dict, parent: int) -> str:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     if limits["landlock"]:
         landlock.restrict(read=limits["read"], write=[home], devices=limits["devices"])
-    if limits["seccomp"]:
-        seccomp.install(os.getpid(), counted=limits["counted"])
     return str(home)
 
 

@@ -33,11 +33,10 @@ _OF_PYTHON = 2**26  # memory of the process that waits for a program in namespac
 TOO_LONG = "took too long"
 _PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the minimum age of a leftover
 _TICK_S = 0.05  # how often a folder without a quota is measured
-_ROOT = str(pathlib.Path(__file__).resolve().parents[3])
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _BOOT = f"import sys; sys.path.insert(0, {_ROOT!r}); from jppo.sandbox.inside import main; main(int(sys.argv[1]))"
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
-Request = tuple[str, str]  # as in program.py
 Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
 
 
@@ -76,9 +75,9 @@ def run(
     time_s: float,
     memory_bytes: int,
     stdin: str = "",
-    requests: Sequence[Request] | None = None,
+    tests: str | None = None,
 ) -> Ran:
-    """Runs a program; `requests` are also made to it, and each is answered by one of the replies.
+    """Runs a program; with `tests` the reply is their verdict, PASSED or FAILED of `program.py`.
 
     Raises NoSandbox if the kernel refuses one of the `guards`.
     """
@@ -88,17 +87,16 @@ def run(
     try:
         if guards.groups:
             most = memory_bytes + quota.BYTES + _OF_PYTHON
-            groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 2)
+            groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 3)
         if guards.uid is not None and guards.spaces == spaces.NONE:
             os.chown(folder, guards.uid, guards.uid)
         job = {
             "program": text.encode("utf-8", "replace").decode("utf-8"),
-            "requests": None if requests is None else list(requests),
             "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
             "limits": _limits(folder, guards, time_s, memory_bytes) | {"groups": groups},
         }
         excess = functools.partial(quota.excess, folder, user=guards.uid, counted=guards.counted)
-        ran = _run(job, stdin, folder, time_s, excess if guards.spaces == spaces.NONE else None)
+        ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == spaces.NONE else None)
     finally:
         _remove(folder)
         cgroup.remove(groups)
@@ -142,13 +140,16 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int) -> di
     }
 
 
-def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, excess: Excess | None) -> Ran:
+def _run(
+    job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: Excess | None
+) -> Ran:
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         replies, answers = os.pipe()
         stack.callback(os.close, replies)
         given = _memory_file(stack, stdin.encode("utf-8", "replace"))
-        order = _memory_file(stack, marshal.dumps(job | {"replies": answers}))
+        held = None if tests is None else _memory_file(stack, tests.encode("utf-8", "replace"))
+        order = _memory_file(stack, marshal.dumps(job | {"replies": answers, "tests": held}))
         try:
             child = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BOOT, str(order)],
@@ -158,7 +159,7 @@ def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, excess: Ex
                 cwd=folder,
                 env=environment,
                 start_new_session=True,
-                pass_fds=(order, answers),
+                pass_fds=(order, answers, *([] if held is None else [held])),
                 bufsize=0,
             )
         finally:

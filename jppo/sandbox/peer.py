@@ -9,6 +9,7 @@ sandbox service gets this file as text.
 
 import builtins
 import collections
+import contextlib
 import datetime
 import decimal
 import fractions
@@ -68,8 +69,9 @@ class Peer:
 
     def serve(self):
         """Answers requests until the other side ends."""
-        while True:
-            self._answer(self._receive())
+        with contextlib.suppress(Gone):
+            while True:
+                self._answer(self._receive())
 
     def _answer(self, message):
         memo, sent = _Memo(), message["heap"]
@@ -252,7 +254,7 @@ class Peer:
                 target.default_factory = self._decoded(more, objects)
             target.clear()
             for key, value in pairs:
-                dict.__setitem__(target, key, value)
+                target[key] = value
             return
         items = [self._decoded(one, objects) for one in body]
         target.clear()
@@ -296,7 +298,7 @@ class Peer:
         if tag == "constant":
             return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[rest[0]]
         if tag == "module":
-            return _module(rest[0])
+            return _imported(rest[0])
         if tag == "shared":
             return _shared(*rest)
         if tag == "numpy":
@@ -316,7 +318,7 @@ class Peer:
         raise ValueError(tag)
 
     def _made_numpy(self, dtype, shape, array, flat, objects):
-        numpy = _module("numpy")
+        numpy = _imported("numpy")
         if numpy.dtype(dtype).hasobject:
             raise ValueError(dtype)
         made = numpy.array([self._decoded(one, objects) for one in flat], dtype=dtype).reshape(shape)
@@ -338,7 +340,7 @@ class Peer:
             above = [one for one in (self._decoded(base, []) for base in bases) if isinstance(one, type)]
             errors = [one for one in above if issubclass(one, BaseException)]
             if errors:
-                made = type(str(name), tuple(errors[:1]), {})
+                made = type(str(name), tuple(errors), {})
             else:
                 above = [one for one in above if issubclass(one, self._base)] or [self._base]
                 made = type(self._base)(str(name), tuple(above), {"_id": int(number)})
@@ -559,10 +561,10 @@ def _shared_name(value):
 def _shared(module, name):
     if name.startswith("_") or (module == "builtins" and name in _OWN):
         raise ValueError(name)
-    return getattr(builtins if module == "builtins" else _module(module), name)
+    return getattr(builtins if module == "builtins" else _imported(module), name)
 
 
-def _module(name):
+def _imported(name):
     if name not in _SHARED:
         raise ValueError(name)
     return importlib.import_module(name)

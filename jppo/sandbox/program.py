@@ -16,13 +16,13 @@ PASSED, FAILED = "passed", "failed"
 
 def run(text):
     """Runs the program's text as a new `__main__`."""
-    names = _module("__main__")
+    names = _fresh("__main__")
     exec(compile(text, "program.py", "exec"), names)
 
 
 def serve(text, peer_of, captured):
     """Runs the program's text, and answers what its tests ask until they end."""
-    names = _module("program")
+    names = _fresh("program")
     sys.modules["__main__"] = sys.modules["program"]  # where dataclasses and pickle look
     sys.stdout = captured
 
@@ -104,7 +104,7 @@ class _Main(type(sys)):
         return list(self.__dict__["names"])
 
 
-def _module(name):
+def _fresh(name):
     """Makes a module and returns its names."""
     for word in ("exit", "quit"):  # as the module site has them
         if not hasattr(builtins, word):
