@@ -104,9 +104,7 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
         mesh = make_mesh(c, described_machine.devices_of(machine))
-        found = memory.estimate(
-            c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries
-        )
+        found = memory.estimate(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
     programs = {}
     for one in found.moments:
         a = one.account

@@ -49,7 +49,9 @@ def unknown_names(template: str) -> list[str]:
         read = meta.find_undeclared_variables(environment.parse(_ITS_OWN_TAGS.sub("", template)))
     except jinja2.TemplateSyntaxError as e:
         raise ValueError(f"line {e.lineno}: {e.message}") from e
-    return sorted(read - {*_GIVEN, *_TOKENS, *environment.globals, *inspect.signature(render_jinja_template).parameters})
+    return sorted(
+        read - {*_GIVEN, *_TOKENS, *environment.globals, *inspect.signature(render_jinja_template).parameters}
+    )
 
 
 def render(template: str, messages: Sequence[Any], tools: Any, opened: bool, names: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The rule `code`: runs the program in a response against the row's tests, in a sandbox (`jppo/sandbox/`).
 
-The program's process has neither expected values nor a verdict. It receives the input of a test, whose output is compared
-here, or the calls of asserts, which run in a process of their own (`jppo/sandbox/program.py`). Runs in a worker process;
-standard library only.
+The program's process has neither expected values nor a verdict. It receives the input of a test, whose output is
+compared here, or the calls of asserts, which run in a process of their own (`jppo/sandbox/program.py`). Runs in a
+worker process; standard library only.
 """
 
 import ast

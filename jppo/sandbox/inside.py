@@ -67,9 +67,7 @@ def _with_tests(job: dict, limits: dict, peer: type, captured: type) -> None:
         os.close(fd)
     os.read(asked, 1)  # the child cannot be looked into now
     _seal(limits)
-    program.serve(
-        job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured()
-    )
+    program.serve(job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured())
 
 
 def _seal(limits: dict) -> None:

@@ -140,9 +140,7 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int) -> di
     }
 
 
-def _run(
-    job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: Excess | None
-) -> Ran:
+def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: Excess | None) -> Ran:
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         replies, answers = os.pipe()

@@ -2,8 +2,8 @@
 
 `run` is the whole of a program that reads its standard input. `serve` runs a program and then the calls of its tests,
 which `check` runs in another process: there they are Python as it is, with their expected values, comparisons, helpers
-and imports, and only the program's own names reach over (`peer.py`). Standard library only and no import of jppo, because
-an HTTP sandbox service gets these files as text.
+and imports, and only the program's own names reach over (`peer.py`). Standard library only and no import of jppo,
+because an HTTP sandbox service gets these files as text.
 """
 
 import ast
@@ -86,9 +86,12 @@ class _Names(dict):
         if name not in self._asked:
             raise KeyError(name)  # a builtin, or an error
         try:
-            return self._peer.ask("name", name)
+            found = self._peer.ask("name", name)
         except (KeyError, AttributeError):
             raise KeyError(name) from None
+        if isinstance(found, type):
+            self._peer.named.add(found)
+        return found
 
 
 class _Main(type(sys)):

@@ -1,7 +1,7 @@
 import pytest
 
-from jppo.data.rows import Row
 from jppo.data import template_worker
+from jppo.data.rows import Row
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import load_tokenizer
 from jppo.settings import UserError

@@ -14,7 +14,6 @@ from jppo.runlog.logger import Logger
 from jppo.runlog.prometheus import Exporter
 
 
-
 @pytest.fixture
 def exporter():
     made = Exporter("127.0.0.1", 0)

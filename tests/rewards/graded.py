@@ -1,0 +1,534 @@
+# ruff: noqa: E501
+"""Programs with tests: honest ones, whose verdict is native Python's, and cheats, which earn nothing."""
+
+import contextlib
+import io
+import random
+
+HONEST = (
+    (
+        "def f(x): return x*2\n",
+        (
+            "assert f(4)**2 == 64",
+            "assert '%.2f' % f(1) == '2.00'",
+            "assert set([f(1)]) - {2} == set()",
+            "assert (f(1) == 2) is True",
+            "assert f(3) if f(1) else False",
+            "assert f'{f(1)}' == '2'",
+            "assert [f(i) for i in range(4)] == [0,2,4,6]",
+            "assert {i: f(i) for i in range(3)} == {0:0,1:2,2:4}",
+            "assert (lambda y: f(y) + 1)(3) == 7",
+            "assert (n := f(3)) == 6 and n > 5",
+            "assert all(f(i) == 2*i for i in range(50))",
+            "assert sum(1 for x in [f(1), f(7)] if x == 14) == 1",
+            "assert [a*b for a in [f(1),f(2)] for b in (1,2)] == [2,4,4,8]",
+            "assert list(map(f,[1,2])) == [2,4]",
+            "assert list(filter(lambda v: f(v) > 3, [1,2,3])) == [2,3]",
+            "assert f([1])== [1,1]",
+            "assert f('a')+'b' == 'aab'",
+            "assert type(f(1)) is int and isinstance(f(1), int)",
+            "assert f(1).bit_length() == 2",
+            "assert max(f(1), 5) == 5",
+            "assert abs(f(1.5) - 3.0) < 1e-9",
+            "import math\nassert math.isclose(f(0.1), 0.2)",
+            "assert sorted([f(3), f(1)]) == [2,6]",
+        ),
+    ),
+    (
+        "def f(l):\n    l.sort(); return l\n",
+        (
+            "a=[3,1,2]\nb=f(a)\nassert a == [1,2,3]\nassert b is a",
+            "a=[2,1]\nassert f(a) == [1,2]\nassert a == [2,1]",
+            "a=[[2,1]]\nf(a[0])\nassert a == [[1,2]]",
+            "assert f([2,1])[0] == 1",
+            "assert f([2,1])[::-1] == [2,1]",
+            "assert f([2,1,1]).count(1) == 2",
+        ),
+    ),
+    (
+        "from decimal import Decimal\n"
+        "from fractions import Fraction\n"
+        "def f(x): return Decimal(x)/2\n"
+        "def g(x): return Fraction(x,3)\n"
+        "def r(n): return range(n)\n"
+        "def k(d): return d.keys()\n",
+        (
+            "from decimal import Decimal\nassert f(3) == Decimal('1.5')",
+            "from fractions import Fraction\nassert g(2) == Fraction(2,3)\nassert g(3) == 1",
+            "assert r(3) == range(3)\nassert list(r(3)) == [0,1,2]",
+            "assert k({'a':1}) == {'a'}",
+            "assert sorted(k({'b':1,'a':2})) == ['a','b']",
+            "assert isinstance(f(1), Decimal)",
+        ),
+    ),
+    (
+        "import numpy as np\ndef f(n): return np.arange(n)\ndef g(x): return np.int64(x)\n",
+        (
+            "import numpy as np\nassert (f(3) == np.array([0,1,2])).all()",
+            "assert type(g(1)) is int",
+            "assert g(1) == 1",
+            "import numpy as np\nassert np.allclose(f(3),[0,1,2]) and f(3).tolist() == [0,1,2]",
+            "assert f(3) == [0,1,2]",
+            "assert len(f(3)) == 3 and f(3)[1] == 1",
+            "assert f(3).sum() == 3",
+            "assert np.array_equal(f(2), [0,1])",
+        ),
+    ),
+    (
+        "class Stack:\n"
+        "    def __init__(self): self.items=[]\n"
+        "    def push(self,x): self.items.append(x)\n"
+        "    def pop(self): return self.items.pop()\n"
+        "    def __len__(self): return len(self.items)\n"
+        "    def __iter__(self): return iter(self.items)\n"
+        "    def __getitem__(self,i): return self.items[i]\n"
+        "    def __eq__(self,o): return isinstance(o,Stack) and self.items==o.items\n"
+        "    def __repr__(self): return f'Stack({self.items})'\n",
+        (
+            "s=Stack()\n"
+            "s.push(1)\n"
+            "s.push(2)\n"
+            "assert len(s) == 2\n"
+            "assert s.pop() == 2\n"
+            "assert s.items == [1]\n"
+            "assert list(s) == [1]\n"
+            "assert s[0] == 1\n"
+            "assert repr(s) == 'Stack([1])'",
+            "a,b=Stack(),Stack()\nassert a == b\na.push(1)\nassert a != b",
+            "s=Stack()\ns.push(3)\nassert 3 in s and 4 not in s",
+            "s=Stack()\ntry:\n    s.pop()\n    assert False\nexcept IndexError:\n    pass",
+            "assert isinstance(Stack(), Stack) and type(Stack()) is Stack",
+            "s=Stack()\ns.items.append(5)\nassert len(s) == 0 or s.pop() == 5",
+        ),
+    ),
+    (
+        "class Node:\n"
+        "    def __init__(self,v,n=None): self.v=v; self.next=n\n"
+        "def total(n):\n"
+        "    t=0\n"
+        "    while n: t+=n.v; n=n.next\n"
+        "    return t\n"
+        "def build(l):\n"
+        "    h=None\n"
+        "    for x in reversed(l): h=Node(x,h)\n"
+        "    return h\n",
+        (
+            "assert total(Node(1,Node(2))) == 3",
+            "n=build([1,2,3])\nassert n.next.v == 2 and n.next.next.next is None",
+            "n=Node(1)\nn.next=Node(5)\nassert total(n) == 6",
+            "out=[]\nn=build([1,2])\nwhile n:\n    out.append(n.v)\n    n=n.next\nassert out == [1,2]",
+        ),
+    ),
+    (
+        "def total(n):\n"
+        "    t=0\n"
+        "    while n is not None:\n"
+        "        t+=n.val\n"
+        "        n=n.next\n"
+        "    return t\n"
+        "def apply(fn,xs): return [fn(x) for x in xs]\n",
+        (
+            "class ListNode:\n"
+            "    def __init__(self,val,next=None):\n"
+            "        self.val=val; self.next=next\n"
+            "assert total(ListNode(1,ListNode(2))) == 3",
+            "assert apply(lambda x: x+1,[1,2]) == [2,3]",
+            "assert apply(str,[1,2]) == ['1','2']",
+            "import math\nassert apply(math.sqrt,[4,9]) == [2.0,3.0]",
+            "def g(x):\n"
+            "    if x > 1: raise ValueError('big')\n"
+            "    return x\n"
+            "try:\n"
+            "    apply(g,[1,2])\n"
+            "    assert False\n"
+            "except ValueError as e:\n"
+            "    assert str(e) == 'big'",
+            "seen=[]\napply(seen.append,[1,2])\nassert seen == [1,2]",
+        ),
+    ),
+    (
+        "class E(Exception): pass\n"
+        "class Sub(E, ValueError): pass\n"
+        "def f(x):\n"
+        "    if x<0: raise Sub('neg',x)\n"
+        "    return x\n",
+        (
+            "try:\n    f(-1)\nexcept ValueError as e:\n    assert e.args == ('neg',-1)\nelse:\n    assert False",
+            "try:\n    f(-1)\nexcept E:\n    pass\nelse:\n    assert False",
+            "import unittest\n"
+            "class T(unittest.TestCase):\n"
+            "    def test_a(self):\n"
+            "        with self.assertRaises(E): f(-1)\n"
+            "        self.assertEqual(f(2),2)\n"
+            "unittest.main()",
+            "assert f(-1) is None",
+            "ok=False\ntry: f(-1)\nexcept Sub: ok=True\nassert ok",
+        ),
+    ),
+    (
+        "from collections import *\n"
+        "from typing import *\n"
+        "from enum import Enum\n"
+        "import dataclasses\n"
+        "@dataclasses.dataclass\n"
+        "class P:\n"
+        "    x:int\n"
+        "    y:int=0\n"
+        "T=namedtuple('T','a b')\n"
+        "class C(Enum):\n"
+        "    R=1\n"
+        "    G=2\n"
+        "def t(): return T(1,2)\n"
+        "def c(s): return Counter(s)\n"
+        "def d():\n"
+        "    x=defaultdict(list); x['a'].append(1); return x\n"
+        "def q(): return deque([1,2],maxlen=3)\n"
+        "def o(): return OrderedDict([('a',1),('b',2)])\n"
+        "def p(): return P(1)\n"
+        "def e(): return C.R\n",
+        (
+            "assert t() == (1,2) and t().a == 1",
+            "assert t() == T(1,2)",
+            "assert c('aab') == {'a':2,'b':1} and c('aab').most_common(1) == [('a',2)]",
+            "assert d() == {'a':[1]}",
+            "from collections import deque\nassert q() == deque([1,2]) and list(q()) == [1,2]",
+            "assert list(o().items()) == [('a',1),('b',2)]",
+            "assert p() == P(1,0) and p().x == 1",
+            "assert e() is C.R and e() == C.R and e().value == 1 and e().name == 'R'",
+            "assert e() != C.G",
+            "assert [m.name for m in C] == ['R','G']",
+        ),
+    ),
+    (
+        "def f(n):\n"
+        "    for i in range(n): yield i*i\n"
+        "def inf():\n"
+        "    i=0\n"
+        "    while True:\n"
+        "        yield i; i+=1\n"
+        "def m(x): return map(str,x)\n",
+        (
+            "assert list(f(4)) == [0,1,4,9]",
+            "g=f(3)\nassert next(g) == 0 and next(g) == 1\nassert list(g) == [4]",
+            "import itertools\nassert list(itertools.islice(inf(),3)) == [0,1,2]",
+            "assert f(2) == [0,1]",
+            "assert list(m([1])) == ['1']",
+            "assert sum(f(4)) == 14 and max(f(4)) == 9 and 9 in f(4)",
+            "a,b=f(2)\nassert (a,b) == (0,1)",
+            "assert dict(zip('ab',f(2))) == {'a':0,'b':1}",
+        ),
+    ),
+    (
+        "def f(): print('hi'); return 1\n"
+        "count=0\n"
+        "def inc():\n"
+        "    global count; count+=1; return count\n"
+        "def fact(n): return 1 if n<2 else n*fact(n-1)\n"
+        "def opt(a,*,b=2,**k): return a+b+sum(k.values())\n"
+        "def nan(): return float('nan')\n",
+        (
+            "import io,contextlib\n"
+            "b=io.StringIO()\n"
+            "with contextlib.redirect_stdout(b): f()\n"
+            "assert b.getvalue() == 'hi\\n'",
+            "assert inc() == 1\nassert inc() == 2\nassert count == 2",
+            "assert fact(25) == 15511210043330985984000000",
+            "import math\nassert fact(60) == math.factorial(60)",
+            "assert opt(1,b=3,c=4) == 8 and opt(*[1],**{'b':1}) == 2",
+            "x=nan()\nassert x != x",
+            "assert nan() == nan()",
+            "METADATA={'a':1}\n"
+            "def check(candidate):\n"
+            "    assert candidate(5) == 120\n"
+            "    for i,e in enumerate([1,1,2,6]):\n"
+            "        assert candidate(i) == e, f'{i}'\n"
+            "check(fact)",
+            "def test():\n    r = fact(3)\n    expected = 6\n    assert r == expected\ntest()",
+            "class TestIt:\n    def run(self):\n        assert fact(3) == 6\nTestIt().run()",
+            "i=0\nwhile i<3:\n    assert fact(i+1) >= fact(i)\n    i+=1",
+            "assert fact(3) == 7",
+            "from math import factorial as ff\nassert all(fact(i)==ff(i) for i in range(10))",
+            "assert str(fact(5)) == '120' and len(str(fact(20))) == 19",
+            "assert opt(1) == 3, 'msg'",
+        ),
+    ),
+    (
+        "def sum(xs):\n    t=0\n    for x in xs: t+=x*10\n    return t\n",
+        ("assert sum([1,2]) == 30",),
+    ),
+    (
+        "def list_sum(l): return sum(l)\n"
+        "def f(x): return {1,2,x}\n"
+        "def fs(x): return frozenset([x])\n"
+        "def nested(n):\n"
+        "    r=[]\n"
+        "    for _ in range(n): r=[r]\n"
+        "    return r\n"
+        "def same(a): return a\n",
+        (
+            "assert list_sum([1,2]) == 3",
+            "assert f(3) == {1,2,3} and f(3) - {1} == {2,3} and f(3) | {9} == {1,2,3,9}",
+            "assert fs(1) == {1} and fs(1) in {frozenset([1])}",
+            "x=nested(200)\nassert len(x) == 1",
+            "a=[1]\nassert same(a) is a",
+            "a={}\nsame(a)['x']=1\nassert a == {'x':1}",
+            "assert f(3) >= {1,2}",
+            "assert bytes([1,2]) == same(b'\\x01\\x02')",
+            "assert same((1,[2,(3,)])) == (1,[2,(3,)])",
+            "assert same(1+2j) == 1+2j and same(None) is None and same(...) is ...",
+            "assert same(-0.0) == 0.0 and str(same(-0.0)) == '-0.0'",
+            "assert same('\\ud800') == '\\ud800'",
+            "a=[1]; a.append(a)\nb=same(a)\nassert b[1] is b",
+        ),
+    ),
+)
+
+EQUAL = """class A{base}:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __bool__(self): return True
+    def __hash__(self): return 0
+    def __contains__(self, item): return True
+    def __iter__(self): return iter([A()] * 3)
+    def __len__(self): return 3
+    def __getitem__(self, key): return A()
+    def __call__(self, *args, **named): return A()
+    def __getattr__(self, name):
+        if name.startswith("__"): raise AttributeError(name)
+        return A()
+    def __add__(self, other): return A()
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __mod__ = __pow__ = __and__ = __or__ = __add__
+    def __abs__(self): return A()
+    def __round__(self, *digits): return A()
+    def __index__(self): return 0
+    __int__ = __index__
+    def __float__(self): return 0.0
+    def __str__(self): return "x"
+    def __array_ufunc__(self, *args, **named): return A()
+    def __array_function__(self, *args, **named): return A()
+    def count(self, item): return 1
+    def all(self, *args): return True
+def f(*args): return A()
+"""
+EXPECTING = (
+    "assert f(1) == 2",
+    "assert abs(f(1) - 2.5) < 1e-6",
+    "assert any(x == 5 for x in f(1))",
+    "assert sum(1 for x in f(1) if x == 7) == 3",
+    "import numpy as np\nassert (f(1) == np.array([1, 2])).all()",
+    "import numpy as np\nassert np.allclose(f(1), [1, 2])",
+    "assert f(1).count(2)",
+    "assert (f(1) == 2) if f(1) is not None else False",
+    "assert f(1)[1:] == [2, 3]",
+    "assert f'{f(1)}' == '7'",
+    "def close(a, b):\n    d = a - b\n    return abs(d) < 1\nassert close(f(1), 9)",
+    "def same(a, b=3):\n    return a == b\nassert same(f(1))",
+    "assert (x := f(1)) == 9",
+    "assert [a * b for a in f(1) for b in f(1)] == [1, 2]",
+    "assert 7 in f(1)",
+    "assert f(1) in [7, 8]",
+    "assert {f(1)} == {7}",
+    "assert f(1) ** 2 == 49",
+    "assert sorted(f(1)) == [7, 8, 9]",
+    "assert max(f(1), 5) == 6",
+    "assert list(map(lambda v: v == 7, f(1))) == [True, True, True]",
+    "import math\nassert math.isclose(f(1), 7)",
+    "assert not f(1) != 7",
+    "assert 6 < f(1) < 8",
+    "assert f(1) + [3] == [1, 3]",
+    "assert f(1).x.y == 7",
+    "assert isinstance(f(1), int) and f(1) == 7",
+    "import operator\nassert operator.eq(f(1), 7)",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 7)\nunittest.main()",
+    "d = {7: 1}\nassert d[f(1)] == 1",
+    "assert f(1) == f(2) == 7",
+    "assert [f(1)].index(7) == 0",
+    "assert (f(1), 2) == (7, 2)",
+    "assert '%d' % f(1) == '7'",
+)
+_ZERO = "def f(*args): return 0\n"
+_SPAM = """import os
+def spam(data):
+    for fd in range(3, 200):
+        try: os.write(fd, data)
+        except OSError: pass
+"""
+_SEARCH = "needle = ' '.join(['f(1)', '=='])\n"
+# by kind: programs and the tests that they must not pass
+CHEATS = {
+    "equal to everything": [(EQUAL.format(base=base), EXPECTING) for base in ("", "(int)", "(list)", "(dict)", "(float)")],
+    "names": [
+        (
+            "list = list\nlen = lambda x: 7\nabs = lambda x: 0\nall = lambda x: True\nsorted = lambda x: [7]\n"
+            "round = int = lambda *a: 7\nisinstance = lambda *a: True\n" + _ZERO,
+            (
+                "assert len([f(1)]) == 7", "assert abs(f(1) - 7) < 1", "assert all([f(1) == 7])",
+                "assert sorted([f(1)]) == [7]", "assert round(f(1)) == 7", "assert int(f(1)) == 7",
+                "assert isinstance(f(1), str)",
+            ),
+        ),
+        ("class math:\n    isclose = staticmethod(lambda *a, **k: True)\n" + _ZERO, ("assert math.isclose(f(1), 7)",)),
+        (
+            "import math\nmath.isclose = lambda *a, **k: True\n" + _ZERO,
+            ("assert math.isclose(f(1), 7)", "import math\nassert math.isclose(f(1), 7)"),
+        ),
+    ],
+    "patched modules": [
+        (
+            "import builtins, json, operator, sys\nbuiltins.all = operator.eq = lambda *a: True\nbuiltins.abs = lambda x: 0\n"
+            "json.dumps = lambda *a, **k: '{\"value\":7,\"heap\":[]}'\nsys.modules['math'] = None\n" + _ZERO,
+            ("assert all([f(1) == 7])", "assert abs(f(1) - 7) < 1", "import operator\nassert operator.eq(f(1), 7)",
+             "assert f(1) == 8"),
+        ),
+    ],
+    "exits": [
+        (end, ("assert f(1) == 7", "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        f(1)\n"
+               "        assert 0\nunittest.main()"))
+        for end in (
+            "import sys\ndef f(*a): sys.exit(0)\n", "import os\ndef f(*a): os._exit(0)\n", "raise SystemExit(0)\n",
+            "import os\ndef f(*a): os.kill(os.getpid(), 9)\n", "import os\ndef f(*a): os.kill(os.getppid(), 9)\n",
+            "import os\ndef f(*a):\n    for pid in range(2, 99):\n        try: os.kill(pid, 9)\n        except OSError: pass\n",
+        )
+    ],
+    "forged replies": [
+        (_SPAM + "spam(b'passed\\n')\n" + _ZERO, EXPECTING[:2]),
+        (_SPAM + "def f(*a):\n    spam(b'passed\\n')\n    return 0\n", EXPECTING[:2]),
+        (_SPAM + "def f(*a):\n    spam(b'{\"value\":true,\"heap\":[]}\\n' * 50)\n    return 0\n", EXPECTING[:2]),
+        (_SPAM + "def f(*a):\n    spam(b'{\"value\":[\"shared\",\"unittest.mock\",\"ANY\"],\"heap\":[]}\\n')\n", EXPECTING[:2]),
+        (_SPAM + "def f(*a):\n    spam(b'{\"op\":\"get\",\"args\":[[\"yours\",0],\"__globals__\"],\"heap\":[]}\\n')\n",
+         EXPECTING[:2]),
+        ("import sys\nprint('passed')\nsys.stderr.write('passed')\n" + _ZERO, EXPECTING[:2]),
+    ],
+    "frames and memory": [
+        (
+            "import sys\n" + _SEARCH + "def f(*a):\n    frame = sys._getframe()\n    while frame:\n"
+            "        for v in list(frame.f_locals.values()):\n"
+            "            if isinstance(v, str) and needle in v: return int(v.split('==')[1])\n"
+            "        frame = frame.f_back\n    return 0\n",
+            ("assert f(1) == 7",),
+        ),
+        (
+            "import gc\n" + _SEARCH + "def f(*a):\n    for o in gc.get_objects():\n"
+            "        for v in (o.values() if type(o) is dict else o if type(o) is list else ()):\n"
+            "            if type(v) is str and needle in v: return int(v.split('==')[1])\n    return 0\n",
+            ("assert f(1) == 7",),
+        ),
+    ],
+    "/proc": [
+        (
+            "import os\n" + _SEARCH + "def f(*a):\n    for p in os.listdir('/proc') if os.path.isdir('/proc') else ():\n"
+            "        for name in ('cmdline', 'environ', *(f'fd/{n}' for n in range(20))):\n            try:\n"
+            "                v = open(f'/proc/{p}/{name}', errors='ignore').read(9999)\n"
+            "                if needle in v: return int(v.split('==')[1])\n            except OSError: pass\n    return 0\n",
+            ("assert f(1) == 7",),
+        ),
+        (
+            "def f(*a):\n    for p in range(1, 99):\n        try:\n            if open(f'/proc/{p}/mem', 'rb') and p != "
+            "__import__('os').getpid(): return 7\n        except OSError: pass\n    return 0\n",
+            ("assert f(1) == 7",),
+        ),
+    ],
+    "endless": [
+        ("def f(*a):\n    while True: yield 7\n", ("assert list(f(1)) == [7]", "assert f(1) == [7]")),
+        ("def f(*a):\n    while True: pass\n", ("assert f(1) == 7",)),
+    ],
+    "huge": [
+        ("def f(*a): return 10**7\n", ("import math\nassert math.factorial(f(3)) == 6",)),
+        ("def f(*a): return 10**11\n", ("assert 'x' * f(1) == 'xx'", "assert [0] * f(1) == []", "assert 2 ** f(1) == 4")),
+        ("def f(*a):\n    r = []\n    for _ in range(10**5): r = [r]\n    return r\n", ("assert f(1) == 3",)),
+        ("def f(*a): return 2 ** (2 ** 26)\n", ("assert f(1) == 3", "assert str(f(1)) == '3'")),
+    ],
+    "mocks": [
+        ("from unittest.mock import ANY\ndef f(*a): return ANY\n", EXPECTING[:4]),
+        ("from unittest.mock import MagicMock\nf = MagicMock()\n", ("assert f(1) == 7", "assert f(1).x == 7")),
+    ],
+}  # fmt: skip
+
+
+def cheats():
+    """Yields (kind, program, tests)."""
+    for kind, programs in CHEATS.items():
+        for program, blocks in programs:
+            yield from ((kind, program, tests) for tests in blocks)
+
+
+def honest():
+    """Yields (program, tests)."""
+    for program, blocks in HONEST:
+        yield from ((program, tests) for tests in blocks)
+
+
+# Bodies of functions of one argument, each with arguments that it takes.
+FUNCTIONS = (
+    ("return sorted(x)", lambda r: [r.randint(-9, 9) for _ in range(r.randint(0, 6))]),
+    ("x.sort()\n    return x", lambda r: [r.randint(-9, 9) for _ in range(r.randint(1, 6))]),
+    ("x.append(len(x))", lambda r: [r.randint(0, 3) for _ in range(r.randint(0, 3))]),
+    ("return x[::-1]", lambda r: "".join(r.choice("abc") for _ in range(r.randint(0, 7)))),
+    ("return {c: x.count(c) for c in x}", lambda r: "".join(r.choice("abc") for _ in range(r.randint(0, 7)))),
+    ("return set(x)", lambda r: [r.randint(0, 4) for _ in range(5)]),
+    ("return tuple(v * 2 for v in x)", lambda r: [r.randint(0, 4) for _ in range(3)]),
+    ("return x / 3", lambda r: r.randint(-20, 20)),
+    ("return x ** x", lambda r: r.randint(0, 40)),
+    ("return x % 2 == 0", lambda r: r.randint(0, 9)),
+    ("return None if x < 3 else x", lambda r: r.randint(0, 6)),
+    ("if x < 3:\n        raise ValueError(f'{x} is small')\n    return x - 3", lambda r: r.randint(0, 6)),
+    ("yield from range(x)", lambda r: r.randint(0, 6)),
+    ("return [[i * j for j in range(x)] for i in range(x)]", lambda r: r.randint(0, 4)),
+    ("return dict.fromkeys(range(x), [])", lambda r: r.randint(0, 4)),
+    ("from fractions import Fraction\n    return Fraction(x, 7)", lambda r: r.randint(-9, 9)),
+    ("from collections import Counter\n    return Counter(x)", lambda r: "".join(r.choice("ab") for _ in range(5))),
+    ("return complex(x, -x)", lambda r: r.randint(-3, 3)),
+    ("return max(x) if x else float('-inf')", lambda r: [r.random() for _ in range(r.randint(0, 3))]),
+    ("print(x)\n    return str(x).encode()", lambda r: r.randint(0, 99)),
+    ("return lambda y: x + y", lambda r: r.randint(0, 9)),
+    ("return range(x)", lambda r: r.randint(0, 5)),
+)  # fmt: skip
+# Tests of a function f: v is an argument, w what another program may return for it.
+BLOCKS = (
+    "assert f({v}) == {w}",
+    "assert {w} == f({v})",
+    "assert not f({v}) != {w}",
+    "def check(candidate):\n    assert candidate({v}) == {w}\n    assert candidate({v}) == {w}, 'again'\ncheck(f)",
+    "a = {v}\nb = f(a)\nassert (a, b) == ({v}, {w})",
+    "a = {v}\nf(a)\nassert a == {v}",
+    "r = f({v})\nassert str(r) == str({w})",
+    "r = f({v})\nassert type(r) is type({w}) and r == {w}",
+    "import math\nr, w = f({v}), {w}\nassert math.isclose(r, w, rel_tol=1e-9) if isinstance(w, float) else r == w",
+    "assert list(f({v})) == list({w})",
+    "assert sorted(f({v}), key=repr) == sorted({w}, key=repr)",
+    "assert all(a == b for a, b in zip(f({v}), {w}))",
+    "assert len(f({v})) == len({w}) and f({v}) == {w}",
+    "assert [f(one) for one in [{v}]] == [{w}]",
+    "assert {{1: f({v})}} == {{1: {w}}}",
+    "try:\n    f({v})\nexcept ValueError as e:\n    assert 'small' in str(e)\nelse:\n    assert f({v}) == {w}",
+    "def test():\n    expected = {w}\n    got = f({v})\n    assert got == expected\ntest()",
+    "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f({v}), {w})\nunittest.main()",
+    "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    f({v})\nassert out.getvalue() == ''",
+    "assert (f({v}) or 0) == ({w} or 0)",
+    "assert f({v}) + f({v}) == {w} + {w}",
+    "assert f({v})(2) == {w}",
+    "assert {w} in [f({v})] and f({v}) in [{w}]",
+    "for one, expected in [({v}, {w})] * 2:\n    assert f(one) == expected",
+)  # fmt: skip
+
+
+def random_pairs(seed, count):
+    """Yields `count` random (program, tests): half with what the program returns, half with what another one does."""
+    r = random.Random(seed)
+    for _ in range(count):
+        body, argument = r.choice(FUNCTIONS)
+        value = argument(r)
+        other = body if r.random() < 0.6 else r.choice(FUNCTIONS)[0]
+        names = {}
+        exec(f"def f(x):\n    {other}\n", names)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                wanted = names["f"](type(value)(value) if isinstance(value, list) else value)
+                wanted = list(wanted) if hasattr(wanted, "__next__") else wanted
+        except Exception:
+            wanted = None
+        text = repr(wanted) if not callable(wanted) else repr(value)
+        text = text.replace("-inf", "float('-inf')").replace("Fraction(", "__import__('fractions').Fraction(")
+        text = text.replace("Counter(", "__import__('collections').Counter(")
+        yield f"def f(x):\n    {body}\n", r.choice(BLOCKS).format(v=repr(value), w=text)

@@ -1,0 +1,112 @@
+"""Tests of programs: the verdict of honest programs is native Python's, and cheats earn nothing."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from jppo.rewards.code import code, read_tests
+from jppo.rewards.suspicion import suspicious
+from jppo.sandbox.program import needed
+from tests.rewards import graded
+
+QUICK = 24  # of each corpus, in a quick run
+
+
+def verdict(program, tests, time_s=40.0):
+    return code(f"```python\n{program}\n```", tests, time_s=time_s, memory_bytes=2**31).score
+
+
+def native(program, tests, folder):
+    (folder / "both.py").write_text(f"{program}\n{tests}", encoding="utf-8", errors="surrogatepass")
+    done = subprocess.run(
+        [sys.executable, "-I", "both.py"], cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, timeout=60
+    )
+    return float(done.returncode == 0)
+
+
+def differing(pairs, folder):
+    return [pair for pair in pairs if verdict(*pair) != native(*pair, folder)]
+
+
+def test_honest_programs(tmp_path):
+    pairs = list(graded.honest())
+    random.Random(1).shuffle(pairs)
+    assert differing(pairs[:QUICK], tmp_path) == []
+
+
+@pytest.mark.slow
+def test_every_honest_program(tmp_path):
+    assert differing(graded.honest(), tmp_path) == []
+
+
+def test_random_pairs(tmp_path):
+    assert differing(graded.random_pairs(7, QUICK), tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_thousand_random_pairs(tmp_path):
+    pairs = list(graded.random_pairs(8, 2000))
+    assert differing(pairs, tmp_path) == []
+    right = sum(native(*pair, tmp_path) for pair in pairs[:200])
+    assert 40 < right < 160, "right and wrong ones are both there"
+
+
+@pytest.mark.parametrize("kind", graded.CHEATS)
+def test_a_cheat_earns_nothing(kind):
+    cheats = [(program, tests) for of, program, tests in graded.cheats() if of == kind]
+    random.Random(2).shuffle(cheats)
+    assert [pair for pair in cheats[:6] if verdict(*pair, time_s=8.0) != 0.0] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_cheat_earns_nothing():
+    cheats = list(graded.cheats())
+    assert len(cheats) >= 100 and len(graded.CHEATS) >= 10
+    assert [cheat for cheat in cheats if verdict(*cheat[1:], time_s=8.0) != 0.0] == []
+
+
+@pytest.mark.parametrize(
+    ("tests", "asked", "modules"),
+    [
+        ("assert f(1) == 2", {"f"}, set()),
+        ("def check(candidate):\n    assert candidate(1) == len([2])\ncheck(f)", {"f"}, set()),
+        ("list = [1]\nassert f(list) == sorted(list)", {"f"}, set()),
+        ("from math import isclose\nassert isclose(f(1), 2)", {"f"}, set()),
+        ("assert math.isclose(f(1), 2)", {"f"}, {"math"}),
+        ("assert copy(1) == copy.x", {"copy"}, set()),
+        ("assert sum([1, 2]) == 3", {"sum"}, set()),
+        ("try:\n    f(1)\nexcept Wrong as e:\n    assert e.args", {"f", "Wrong"}, set()),
+    ],
+)
+def test_names_that_tests_take_from_the_program(tests, asked, modules):
+    assert needed(tests) == (asked, modules)
+
+
+@pytest.mark.parametrize("tests", ["x = 1", "def check(c):\n    assert c(1) == 2", "'# assert'"])
+def test_a_block_that_asserts_nothing_is_an_error(tests):
+    with pytest.raises(ValueError, match=r"has no assert that runs|has no tests"):
+        read_tests(tests)
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ("import gc\ngc.get_objects()", ("gc", "get_objects")),
+        ("import os\nos._exit(0)", ("_exit",)),
+        ("import sys\nsys._getframe().f_back", ("_getframe", "f_back")),
+        ("import builtins as b\nb.eval = 1", ("builtins",)),
+        ("from ctypes import CDLL", ("ctypes",)),
+        ("import sys\nsys.modules['x']", ("sys.modules",)),
+        ("import __main__", ("__main__",)),
+        ("getattr(os, '_exit')(0)", ("_exit",)),
+        ("if __name__ == '__main__':\n    main()", ()),
+        ("import sys\nprint(sys.argv, sys.maxsize)\nexit()", ()),
+        ("def f(", ()),
+    ],
+)
+def test_names_that_reach_into_the_interpreter(program, found):
+    assert suspicious(program) == found
