@@ -161,20 +161,20 @@ def columns_of(c: ConfigDict) -> dict[str, str]:
 def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
     """Reads the configs of policy, critic and reference and checks that their weights exist."""
 
-    def read(path: str, head: Head) -> ModelConfig:
+    def read(path: str, head: Head, init: str) -> ModelConfig:
         _, cfg = hf.read_config(path, longest=longest_row(c))
         if head == "value" and c.critic.value_bins:
             cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins)
-        if c.model.init == "pretrained":
+        if init == "pretrained":
             hf.check_weights(path, cfg, head=head)
         return cfg
 
-    policy = read(c.model.path, "lm")
+    policy = read(c.model.path, "lm", c.model.init)
     _require_publishable(c, policy)
-    critic = read(critic_path(c), "value") if wants_critic(c) else None
+    critic = read(critic_path(c), "value", critic_init(c)) if wants_critic(c) else None
     if not wants_reference(c) or c.ref.url:
         return policy, critic, None
-    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm")
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
     if reference.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
@@ -197,6 +197,11 @@ def _require_publishable(c: ConfigDict, policy: ModelConfig) -> None:
 def critic_path(c: ConfigDict) -> str:
     """Returns the path of the critic's initial weights; the policy's by default."""
     return c.critic.path if c.critic.path else c.model.path
+
+
+def critic_init(c: ConfigDict) -> str:
+    """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
+    return str(c.model.init) if critic_path(c) == c.model.path else "pretrained"
 
 
 def make_adapters(c: ConfigDict, own: ConfigDict | None = None) -> Lora | None:

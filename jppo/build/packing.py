@@ -98,8 +98,12 @@ def sequences_of_step(c: ConfigDict) -> int:
     return c.data.train_batch_size * c.rollout.n
 
 
+def most_sequences(c: ConfigDict) -> int:
+    """Returns the most trajectories of a step, the branches of episodes included."""
+    return sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.agent else 1)
+
+
 def batch_shape(c: ConfigDict, mesh: Any) -> tuple[int, int]:
     """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
-    rows = sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.agent else 1)
-    return -(-rows // devices) * devices, c.data.max_response_length
+    return -(-most_sequences(c) // devices) * devices, c.data.max_response_length

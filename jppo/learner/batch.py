@@ -43,6 +43,7 @@ def flatten(
         score=np.full(B, np.nan, np.float32),
         group=np.arange(B, dtype=np.int32),
         greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
+        length=np.zeros(B, np.float32),
         earned=earned,
     )
     out.score[:count] = [r.score for r in rewards]
@@ -57,13 +58,18 @@ def flatten(
             raise ValueError(f"trajectory {t.uid} has a response of {n} tokens, the batch holds {L}")
         sampled = t.sampled[1:][response]
         out.first[b] = response.start
-        filtered = filter_truncated and t.finish == "length"
-        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered)
+        out.length[b] = sampled.sum()
+        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered(t, filter_truncated))
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
         if earned is not None:
             for k, amount in rewards[b].earned:
                 earned[b, k] += amount
     return out
+
+
+def filtered(t: Trajectory, filter_truncated: bool) -> bool:
+    """Whether over-long filtering keeps a response out of the loss."""
+    return filter_truncated and t.finish == "length"
 
 
 def with_branches(
@@ -174,15 +180,24 @@ def mini_batches(
     plan: packing.Plan,
     mesh: Mesh,
 ) -> Iterator[Mini]:
-    """Cuts the batch in the given order into mini-batches of trajectories, each packed, on the host."""
+    """Cuts the batch in the given order into mini-batches of trajectories, each packed, on the host.
+
+    There are as many as `mini_batch_size` fits in, rounded, and their sizes differ by one at most: a remainder in a
+    mini-batch of its own would have a whole optimizer step for a few trajectories.
+    """
     place = sharding.rows_sharding(mesh)
-    for begin in range(0, len(order), mini_batch_size):
-        part = order[begin : begin + mini_batch_size].tolist()
+    for part in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
+        part = part.tolist()
         found = [scored(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
         counts = count([micro.rows for micro in found])
         positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
         found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]
         yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found))
+
+
+def mini_batch_count(trajectories: int, mini_batch_size: int) -> int:
+    """Returns the optimizer steps of an epoch: the quotient rounded to the nearest number, a half up; at least one."""
+    return max(1, (2 * trajectories + mini_batch_size) // (2 * mini_batch_size))
 
 
 def count(rows: Sequence[Rows]) -> Counts:

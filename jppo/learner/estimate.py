@@ -104,7 +104,7 @@ def make_advantages(
         metrics |= found
         outcome = batch.greedy
         if estimator.sequences is not None:
-            outcome = estimator.sequences(total, jnp.sum(mask, axis=1, dtype=jnp.float32), batch.group)
+            outcome = estimator.sequences(total, lengths(batch), batch.group)
         advantage, returns = estimator.tokens(reward, value, outcome, mask, *turns)
         advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
         metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them
@@ -119,6 +119,12 @@ def make_advantages(
         return {name: x for name, x in known.items() if x is not None}, metrics
 
     return advantages
+
+
+def lengths(batch: Batch) -> Array:  # [B]
+    """Returns the kept tokens of each response, or all that were sampled if none is kept: its score counts."""
+    kept = jnp.sum(batch.mask, axis=1, dtype=jnp.float32)
+    return kept if batch.length is None else jnp.where(kept > 0, kept, batch.length)
 
 
 def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]

@@ -186,6 +186,15 @@ def host_memory_growing(past: Past) -> str | None:
     return f"the host's memory grew from {past.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still grows"
 
 
+@_rule("correct algorithm.filter_groups_metric, whose names are in samples/, or leave it at score")
+def filter_metric_missing(past: Past) -> str | None:
+    """No sample of dynamic sampling has its metric."""
+    values = past.last("training/filter_groups/without_metric", IN_A_ROW)
+    if len(values) == IN_A_ROW and min(values) == 1.0:
+        return f"no sample of {IN_A_ROW} steps has algorithm.filter_groups_metric: prompts are kept by their scores"
+    return None
+
+
 @_rule("check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk")
 def slow_stage(past: Past) -> str | None:
     """A stage takes many times its median."""
