@@ -17,6 +17,7 @@ from jppo.build.inputs import read_inputs
 from jppo.build.learner import make_learner, make_mesh
 from jppo.build.resume import finished
 from jppo.rollout.protocol import RolloutError
+from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
@@ -43,6 +44,10 @@ def untimed(run):
 
 def weights(run):
     return (pathlib.Path(run) / "hf/model.safetensors").read_bytes()
+
+
+def saved_steps(config):
+    return steps_in(pathlib.Path(config.trainer.run_dir) / "checkpoints")
 
 
 @pytest.fixture
@@ -86,6 +91,94 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
     train.train(c)
     assert untimed(c.trainer.run_dir) == untimed(whole.trainer.run_dir)
     assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
+
+
+@pytest.mark.parametrize(
+    "function,at,error",
+    [
+        ("update_models", 2, UserError("custom code said so")),
+        ("require_progress", 1, MemoryError("of the host")),  # the step is logged
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("update_models", 2, KeyboardInterrupt()),
+                ("update_models", 2, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")),
+                ("record_tokens", 2, OSError(28, "No space left on device")),
+                ("describe", 2, SystemExit(3)),
+                ("fresh", 2, ZeroDivisionError("a bug")),
+                ("require_published", 1, RuntimeError("the step is neither tested nor logged")),
+                ("validate", 2, UserError("a grader")),
+            ]
+        ),
+    ],
+)
+def test_any_error_leaves_a_checkpoint(whole, monkeypatch, tmp_path, function, at, error):
+    """Without regular ones; the same command then resumes to the bit."""
+    config = again(whole, trainer__save_freq=-1)
+    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of=function, at=at, error=error)
+    assert saved_steps(c) == [1]
+    train.train(c)
+    assert untimed(c.trainer.run_dir) == untimed(whole.trainer.run_dir)
+    assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
+
+
+@pytest.mark.parametrize("name", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypatch, name):
+    """The optimizer step has donated the old weights; those of the checkpoint before remain."""
+    real = train.ppo.descend
+
+    def broken(how, params, opt, step, *rest):
+        found = real(how, params, opt, step, *rest)
+        if how.name == name and int(step) == 1:
+            raise MemoryError("in the middle")
+        return found
+
+    monkeypatch.setattr(train.ppo, "descend", broken)
+    small_run.trainer.save_freq = 1
+    with pytest.raises(MemoryError, match="in the middle"):
+        train.train(small_run)
+    assert saved_steps(small_run) == [1]
+    monkeypatch.setattr(train.ppo, "descend", lambda *_: (_ for _ in ()).throw(MemoryError("before it")))
+    small_run.trainer.run_dir += "-other"
+    with pytest.raises(MemoryError, match="before it"):
+        train.train(small_run)
+    assert saved_steps(small_run) == [0]
+
+
+def test_a_broken_update_says_that_nothing_is_saved(small_run, engine, monkeypatch, capsys):
+    real = train.ppo.descend
+
+    def broken(*given):
+        real(*given)
+        raise MemoryError("in the middle")
+
+    monkeypatch.setattr(train.ppo, "descend", broken)
+    with pytest.raises(MemoryError):
+        train.train(small_run)
+    assert "step 1 broke off in its update, so that nothing is saved" in " ".join(capsys.readouterr().out.split())
+
+
+FAILS = """
+class curriculum:
+    def __init__(self, prompts, seed):
+        self.n = len(prompts)
+    def begin(self):
+        return 0
+    def batch(self, state, size):
+        return range(size), state
+    def update(self, state, indices, scores):
+        assert state == 0, "a bug in the second step"
+        return 1
+"""
+
+
+def test_a_curriculum_that_fails_costs_its_step_alone(small_run, engine, tmp_path):
+    """Its rewards are passed to it before the update."""
+    (tmp_path / "mine.py").write_text(FAILS)
+    c = again(small_run, data__sampler=f"{tmp_path}/mine.py:curriculum", trainer__save_freq=-1)
+    with pytest.raises(UserError, match="a bug in the second step"):
+        train.train(c)
+    assert saved_steps(c) == [1]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def flatten(
     """
     B, L = shape
     count = len(trajectories)
-    earned = np.zeros(shape, np.float32) if earns else None
+    earned, length = np.zeros(shape, np.float32) if earns else None, np.zeros(B, np.float32)
     out = Batch(
         mask=np.zeros(shape, np.bool_),
         rollout_logprob=np.zeros(shape, np.float32),
@@ -43,7 +43,7 @@ def flatten(
         score=np.full(B, np.nan, np.float32),
         group=np.arange(B, dtype=np.int32),
         greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
-        length=np.zeros(B, np.float32),
+        length=length,
         earned=earned,
     )
     out.score[:count] = [r.score for r in rewards]
@@ -58,7 +58,7 @@ def flatten(
             raise ValueError(f"trajectory {t.uid} has a response of {n} tokens, the batch holds {L}")
         sampled = t.sampled[1:][response]
         out.first[b] = response.start
-        out.length[b] = sampled.sum()
+        length[b] = sampled.sum()
         out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered(t, filter_truncated))
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
         if earned is not None:

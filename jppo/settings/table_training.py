@@ -9,8 +9,8 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 MODEL = (
     S("path", "", "HF directory or hub name of the policy", required=True),
-    S("init", "pretrained", "Source of the weights. random: drawn; of the directory only config.json and the"
-      " tokenizer are read", choices=("pretrained", "random")),
+    S("init", "pretrained", "Source of the weights of model.path. random: drawn; of the directory only config.json and"
+      " the tokenizer are read", choices=("pretrained", "random")),
     S("compute_dtype", "float32", "Dtype of matrix products; sums, log-probs and losses are float32", choices=DTYPES),
     S("param_dtype", "float32", "Dtype of the parameters", choices=DTYPES),
     S("scan_layers", True, "One compiled layer in a scan. False compiles more slowly and runs faster on a CPU"),
