@@ -88,7 +88,8 @@ def test_an_argument_that_changes_nothing_is_an_error(characters, template, name
 BOMBS = {
     "a long text": "{{ 'a' * 3000000000 }}",
     "a long text of a variable": "{% set n = 3000000000 %}{{ messages[0].content * n }}",
-    "doubled": "{% set ns = namespace(x='a') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "doubled": "{% set ns = namespace(x='a') %}{% for i in range(40) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
     "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "prints in loops": "{% for i in range(99999) %}{% for j in range(99999) %}aaaaaaaaaa{% endfor %}{% endfor %}",
     "a large number": "{{ 10 ** (10 ** 9) }}",
@@ -112,7 +113,7 @@ def test_a_template_without_end_is_one_line_in_bounded_time_and_memory(character
     monkeypatch.setattr(template_module, "_WORKER", template_module._Worker())
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     began = time.monotonic()
-    with pytest.raises(UserError, match="the chat template (refuses the prompt|is invalid)") as e:
+    with pytest.raises(UserError, match=r"the chat template (refuses the prompt|is invalid)") as e:
         render(characters, template)
     template_module._WORKER.close()
     assert "\n" not in str(e.value) and time.monotonic() - began < 60
