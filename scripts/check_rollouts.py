@@ -35,7 +35,7 @@ import psutil
 from jppo import train
 from jppo.prefetch.supply import Supply
 from jppo.rollout.servers.fleet import Fleet
-from jppo.rollout.servers.guard import PROOF_HEADER
+from jppo.rollout.servers.guard import CHALLENGE_HEADER, PROOF_HEADER, proof
 from jppo.rollout.servers.member import Member
 from jppo.rollout.vllm import publisher
 
@@ -222,7 +222,8 @@ class Tools:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(data)))
-                    self.send_header(PROOF_HEADER, member.server.key.proof)
+                    nonce = self.headers.get(CHALLENGE_HEADER, "")
+                    self.send_header(PROOF_HEADER, proof(member.server.key.token, nonce))
                     self.end_headers()
                     self.wfile.write(data)
 

@@ -267,6 +267,27 @@ if libc.socketpair(1, 1, 0, pair) == 0:
     for fd in pair:
         if libc.connect(fd, address, 16) >= 0: done.append("connect")
 """,
+    "sends by pairs of sockets": PROBE + """
+import array, socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET, socket.SOCK_RDM, socket.SOCK_STREAM):
+    for flags in (0, socket.SOCK_CLOEXEC, socket.SOCK_NONBLOCK, socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK):
+        for family in (socket.AF_UNIX, 30):
+            pair = (ctypes.c_int * 2)()
+            if libc.socketpair(family, int(kind) | flags, 0, pair) < 0: continue
+            if kind != socket.SOCK_STREAM or family != socket.AF_UNIX: done.append(f"pair {kind} {family}")
+            one = socket.socket(fileno=pair[0])
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
+            for path in ("OUT/datagrams", "OUT/socket", "\\0ABSTRACT"):
+                attempt("sendto", lambda: one.sendto(b"x", path))
+                attempt("sendmsg", lambda: one.sendmsg([b"x"], rights, 0, path))
+                attempt("connect", lambda: one.connect(path))
+            attempt("descriptors", lambda: one.sendmsg([b"x"], rights))
+""",
+    "a system call of 32 bits": "import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\n"
+    "code.write(bytes.fromhex('53b86801000031dbcd805bc3'))\n"  # int 0x80: socketpair
+    "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()\ndef f(): return []",
+    "a system call of x32": "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 53, 1, 2, 0, None)\n"
+    "def f(): return []",
 }  # fmt: skip
 
 OTHERS = {
@@ -285,6 +306,7 @@ import fcntl
 r, w = os.pipe()
 attempt("owner", lambda: fcntl.fcntl(r, fcntl.F_SETOWN, VICTIM))
 attempt("signal", lambda: fcntl.fcntl(r, fcntl.F_SETSIG, 9))
+attempt("lease", lambda: fcntl.fcntl(r, 1024, 0))
 attempt("other owner", lambda: fcntl.fcntl(r, 15, ctypes.string_at(ctypes.byref((ctypes.c_int * 2)(1, VICTIM)), 8)))
 fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 os.write(w, b"x")
@@ -296,6 +318,23 @@ attempt("all", lambda: os.setpriority(os.PRIO_USER, 0, 19))
 attempt("affinity", lambda: os.sched_setaffinity(VICTIM, {0}))
 attempt("scheduler", lambda: os.sched_setscheduler(VICTIM, os.SCHED_IDLE, os.sched_param(0)))
 attempt("limits", lambda: resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1)))
+""",
+    "locks and leases": PROBE + """
+import fcntl
+library = open(os.__file__)
+attempt("flock", lambda: fcntl.flock(library, fcntl.LOCK_EX | fcntl.LOCK_NB))
+attempt("shared flock", lambda: fcntl.flock(library, fcntl.LOCK_SH))
+attempt("read lease", lambda: fcntl.fcntl(library, 1024, fcntl.F_RDLCK))
+attempt("lock of the description", lambda: fcntl.fcntl(library, 37, bytes(32)))
+fcntl.lockf(library, fcntl.LOCK_SH)  # without effect
+""",
+    "takes what all users share": PROBE + """
+context = ctypes.c_ulong()
+system("asynchronous requests", 206, long(60000), ctypes.byref(context))
+for name, number in (("sync", 162), ("syncfs", 306)): system(name, number, long(0))
+r, w = os.pipe()
+import fcntl
+attempt("a large pipe", lambda: fcntl.fcntl(w, 1031, 2**20))
 """,
     "traces": PROBE + """
 for what in (16, 0x4206):

@@ -127,6 +127,9 @@ class listeners:
             self.sockets.append(socket.socket(socket.AF_UNIX))
             self.sockets[-1].bind(name)
             self.sockets[-1].listen()
+        self.datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.datagrams.bind(str(out / "datagrams"))
+        threading.Thread(target=self.receive, daemon=True).start()
         self.found = self.sockets[0].getsockname()[1], abstract, self.heard
         for one in self.sockets:
             threading.Thread(target=self.accept, args=(one,), daemon=True).start()
@@ -138,6 +141,11 @@ class listeners:
             except OSError:
                 return
             self.heard.append(str(one.getsockname()))
+
+    def receive(self):
+        while self.open:
+            self.datagrams.recv(99)
+            self.heard.append("a datagram")
 
     def __enter__(self):
         return self.found

@@ -45,6 +45,7 @@ ONLY_IN = {
     ),
     "transformers": (
         "jppo.data.tokenizer",
+        "jppo.data.template_worker",
         "jppo.rollout.vllm.worker",
         "jppo.rewards.model.torch_worker",
         "jppo.checks.parity_worker",

@@ -1,13 +1,17 @@
 """The sandbox: protections that are found or missing, the filter's table, and a service that runs programs."""
 
+import fcntl
 import functools
 import http.server
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -36,6 +40,10 @@ def response(program):
     return f"```python\n{program}\n```"
 
 
+SAID = {0x7FFF0000: "allow", 0x80000000: "kill", 0x00050000: "done"}
+SAID |= {0x00050001: "EPERM", 0x00050026: "ENOSYS", 0x0005005F: "EOPNOTSUPP"}
+
+
 def interpret(instructions, number, args=(), *, arch):
     """What a filter says of a system call."""
     words = {0: number, 4: arch} | {16 + 8 * i: a & 0xFFFFFFFF for i, a in enumerate(args)}
@@ -47,7 +55,7 @@ def interpret(instructions, number, args=(), *, arch):
         if operation == 0x20:
             register = words.get(k, 0)
         elif operation == 0x06:
-            return {0x7FFF0000: "allow", 0x80000000: "kill", 0x00050001: "EPERM", 0x00050026: "ENOSYS"}[k]
+            return SAID[k]
         else:
             holds = {0x15: register == k, 0x25: register > k, 0x45: bool(register & k)}[operation]
             at += true if holds else false
@@ -59,7 +67,19 @@ def interpret(instructions, number, args=(), *, arch):
         ("read", 0, 63, (), "allow"),
         ("ptrace", 101, 117, (), "EPERM"),
         ("socket", 41, 198, (), "EPERM"),
-        ("socketpair", 53, 199, (), "allow"),
+        ("socketpair: a stream", 53, 199, (1, 1), "allow"),
+        ("socketpair: an event loop's", 53, 199, (1, 1 | 0o2000000 | 0o4000), "allow"),
+        ("socketpair: datagrams", 53, 199, (1, 2), "EPERM"),
+        ("socketpair: datagrams, flags", 53, 199, (1, 2 | 0o2000000 | 0o4000), "EPERM"),
+        ("socketpair: raw", 53, 199, (1, 3), "EPERM"),
+        ("socketpair: packets", 53, 199, (1, 5), "EPERM"),
+        ("socketpair: TIPC", 53, 199, (30, 1), "EPERM"),
+        ("sendto: its other end", 44, 206, (3, 4096, 1, 0, 0, 0), "allow"),
+        ("sendto: an address", 44, 206, (3, 4096, 1, 0, 4096, 110), "EPERM"),
+        ("sendto: an address above 4 GiB", 44, 206, (3, 4096, 1, 0, 2**32, 110), "EPERM"),
+        ("sendmsg", 46, 211, (3, 4096), "EPERM"),
+        ("flock", 73, 32, (3, 2), "EPERM"),
+        ("io_setup", 206, 0, (), "EPERM"),
         ("execve", 59, 221, (), "EPERM"),
         ("io_uring_setup", 425, 425, (), "EPERM"),
         ("keyctl", 250, 219, (), "EPERM"),
@@ -81,6 +101,15 @@ def interpret(instructions, number, args=(), *, arch):
         ("openat: empties", 257, 56, (0, 0, os.O_RDONLY | os.O_TRUNC), "EPERM"),
         ("fcntl: flags", 72, 25, (3, 4), "allow"),
         ("fcntl: owner", 72, 25, (3, 8), "EPERM"),
+        ("fcntl: a record lock", 72, 25, (3, 6), "done"),
+        ("fcntl: waits for a record lock", 72, 25, (3, 7), "done"),
+        ("fcntl: a lock of the description", 72, 25, (3, 37), "EPERM"),
+        ("fcntl: a lease", 72, 25, (3, 1024), "EPERM"),
+        ("fcntl: a large pipe", 72, 25, (3, 1031), "EPERM"),
+        ("fcntl: duplicates", 72, 25, (3, 1030), "allow"),
+        ("ioctl: isatty", 16, 29, (0, 0x5401), "allow"),
+        ("ioctl: preallocates", 16, 29, (0, 0x4030582A), "EOPNOTSUPP"),
+        ("prctl: hides its counters", 157, 167, (4, 0), "EPERM"),
         ("prctl: outlives its parent", 157, 167, (1, 0), "EPERM"),
         ("prctl: its name", 157, 167, (15, 0), "allow"),
         ("ioctl: TIOCSTI", 16, 29, (0, 0x5412), "EPERM"),
@@ -95,19 +124,27 @@ def test_the_filter_of_both_architectures(name, x86, arm, args, said):
     assert interpret(seccomp.build(kernel.X86_64, 77), 0x40000000 | x86, args, arch=0xC000003E) == "kill"  # x32
 
 
+def test_preallocation_is_refused_where_blocks_are_counted():
+    for machine, number, arch in ((kernel.X86_64, 285, 0xC000003E), (kernel.AARCH64, 47, 0xC00000B7)):
+        assert interpret(seccomp.build(machine, 77), number, arch=arch) == "allow"
+        assert interpret(seccomp.build(machine, 77, counted=True), number, arch=arch) == "EOPNOTSUPP"
+
+
 def test_the_strongest_guards_are_found_and_pretending_weakens_them():
     here, without = protections.probe(), protections.probe(frozenset({"namespaces"}))
     assert without.spaces == "none" and without.landlock == here.landlock and without.seccomp == here.seccomp
-    assert protections.probe(frozenset({"landlock", "namespaces", "seccomp", "user", "cgroup"})) == Guards()
+    everything = {"landlock", "namespaces", "seccomp", "user", "cgroup", "folder quota"}
+    assert protections.probe(frozenset(everything)) == Guards()
 
 
 @pytest.mark.parametrize(
     ("guards", "why"),
     [
         (Guards(7, True, "root", 65534), ""),
-        (Guards(1, True, "none"), ""),
+        (Guards(1, True, "none", counted=True), ""),
+        (Guards(1, True, "none"), "nothing bounds their files"),
         (Guards(0, True, "user"), ""),
-        (Guards(0, True, "none"), "neither Landlock"),
+        (Guards(0, True, "none", counted=True), "neither Landlock"),
         (Guards(7, False, "root"), "no seccomp filter"),
     ],
 )
@@ -124,6 +161,50 @@ def test_what_strict_needs(guards, why, monkeypatch):
         make_runner("strict")
         assert "WARNING" not in describe_sandbox("basic")
     make_runner("basic")
+
+
+LOCKS = """
+import fcntl, os, time
+library = open(LIBRARY, "rb")
+for lock in (fcntl.flock, fcntl.lockf):
+    try:
+        lock(library, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        pass
+    try:
+        lock(library, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        pass
+try:
+    fcntl.fcntl(library, 1024, fcntl.F_RDLCK)
+except OSError:
+    pass
+print("locked", flush=True)
+time.sleep(1.5)
+"""
+
+
+@pytest.mark.parametrize("without", ["", "namespaces"])
+def test_a_program_locks_no_library(without, tmp_path):
+    """While it runs, another process takes every lock on a file that the program can read, and writes it."""
+    library = pathlib.Path(sysconfig.get_path("purelib")) / f"jppo-lock-{os.getpid()}.txt"
+    library.write_text("library")
+    program = LOCKS.replace("LIBRARY", repr(str(library)))
+    guards = protections.probe(frozenset(filter(None, [without])))
+    try:
+        with ThreadPoolExecutor(1) as pool, library.open("r+b") as mine:
+            running = pool.submit(outside.run, program, guards=guards, time_s=20, memory_bytes=2**29)
+            tries = 0
+            while not running.done():
+                for lock in (fcntl.flock, fcntl.lockf):
+                    lock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock(mine, fcntl.LOCK_UN)
+                os.close(os.open(library, os.O_WRONLY | os.O_NONBLOCK))  # a lease would refuse it
+                tries += 1
+                time.sleep(0.01)
+        assert running.result().printed == "locked\n" and tries > 50
+    finally:
+        library.unlink()
 
 
 def test_a_control_group_bounds_threads_and_is_removed():
@@ -381,6 +462,16 @@ ORDINARY = {
     "a main guard": "def main():\n    print(input())\nif __name__ == '__main__':\n    main()",
     "a signal to itself": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: print('ok'))\n"
     "signal.raise_signal(signal.SIGALRM)",
+    "a database in a file": "import sqlite3\nwith sqlite3.connect('x.db') as db:\n"
+    "    db.execute('create table t (a)')\n    db.execute('insert into t values (?)', ('ok',))\n"
+    "print(sqlite3.connect('x.db').execute('select a from t').fetchone()[0])",
+    "a locked file": "import fcntl\nwith open('x', 'w+') as f:\n    fcntl.lockf(f, fcntl.LOCK_EX)\n    f.write('ok')\n"
+    "    f.seek(0)\n    print(f.read())\n    fcntl.lockf(f, fcntl.LOCK_UN)",
+    "a mailbox": "import mailbox\nbox = mailbox.mbox('m')\nbox.lock()\nbox.add('x')\nbox.close()\nprint('ok')",
+    "a pair of sockets": "import asyncio, socket\nasync def main():\n    a, b = socket.socketpair()\n"
+    "    reader, one = await asyncio.open_connection(sock=a)\n"
+    "    other, writer = await asyncio.open_connection(sock=b)\n"
+    "    writer.write(b'ok\\n')\n    return (await reader.readline()).decode()\nprint(asyncio.run(main()))",
     "dataclasses and pickle": "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: str\n"
     "print(pickle.loads(pickle.dumps(P('ok'))).x)",
 }

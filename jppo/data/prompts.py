@@ -185,7 +185,9 @@ def _tokenise(
     messages: list[Messages], rows: list[Row], tokenizer: Any, render: Any, max_length: int | None
 ) -> list[list[int]]:
     chat = [not isinstance(message, str) for message in messages]
-    texts: list[Any] = [render(m, row) if c else m for m, c, row in zip(messages, chat, rows, strict=True)]
+    chats = [(m, row) for m, c, row in zip(messages, chat, rows, strict=True) if c]
+    rendered = iter(render.all([m for m, _ in chats], [row for _, row in chats]))
+    texts: list[Any] = [next(rendered) if c else m for m, c in zip(messages, chat, strict=True)]
     for row, text in zip(rows, texts, strict=True) if max_length is None else ():
         announce_long(row.place, str(text))
     ids: list[list[int]] = [[] for _ in texts]

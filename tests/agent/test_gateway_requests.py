@@ -1,8 +1,16 @@
 """Careless requests to the gateway: they are honoured or refused with a line, and never end the run."""
 
 import asyncio
+import contextlib
 import functools
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http import client
 
 import pytest
 
@@ -242,3 +250,87 @@ def test_responses_and_completions_say_what_their_references_do(hermes):
     assert found["status"] == found["output"][0]["status"] == "incomplete"
     logprobs = answered(one, {"logprobs": 0}, completions)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", " b", "<|im_end|>"] and logprobs["text_offset"] == [0, 1, 3]
+
+
+FLOOD = """
+import encodings.idna, os, resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+held = []
+while True:
+    try:
+        one = socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5)
+        one.sendall(sys.argv[2].encode())
+    except OSError:
+        continue
+    held = [*held[-3000:], one]
+    if len(held) == 900: print("held", flush=True)
+"""
+HEADS = {"silent": "", "drips": "POST /v1/chat", "no key": "GET /v1/models HTTP/1.1\r\nContent-Length: 9\r\n\r\n"}
+
+
+@pytest.fixture
+def served():
+    """The gateway's HTTP server in a thread, with one key: its port."""
+
+    async def answer(call):
+        return {"read": len(call.body)}
+
+    def admit(key):
+        if key != "right":
+            raise BadRequest("wrong", status=401)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(http.serve(answer, admit), loop).result()
+    yield server.sockets[0].getsockname()[1]
+
+    async def end():
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(end(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def requested(port, connection=None):
+    connection = connection or client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("POST", "/v1/reward", body=b"1234", headers={"Authorization": "Bearer right"})
+    return json.loads(connection.getresponse().read())
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_agents(served, head):
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    before = len(os.listdir("/proc/self/fd"))
+    with subprocess.Popen([sys.executable, "-c", FLOOD, str(served), head], stdout=subprocess.PIPE, text=True) as flood:
+        assert flood.stdout.readline() == "held\n"
+        try:
+            kept = client.HTTPConnection("127.0.0.1", served, timeout=10)
+            for _ in range(5):
+                assert requested(served) == requested(served, kept) == {"read": 4}
+            assert len(os.listdir("/proc/self/fd")) - before < 650
+        finally:
+            flood.kill()
+
+
+def test_a_head_without_a_key_has_a_time_and_one_with_a_key_has_not(served, monkeypatch):
+    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    kept = client.HTTPConnection("127.0.0.1", served, timeout=10)
+    assert requested(served, kept) == {"read": 4}
+    with socket.create_connection(("127.0.0.1", served)) as slow:
+        slow.settimeout(5)
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            for _ in range(50):
+                slow.sendall(b"G")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 2
+    assert requested(served, kept) == {"read": 4}

@@ -237,7 +237,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return False
         status, self.added = app.begin(self.headers)
         if status:
-            self.added = []
+            self.added = [(name, value) for name, value in self.added if not name.startswith(b"content-")]
             self.answer(status, {"detail": "a middleware"})
         return not status
 

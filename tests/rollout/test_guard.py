@@ -1,9 +1,13 @@
 import asyncio
+import hashlib
+import hmac
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 
 import pytest
 
@@ -70,13 +74,59 @@ def test_the_trainer_is_let_in_and_knows_its_server(guarded):
     assert endpoint.get("/v1/models") == {"route": "/v1/models"} and endpoint.guarded()
     assert asyncio.run(endpoint.ask("/generate", {})) == {"route": "/generate"}
     asyncio.run(endpoint.look("/health"))
-    other = Endpoint(url, timeout_s=10.0, why=str, key=Key(key.token, "another"))
-    with pytest.raises(ServerFault, match="sent no proof on /v1/models that it is the server started here"):
-        other.get("/v1/models")
-    with pytest.raises(ServerFault, match="sent no proof on /generate"):
-        asyncio.run(other.ask("/generate", {}))
+    other = Endpoint(url, timeout_s=10.0, why=str, key=Key("another"))
+    for ask in (lambda: other.get("/v1/models"), lambda: asyncio.run(other.ask("/generate", {}))):
+        with pytest.raises(ServerFault, match="does not prove that it has this run's JPPO_SERVER_TOKEN"):
+            ask()
     with pytest.raises(RolloutError, match="with 401"):
         Endpoint(url, timeout_s=10.0, why=str).get("/v1/models")
+
+
+class Impostor:
+    """Listens where a server was; repeats the proof that it has seen, and keeps what it hears."""
+
+    def __init__(self, status, proof=""):
+        self.heard = []
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.head = (
+            f"HTTP/1.1 {status} X\r\nX-Jppo-Proof: {proof}\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{{}}"
+        )
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            with connection:
+                self.heard.append(connection.recv(65536).decode())
+                connection.sendall(self.head.encode())
+
+
+@pytest.mark.parametrize("status", [200, 401, 403, 404])
+def test_who_took_over_the_port_of_a_server_hears_no_token(guarded, status):
+    url, key = guarded
+    asked = {"X-Jppo-Challenge": "seen"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=key.headers() | asked)) as reply:
+        proof = reply.headers["X-Jppo-Proof"]  # of an earlier challenge
+    assert proof == hmac.new(key.token.encode(), b"jppo server seen", hashlib.sha256).hexdigest()
+    impostor = Impostor(status, proof)
+    endpoint = Endpoint(url, timeout_s=10.0, why=str, key=key)
+    endpoint.get("/v1/models")
+    endpoint.within(0.001)._failed("broke off")  # the server died, which another request saw
+    endpoint.url = impostor.url
+    for ask in (
+        lambda: endpoint.get("/v1/models"),
+        lambda: endpoint.post("/pause"),
+        lambda: asyncio.run(endpoint.ask("/generate", {})),
+        lambda: asyncio.run(endpoint.look("/health")),
+    ):
+        with pytest.raises(ServerFault, match="does not prove"):
+            ask()
+    impostor.socket.close()
+    assert len(impostor.heard) == 4 and not any(key.token in one for one in impostor.heard)
 
 
 def test_without_a_token_there_is_no_server(monkeypatch):
@@ -107,9 +157,9 @@ def test_foreign_origins():
 
 def test_the_token_of_servers_that_are_attached_to_is_of_the_environment(monkeypatch):
     monkeypatch.delenv("JPPO_SERVER_TOKEN", raising=False)
-    assert attached_key().headers() == {} and attached_key().opened({})
+    assert attached_key().headers() == {} and attached_key().opened({}, {})
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "secret\n")
-    assert attached_key().headers() == {"Authorization": "Bearer secret"} and "secret" not in repr(attached_key())
+    assert attached_key().headers()["Authorization"] == "Bearer secret" and "secret" not in repr(attached_key())
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "two\nlines")
     with pytest.raises(UserError, match="JPPO_SERVER_TOKEN contains invalid characters"):
         attached_key()

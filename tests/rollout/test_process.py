@@ -23,7 +23,7 @@ from tests.models.conftest import config_of
 
 # What `python -m vllm.entrypoints.openai.api_server` does in an interpreter made for these tests.
 FAKE_VLLM = """
-import http.server, json, os, sys, time
+import hashlib, hmac, http.server, json, os, sys, time
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
 if os.environ.get("FAKE") == "dies":
     raise ValueError("head size 16 is not supported")
@@ -32,11 +32,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         data = json.dumps({"data": [{"id": given["--served-model-name"]}]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
-        proof = "" if os.environ.get("FAKE") == "stranger" else os.environ["JPPO_SERVER_PROOF"]
-        self.send_header("X-Jppo-Proof", proof)
+        token = "another" if os.environ.get("FAKE") == "stranger" else os.environ["JPPO_SERVER_TOKEN"]
+        said = b"jppo server " + self.headers["X-Jppo-Challenge"].encode()
+        self.send_header("X-Jppo-Proof", hmac.new(token.encode(), said, hashlib.sha256).hexdigest())
         self.end_headers()
         self.wfile.write(data)
-time.sleep({"sleeps": 100, "waits": 0.5}.get(os.environ.get("FAKE"), 0))
+time.sleep({"sleeps": 100, "waits": 0.5, "late": 5}.get(os.environ.get("FAKE"), 0))
 http.server.HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
 """
 
@@ -188,6 +189,44 @@ def test_who_knows_the_name_and_not_the_proof_is_not_ours(fake_vllm):
         fake_vllm("stranger", start_timeout_s=1.5).wait_ready()
 
 
+STRANGER = """
+import os, socket, sys, time
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+listening = socket.socket()
+listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listening.bind(("127.0.0.1", int(sys.argv[1])))
+listening.listen()
+print("listens", flush=True)
+heard, end = b"", time.monotonic() + 3
+listening.settimeout(0.2)
+while time.monotonic() < end:
+    try:
+        connection, _ = listening.accept()
+    except TimeoutError:
+        continue
+    connection.settimeout(1)
+    heard += connection.recv(65536)
+    body = b'{"data": []}'
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body) + body)
+    connection.close()
+print(os.getuid(), heard.decode())
+"""
+
+
+def test_another_user_who_listens_on_the_port_first_gets_no_token(fake_vllm):
+    """It frees the port before the server takes it, which is then ready with a token that nobody has heard."""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    server = fake_vllm("late")
+    command = [sys.executable, "-c", STRANGER, server.url.rpartition(":")[2]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout.readline() == "listens\n"
+        server.wait_ready()
+        heard = stranger.stdout.read()
+    assert heard.startswith("65534 GET /health HTTP/1.1") and "x-jppo-challenge" in heard
+    assert server.key.token not in heard and "authorization" not in heard.lower()
+
+
 def test_each_start_has_a_key_of_its_own_that_no_command_line_shows(fake_vllm):
     server = fake_vllm()
     server.wait_ready()
@@ -196,7 +235,7 @@ def test_each_start_has_a_key_of_its_own_that_no_command_line_shows(fake_vllm):
     assert server.name in shown and first.token not in shown and first.token not in repr(first)
     server.restart()
     server.wait_ready()
-    assert server.key.token != first.token and server.key.proof != first.proof
+    assert server.key.token != first.token
 
 
 def test_two_servers_have_two_ports(fake_vllm):

@@ -3,6 +3,8 @@ import dataclasses
 import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -205,21 +207,64 @@ def test_nothing_is_left_open(bucket):
         time.sleep(0.01)
 
 
-def test_idle_connections_take_a_bounded_number_of_threads(monkeypatch):
-    monkeypatch.setattr(transfer, "CONNECTIONS", 20)
+FLOOD = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+name, port, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+held = []
+print("floods", flush=True)
+while True:
+    one = socket.socket(socket.AF_INET if port else socket.AF_UNIX)
+    one.settimeout(5)
+    try:
+        one.connect((name, port) if port else f"\\0{name}")
+        one.sendall({"silent": b"", "drips": b"0", "wrong": b"0" * 32}[kind])
+    except OSError:
+        continue
+    held = [*held[-700:], one]
+    if len(held) == 600: print("held", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["silent", "drips", "wrong"])
+def test_another_user_who_holds_all_connections_keeps_no_worker_out(sender, bucket, kind):
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    with sender.offer(*bucket) as address:
+        command = [sys.executable, "-c", FLOOD, address.host, str(address.port), kind]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as flood:
+            assert [flood.stdout.readline() for _ in range(2)] == ["floods\n", "held\n"]
+            try:
+                before = threading.active_count()
+                for _ in range(10):
+                    assert arrived(transfer.receive(address, bucket[0]), bucket[0]) == SENT
+                assert threading.active_count() <= before + 1
+            finally:
+                flood.kill()
+
+
+def test_a_connection_without_a_token_is_closed_in_time(sender, bucket, monkeypatch):
+    monkeypatch.setattr(transfer, "HELLO_S", 0.3)
+    with sender.offer(*bucket) as address, transfer._connected(address) as silent, transfer._connected(address) as slow:
+        slow.sendall(address.token[:5].encode())
+        time.sleep(0.1)
+        slow.sendall(address.token[5:].encode())
+        assert slow.recv(1) == transfer.YES
+        began = time.monotonic()
+        assert silent.recv(1) == b"" and time.monotonic() - began < 2
+
+
+def test_connections_without_a_token_take_a_bounded_number_of_files_and_no_threads(monkeypatch):
+    monkeypatch.setattr(transfer, "UNKNOWN", 20)
     sender = Sender("127.0.0.1", timeout_s=5.0)
-    before = threading.active_count()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     idle = [socket.create_connection(("127.0.0.1", sender._port)) for _ in range(100)]
     try:
-        for connection in idle[20:]:  # those beyond the bound are sent away at once
+        for connection in idle[:80]:  # the oldest made room
             connection.settimeout(5.0)
             assert connection.recv(1) == b""
-        assert threading.active_count() - before <= 20
+        assert threading.active_count() == threads and len(os.listdir("/proc/self/fd")) <= files + 100 + 20 + 5
     finally:
         for connection in idle:
             connection.close()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert threading.active_count() <= before  # and when they have gone there is room again
     sender.close()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ from jppo.agent.gateway.request import BadRequest
 
 HOST = "127.0.0.1"
 MOST_HEAD, MOST_BODY = 2**16, 2**24  # bytes
+HEAD_S = 10.0  # until a connection's first request must have shown a key
+UNKNOWN = 512  # connections without a key yet; the oldest make room for further ones
+AT_ONCE, BACKLOG = 64, 1024  # connections accepted before any is read, a part of UNKNOWN; those that wait for that
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large"}
 
 
@@ -31,18 +35,36 @@ Admitting = Callable[[str], object]
 async def serve(answer: Answering, admit: Admitting) -> asyncio.Server:
     """Starts the server on a free port; `answer` returns JSON or events, or raises BadRequest.
 
-    `admit` raises BadRequest for an unknown key, before the body is read.
+    `admit` raises BadRequest for an unknown key, before the body is read. Other users of the machine can connect, too.
     """
+    unknown: dict[asyncio.StreamWriter, asyncio.TimerHandle] = {}  # with the end of their time, the oldest first
+
+    def forget(writer: asyncio.StreamWriter) -> None:
+        if (late := unknown.pop(writer, None)) is not None:
+            late.cancel()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def known(key: str) -> None:
+            admit(key)
+            forget(writer)
+
+        unknown[writer] = asyncio.get_running_loop().call_later(HEAD_S, writer.transport.abort)
+        if len(unknown) > UNKNOWN:
+            oldest = next(iter(unknown))
+            forget(oldest)
+            oldest.transport.abort()
         try:
             with contextlib.suppress(OSError, EOFError, asyncio.CancelledError):  # the client or the episode has gone
-                while await _one(reader, writer, answer, admit):
+                while await _one(reader, writer, answer, known):
                     pass
         finally:
+            forget(writer)
             writer.close()
 
-    return await asyncio.start_server(handle, HOST, 0, limit=MOST_HEAD, backlog=1024)
+    listening = socket.create_server((HOST, 0))
+    server = await asyncio.start_server(handle, sock=listening, limit=MOST_HEAD, backlog=AT_ONCE)
+    listening.listen(BACKLOG)
+    return server
 
 
 async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answering, admit: Admitting) -> bool:

@@ -69,10 +69,12 @@ def _close(limits: dict, parent: int) -> str:
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_PDEATHSIG, _SIGKILL)  # a change of user has cleared it
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if limits["counted"]:  # a change of user has hidden the counter from that user
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     if limits["landlock"]:
         landlock.restrict(read=limits["read"], write=[home], devices=limits["devices"])
     if limits["seccomp"]:
-        seccomp.install(os.getpid())
+        seccomp.install(os.getpid(), counted=limits["counted"])
     return str(home)
 
 

@@ -18,17 +18,15 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jppo.rewards.sandbox import cgroup, spaces
+from jppo.rewards.sandbox import cgroup, quota, spaces
 from jppo.rewards.sandbox.inside import CLOSED
 
 FILE_BYTES = 2**24  # of each file that a program writes
-FOLDER_BYTES = 2**26  # of all files together
 OUTPUT_BYTES = 2**24  # of its output, and of its replies
 THREADS = 64  # where the user is not root
-FILES = 4096  # in the program's folder
 OPEN_FILES = 128
 NOBODY = 65534
 _OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
@@ -42,6 +40,7 @@ _BOOT = (
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
 Request = tuple[str, str]  # as in program.py
+Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Guards:
     spaces: str = spaces.NONE
     uid: int | None = None  # the user that programs become; None: the trainer's
     groups: tuple[str, ...] = ()  # folders for control groups
+    counted: bool = False  # without namespaces: the kernel counts what programs write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def run(
     groups: list[str] = []
     try:
         if guards.groups:
-            most = memory_bytes + FOLDER_BYTES + _OF_PYTHON
+            most = memory_bytes + quota.BYTES + _OF_PYTHON
             groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 2)
         if guards.uid is not None and guards.spaces == spaces.NONE:
             os.chown(folder, guards.uid, guards.uid)
@@ -99,7 +99,8 @@ def run(
             "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
             "limits": _limits(folder, guards, time_s, memory_bytes) | {"groups": groups},
         }
-        ran = _run(job, stdin, folder, time_s, quota=guards.spaces == spaces.NONE)
+        excess = functools.partial(quota.excess, folder, user=guards.uid, counted=guards.counted)
+        ran = _run(job, stdin, folder, time_s, excess if guards.spaces == spaces.NONE else None)
     finally:
         _remove(folder)
         cgroup.remove(groups)
@@ -123,12 +124,13 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int) -> di
     user = os.getuid() if guards.uid is None else guards.uid
     return {
         "folder": folder,
-        "folder_bytes": FOLDER_BYTES,
+        "folder_bytes": quota.BYTES,
         "read": readable(),
         "devices": _DEVICES,
         "spaces": guards.spaces,
         "landlock": bool(guards.landlock),
         "seccomp": guards.seccomp,
+        "counted": guards.counted,
         "uid": guards.uid,
         "rlimits": {
             "RLIMIT_AS": memory_bytes,
@@ -142,7 +144,7 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int) -> di
     }
 
 
-def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, *, quota: bool) -> Ran:
+def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, excess: Excess | None) -> Ran:
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         replies, answers = os.pipe()
@@ -166,7 +168,7 @@ def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, *, quota: 
         assert child.stdout is not None and child.stderr is not None
         stack.callback(child.stdout.close)
         stack.callback(child.stderr.close)
-        watch = _Watch(child, time.monotonic() + time_s, folder if quota else None)
+        watch = _Watch(child, time.monotonic() + time_s, excess)
         try:
             got, why = watch.read([child.stdout.fileno(), child.stderr.fileno(), replies])
         finally:
@@ -178,8 +180,8 @@ def _run(job: dict[str, Any], stdin: str, folder: str, time_s: float, *, quota: 
 class _Watch:
     """A reader of a process's output until it ends or must be killed."""
 
-    def __init__(self, child: subprocess.Popen, deadline: float, folder: str | None):
-        self._child, self._deadline, self._folder = child, deadline, folder
+    def __init__(self, child: subprocess.Popen, deadline: float, excess: Excess | None):
+        self._child, self._deadline, self._excess = child, deadline, excess
 
     def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
         """Returns the pipes' contents, and why the process must be killed, or ''."""
@@ -205,32 +207,13 @@ class _Watch:
 
     def _patience(self) -> float:
         left = max(0.0, self._deadline - time.monotonic())
-        return left if self._folder is None else min(left, _TICK_S)
+        return left if self._excess is None else min(left, _TICK_S)
 
     def _fault(self) -> str:
         return TOO_LONG if time.monotonic() >= self._deadline else self._overfull()
 
     def _overfull(self) -> str:
-        if self._folder is None:
-            return ""
-        size, files = 0, 0
-        try:
-            for where, folders, names in os.walk(self._folder, onerror=_raise):
-                files += len(folders) + len(names)
-                for name in names:
-                    with contextlib.suppress(FileNotFoundError):
-                        size += os.lstat(os.path.join(where, name)).st_blocks * 512
-                if size > FOLDER_BYTES or files > FILES:
-                    return f"wrote more than {FOLDER_BYTES} bytes or {FILES} files"
-        except FileNotFoundError:  # removed meanwhile
-            return ""
-        except (OSError, RecursionError):
-            return "made a folder that cannot be looked into"
-        return ""
-
-
-def _raise(e: OSError) -> None:
-    raise e
+        return self._excess(self._child.pid) if self._excess is not None else ""
 
 
 def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:

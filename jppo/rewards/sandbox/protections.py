@@ -8,11 +8,19 @@ import functools
 import os
 from collections.abc import Collection, Iterator
 
-from jppo.rewards.sandbox import cgroup, landlock, outside, seccomp, spaces
+from jppo.rewards.sandbox import cgroup, landlock, outside, quota, seccomp, spaces
 from jppo.rewards.sandbox.outside import Guards
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
 _PROBE = "import bisect, json, random, threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()"
+_HOARD = """
+import os, time
+for _ in range(6):  # files without names
+    fd = os.open("x", os.O_CREAT | os.O_WRONLY)
+    os.unlink("x")
+    os.write(fd, bytes(15_000_000))
+time.sleep(1)
+"""
 _PROBE_S, _PROBE_BYTES = 30.0, 2**30
 
 
@@ -25,8 +33,19 @@ def probe(without: Collection[str] = frozenset()) -> Guards:
         except (outside.NoSandbox, OSError):
             continue
         if ran.status == 0 and ran.printed.strip() == "1":
+            guards = guards if "folder quota" in without or guards.spaces != spaces.NONE else _counted(guards)
             return guards if "cgroup" in without else _grouped(guards)
     return Guards()
+
+
+def _counted(guards: Guards) -> Guards:
+    """Adds the quota by the kernel's counter, where that stops a program."""
+    counted = dataclasses.replace(guards, counted=True)
+    try:
+        ran = outside.run(_HOARD, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+    except (outside.NoSandbox, OSError):
+        return guards
+    return counted if ran.why == quota.TOO_MUCH else guards
 
 
 def _grouped(guards: Guards) -> Guards:
@@ -57,7 +76,7 @@ def describe(guards: Guards) -> dict[str, str]:
         "landlock": f"ABI {guards.landlock}" if guards.landlock else "",
         "seccomp": "on" if guards.seccomp else "",
         "namespaces": "on" if own else "",
-        "folder quota": "tmpfs" if own else "",
+        "folder quota": "tmpfs" if own else "counted" if guards.counted else "",
         "unprivileged user": str(guards.uid or os.geteuid() or ""),
         "rlimits": "on",
         "cgroup": "on" if guards.groups else "",
@@ -79,4 +98,6 @@ def lacks(guards: Guards) -> str:
         found.append("neither Landlock (Linux 5.13) nor namespaces keep programs to their folder")
     if not guards.seccomp:
         found.append("no seccomp filter keeps them from the network and other processes")
+    if not guards.counted and guards.spaces == spaces.NONE:
+        found.append("nothing bounds their files without namespaces, unless TMPDIR names a folder on a disk")
     return "; ".join(found)

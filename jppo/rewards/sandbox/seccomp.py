@@ -1,12 +1,14 @@
 """A permanent seccomp filter for a sandboxed program: one process with threads, without sockets (Linux 3.17).
 
 Refused system calls fail with EPERM, so that Python raises PermissionError. Calls newer than the table fail
-with ENOSYS, so that libraries fall back to an older one. Calls of another architecture end the process.
+with ENOSYS, so that libraries fall back to an older one. Calls of another architecture end the process. Record locks
+succeed without effect: they exclude only other processes, and on readable files a program must not exclude any.
 """
 
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 
 from jppo.rewards.sandbox import kernel
 
@@ -24,11 +26,12 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "setpgid": (109, 154), "uselib": (134, None),
     # network and communication between processes
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
-    "accept4": (288, 242), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186),
+    "accept4": (288, 242), "sendmsg": (46, 211), "sendmmsg": (307, 269), "flock": (73, 32),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186),
     "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193),
     "semtimedop": (220, 192), "semctl": (66, 191), "mq_open": (240, 180), "mq_unlink": (241, 181),
     "mq_notify": (244, 184), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "io_uring_register": (427, 427), "io_setup": (206, 0), "memfd_create": (319, 279), "memfd_secret": (447, 447),
     # the view of the file system, and calls that Landlock does not restrict
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
     "open_tree": (428, 428), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
@@ -50,12 +53,13 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None),
     "ioperm": (173, None), "modify_ldt": (154, None), "vhangup": (153, 58), "lookup_dcookie": (212, 18),
     "nfsservctl": (180, 42), "sysctl": (156, None), "vmsplice": (278, 75), "remap_file_pages": (216, 234),
+    "sync": (162, 81), "syncfs": (306, 267),
 }  # fmt: skip
 _LAST_KNOWN = 450
 _WITH_RULES: dict[str, tuple[int | None, int | None]] = {  # calls that are refused for some arguments
     "clone": (56, 220), "clone3": (435, 435), "kill": (62, 129), "tgkill": (234, 131), "fcntl": (72, 25),
     "ioctl": (16, 29), "prlimit64": (302, 261), "prctl": (157, 167), "open": (2, None),
-    "openat": (257, 56), "openat2": (437, 437),
+    "openat": (257, 56), "openat2": (437, 437), "socketpair": (53, 199), "sendto": (44, 206),
 }  # fmt: skip
 _AUDIT_ARCH = {kernel.X86_64: 0xC000003E, kernel.AARCH64: 0xC00000B7}
 _X32_BIT = 0x40000000
@@ -64,8 +68,12 @@ _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARGS = 0, 4, 16  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x00010000
-_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_NOTIFY = 8, 10, 15, 1026
+_FALLOCATE = {kernel.X86_64: 285, kernel.AARCH64: 47}
+_FCNTL = (0, 1, 2, 3, 4, 5, 1030, 1032, 1033, 1034)  # F_DUPFD to F_GETLK, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, seals
+_F_SETLK, _F_SETLKW = 6, 7
 _TIOCSTI, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x8901, 0x8902
+_IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD to FIOCLEX
+_AF_UNIX, _SOCK_STREAM, _OTHER_SOCKETS = 1, 1, 0xE  # the last: bits of all other types
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
@@ -83,15 +91,18 @@ def supported() -> bool:
     return kernel.MACHINE in _AUDIT_ARCH
 
 
-def install(pid: int) -> None:
-    """Installs the permanent filter for this process, whose id is `pid`. Needs PR_SET_NO_NEW_PRIVS."""
-    code = build(kernel.MACHINE, pid)
+def install(pid: int, *, counted: bool) -> None:
+    """Installs the permanent filter for this process, whose id is `pid`. Needs PR_SET_NO_NEW_PRIVS.
+
+    `counted`: without fallocate, which takes blocks that `quota.py` does not see; libraries then write them.
+    """
+    code = build(kernel.MACHINE, pid, counted=counted)
     instructions = (_Instruction * len(code))(*(_Instruction(*one) for one in code))
     program = _Program(len(code), ctypes.addressof(instructions))
     kernel.syscall(kernel.SECCOMP[kernel.MACHINE], 1, 0, ctypes.byref(program))  # SECCOMP_SET_MODE_FILTER
 
 
-def build(machine: str, pid: int) -> list[Instruction]:
+def build(machine: str, pid: int, *, counted: bool = False) -> list[Instruction]:
     """Builds the filter's instructions."""
     column = 0 if machine == kernel.X86_64 else 1
     code: list[Instruction] = [
@@ -103,6 +114,8 @@ def build(machine: str, pid: int) -> list[Instruction]:
     if machine == kernel.X86_64:
         code += [(_ANY_BIT, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
     code += [(_GREATER, 0, 1, _LAST_KNOWN), _refuse(errno.ENOSYS)]
+    if counted:
+        code += [(_EQUAL, 0, 1, _FALLOCATE[machine]), _refuse(errno.EOPNOTSUPP)]
     for name, numbers in _WITH_RULES.items():
         if (number := numbers[column]) is not None:
             block = [*_rules(name, pid), (_RETURN, 0, 0, _ALLOW)]
@@ -120,12 +133,18 @@ def _rules(name: str, pid: int) -> list[Instruction]:
         return [_refuse(errno.ENOSYS)]
     if name in ("kill", "tgkill"):  # this process alone
         return [_low(0), (_EQUAL, 1, 0, pid), _refuse(errno.EPERM)]
-    if name == "fcntl":  # signals to others when a file becomes ready
-        return [_low(1), *_none_of(_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_NOTIFY)]
-    if name == "ioctl":
-        return [_low(1), *_none_of(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP)]
-    if name == "prctl":  # it ends with its parent
-        return [_low(0), *_none_of(kernel.PR_SET_PDEATHSIG)]
+    if name == "socketpair":  # event loops need streams; a socket for datagrams could send to others
+        stream = [(_ANY_BIT, 0, 1, _SOCK_STREAM), (_ANY_BIT, 0, 1, _OTHER_SOCKETS), _refuse(errno.EPERM)]
+        return [_low(0), (_EQUAL, 1, 0, _AF_UNIX), _refuse(errno.EPERM), _low(1), *stream]
+    if name == "sendto":  # to the other end alone, without an address
+        return [one for half in (_low(4), _high(4)) for one in (half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
+    if name == "fcntl":  # neither leases nor signals to others
+        locks = [one for lock in (_F_SETLK, _F_SETLKW) for one in ((_EQUAL, 0, 1, lock), _refuse(0))]
+        return [_low(1), *locks, *_only(_FCNTL, errno.EPERM)]
+    if name == "ioctl":  # no allocation of blocks
+        return [_low(1), *_none_of(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_only(_IOCTL, errno.EOPNOTSUPP)]
+    if name == "prctl":  # it ends with its parent, which reads what it writes
+        return [_low(0), *_none_of(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
     if name == "prlimit64":  # reads limits of this process
         read = [_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
         for half in (_low(2), _high(2)):
@@ -138,6 +157,10 @@ def _rules(name: str, pid: int) -> list[Instruction]:
 
 def _none_of(*values: int) -> list[Instruction]:
     return [one for value in values for one in ((_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
+
+
+def _only(values: Sequence[int], code: int) -> list[Instruction]:
+    return [*((_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)), _refuse(code)]
 
 
 def _low(argument: int) -> Instruction:

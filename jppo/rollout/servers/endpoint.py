@@ -1,5 +1,6 @@
 """The HTTP client of one running server; failures are one clear error."""
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -11,8 +12,8 @@ from typing import Any
 import httpx
 
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers import http
-from jppo.rollout.servers.guard import PROOF_HEADER, Key
+from jppo.rollout.servers import guard, http
+from jppo.rollout.servers.guard import Key
 
 OPEN = Key()
 
@@ -41,10 +42,11 @@ class Endpoint:
     def move(self, url: str, key: Key) -> None:
         """Sets a new address and key."""
         self.url, self._key = url.rstrip("/"), key
+        self._proven: set[Key] = {OPEN}  # keys that the server has; shared with copies
 
     def guarded(self) -> bool:
         """Whether requests without the key are refused."""
-        return self._sent("GET", "/health", key=Key()).status_code in (401, 403)
+        return self._request("GET", "/health", headers={}).status_code in (401, 403)
 
     def within(self, timeout_s: float) -> "Endpoint":
         """Returns the same server with a shorter timeout."""
@@ -75,14 +77,17 @@ class Endpoint:
         """Like `post`, concurrently and without a timeout: the caller tracks the server's progress."""
         url = self.url + route
         with self._explained(route):
-            sent = json.dumps(body).encode()
-            status, headers, content = await http.post(url, sent, tls=_tls(), headers=self._key.headers())
-        kept = {name: value for name, value in headers.items() if name == PROOF_HEADER}  # the content is decoded here
-        return self._json(httpx.Response(status, headers=kept, content=content, request=httpx.Request("POST", url)))
+            await self._prove_later()
+            sent, own = json.dumps(body).encode(), self._key.headers()
+            status, headers, content = await http.post(url, sent, tls=_tls(), headers=own)
+        kept = {name: value for name, value in headers.items() if name == guard.PROOF_HEADER}  # content is decoded here
+        request = httpx.Request("POST", url, headers=own)
+        return self._json(httpx.Response(status, headers=kept, content=content, request=request))
 
     async def look(self, route: str) -> None:
         """Returns when the route answers with 200."""
-        async with httpx.AsyncClient(**self._options()) as client:
+        await self._prove_later()
+        async with httpx.AsyncClient(**self._options(self._key.headers())) as client:
             with self._explained(route):
                 self._accepted(await client.get(self.url + route))
 
@@ -107,12 +112,29 @@ class Endpoint:
         """Returns the fault of a late answer."""
         return self._failed(f"did not answer {route} within {self._timeout_s:g} s")
 
-    def _sent(self, method: str, route: str, body: Mapping[str, Any] | None = None, key: Key | None = None) -> Any:
-        with httpx.Client(**self._options(key)) as client, self._explained(route):
+    def _sent(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        self._prove()
+        return self._request(method, route, body, headers=self._key.headers())
+
+    def _prove(self) -> None:
+        """ServerFault unless the server proves, once until it fails, that it has the token, before it is sent."""
+        if self._key not in self._proven:
+            reply = self._request("GET", "/health", headers=(asked := guard.challenge()))
+            if not self._key.opened(asked, reply.headers):
+                raise self._failed(f"does not prove that it has this run's {guard.TOKEN}, so it is not sent")
+            self._proven.add(self._key)
+
+    async def _prove_later(self) -> None:
+        if self._key not in self._proven:
+            await asyncio.to_thread(self._prove)
+
+    def _request(
+        self, method: str, route: str, body: Mapping[str, Any] | None = None, *, headers: Mapping[str, str]
+    ) -> httpx.Response:
+        with httpx.Client(**self._options(headers)) as client, self._explained(route):
             return client.request(method, self.url + route, json=body)
 
-    def _options(self, key: Key | None = None) -> dict[str, Any]:
-        headers = (self._key if key is None else key).headers()
+    def _options(self, headers: Mapping[str, str]) -> dict[str, Any]:
         return {"timeout": self._timeout_s, "verify": _tls(), "trust_env": False, "headers": headers}
 
     @contextlib.contextmanager
@@ -134,12 +156,13 @@ class Endpoint:
         answered = f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}"
         if reply.status_code >= 500:  # the guard may know nothing of a crash
             raise self._failed(answered)
-        if not self._key.opened(reply.headers):
+        if not self._key.opened(reply.request.headers, reply.headers):
             raise self._failed(f"sent no proof on {reply.url.path} that it is the server started here")
         if reply.status_code != 200:  # an error of the request; the server's message is complete
             raise RolloutError(f"the server at {self.url} {answered}")
         return reply
 
     def _failed(self, what: str) -> ServerFault:
+        self._proven &= {OPEN}  # another program may have taken the port
         why = self._why()
         return ServerFault(f"the server at {self.url} {what}" + (f"; {why}" if why else ""))

@@ -177,9 +177,10 @@ class Engine:
             raise UserError(f"{e}; {dialect.how}") from e
 
     def _attach(self, key: guard.Key, dialect: Dialect, url: str, ours: bool = False) -> Member:
-        endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str, key=key)
+        endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str)
+        if _guarded(endpoint.within(self._limits.health_timeout_s), dialect):
+            endpoint.move(url, key)
         _require_awake(endpoint.within(self._limits.health_timeout_s), dialect, ours=ours)
-        _warn_if_open(endpoint, dialect)
         return self._member(None, endpoint, dialect)
 
     def _first(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
@@ -219,10 +220,16 @@ def attached_key() -> guard.Key:
     return guard.Key(token)
 
 
-def _warn_if_open(endpoint: Endpoint, dialect: Dialect) -> None:
-    if not endpoint.guarded():
+def _guarded(endpoint: Endpoint, dialect: Dialect) -> bool:
+    """Whether the server wants a token; otherwise warns, and it gets none."""
+    try:
+        guarded = endpoint.guarded()
+    except RolloutError as e:
+        raise UserError(f"{e}; {dialect.how}") from e
+    if not guarded:
         said = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
         print(f"rollout: warning: the server at {endpoint.url} {said}; {dialect.how}", file=sys.stderr, flush=True)
+    return guarded
 
 
 def _require_awake(endpoint: Endpoint, dialect: Dialect, *, ours: bool) -> None:

@@ -20,10 +20,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
+from jppo.rollout.servers.endpoint import Endpoint
 from jppo.settings import UserError
 
 HOST = "127.0.0.1"  # other users of the machine can reach it: see guard.py
@@ -152,7 +151,7 @@ class Server:
             _kill_group(process)
 
     def _take_port(self, port: int, *, within_s: float) -> None:
-        # Bound but not listening: the server can still bind it, and no one else gets it.
+        # Bound but not listening, so that the server can bind it. So can others, who get no token: see guard.py.
         deadline = time.monotonic() + within_s
         while True:
             try:
@@ -177,10 +176,9 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            reply = httpx.get(f"{self.url}/v1/models", headers=self.key.headers(), timeout=5.0, trust_env=False)
-            served = reply.json()["data"] if reply.status_code == 200 and self.key.opened(reply.headers) else []
+            served = Endpoint(self.url, timeout_s=5.0, why=str, key=self.key).get_field("/v1/models", "data")
             return self.name in [model["id"] for model in served]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):  # or another program on a stolen port
+        except (RolloutError, KeyError, TypeError):  # or another program on a stolen port
             return False
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import hmac
 import mmap
 import secrets
+import selectors
 import socket
 import struct
 import sys
@@ -29,10 +30,11 @@ TOKEN_BYTES = 32  # as sent, hexadecimal
 YES, NO = b"+", b"-"
 HEADER = struct.Struct(">QI")  # bytes of a tensor, its checksum
 HELLO_S = 10.0  # until the token must have arrived
+FULL_S = 0.002  # until the next attempt where too many wait to be accepted
 AGAIN_S = 0.1  # after a connection that could not be accepted
 PIECE = 1 << 20  # bytes that are checksummed while in the processor's cache
 BACKLOG = 128
-CONNECTIONS = 256  # concurrent ones; further ones are refused
+UNKNOWN = 256  # connections without a token yet; the oldest make room for further ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +72,13 @@ class Sender:
             self._listening = socket.socket(socket.AF_UNIX)
             self._listening.bind(f"\0{self._host}")
             self._listening.listen(BACKLOG)
+        self._listening.setblocking(False)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._offers: list[_Offer] = []
-        self._room = threading.BoundedSemaphore(CONNECTIONS)
-        threading.Thread(target=self._listen, name="weights", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="weights", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def offer(self, entries: Sequence[TensorEntry], tensors: Sequence[memoryview]) -> Iterator[Address]:
@@ -93,8 +96,8 @@ class Sender:
         """Stops sending; may be called twice."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
-        self._listening.close()
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which closes it
+        self._thread.join()
         with self._lock:
             for offer in list(self._offers):
                 self._end(offer)
@@ -106,47 +109,95 @@ class Sender:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
-        while not self._closed.is_set():
+        with self._listening, _Unknown() as unknown:
+            unknown.register(self._listening, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                for key, _ in unknown.select(AGAIN_S):
+                    if key.fileobj is self._listening:
+                        self._accept(unknown)
+                    else:
+                        self._hear(unknown, key)
+                unknown.drop()
+
+    def _accept(self, unknown: "_Unknown") -> None:
+        for _ in range(BACKLOG):
             try:
                 connection, _ = self._listening.accept()
+            except BlockingIOError:
+                return
             except OSError:  # closed, or the process has no more files for a moment
                 self._closed.wait(AGAIN_S)
-                continue
-            if not self._room.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="weights", daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        try:
-            self._give(connection)
-        finally:
-            self._room.release()
-
-    def _give(self, connection: socket.socket) -> None:
-        # the receiver reports any broken connection
-        with connection, contextlib.suppress(OSError, WeightsRefused):
+                return
             if self._port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(HELLO_S)
-            token = bytearray(TOKEN_BYTES)
-            _fill(connection, memoryview(token), time.monotonic() + HELLO_S)
-            with self._lock:
-                known = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
-                if known:
-                    known[0].under_way.add(connection)
-            if not known:
-                connection.sendall(NO)
-                return
+            self._hear(unknown, unknown.add(connection))
+
+    def _hear(self, unknown: "_Unknown", key: selectors.SelectorKey) -> None:
+        """Reads what has arrived of a token; once it is complete, answers in a thread, or rejects it."""
+        connection, token = key.data.connection, key.data.token
+        try:
+            piece = connection.recv(TOKEN_BYTES - len(token))
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        token += piece
+        if piece and len(token) < TOKEN_BYTES:
+            return
+        unknown.unregister(connection)
+        with self._lock:
+            known = [offer for offer in self._offers if hmac.compare_digest(bytes(token), offer.token.encode())]
+            if known:
+                known[0].under_way.add(connection)
+        if known:
+            threading.Thread(target=self._give, args=(connection, known[0]), name="weights", daemon=True).start()
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.send(NO)
+
+    def _give(self, connection: socket.socket, offer: _Offer) -> None:
+        # the receiver reports any broken connection
+        with connection, contextlib.suppress(OSError, WeightsRefused):
             try:
                 connection.settimeout(self._timeout_s)
                 connection.sendall(YES)
-                for entry, tensor in zip(known[0].entries, known[0].tensors, strict=True):
+                for entry, tensor in zip(offer.entries, offer.tensors, strict=True):
                     connection.sendall(HEADER.pack(entry.nbytes, entry.crc32))
                     connection.sendall(tensor)
             finally:
                 with self._lock:
-                    known[0].under_way.discard(connection)
+                    offer.under_way.discard(connection)
+
+
+@dataclasses.dataclass
+class _Hello:
+    connection: socket.socket
+    token: bytearray
+    deadline: float
+
+
+class _Unknown(selectors.DefaultSelector):
+    """Connections that have not sent a token yet. No one waits for them, and the oldest make room for new ones."""
+
+    def add(self, connection: socket.socket) -> selectors.SelectorKey:
+        connection.setblocking(False)
+        hello = _Hello(connection, bytearray(), time.monotonic() + HELLO_S)
+        return self.register(connection, selectors.EVENT_READ, hello)
+
+    def drop(self) -> None:
+        """Closes those that are late, and the oldest beyond the bound."""
+        held = [key for key in self.get_map().values() if key.data is not None]  # in the order of their registration
+        for i, key in enumerate(held):
+            if i >= len(held) - UNKNOWN and key.data.deadline > time.monotonic():
+                break
+            self.unregister(key.fileobj)
+            key.data.connection.close()
+
+    def close(self) -> None:
+        for key in self.get_map().values():
+            if key.data is not None:
+                key.data.connection.close()
+        super().close()
 
 
 def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap | None = None) -> mmap.mmap:
@@ -187,10 +238,17 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
 def _connected(address: Address) -> socket.socket:
     if address.port:
         return socket.create_connection((address.host, address.port), timeout=address.timeout_s)
-    connection = socket.socket(socket.AF_UNIX)
+    connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + address.timeout_s
     connection.settimeout(address.timeout_s)
-    connection.connect(f"\0{address.host}")
-    return connection
+    while True:
+        try:
+            connection.connect(f"\0{address.host}")
+            return connection
+        except OSError as e:
+            if not isinstance(e, BlockingIOError) or time.monotonic() > deadline:
+                connection.close()
+                raise
+            time.sleep(FULL_S)
 
 
 def _receive_one(connection: socket.socket, entry: TensorEntry, view: memoryview, deadline: float) -> None:
