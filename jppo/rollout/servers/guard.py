@@ -9,7 +9,6 @@ An attached server outlives its trainer, so behind the token it is leased to one
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import hmac
 import itertools
@@ -107,6 +106,7 @@ class Lease:
         self._app = app
         self._trainer = self._ended = b""
         self._seen = self._silent = 0.0
+        self._pause: dict[str, Any] = {}  # the request that paused, as the application knows it
         self._resume = b""  # the route that ends the pause
         self._watching: asyncio.Task[None] | None = None
 
@@ -126,7 +126,7 @@ class Lease:
         path, self._trainer = scope["path"].encode(), trainer
         self._renew()
         if path in RESUMED_BY:
-            self._resume = RESUMED_BY[path]
+            self._pause, self._resume = dict(scope), RESUMED_BY[path]
             if self._watching is None or self._watching.done():
                 self._watching = asyncio.get_running_loop().create_task(self._watch())
         try:
@@ -155,23 +155,20 @@ class Lease:
         """Ends a pause."""
         route, self._resume = self._resume, b""
         if route:
-            body, status = b"{}", []
+            status: list[int] = []
 
             async def receive() -> Message:
-                return {"type": "http.request", "body": body, "more_body": False}
+                return {"type": "http.request", "body": b"{}", "more_body": False}
 
             async def send(message: Message) -> None:
                 status.extend([message["status"]] if "status" in message else [])
 
-            fields = {b"host": b"localhost", b"content-type": b"application/json", b"content-length": b"2"}
-            scope = {
-                **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"},
-                **{"method": "POST", "path": route.decode(), "raw_path": route, "root_path": "", "query_string": b""},
-                **{"headers": list(fields.items()), "client": None, "server": None, "state": {}},
-            }
-            with contextlib.suppress(ConnectionError):
-                await self._app(scope, receive, send)
-            print(f"jppo: a pause that its trainer left was ended: {status}", flush=True)
+            fields = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"2")]
+            at = {"path": route.decode(), "raw_path": route, "query_string": b"", "headers": fields}
+            try:
+                await self._app(self._pause | at, receive, send)
+            finally:
+                print(f"jppo: {route.decode()} after a pause that its trainer left: {status or 'failed'}", flush=True)
 
 
 def foreign(origin: bytes | None, host: bytes | None) -> bool:

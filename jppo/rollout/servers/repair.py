@@ -76,7 +76,10 @@ class Repairs:
             }
             for endpoint in probes.keys() - self._probed.keys():  # one that hangs delays no other
                 self._probed[endpoint] = asyncio.get_running_loop().create_task(probes[endpoint](endpoint))
-                self._probed[endpoint].add_done_callback(lambda _, of=endpoint: self._probed.pop(of))
+                self._probed[endpoint].add_done_callback(functools.partial(self._probed_once, endpoint))
+
+    def _probed_once(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
+        del self._probed[endpoint]
 
     def suspect(self, member: Member, fault: ServerFault, *, sure: bool) -> None:
         """Schedules a check of a failed server; `sure`: it is broken without a check."""
