@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     ("errors",),
     ("registry", "traces"),
-    ("types", "settings", "tensorheader", "interpreter"),
+    ("types", "settings", "tensorheader", "interpreter", "descendants"),
     ("algorithms", "models", "statistics"),
     ("distributed",),
     ("learner", "data", "rewards", "rollout", "runlog"),
