@@ -151,6 +151,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
     for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
         run.logger.note(line)
     try:
+        run.watch.check()  # a signal since the start
         while pending is not None or step < run.inputs.total_steps:
             if pending is None:  # else the last step is not yet tested and logged
                 with run.profile(step + 1), timer("step", number=step + 1):

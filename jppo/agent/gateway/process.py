@@ -84,7 +84,7 @@ class Program:
         self._starting = asyncio.Lock()
 
     async def start(self, env: Mapping[str, str], files: Files, timeout_s: float) -> "tuple[int, asyncio.Future[End]]":
-        """Starts an episode; returns its number and its end. The first one also imports the function, in `timeout_s`."""
+        """Starts an episode; returns its number and its end. The first also imports the function, in `timeout_s`."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         async with self._starting:  # one at a time: with hundreds unanswered, both sides would block in sending
             if self._failed is not None:
