@@ -1,9 +1,9 @@
 """Runs agents, each in a fork: `python -m jppo.agent.gateway.forks FD function SPEC` or `FD command WORD...`.
 
-The gateway sends an id, variables and three files over the socket FD, and gets the id and then an exit code; the id alone
-ends the episode. A program calls PATH.py:FUNCTION with the task as a dict and prints what it returns as JSON, or it
-becomes the command. Its guard, a fork between it and this process, inherits the orphans of all sessions below it. The
-guard kills them when the program ends, when it has to, or when this process ends. This process ends when the socket
+The gateway sends an id, variables and three files over the socket FD, and gets the id and then an exit code; the id
+alone ends the episode. A program calls PATH.py:FUNCTION with the task as a dict and prints what it returns as JSON, or
+it becomes the command. Its guard, a fork between it and this process, inherits the orphans of all sessions below it.
+The guard kills them when the program ends, when it has to, or when this process ends. This process ends when the socket
 closes, also because the trainer was killed.
 """
 
