@@ -526,3 +526,59 @@ def test_the_examples_use_their_calculator(plain, run, agent, reward, score, mon
     t = run(plain, agent, ask, prompt=plain.prompt("12*34="), reward=reward)
     assert t.exchange.fault is None and t.exchange.score == score and t.text == "<<12*34>>[[408]]408"
     assert spans(t) == ask.answers and t.tokens[: int(np.argmax(t.sampled))].tolist() == ask.asked[0]
+
+
+@pytest.mark.parametrize("client", ["openai", "anthropic"])
+def test_requests_that_a_client_has_given_up_end_in_the_engine(hermes, run, client):
+    """With a time limit and two repetitions, three requests ran at once for one answer."""
+    program = f"""
+    import {client}
+    try:
+        how = dict(model="policy", messages=[{{"role": "user", "content": "hi"}}], max_tokens=9, timeout=1.0)
+        client = {client}.{"OpenAI" if client == "openai" else "Anthropic"}(max_retries=2)
+        client.{"chat.completions" if client == "openai" else "messages"}.create(**how)
+    except {client}.APITimeoutError:
+        client.{"chat.completions" if client == "openai" else "messages"}.create(**(how | {{"timeout": 20}}))
+    """
+    under_way, most, given_up = 0, 0, 0
+    end = [hermes.tokenizer.eos_token_id]
+
+    async def ask(ids, **how):
+        nonlocal under_way, most, given_up
+        under_way, most = under_way + 1, max(most, under_way + 1)
+        try:
+            if given_up < 3:
+                await asyncio.sleep(15)
+            return answer_of(hermes.encode("yes") + end)
+        except asyncio.CancelledError:
+            given_up += 1
+            raise
+        finally:
+            under_way -= 1
+
+    t = run(hermes, program, ask, reward="exit")
+    assert (most, given_up) == (1, 3) and t.exchange.score == 1.0 and t.branches == ()
+
+
+def test_as_many_agents_as_the_limit_of_open_files_allows(tmp_path):
+    """The default of 256 agents needs more than 1,024 files: the limit is raised, or the setting refused."""
+    program = """
+import resource
+from jppo.agent.gateway.episode import Rules
+from jppo.agent.gateway.gateway import Gateway
+from jppo.settings import UserError
+rules = Rules(max_prompt_length=500, branches=4, reward="exit", timeout_s=20.0)
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 4096))
+Gateway("true", None, rules, concurrency=256)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+try:
+    Gateway("true", None, rules, concurrency=256)
+except UserError as e:
+    print(e)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said == (
+        "4096\nrollout.agent_concurrency=256 needs 1408 open files; the limit is 1024: lower it to 179, or raise the"
+        " limit (ulimit -n)\n"
+    )

@@ -113,7 +113,9 @@ def test_a_request_without_a_choice_of_tools_continues_the_conversation(hermes, 
     assert continues(ask) and "<tool_call>" in json.dumps(found) and one.trajectory(DONE).branches == ()
 
 
-@pytest.mark.parametrize("most,room,finish", [(2, 400, "stop"), (None, 3, "length"), (9, 3, "length"), (3, 3, "length")])
+@pytest.mark.parametrize(
+    "most,room,finish", [(2, 400, "stop"), (None, 3, "length"), (9, 3, "length"), (3, 3, "length")]
+)
 def test_the_agents_own_limit_truncates_no_episode(hermes, most, room, finish):
     ask = hermes.policy("one two three four five six")
     one = Episode(language(hermes), RULES, functools.partial(ask, near=0), hermes.prompt(), greedy(room), 0)
@@ -167,7 +169,7 @@ UNMARKED = {  # nobody repeats the task
     "w2": (["main"], ["w2"]),
     "w1 more": (["w1"], ["w1", "to w1", "w1 more"]),
     "w1 most": (["w1 more"], ["w1", "to w1", "w1 more", "to w1 more", "w1 most"]),
-    "end": (["w2"], ["go", "to go", "end"]),
+    "end": (["w1", "w2"], ["go", "to go", "end"]),
 }
 
 
@@ -183,7 +185,9 @@ def test_the_graded_branch_does_not_depend_on_which_answer_is_slow(hermes, asks,
         one = Episode(spoken, RULES, engine, hermes.prompt(), greedy(400), 0)
         left = dict(asks)
         while left or any(not task.done() for task in answers.values()):
-            ready = [name for name, (after, _) in left.items() if all(a in answers and answers[a].done() for a in after)]
+            ready = [
+                name for name, (after, _) in left.items() if all(a in answers and answers[a].done() for a in after)
+            ]
             rng.shuffle(ready)
             for name in ready if rng.random() < 0.8 else ready[:1]:
                 body = {"messages": told(*left.pop(name)[1])}
@@ -212,8 +216,8 @@ def test_an_agent_may_name_the_answer(hermes):
 
 @pytest.mark.parametrize("api", [chat, completions])
 def test_an_episode_keeps_each_token_once(hermes, api):
-    """200 turns of 60 tokens kept 35 MiB: every turn had all tokens before it."""
-    end, given = hermes.tokenizer.eos_token_id, {}
+    """200 turns of 60 tokens kept 12 to 19 MiB, as every turn had all tokens or all text before it."""
+    end = hermes.tokenizer.eos_token_id
 
     async def ask(ids, **how):
         return Answer([*range(1000, 1060), end], [-0.5] * 61, [1] * 61, "stop")
@@ -230,6 +234,6 @@ def test_an_episode_keeps_each_token_once(hermes, api):
             tracemalloc.start()
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    print(f"{api.__name__}: {kept / 2**20:.1f} MiB after 180 turns", given)
+    print(f"{api.__name__}: {kept / 2**20:.1f} MiB")
     assert kept < 4 * 2**20
     assert len(one.trajectory(DONE).tokens) > 200 * 61
