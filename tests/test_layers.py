@@ -130,7 +130,7 @@ OF_JPPO = {
     "jppo.rewards.model.torch_worker": (),
     "jppo.rewards.model.convert_worker": (),
     "jppo.checks.parity_worker": (),
-    "jppo.rewards.pool_worker": ("jppo.rewards.pool_tasks",),
+    "jppo.rewards.pool_worker": ("jppo.rewards.pool_tasks", "jppo.descendants",),
     "jppo.rewards.pool_tasks": (
         "jppo.rewards.code",
         "jppo.rewards.earned",

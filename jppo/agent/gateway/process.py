@@ -148,9 +148,9 @@ class Program:
             self._ready.set_result(None)
         elif "code" in said:
             self._deaths = 0
-            self._waiting.pop(said["id"])[1].set_result((said["code"], ""))
+            _tell(self._waiting.pop(said["id"])[1], (said["code"], ""))
         else:
-            self._waiting[said["id"]][0].set_result(None)
+            _tell(self._waiting[said["id"]][0], None)
 
     def _lost(self) -> None:
         """Ends the episodes of a process that has ended, and their samples; the next episode starts another one."""
@@ -163,9 +163,8 @@ class Program:
         self._log.close()
         self._process = None
         for started, ended in self._waiting.values():
-            if not started.done():
-                started.set_result(None)
-            ended.set_result((-signal.SIGKILL, f"the process that starts all agents has ended; {why}".rstrip("; ")))
+            _tell(started, None)
+            _tell(ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {why}".rstrip("; ")))
         self._waiting.clear()
 
     def _fail(self, why: str) -> None:
@@ -178,6 +177,11 @@ class Program:
                 future.set_exception(self._failed)
                 future.exception()  # some are awaited by no one
         self._waiting.clear()
+
+
+def _tell(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():  # cancelled
+        future.set_result(result)
 
 
 async def run(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
