@@ -72,9 +72,10 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         drawn.metrics | describe(trajectories, graded, baseline) | source_means(graded, [p.data_source for p in asked])
     )
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
-    how = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
+    how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     weights = [run.panel.weights.of(prompt.data_source).get("agent_score", 0.0) for prompt in asked]
-    trajectories, rewards, group, greedy = batch.with_branches(trajectories, rewards, group, greedy, weights)
+    trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, weights)
+    how["episode"] = index if recipe.branches else None
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
@@ -153,6 +154,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
     for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
         run.logger.note(line)
     try:
+        run.watch.check()  # a signal since the start
         while pending is not None or step < run.inputs.total_steps:
             if pending is None:  # else the last step is not yet tested and logged
                 with run.profile(step + 1), timer("step", number=step + 1):

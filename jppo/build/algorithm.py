@@ -90,5 +90,6 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         positive_lm_coef=a.positive_lm_coef,
         router_aux_loss_coef=a.router_aux_loss_coef,
         router_z_loss_coef=a.router_z_loss_coef,
+        branches=bool(c.rollout.agent),
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
     )

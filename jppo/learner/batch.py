@@ -27,11 +27,13 @@ def flatten(
     shape: tuple[int, int],
     filter_truncated: bool = False,
     earns: bool = False,
+    episode: np.ndarray | None = None,
 ) -> Batch:
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
-    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`.
+    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `episode`: the first branch
+    of each trajectory's episode.
     """
     B, L = shape
     count = len(trajectories)
@@ -44,6 +46,7 @@ def flatten(
         group=np.arange(B, dtype=np.int32),
         greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
         length=length,
+        episode=None if episode is None else np.concatenate([episode, np.arange(count, B)]).astype(np.int32),
         earned=earned,
     )
     out.score[:count] = [r.score for r in rewards]
@@ -78,20 +81,20 @@ def with_branches(
     group: np.ndarray,
     greedy: np.ndarray | None,
     weights: Sequence[float],
-) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None]:
-    """Appends the other branches of agents' episodes, each with its episode's reward, group and greedy score.
+) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None, np.ndarray]:
+    """Appends the other branches of agents' episodes, each with its episode's reward and greedy score.
 
+    Groups compare episodes: another branch is alone in its group. The last result is each trajectory's episode.
     `weights` scale the amounts that a branch earned at its turns.
     """
     others = [(i, t) for i, episode in enumerate(episodes) for t in episode.branches]
-    if not others:
-        return list(episodes), list(rewards), group, greedy
-    index = np.array([*range(len(episodes)), *(i for i, _ in others)])
+    index = np.array([*range(len(episodes)), *(i for i, _ in others)], np.int32)
     graded = list(rewards)
     for i, t in others:
         amounts = () if t.exchange is None else t.exchange.earned
         graded.append(dataclasses.replace(rewards[i], earned=tuple((k, weights[i] * x) for k, x in amounts)))
-    return [*episodes, *(t for _, t in others)], graded, group[index], None if greedy is None else greedy[index]
+    group = np.concatenate([group, np.arange(len(episodes), len(index), dtype=group.dtype)])
+    return [*episodes, *(t for _, t in others)], graded, group, None if greedy is None else greedy[index], index
 
 
 def with_reference(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:

@@ -55,7 +55,7 @@ class Fleet:
 
         `joining` looks up the addresses of servers that come and go, and inspects the server at one.
         """
-        _allow_files()
+        allow_files()
         self.asked_again = 0
         self._dialect = dialect
         self._limits = limits
@@ -287,10 +287,12 @@ class Fleet:
         return good
 
 
-def _allow_files() -> None:
-    """Raises the process' limit of open files, often 1024, as far as the system allows and up to `FILES`."""
+def allow_files() -> int:
+    """Raises the limit of open files, often 1024, as far as the system allows and up to `FILES`; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return FILES if soft == resource.RLIM_INFINITY else soft
