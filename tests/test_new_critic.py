@@ -1,16 +1,16 @@
-"""A new critic in a run: its values before it has learned, and which changes of its head a resume refuses."""
+"""A new critic in a run: its values before it has learned."""
 
-import json
 import pathlib
-import shutil
 
 import pytest
 
 from jppo import settings, train
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
 
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {} * len(solution_str)\n"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.05 * len(solution_str)
+"""
 BINS = {"critic.value_bins": 8, "critic.value_range": (-1.0, 3.0)}
 LORA = {"model.lora_rank": 2, "critic.lora_rank": 4}
 
@@ -31,9 +31,11 @@ def changed(config, **changes):
         pytest.param({"model.param_dtype": "bfloat16"}, 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_new_critic_explains_nothing_and_contradicts_nothing(small_run, engine, quick_compilation, tmp_path, changes, value):
+def test_a_new_critic_explains_nothing_and_contradicts_nothing(
+    small_run, engine, quick_compilation, tmp_path, changes, value
+):
     """Equal values leave the variance of the returns as it is; normalised ones are the mean of the returns so far."""
-    (tmp_path / "reward.py").write_text(REWARD.format(0.05))
+    (tmp_path / "reward.py").write_text(REWARD)
     c = changed(
         small_run,
         **{"reward.function": f"{tmp_path / 'reward.py'}:compute_score", "critic.value_norm_decay": 0.9},
