@@ -163,8 +163,8 @@ def read_models(c: ConfigDict) -> tuple[ModelConfig, ModelConfig | None, ModelCo
 
     def read(path: str, head: Head, init: str) -> ModelConfig:
         _, cfg = hf.read_config(path, longest=longest_row(c))
-        if head == "value" and c.critic.value_bins:
-            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins)
+        if head == "value":
+            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
         if init == "pretrained":
             hf.check_weights(path, cfg, head=head)
         return cfg

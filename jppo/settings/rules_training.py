@@ -50,7 +50,8 @@ def _estimator(config: ml_collections.ConfigDict) -> None:
                 f"algorithm.gamma_by='turn': algorithm.adv_estimator={name!r} does not discount; leave it at token, or"
                 " take gae or reinforce_plus_plus"
             )
-    for one in ("algorithm.lam_alpha", "critic.lam", "critic.value_norm_decay", "critic.value_bins"):
+    of_critics = ("lam", "value_norm_decay", "value_bins", "value_head_std")
+    for one in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
         section, _, leaf = one.partition(".")
         if not estimator.critic and config[section][leaf] != TABLE[one].default:
             raise UserError(

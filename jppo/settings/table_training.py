@@ -174,9 +174,11 @@ CRITIC = (
     S("value_norm_decay", None, "Decay per step of the running mean and standard deviation of returns, which normalize"
       " values. None: no normalization", kind=float, bounds="[0, 1)"),
     S("value_bins", 0, "Bins of a value head that is a histogram and learns by cross-entropy (HL-Gauss); such a head"
-      " starts random. 0: a scalar head", bounds="[2,", off=0),
+      " is always new. 0: a scalar head", bounds="[2,", off=0),
     S("value_range", (-5.0, 5.0), "Lowest and highest value of the bins; of normalized values in their own unit",
       only="critic.value_bins"),
+    S("value_head_std", 0.0, "Standard deviation of a new value head's weights. 0.0: zeros, so that all values start at"
+      " 0, or with value_bins in the middle of value_range", bounds="[0,"),
     S("cliprange_value", 0.5, "Clip range of a value around the old value; of normalized values in their own unit",
       bounds="[0,", only="critic.value_bins=0"),
     OFFLOAD,
