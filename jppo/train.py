@@ -72,7 +72,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     )
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     how = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    weights = [run.panel.weights.of(prompt.data_source).get("agent_score", 0.0) for prompt in asked]
+    weights = [run.panel.weights.of(prompt.data_source) for prompt in asked]
     trajectories, rewards, group, greedy = batch.with_branches(trajectories, rewards, group, greedy, weights)
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)

@@ -101,5 +101,7 @@ def sequences_of_step(c: ConfigDict) -> int:
 def batch_shape(c: ConfigDict, mesh: Any) -> tuple[int, int]:
     """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
-    rows = sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.agent else 1)
+    r = c.rollout
+    branches = r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template")
+    rows = sequences_of_step(c) * (r.agent_branches if branches else 1)
     return -(-rows // devices) * devices, c.data.max_response_length

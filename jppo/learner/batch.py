@@ -6,7 +6,7 @@ layouts, by trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,11 +71,11 @@ def with_branches(
     rewards: Sequence[Reward],
     group: np.ndarray,
     greedy: np.ndarray | None,
-    weights: Sequence[float],
+    weights: Sequence[Mapping[str, float]],
 ) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None]:
-    """Appends the other branches of agents' episodes, each with its episode's reward, group and greedy score.
+    """Appends the other branches of episodes, each with its episode's reward, group and greedy score.
 
-    `weights` scale the amounts that a branch earned at its turns.
+    `weights` of the parts of a reward scale the amounts that a branch earned at its turns.
     """
     others = [(i, t) for i, episode in enumerate(episodes) for t in episode.branches]
     if not others:
@@ -83,8 +83,11 @@ def with_branches(
     index = np.array([*range(len(episodes)), *(i for i, _ in others)])
     graded = list(rewards)
     for i, t in others:
-        amounts = () if t.exchange is None else t.exchange.earned
-        graded.append(dataclasses.replace(rewards[i], earned=tuple((k, weights[i] * x) for k, x in amounts)))
+        weight = sum(weights[i].get(part, 0.0) for part in ("agent_score", "environment_score", "interaction_score"))
+        told = () if t.exchange is None else t.exchange.earned
+        tools = () if t.exchange is None else t.exchange.tool_earned
+        earned = [*((k, weight * x) for k, x in told), *((k, weights[i].get("tool_score", 0.0) * x) for k, x in tools)]
+        graded.append(dataclasses.replace(rewards[i], earned=tuple(earned)))
     return [*episodes, *(t for _, t in others)], graded, group[index], None if greedy is None else greedy[index]
 
 

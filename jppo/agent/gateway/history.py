@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jppo.agent.gateway.request import Choice, Message, Request
-from jppo.agent.turn_tokens import Chat
+from jppo.agent.turn_tokens import Chat, Spoken
 from jppo.rollout.protocol import Answer, joined, of_tokens
 from jppo.types import Exchange, Trajectory
 
@@ -94,7 +94,10 @@ def context(
     for i in range(len(request.messages) - 1, 0, -1):
         if request.messages[i - 1]["role"] == "assistant" and (key := before[i].digest()) in by_key:
             parent = by_key[key]
-            return parent.ids + chat.between(request.messages[i:], parent.ids[-1]), parent
+            choice, asked, sampled = parent.choice, request.messages[: i - 1], len(parent.answer.tokens)
+            turn = Spoken(asked, choice.message, choice.raw, parent.ids, sampled)
+            ids, same = chat.follow(turn, request.messages[i:])
+            return ids, parent if same else None
     return chat.whole(request.messages), None
 
 
