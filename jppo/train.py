@@ -73,7 +73,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     )
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    weights = [run.panel.weights.of(prompt.data_source).get("agent_score", 0.0) for prompt in asked]
+    weights = [run.panel.weights.of(prompt.data_source) for prompt in asked]
     trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, weights)
     how["episode"] = index if recipe.branches else None
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)

@@ -8,7 +8,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jppo.algorithms import kl, losses
-from jppo.build.packing import sequences_of_step
+from jppo.build.packing import has_branches, sequences_of_step
 from jppo.learner import correct, ppo
 from jppo.learner.estimate import Estimator
 from jppo.learner.policy_losses import Objective
@@ -90,6 +90,6 @@ def make_recipe(c: ConfigDict) -> ppo.Recipe:
         positive_lm_coef=a.positive_lm_coef,
         router_aux_loss_coef=a.router_aux_loss_coef,
         router_z_loss_coef=a.router_z_loss_coef,
-        branches=bool(c.rollout.agent),
+        branches=has_branches(c),
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
     )

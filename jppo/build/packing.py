@@ -100,7 +100,13 @@ def sequences_of_step(c: ConfigDict) -> int:
 
 def most_sequences(c: ConfigDict) -> int:
     """Returns the most trajectories of a step, the branches of episodes included."""
-    return sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.agent else 1)
+    return sequences_of_step(c) * (c.rollout.agent_branches if has_branches(c) else 1)
+
+
+def has_branches(c: ConfigDict) -> bool:
+    """Whether an episode may be several trajectories: an agent's, or one whose earlier turns the template changes."""
+    r = c.rollout
+    return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
 
 
 def batch_shape(c: ConfigDict, mesh: Any) -> tuple[int, int]:

@@ -6,7 +6,7 @@ layouts, by trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,19 +80,22 @@ def with_branches(
     rewards: Sequence[Reward],
     group: np.ndarray,
     greedy: np.ndarray | None,
-    weights: Sequence[float],
+    weights: Sequence[Mapping[str, float]],
 ) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None, np.ndarray]:
-    """Appends the other branches of agents' episodes, each with its episode's reward and greedy score.
+    """Appends the other branches of episodes, each with its episode's reward and greedy score.
 
     Groups compare episodes: another branch is alone in its group. The last result is each trajectory's episode.
-    `weights` scale the amounts that a branch earned at its turns.
+    `weights` of the parts of a reward scale the amounts that a branch earned at its turns.
     """
     others = [(i, t) for i, episode in enumerate(episodes) for t in episode.branches]
     index = np.array([*range(len(episodes)), *(i for i, _ in others)], np.int32)
     graded = list(rewards)
     for i, t in others:
-        amounts = () if t.exchange is None else t.exchange.earned
-        graded.append(dataclasses.replace(rewards[i], earned=tuple((k, weights[i] * x) for k, x in amounts)))
+        weight = sum(weights[i].get(part, 0.0) for part in ("agent_score", "environment_score", "interaction_score"))
+        told = () if t.exchange is None else t.exchange.earned
+        tools = () if t.exchange is None else t.exchange.tool_earned
+        earned = [*((k, weight * x) for k, x in told), *((k, weights[i].get("tool_score", 0.0) * x) for k, x in tools)]
+        graded.append(dataclasses.replace(rewards[i], earned=tuple(earned)))
     group = np.concatenate([group, np.arange(len(episodes), len(index), dtype=group.dtype)])
     return [*episodes, *(t for _, t in others)], graded, group, None if greedy is None else greedy[index], index
 

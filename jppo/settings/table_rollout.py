@@ -102,8 +102,11 @@ ROLLOUT = (
     S("agent_timeout_s", 600.0, "Time limit of an episode; its processes are then killed and its sample is left out",
       unit="seconds", bounds="(0,", only=_AGENT),
     S("agent_concurrency", 256, "Agent programs that run at once on a host", bounds="[1,", only=_AGENT),
-    S("agent_branches", 4, "Trajectories of an episode that are trained on; an agent that rewrites its history begins"
-      " a new one", bounds="[1,", only=_AGENT),
+    S("agent_branches", 4, "Trajectories of a conversation or an agent's episode that are trained on; a changed history"
+      " begins a new one", bounds="[1,"),
+    S("history", "template", "Earlier turns of the policy in a conversation. template: as the chat template renders"
+      " them, in a new trajectory where it changes them; sampled: as they were sampled",
+      choices=("template", "sampled")),
     S("max_kl_jump", 1.0, "Largest rise of rollout_corr/kl in a step; a larger one stops the run. 0.0: no limit",
       unit="nats", bounds="[0,"),
 )  # fmt: skip

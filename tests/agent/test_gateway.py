@@ -32,7 +32,8 @@ def language(hall):
     def chat(schemas):
         if hall.format == "plain":
             return turn_tokens.plain(hall.tokenizer)
-        return turn_tokens.templated(hall.tokenizer, json.loads(schemas), roles=["user"], name=hall.format)
+        how = dict(roles=["user"], name=hall.format, parse=PARSERS[hall.format], **hall.how)
+        return turn_tokens.templated(hall.tokenizer, json.loads(schemas), **how)
 
     return Language(
         chat=chat,

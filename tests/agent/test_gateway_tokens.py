@@ -170,13 +170,15 @@ def test_branches_are_packed_and_trained_with_their_episode(hermes):
     several = [t for t in found if t.branches][:2]
     rewards = [Reward(1.0, {}, None, earned=((0, 9.0),)), Reward(2.0, {}, None, unusable="too late")]
     some = several[1].branches[0]
-    branch = type(some)(**{**vars(some), "exchange": Exchange(0, 0, 0.0, 0.0, None, earned=((3, 0.5),))})
+    told = Exchange(0, 0, 0.0, 0.0, None, earned=((3, 0.5),), tool_earned=((4, 0.25),))
+    branch = type(some)(**{**vars(some), "exchange": told})
     several[1] = type(some)(**{**vars(several[1]), "branches": (branch,)})
+    weights = [{"agent_score": 1.0}, {"agent_score": 2.0, "tool_score": 8.0}]
     rows, graded, group, best, episode = batch.with_branches(
-        several, rewards, np.array([0, 1]), np.float32([5, 6]), [1.0, 2.0]
+        several, rewards, np.array([0, 1]), np.float32([5, 6]), weights
     )
     counts = [len(t.branches) for t in several]
     assert len(rows) == len(graded) == 2 + sum(counts) and rows[-1] is branch
     assert episode.tolist() == [0, 1, *[0] * counts[0], 1] and group.tolist() == list(range(2 + sum(counts)))
     assert best.tolist() == [5, 6, *[5] * counts[0], 6]
-    assert graded[2].score == 1.0 and graded[-1].unusable == "too late" and graded[-1].earned == ((3, 1.0),)
+    assert graded[2].score == 1.0 and graded[-1].unusable == "too late" and graded[-1].earned == ((3, 1.0), (4, 2.0))

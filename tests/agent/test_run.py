@@ -138,7 +138,7 @@ def test_an_agent_program_trains_the_policy(program_run, quick_compilation, mode
         assert step["agent/branches/mean"] == 15 / 8 and step["agent/branches_left_out"] == 0  # one has none
         assert step["agent/faults"] == step["reward/errors"] == 1 and step["reward/agent_score/mean"] == 0.5
         assert "reward/rule_score/mean" not in step and step["rollout/logp_gap_max"] < 1e-3
-        assert step["agent/turns/mean"] == 14 / 8  # of the branch that begins with the task
+        assert step["agent/turns/mean"] == 3 * 7 / 8  # two in one branch, one in the other
     rows = [
         json.loads(line) for line in (pathlib.Path(c.trainer.run_dir) / "samples/step_1.jsonl").read_text().splitlines()
     ]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from jppo.agent.calls import Call, Parser, without_calls
+from jppo.agent.calls import OPENING, Call, Parser, opened_thought, without_calls
 from jppo.agent.gateway import history
 from jppo.agent.gateway import request as r
 from jppo.agent.gateway.history import Turn
@@ -106,7 +106,8 @@ class Episode:
         numbers = itertools.islice(self._asked, request.n)
         seeds = [self._seed if i == 0 else sample_seed(self._seed, i, 0) for i in numbers]
         answers = await self._answers([self._ask(ids, sampling=how, seed=seed) for seed in seeds])
-        choices = tuple(self._choice(answer, request) for answer in answers)
+        thinks = opened_thought(self._language.spell(ids[-OPENING:]))
+        choices = tuple(self._choice(answer, request, thinks) for answer in answers)
         reply = Reply(secrets.token_hex(16), int(time.time()), MODEL, len(ids), choices)
         of_task = history.of_task(self._turns, request, self._task) if parent is None else parent.of_task
         about = dict(reply=reply.id, asked=asked, answered=next(self._events), of_task=of_task, room=room)
@@ -187,13 +188,13 @@ class Episode:
             if not self._waiting:
                 self._waited_s += time.monotonic() - self._waits_since
 
-    def _choice(self, answer: Answer, request: Request) -> Choice:
+    def _choice(self, answer: Answer, request: Request, thinks: str) -> Choice:
         language, tokens = self._language, answer.tokens
         text = language.spell(tokens[:-1] if tokens[-1] in language.ends else tokens)
         stops = [(text.index(one), one) for one in request.stop if one in text]
         at, stopped_by = min(stops, default=(len(text), None))
         text, tail = text[:at], text[at:]
-        found = language.parse(text, request.tools) if request.tools and request.calls else []
+        found = language.parse(thinks + text, request.tools) if request.tools and request.calls else []
         valid = [one for one in found if isinstance(one, Call)]
         calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", one.name, one.arguments) for one in valid)
         self._calls += len(found)
@@ -201,8 +202,9 @@ class Episode:
         if len(calls) < len(found) or (len(calls) > 1 and not request.parallel):  # they are sent as text
             calls = ()
         return Choice(
-            text=without_calls(text, language.format) if calls else text,
+            text=without_calls(thinks + text, language.format).removeprefix(thinks) if calls else text,
             tail=tail,
+            raw=text + tail,
             calls=calls,
             finish="tool_calls" if calls else answer.finish,
             stopped_by=stopped_by,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jppo.agent.gateway.request import Choice, Message, Request
-from jppo.agent.turn_tokens import Chat
+from jppo.agent.turn_tokens import Chat, Spoken
 from jppo.rollout.protocol import Answer, of_tokens
 from jppo.types import Exchange, Trajectory
 
@@ -157,11 +157,18 @@ def _number(text: str) -> float:
 
 
 def context(turns: Sequence[Turn], request: Request, chat: Chat, schemas: str) -> tuple[list[int], Turn | None, Any]:
-    """Returns the tokens to answer after those of a turn, the turn, and the hash of the messages."""
+    """Returns the tokens to answer after those of a turn, the turn, and the hash of the messages.
+
+    There is no turn where the request repeats none, or the template changes what it repeats: then a branch begins.
+    """
     state, parent, count = followed(turns, request.messages, schemas)
     if request.text is None:
-        new = request.messages[count:]
-        return chat.whole(new) if parent is None else chat.between(new, parent.answer.tokens[-1]), parent, state
+        if parent is None:
+            return chat.whole(request.messages), None, state
+        own, sampled = parent.choice, len(parent.answer.tokens)
+        said = Spoken(request.messages[: count - 1], own.message, own.raw, parent.ids, sampled)
+        ids, same = chat.follow(said, request.messages[count:])
+        return (ids[parent.end :], parent, state) if same else (ids, None, state)
     text, known = request.text, {turn.text: turn for turn in turns if turn.text is not None}
     begun, at = hashlib.sha256(), 0
     for length in sorted({length for length, _ in known if length <= len(text)}):

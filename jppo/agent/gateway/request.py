@@ -63,6 +63,7 @@ class Choice:
 
     text: str  # without tool calls, end token and stop text
     tail: str  # the stop text, with the rest of its last token
+    raw: str  # with calls and tail
     calls: tuple[ToolCall, ...]
     finish: str  # 'stop', 'length' or 'tool_calls'
     stopped_by: str | None  # a stop text of the request
