@@ -200,7 +200,7 @@ TEMPLATED = TOOL | {
     "data.max_response_length": 120,
     "data.train_batch_size": 32,
     "actor.ppo_mini_batch_size": 16,
-    "actor.lr": 3e-4,  # most tokens are certain: a higher rate, or a new critic's noise, makes them uncertain
+    "actor.lr": 3e-4,  # most tokens are certain: a higher rate, or a critic's noise, makes them uncertain
     "algorithm.lam": 1.0,
     "trainer.critic_warmup": 4,
     "critic.warmup_epochs": 4,

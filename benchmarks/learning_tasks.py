@@ -205,6 +205,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "critic.lam": 1.0,
         "critic.lr": 1e-3,
         "critic.weight_decay": 0.0,
+        "critic.value_head_std": 0.0,
         "critic.value_norm_decay": 0.9,
         "critic.warmup_epochs": 8,
         "trainer.critic_warmup": 2,

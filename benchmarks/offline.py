@@ -25,7 +25,10 @@ def main() -> None:
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(options))
 
     def load(check: dict[str, Any]) -> dict[str, Any]:
-        for method, kwargs in (("jppo_check", check), ("jppo_load", {"version": check["version"]})):
+        for method, kwargs in (
+            ("jppo_check", check),
+            ("jppo_load", {name: check[name] for name in ("version", "path")}),
+        ):
             (result,) = llm.collective_rpc(method, kwargs=kwargs)
             if not result["ok"]:
                 return result

@@ -114,7 +114,7 @@ def publish(sampler: ServedSampler, parcel: Parcel, number: int) -> dict[str, fl
 
     def load() -> None:
         endpoint.post("/pause?mode=wait")
-        accept("jppo_load")
+        accept("jppo_load", path=parcel.path)
         endpoint.post("/update_weight_version", {"new_version": str(number)})
         endpoint.post("/resume")
 

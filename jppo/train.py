@@ -21,7 +21,7 @@ from jppo.distributed.hosts import Elsewhere
 from jppo.errors import expanded, one_line
 from jppo.learner import batch, devices, estimate, ppo
 from jppo.learner.make import Learner
-from jppo.learner.plan import critic_epochs, critic_mini_batch_size
+from jppo.learner.plan import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.step import advance, order, scalar
 from jppo.learner.utilisation import utilisation
 from jppo.preflight.checks import dry_run
@@ -39,6 +39,7 @@ from jppo.run.token_values import record_tokens
 from jppo.run.validation import samples, validate
 from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.rollout_metrics import describe, source_means
+from jppo.runlog.sample_queue import unanswered
 from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped
@@ -70,9 +71,10 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         drawn.metrics | describe(trajectories, graded, baseline) | source_means(graded, [p.data_source for p in asked])
     )
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
-    how = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    weights = [run.panel.weights.of(prompt.data_source).get("agent_score", 0.0) for prompt in asked]
-    trajectories, rewards, group, greedy = batch.with_branches(trajectories, rewards, group, greedy, weights)
+    how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
+    weights = [run.panel.weights.of(prompt.data_source) for prompt in asked]
+    trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, weights)
+    how["episode"] = index if recipe.branches else None
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
@@ -86,6 +88,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
     metrics |= found | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
+    cursor = run.supply.learned(drawn, graded)  # custom code, and an error in the update or later leaves no state
     now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
@@ -94,7 +97,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
     now = advance(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
     metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
-    return now, run.supply.learned(drawn, graded), metrics | {"trainer/bad_steps": float(now.bad_steps)}
+    return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
 def require_graded(rewards: list[Reward]) -> None:
@@ -119,7 +122,7 @@ def update_models(
 
     def minis(epochs: int, shuffle: bool, size: int, model: int) -> Iterator[batch.Mini]:
         for epoch in range(epochs):
-            taken = order(now, model, epoch, len(trajectories), shuffle=shuffle)
+            taken = order(now, model, epoch, len(trajectories), shuffle=shuffle, most=most_sequences(c))
             yield from batch.mini_batches(
                 data, trajectories, order=taken, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
@@ -150,12 +153,13 @@ def learn(run: Run, begun: Begun) -> TrainState:
     for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
         run.logger.note(line)
     try:
+        run.watch.check()  # a signal since the start
         while pending is not None or step < run.inputs.total_steps:
             if pending is None:  # else the last step is not yet tested and logged
                 with run.profile(step + 1), timer("step", number=step + 1):
-                    now, cursor, pending = ppo_step(run, now)
+                    after, cursor, found = ppo_step(run, now)
                     run.supply.forget(step)
-                    step, place = step + 1, kept(cursor, run.panel)
+                    now, step, place, pending = after, step + 1, kept(cursor, run.panel), found
                     run.watch.check()
                     if c.rollout.on_update == "wait":
                         with timer("gen"):
@@ -179,15 +183,16 @@ def learn(run: Run, begun: Begun) -> TrainState:
                     said = f"step {step}: {e}; nothing was saved, the last checkpoint remains"
                     raise Diverged(f"{said}: lower actor.lr or critic.lr, and give the command again") from e
             run.watch.check()
-    except (RolloutError, Diverged, Stopped) as e:
-        checkpoints.wait()
-        if run.hosts.gather(checkpoints.latest)[0] != step:
-            # the queue may hold samples of a server with other weights
-            more: dict[str, Any] = {"queue": []} if isinstance(e, Mismatch) else {}
-            try:
-                save(run, now, place, {}, pending=None if pending is None else pending | timer.next_step(), **more)
-            except NonFinite as odd:
-                run.logger.note(f"step {step} is not saved: {odd}; the last checkpoint remains")
+    except BaseException as e:  # the state may be fit, whatever ends the run
+        if isinstance(e, RolloutError | Diverged | Stopped) or run.hosts.shared(e):  # else the others are elsewhere
+            odd = isinstance(e, Mismatch)  # the queue may hold samples of a server with other weights
+
+            def save_last() -> None:
+                queue = {"queue": unanswered(run.supply.state())} if odd else {}
+                waiting = None if pending is None else pending | timer.next_step()
+                save(run, now, place, {}, pending=waiting, **queue)
+
+            checkpoints.save_last(step, now, save_last, run.logger.note, run.hosts)
         raise
     return now
 

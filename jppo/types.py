@@ -134,6 +134,8 @@ class Batch:
     score: Array  # [B] f32, NaN if there is none
     group: Array  # [B] i32, below B, equal for the samples of one prompt
     greedy: Array | None  # [B] f32, the score of the prompt's greedy response
+    length: Array | None = None  # [B] f32, tokens of the response that the policy sampled, trained on or not
+    episode: Array | None = None  # [B] i32, the first row of an agent's episode, which alone has its group
     earned: Array | None = None  # [B, L] f32, parts of the score that are earned at a token
     old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
     entropy: Array | None = None  # [B, L] f32, of the old policy

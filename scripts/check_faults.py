@@ -149,7 +149,7 @@ def make_task(folder: pathlib.Path) -> dict[str, Any]:
         arithmetic.write_model(folder / name)
         config = arithmetic.MODEL | SHAPE | more | ({"id2label": {"0": "score"}} if more else {})
         (folder / name / "config.json").write_text(json.dumps(config))
-    _, cfg = hf.read_config(folder / "judge")
+    cfg = dataclasses.replace(hf.read_config(folder / "judge")[1], value_head_std=0.1)
     values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")
     tensors = {}
     for entry in params.table(cfg, head="value"):

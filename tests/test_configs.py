@@ -6,10 +6,12 @@ import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 
 from examples import arithmetic, multiplication
 from jppo import sft, train
+from jppo.models import hf, params
 from jppo.preflight import machine
 from jppo.settings import shipped
 
@@ -58,14 +60,24 @@ def test_every_config_is_tried():
     assert {*QUICK, *SLOW, *OWN, *ELSEWHERE} == set(shipped.names())  # the last by test_rlhf_config.py
 
 
-def write_stand_in(path: pathlib.Path, family, shape, tokenizer: pathlib.Path) -> None:
-    """A model directory without weights."""
+def write_stand_in(path: pathlib.Path, family, shape, tokenizer: pathlib.Path, *, weights: bool = False) -> None:
+    """A model directory without weights, or with a file of zeros that takes no room on the disk."""
     path.mkdir()
     *sizes, vocab, tied = shape
     described = family | dict(zip(FIELDS, sizes, strict=True), vocab_size=vocab, tie_word_embeddings=tied)
     (path / "config.json").write_text(json.dumps(described | {"eos_token_id": 1, "torch_dtype": "bfloat16"}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / name, path)
+    if weights:
+        about, end = {}, 0
+        for entry in params.table(hf.read_config(path)[1], head="lm"):
+            for tensor in entry.hf_names:
+                begin, end = end, end + 2 * int(np.prod(entry.hf_shape))
+                about[tensor] = {"dtype": "BF16", "shape": list(entry.hf_shape), "data_offsets": [begin, end]}
+        head = json.dumps(about).encode()
+        with (path / "model.safetensors").open("wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            file.truncate(8 + len(head) + end)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +93,7 @@ def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypat
     family, shape, parameters = SHAPES[config.model.path]
     write_stand_in(tmp_path / "model", family, shape, tiny_model)
     if config.ref.path in SHAPES:
-        write_stand_in(tmp_path / "teacher", *SHAPES[config.ref.path][:2], tiny_model)
+        write_stand_in(tmp_path / "teacher", *SHAPES[config.ref.path][:2], tiny_model, weights=True)
     rows = [{"prompt": f"{i % 90 + 10}+11=", "ground_truth": "1", "data_source": "gsm8k"} for i in range(1536)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = {"model.path": "model", "data.train_files": "data.jsonl", "data.val_files": "data.jsonl"}

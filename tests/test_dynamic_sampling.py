@@ -1,5 +1,6 @@
 """Dynamic sampling: which prompts a step keeps, by hand, and a run that is killed and resumed to the bit."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -10,7 +11,7 @@ from jppo.data.stream import Cursor
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
-from jppo.samples.dynamic_sampling import DynamicSupply, Filter, differs
+from jppo.samples.dynamic_sampling import DynamicSupply, Filter, differs, trains
 from jppo.samples.queue import Drawn
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
@@ -76,6 +77,9 @@ SAME, OTHER = [reward(1.0), reward(1.0)], [reward(1.0), reward(-1.0)]
         ([reward(0.0, rule_score=1.0), reward(0.0, rule_score=-1.0)], "rule_score", True),
         ([reward(1.0), FAILED], "score", False),  # one score does not differ from itself
         ([FAILED, FAILED], "score", False),  # NaN is no score
+        ([reward(1.0), reward(0.0, acc=1.0)], "acc", False),  # a score is not compared with another metric
+        ([reward(1.0), reward(0.0, acc=1.0), reward(0.0, acc=0.0)], "acc", True),
+        ([reward(1.0), reward(0.0)], "acc", True),  # without it, scores count
     ],
 )
 def test_a_group_is_kept_if_its_scores_differ(rewards, metric, expected):
@@ -97,6 +101,7 @@ def test_a_step_samples_until_it_has_its_prompts_and_drops_the_surplus():
         "training/filter_groups/discarded_surplus_samples": 1.0,
         "train/sampled_score": pytest.approx(0.5),  # 3 groups of mean 1, and 3 of mean 0
         "train/sampled_errors": 0.0,
+        "training/filter_groups/without_metric": 0.0,
     }
     following = it.take(1)
     assert asked.asked[3:] == [(0, 6)], "each step counts its own gen batches, and begins after the last one's"
@@ -131,10 +136,41 @@ def test_broken_graders_end_the_search():
     assert [p.uid for p in drawn.prompts] == ["0.1"] and drawn.metrics["train/sampled_errors"] == 4
 
 
-def test_a_metric_that_no_reward_has_is_refused():
-    it, _ = supply([[[reward(1.0, rule_score=1.0)] * 2]], metric="acc")
-    with pytest.raises(UserError, match=r"filter_groups_metric='acc' .* one of 'score', 'rule_score'"):
-        it.take(0)
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_gen_batch_without_the_metric_is_judged_by_its_scores(step):
+    """A custom function may give a part to some sources alone, and a step's first gen batch may have none of them."""
+    acc = [reward(1.0, acc=1.0), reward(1.0, acc=0.0)]
+    it, _ = supply([[SAME, OTHER], [SAME, acc]], metric="acc")
+    drawn = it.take(step)
+    assert [p.uid for p in drawn.prompts] == ["0.1", "1.1"]
+    assert drawn.metrics["training/filter_groups/without_metric"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "finishes,kept",
+    [(["length", "length"], []), (["length", "stop"], ["0.0"]), (["stop", "stop"], ["0.0"])],
+)
+@pytest.mark.parametrize("filters", [True, False])
+def test_a_group_of_which_nothing_is_trained_on_is_dropped(finishes, kept, filters):
+    it, gen_batch = supply([[OTHER], [OTHER]], prompts=1)
+    it._how = dataclasses.replace(it._how, filter_truncated=filters)
+    ends, take = iter([*finishes, "stop", "stop"]), gen_batch.take
+
+    def truncated(step):
+        drawn = take(step)
+        return dataclasses.replace(
+            drawn, trajectories=[dataclasses.replace(t, finish=next(ends)) for t in drawn.trajectories]
+        )
+
+    gen_batch.take = truncated
+    assert [p.uid for p in it.take(0).prompts] == (kept if filters else ["0.0"]) or ["1.0"]
+
+
+def test_a_branch_that_is_trained_on_keeps_its_group():
+    cut = dataclasses.replace(trajectory("p"), finish="length")
+    assert not trains([cut], [reward(1.0)], filter_truncated=True)
+    assert trains([dataclasses.replace(cut, branches=(trajectory("p"),))], [reward(1.0)], filter_truncated=True)
+    assert not trains([trajectory("p")], [FAILED], filter_truncated=False)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +225,25 @@ def test_a_run_at_the_bound_learns_from_what_it_has(dynamic, quick_compilation):
     train.train(dynamic)
     steps = read_metrics(pathlib.Path(dynamic.trainer.run_dir))[1:]
     assert all(0 < m["train/num_prompts"] < 8 and m["actor/grad_norm"] > 0 for m in steps)
+
+
+PARTS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    score = float(len(solution_str) > 2)
+    return {"score": score, "acc": score} if ground_truth.endswith(tuple("13579")) else score
+"""
+
+
+def test_a_part_that_only_some_samples_have_ends_neither_a_run_nor_its_resume(
+    dynamic, quick_compilation, monkeypatch, tmp_path
+):
+    """Some gen batch has no sample with it."""
+    (tmp_path / "grade.py").write_text(PARTS)
+    dynamic.data.gen_batch_size, dynamic.data.train_batch_size, dynamic.actor.ppo_mini_batch_size = 1, 1, 2
+    c = again(dynamic, algorithm__filter_groups_metric="function_score/acc", trainer__total_training_steps=4)
+    train.train(c)
+    steps = read_metrics(pathlib.Path(c.trainer.run_dir))[1:]
+    assert 0.0 < np.mean([m["training/filter_groups/without_metric"] for m in steps]) < 1.0
 
 
 def test_a_part_that_the_run_lacks_is_refused_before_the_engine_starts(dynamic):

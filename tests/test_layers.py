@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAYERS = (
     ("errors",),
     ("registry", "traces"),
-    ("types", "settings", "tensorheader", "interpreter"),
+    ("types", "settings", "tensorheader", "interpreter", "descendants"),
     ("algorithms", "models", "statistics", "process", "sandbox", "distributed"),
     ("learner", "data", "runlog"),
     ("rollout", "forecast"),
@@ -95,6 +95,7 @@ NO_MORE_THAN = {
     "jppo.preflight.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     # what runs in the processes of the pool
     "jppo.rewards.pool_worker": {*sys.stdlib_module_names},
+    "jppo.descendants": {*sys.stdlib_module_names},
     "jppo.rewards.pool_tasks": {*sys.stdlib_module_names},
     "jppo.rewards.earned": {*sys.stdlib_module_names},
     "jppo.rewards.code": {*sys.stdlib_module_names},
@@ -130,7 +131,7 @@ OF_JPPO = {
     "jppo.rewards.model.torch_worker": (),
     "jppo.rewards.model.convert_worker": (),
     "jppo.preflight.parity_worker": (),
-    "jppo.rewards.pool_worker": ("jppo.rewards.pool_tasks",),
+    "jppo.rewards.pool_worker": ("jppo.rewards.pool_tasks", "jppo.descendants"),
     "jppo.rewards.pool_tasks": (
         "jppo.rewards.code",
         "jppo.rewards.earned",

@@ -84,6 +84,39 @@ def test_partial_steps_have_every_prompt_once_also_after_a_resume(seed):
     assert sorted(seen) == sorted(uid for uids, _ in order(6) for uid in uids)
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_prompt_is_lost_where_a_resume_turns_partial_off(seed, staleness, again):
+    """Steps of three prompts leave any number of them behind; with `again` the run resumes twice, also in mid-step."""
+    rng, size, steps = np.random.default_rng(seed), 3, 8
+    how = dict(batch_size=size, total_steps=steps)
+    sampler, stop = Slow(at_once=False), int(rng.integers(1, 4))
+    it, seen = make(sampler, staleness=2, partial=True, **how), []
+    for step in range(stop):
+        drawn = take(it, step, sampler, some_group(rng))
+        seen += [p.uid for p in drawn.prompts]
+        it.forget(step)
+    sampler, state, place = Slow(), saved(it), drawn.after
+    sampler.version = stop
+    it = make(sampler, cursor=place, staleness=staleness, **how)
+    it.load(state, stop)
+    for step in range(stop, steps):
+        sampler.version = step
+        drawn = it.take(step)
+        if again:  # stopped before the step is done
+            state = saved(it)
+            it = make(sampler, cursor=place, staleness=staleness, **how)
+            it.load(state, step)
+            drawn = it.take(step)
+        assert len(drawn.prompts) == size and supply.ages(drawn.trajectories, step).max() <= staleness
+        seen += [p.uid for p in drawn.prompts]
+        it.forget(step)
+        place = drawn.after
+    counts = [seen.count(p.uid) for p in TRAIN.prompts]  # 24 of 12 prompts: each twice, in whatever order
+    assert counts == [2] * 12, counts
+
+
 class Least:
     """A curriculum: the prompts with the lowest total of scores so far."""
 
@@ -133,6 +166,47 @@ def test_a_curriculum_with_prefetched_samples_resumes_to_the_bit(staleness, in_s
     it.load(state, first)
     assert [step(it, number) for number in range(first, 8)] == whole[first:]
     assert len({uid for uids, _ in whole for uid in uids}) > 4 and whole[-1][0] != whole[0][0]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_mismatch_drops_the_responses_and_keeps_the_prompts(staleness):
+    """A curriculum has handed out those of the next steps, and does not do so again."""
+    order_of = Curriculum(f"{__name__}:Least", TRAIN.prompts, seed=1, batch_size=2)
+    train = dataclasses.replace(TRAIN, order_of=order_of)
+
+    def begin(cursor=None):
+        how = dataclasses.replace(HOW, staleness=staleness, total_steps=6)
+        return supply.Supply(how, train, Slow(), Panel(), cursor or Cursor())
+
+    def steps(it, *numbers):
+        out = []
+        for number in numbers:
+            it._sampler.version = number
+            drawn = it.take(number)
+            place = it.learned(drawn, drawn.grade()[0])
+            it.forget(number)
+            out.append(([p.uid for p in drawn.prompts], place))
+        return out
+
+    whole, it = steps(begin(), *range(6)), begin()
+    place = steps(it, 0, 1)[-1][1]
+    it.take(2)  # the mismatch is found in this step
+    state = json.loads(json.dumps(sample_queue.unanswered(it.state())))
+    resumed = begin(place)
+    assert resumed.load(state, 2) == [], "no response is kept"
+    assert steps(resumed, *range(2, 6)) == whole[2:]
+    assert sample_queue.unanswered({}) == {}
+
+
+def test_an_error_after_the_rewards_leaves_the_curriculum_as_it_was():
+    order_of = Curriculum(f"{__name__}:Least", TRAIN.prompts, seed=1, batch_size=2)
+    it = supply.Supply(HOW, dataclasses.replace(TRAIN, order_of=order_of), Slow(), Panel(), Cursor())
+    drawn = it.take(0)
+    before = saved(it)["cursor"]
+    after = it.learned(drawn, drawn.grade()[0])
+    assert saved(it)["cursor"] == before and after.curriculum != before["curriculum"], "the step is repeated"
+    it.forget(0)
+    assert saved(it)["cursor"]["curriculum"] == after.curriculum
 
 
 def test_a_state_is_of_one_moment_while_answers_arrive(monkeypatch):
@@ -339,6 +413,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
     config = arithmetic.MODEL | {"num_hidden_layers": 1, "architectures": ["Qwen2ForSequenceClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"id2label": {"0": "score"}}))
     _, cfg = hf.read_config(tmp_path)
+    cfg = dataclasses.replace(cfg, value_head_std=0.1)
     values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")
     hf_write.save(tmp_path / "hf", values, cfg, source=str(tmp_path), dtype="float32", head="value")
     what = read_classifier(str(tmp_path / "hf"), tokenizer=load_tokenizer(str(tmp_path)), max_length=16)

@@ -17,6 +17,7 @@ from jppo.learner.make import make_learner, make_mesh
 from jppo.rollout.protocol import RolloutError
 from jppo.run.inputs import read_inputs
 from jppo.run.resume import finished
+from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
@@ -44,6 +45,10 @@ def untimed(run):
 
 def weights(run):
     return (pathlib.Path(run) / "hf/model.safetensors").read_bytes()
+
+
+def saved_steps(config):
+    return steps_in(pathlib.Path(config.trainer.run_dir) / "checkpoints")
 
 
 @pytest.fixture
@@ -87,6 +92,94 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
     train.train(c)
     assert untimed(c.trainer.run_dir) == untimed(whole.trainer.run_dir)
     assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
+
+
+@pytest.mark.parametrize(
+    "function,at,error",
+    [
+        ("update_models", 2, UserError("custom code said so")),
+        ("require_progress", 1, MemoryError("of the host")),  # the step is logged
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("update_models", 2, KeyboardInterrupt()),
+                ("update_models", 2, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")),
+                ("record_tokens", 2, OSError(28, "No space left on device")),
+                ("describe", 2, SystemExit(3)),
+                ("fresh", 2, ZeroDivisionError("a bug")),
+                ("require_published", 1, RuntimeError("the step is neither tested nor logged")),
+                ("validate", 2, UserError("a grader")),
+            ]
+        ),
+    ],
+)
+def test_any_error_leaves_a_checkpoint(whole, monkeypatch, tmp_path, function, at, error):
+    """Without regular ones; the same command then resumes to the bit."""
+    config = again(whole, trainer__save_freq=-1)
+    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of=function, at=at, error=error)
+    assert saved_steps(c) == [1]
+    train.train(c)
+    assert untimed(c.trainer.run_dir) == untimed(whole.trainer.run_dir)
+    assert weights(c.trainer.run_dir) == weights(whole.trainer.run_dir)
+
+
+@pytest.mark.parametrize("name", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypatch, name):
+    """The optimizer step has donated the old weights; those of the checkpoint before remain."""
+    real = train.ppo.descend
+
+    def broken(how, params, opt, step, *rest):
+        found = real(how, params, opt, step, *rest)
+        if how.name == name and int(step) == 1:
+            raise MemoryError("in the middle")
+        return found
+
+    monkeypatch.setattr(train.ppo, "descend", broken)
+    small_run.trainer.save_freq = 1
+    with pytest.raises(MemoryError, match="in the middle"):
+        train.train(small_run)
+    assert saved_steps(small_run) == [1]
+    monkeypatch.setattr(train.ppo, "descend", lambda *_: (_ for _ in ()).throw(MemoryError("before it")))
+    small_run.trainer.run_dir += "-other"
+    with pytest.raises(MemoryError, match="before it"):
+        train.train(small_run)
+    assert saved_steps(small_run) == [0]
+
+
+def test_a_broken_update_says_that_nothing_is_saved(small_run, engine, monkeypatch, capsys):
+    real = train.ppo.descend
+
+    def broken(*given):
+        real(*given)
+        raise MemoryError("in the middle")
+
+    monkeypatch.setattr(train.ppo, "descend", broken)
+    with pytest.raises(MemoryError):
+        train.train(small_run)
+    assert "step 1 broke off in its update, so that nothing is saved" in " ".join(capsys.readouterr().out.split())
+
+
+FAILS = """
+class curriculum:
+    def __init__(self, prompts, seed):
+        self.n = len(prompts)
+    def begin(self):
+        return 0
+    def batch(self, state, size):
+        return range(size), state
+    def update(self, state, indices, scores):
+        assert state == 0, "a bug in the second step"
+        return 1
+"""
+
+
+def test_a_curriculum_that_fails_costs_its_step_alone(small_run, engine, tmp_path):
+    """Its rewards are passed to it before the update."""
+    (tmp_path / "mine.py").write_text(FAILS)
+    c = again(small_run, data__sampler=f"{tmp_path}/mine.py:curriculum", trainer__save_freq=-1)
+    with pytest.raises(UserError, match="a bug in the second step"):
+        train.train(c)
+    assert saved_steps(c) == [1]
 
 
 @pytest.mark.slow
@@ -149,6 +242,25 @@ def test_a_change_of_the_settings_is_told(whole, capsys):
 def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, name, value):
     with pytest.raises(UserError, match=rf"{name.replace('__', '.')}=.* was .* when the checkpoint was written"):
         train.train(again(whole, trainer__total_training_steps=3, **{name: value}))
+
+
+def test_a_checkpoint_from_before_the_setting_of_a_new_value_head_resumes_as_it_is(whole, tmp_path, capsys):
+    """Such a critic began with another head, so the setting of today says nothing about it."""
+    name = "critic.value_head_std"
+    with pytest.raises(UserError, match=rf"{name}=0.5 was 0.0 when the checkpoint was written, whose critic's head"):
+        train.train(again(whole, trainer__total_training_steps=3, critic__value_head_std=0.5))
+    former = again(whole, trainer__run_dir=str(tmp_path / "former"), trainer__total_training_steps=3)
+    shutil.copytree(whole.trainer.run_dir, former.trainer.run_dir)
+    for about in pathlib.Path(former.trainer.run_dir).glob("checkpoints/*/about/metadata"):
+        content = json.loads(about.read_text())
+        del content["meta"]["config"][name], content["checksum"]
+        about.write_text(json.dumps(content))
+    train.train(former)
+    said = capsys.readouterr().out
+    assert "settings that differ from the checkpoint's: trainer.total_training_steps 2 → 3\n" in said
+    train.train(again(whole, trainer__total_training_steps=3))
+    assert untimed(former.trainer.run_dir) == untimed(whole.trainer.run_dir)
+    assert weights(former.trainer.run_dir) == weights(whole.trainer.run_dir)
 
 
 def test_other_data_are_refused(whole, tmp_path):

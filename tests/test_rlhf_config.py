@@ -1,5 +1,6 @@
 """configs/rlhf.py and its reward model's, on small stand-ins for the model and the data: every setting is read."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -33,7 +34,7 @@ def small(tmp_path):
     said = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(said | {"model_max_length": 2048}))
     (source / "chat_template.jinja").write_text(TEMPLATE)
-    _, cfg = hf.read_config(source)
+    cfg = dataclasses.replace(hf.read_config(source)[1], value_head_std=0.2)
     for head, name in (("lm", "chat"), ("value", "run/reward_model/hf")):
         values = decoder.init_params(cfg, jax.random.key(0), head=head, param_dtype="float32")
         hf_write.save(tmp_path / name, values, cfg, source=source, dtype="float32", head=head)

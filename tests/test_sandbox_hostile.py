@@ -1,4 +1,4 @@
-"""59 hostile programs under every mix of protections: nothing outside changed, nothing read, no score unearned."""
+"""Hostile programs under every mix of protections: nothing outside changed, nothing read, no score unearned."""
 
 import functools
 import json

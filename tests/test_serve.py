@@ -17,11 +17,14 @@ from jppo.rollout.servers import guard
 from jppo.settings import UserError
 
 SERVER = textwrap.dedent("""
-    import http.server, os, sys, time
+    import hashlib, hmac, http.server, os, sys, time
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             key = self.headers["Authorization"] == "Bearer " + os.environ["JPPO_SERVER_TOKEN"]
             self.send_response(200 if key and self.path == "/health" else 401)
+            said = b"jppo server " + self.headers["X-Jppo-Challenge"].encode()
+            proof = hmac.new(os.environ["JPPO_SERVER_TOKEN"].encode(), said, hashlib.sha256)
+            self.send_header("X-Jppo-Proof", proof.hexdigest())
             self.end_headers()
     time.sleep(0.5)
     http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

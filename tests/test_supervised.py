@@ -1,5 +1,6 @@
 """Fine-tuning and reward models resume to the bit: real commands, broken off by signals and by damage."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from examples import arithmetic
@@ -139,6 +141,39 @@ def broken_off(lab, run, monkeypatch, *, at, error=None, **changes):
     with monkeypatch.context() as patch, pytest.raises(type(error) if error else Stopped):
         patch.setattr(supervised, "take_step", failing)
         lab.train(run, **changes)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("of the host"), pytest.param(UserError("custom code"), marks=pytest.mark.slow)]
+)
+def test_any_error_leaves_a_checkpoint(lab, small, monkeypatch, error):
+    run = f"error-{type(error).__name__}"
+    broken_off(lab, run, monkeypatch, at=4, error=error, trainer__save_freq=-1)
+    assert lab.checkpoints(run) == ["3"]
+    assert lab.train(run, trainer__save_freq=-1) == small
+
+
+def test_a_step_that_was_skipped_leaves_the_state_before_it(lab, small, monkeypatch):
+    """Its loss is NaN: the update changes nothing, and the weights are in new buffers."""
+    real, calls = supervised.ppo.descend, []
+
+    def nan(how, *rest):
+        calls.append(1)
+        if len(calls) == 4:
+            exchange = how.exchange or (lambda carry: carry)
+
+            def poisoned(carry):
+                grads, loss = exchange(carry)
+                return grads, loss * np.float32(np.nan)
+
+            how = dataclasses.replace(how, exchange=poisoned)
+        return real(how, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"step 4: .* must be finite numbers"):
+        patch.setattr(supervised.ppo, "descend", nan)
+        lab.train("nan", trainer__save_freq=-1)
+    assert lab.checkpoints("nan") == ["3"]
+    assert lab.train("nan", trainer__save_freq=-1) == small
 
 
 @pytest.mark.slow

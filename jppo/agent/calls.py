@@ -1,6 +1,7 @@
 """Parsers of tool calls in the text of a turn, one pure function per format.
 
-An invalid call becomes a `Fault`, whose message is the answer to the model.
+An invalid call becomes a `Fault`, whose message is the answer to the model. Text between <think> and </think>, or up
+to a </think> without its beginning, is no call.
 
     hermes, openai, qwen3
                     <tool_call>{"name": "NAME", "arguments": {"KEY": VALUE}}</tool_call>
@@ -17,9 +18,11 @@ from typing import Any
 
 Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
-_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+OPENING = 8  # tokens at the end of a prompt that have a <think> there
+_THOUGHTS = r"<think>.*?(?:</think>|\Z)|(?P<close></think>)|"  # a call may contain these words, so the first one counts
+_TAGGED = re.compile(_THOUGHTS + r"<tool_call>(?P<body>.*?)(?P<end></tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_ANGLED = re.compile(r"<<(.*?)(>>|\Z)", re.DOTALL)
+_ANGLED = re.compile(_THOUGHTS + r"<<(?P<body>.*?)(?P<end>>>|\Z)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +103,35 @@ def plain(text: str, schemas: Sequence[Schema]) -> list[Found]:
             return Call(name, {keys[0]: rest})
         return _known(_from_json(name, rest or "{}"), schemas)
 
-    return [one(body) if end else Fault("the call has no end") for body, end in _ANGLED.findall(text)]
+    return [one(call["body"]) if call["end"] else Fault("the call has no end") for call in _calls(_ANGLED, text)]
+
+
+def opened_thought(prompt: str) -> str:
+    """Returns the <think> at the end of a prompt, which belongs to the text of the turn after it, or ''."""
+    return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
 def without_calls(text: str, format: str) -> str:
-    """Returns the text without its calls and the spaces around it."""
-    return (_ANGLED if format == "plain" else _TAGGED).sub("", text).strip()
+    """Returns the text without its calls and the spaces after it."""
+    for call in reversed(_calls(_ANGLED if format == "plain" else _TAGGED, text)):
+        text = text[: call.start()] + text[call.end() :]
+    return text.rstrip()
+
+
+def _calls(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Returns the calls after the thoughts."""
+    found: list[re.Match[str]] = []
+    for match in pattern.finditer(text):
+        if match["close"]:
+            found = []
+        elif match["end"] is not None:
+            found.append(match)
+    return found
 
 
 def _tagged(text: str, one: Callable[[str], Found]) -> list[Found]:
-    return [one(body) if end else Fault("the call has no </tool_call>") for body, end in _TAGGED.findall(text)]
+    calls = _calls(_TAGGED, text)
+    return [one(call["body"]) if call["end"] else Fault("the call has no </tool_call>") for call in calls]
 
 
 def _from_json(name: str, text: str) -> Found:
@@ -138,13 +160,16 @@ def _parameters(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
 
 
 def _typed(value: str, kind: Any) -> Any:
-    text = kind in (None, "string") or (isinstance(kind, list) and "string" in kind)
-    return value if text else _loads(value.strip())
+    if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
+        return value
+    return _loads(value.strip().lower() if kind == "boolean" else value.strip())  # templates write Python's True
 
 
 def _loads(text: str) -> Any:
-    """Parses JSON without NaN and infinities, which other parsers of the call refuse."""
-    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    """Parses JSON without NaN, infinities and half characters, which other parsers of the call refuse."""
+    found = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    json.dumps(found, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
+    return found
 
 
 def _finite(text: str) -> float:

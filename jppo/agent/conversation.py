@@ -1,9 +1,10 @@
 """A multi-turn conversation as a `Talk`: the policy and a tool, user or environment in turns.
 
-The trajectory has the prompt, sampled and inserted tokens; nothing is encoded twice. Inserted tokens have `sampled`
-False, no log-prob and no version. Tools answer a turn with calls, the partner any other turn. The conversation ends
-without an answer, at the turn limit, or if the response has no room for the answer and one more token. Calls of the
-last turn are not made; the partner still scores its text.
+The trajectory has the prompt, sampled and inserted tokens; no sampled token is encoded again. Inserted tokens have
+`sampled` False, no log-prob and no version. Where the chat template changes an earlier turn, the next turn begins a new
+trajectory, a branch of the same episode. Tools answer a turn with calls, the partner any other turn. The conversation
+ends without an answer, at the turn limit, or if the response has no room for the answer and one more token. Calls of
+the last turn are not made; the partner still scores its text.
 """
 
 import dataclasses
@@ -12,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jppo.agent.calls import Parser
+from jppo.agent.calls import OPENING, Parser, opened_thought
+from jppo.agent.gateway.history import nothing_said
 from jppo.agent.partners import Begin, PartnerError, Respond
 from jppo.agent.tools import Context, Toolbox, ToolReplies
-from jppo.agent.turn_tokens import Chat
+from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken
 from jppo.rollout.protocol import Answer, Ask, Talk, joined, of_tokens, sample_seed
-from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
 
 
@@ -29,15 +30,22 @@ class Turns:
     user: int  # tools, users and environments
 
 
-class _Record:
-    """A growing trajectory."""
+class _Branch:
+    """A growing trajectory, up to where the template changes an earlier turn."""
 
     def __init__(self, prompt: list[int]):
-        self.ids = prompt
+        self.ids, self.begin, self.turns = prompt, len(prompt), 0
         self.sampled = [False] * len(prompt)
         self.logprob = [0.0] * len(prompt)
         self.version = [-1] * len(prompt)
         self.experts: np.ndarray | None = None  # of the tokens that the policy has read
+        self.earned: list[tuple[int, float]] = []
+        self.tool_earned: list[tuple[int, float]] = []
+
+    @property
+    def end(self) -> int:
+        """Returns the index of the last token in the response."""
+        return len(self.ids) - self.begin - 1
 
     def say(self, answer: Answer) -> None:
         self.ids = self.ids + answer.tokens  # a new list: an engine may still hold the old one
@@ -45,12 +53,29 @@ class _Record:
         self.logprob += answer.logprob
         self.version += answer.version
         self.experts = joined(self.experts, answer.experts)
+        self.turns += 1
 
     def hear(self, ids: list[int]) -> None:
-        self.ids = self.ids + ids
-        self.sampled += [False] * len(ids)
-        self.logprob += [0.0] * len(ids)
-        self.version += [-1] * len(ids)
+        new = len(ids) - len(self.ids)
+        self.ids = ids
+        self.sampled += [False] * new
+        self.logprob += [0.0] * new
+        self.version += [-1] * new
+
+    def trajectory(self, uid: str, text: str, finish: str, exchange: Exchange) -> Trajectory:
+        """Returns the finished branch."""
+        return Trajectory(
+            uid=uid,
+            tokens=np.asarray(self.ids, np.int32),
+            sampled=np.asarray(self.sampled),
+            logprob=np.asarray(self.logprob, np.float32),
+            version=np.asarray(self.version, np.int32),
+            text=text,
+            finish=finish,
+            turns=self.turns,
+            exchange=dataclasses.replace(exchange, earned=tuple(self.earned), tool_earned=tuple(self.tool_earned)),
+            experts=of_tokens(self.experts, len(self.ids)),
+        )
 
 
 @dataclasses.dataclass
@@ -58,17 +83,26 @@ class _State:
     """The state of a conversation."""
 
     prompt: Prompt
-    messages: list[dict[str, str]]
+    messages: list[dict[str, str]]  # as the partner gets them
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     respond: Respond | None = None
+    asked: list[Message] = dataclasses.field(default_factory=list)  # as the template gets them
+    branches: list[_Branch] = dataclasses.field(default_factory=list)
+    text: str = ""  # of the last turn
+    sampled: int = 0  # tokens of the last turn
     turns: int = 0
     heard: int = 0
     calls: int = 0
     call_errors: int = 0
     call_s: float = 0.0
-    earned: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    tool_earned: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    score: float = 0.0
     fault: str | None = None
+    finish: str = "abort"
+
+    @property
+    def branch(self) -> _Branch:
+        """Returns the branch that grows."""
+        return self.branches[-1]
 
     async def open(self, begin: Begin | None) -> str:
         """Returns the partner's first message, if any."""
@@ -80,38 +114,67 @@ class _State:
             first, self.fault = "", str(e)
         return first
 
-    def heard_tools(self, calls: int, told: ToolReplies, end: int) -> list[dict[str, str]]:
-        """Returns the answers of tools to the turn that ends at `end`; none after a wrong reward."""
+    def begin(self, chat: Chat, first: str, room: int) -> list[int]:
+        """Returns the prompt with the partner's first message; no tokens if it has no room."""
+        self.asked, ids = list(self.messages), self.prompt.ids.tolist()
+        if first:
+            self.asked, whole = chat.opening(self.prompt.messages, ids, first)
+            self.messages.append({"role": "user", "content": first})
+            if len(whole) >= room:
+                self.fault = (
+                    f"with the opening message the prompt has {len(whole)} tokens instead of {len(ids)}, and the"
+                    f" response ends at {room}; raise data.max_response_length, or shorten the message"
+                )
+                return []
+            ids = whole
+        self.branches = [_Branch(ids)]
+        return ids
+
+    def say(self, answer: Answer) -> None:
+        """Adds a turn of the policy."""
+        self.branch.say(answer)
+        self.turns, self.finish, self.sampled = self.turns + 1, answer.finish, len(answer.tokens)
+
+    def follow(self, chat: Chat, said: Message, new: list[dict[str, str]], room: int) -> list[int]:
+        """Adds the answers to a turn; returns the tokens of the conversation, none at its end."""
+        if not new:
+            return []
+        try:
+            ids, same = chat.follow(Spoken(self.asked, said, self.text, self.branch.ids, self.sampled), new)
+        except UNREADABLE as e:
+            self.fault = f"the chat template or the tokenizer refuses the conversation: {' '.join(str(e).split()):.200}"
+            return []
+        if len(ids) >= room:
+            self.finish = "length"
+            return []
+        if not same:
+            self.branches.append(_Branch(ids))
+        self.branch.hear(ids)
+        self.asked, self.messages, self.heard = [*self.asked, said, *new], self.messages + new, self.heard + 1
+        return ids
+
+    def heard_tools(self, calls: int, told: ToolReplies) -> list[dict[str, str]]:
+        """Returns the answers of tools to the last turn; none after a wrong reward."""
         self.calls += calls
         self.call_errors += told.errors
         self.call_s += told.seconds
         if told.reward:
-            self.tool_earned.append((end, told.reward))
+            self.branch.tool_earned.append((self.branch.end, told.reward))
         self.fault = self.fault or told.fault
         return told.messages if told.fault is None else []
 
-    def trajectory(self, record: _Record, text: str, finish: str) -> Trajectory:
-        """Returns the finished conversation."""
-        return Trajectory(
-            uid=self.prompt.uid,
-            tokens=np.asarray(record.ids, np.int32),
-            sampled=np.asarray(record.sampled),
-            logprob=np.asarray(record.logprob, np.float32),
-            version=np.asarray(record.version, np.int32),
-            text=text,
-            finish=finish,
-            turns=self.turns,
-            exchange=Exchange(
-                self.calls,
-                self.call_errors,
-                self.call_s,
-                sum(x for _, x in self.earned),
-                self.fault,
-                tuple(self.earned),
-                tuple(self.tool_earned),
-            ),
-            experts=of_tokens(record.experts, len(record.ids)),
-        )
+    def trajectory(self, decode: Callable[[list[int]], str], most: int) -> Trajectory:
+        """Returns the latest branch with the others, at most so many in all."""
+        counted = dict(calls=self.calls, call_errors=self.call_errors, call_s=self.call_s, score=self.score)
+        left_out = max(0, len(self.branches) - most)
+        exchange = Exchange(**counted, fault=self.fault, branches_left_out=left_out)  # type: ignore[arg-type]
+        if not self.turns:
+            return nothing_said(self.prompt.uid, self.prompt.ids, exchange)
+        found = [
+            one.trajectory(self.prompt.uid, decode(one.ids[one.begin :]), "stop" if i else self.finish, exchange)
+            for i, one in enumerate(reversed(self.branches[-most:]))
+        ]
+        return dataclasses.replace(found[0], branches=tuple(found[1:]))
 
 
 def make_talk(
@@ -124,65 +187,52 @@ def make_talk(
     decode: Callable[[list[int]], str],
     spell: Callable[[list[int]], str],
     ends: tuple[int, ...],
+    branches: int = 1,
 ) -> Talk:
-    """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them."""
+    """Closes over the parts of a run: `decode` drops special tokens, `spell` keeps them.
 
-    async def heard(state: _State, tokens: list[int], end: int) -> list[dict[str, str]]:
-        """Returns the messages that answer tokens up to `end` of the response; empty if the conversation ends."""
-        text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
-        state.messages.append({"role": "assistant", "content": text})
+    Of the branches of a conversation the latest `branches` are trained on.
+    """
+
+    async def heard(state: _State, tokens: list[int], asked: int) -> tuple[Message, list[dict[str, str]]]:
+        """Returns the turn after `asked` tokens as a message, and its answers; none end the conversation."""
+        state.text = text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
+        said: dict[str, Any] = {"role": "assistant", "content": text}
+        state.messages.append(dict(said))
         last = state.turns == turns.assistant or state.heard == turns.user
-        if found := parse(text, toolbox.schemas) if toolbox.schemas else []:
+        thinks = opened_thought(spell(state.branch.ids[max(0, asked - OPENING) : asked]))
+        if found := parse(thinks + text, toolbox.schemas) if toolbox.schemas else []:
             if last:
-                return []
+                return said, []
             told = await toolbox.call(found, state.prompt, state.memory)
-            return state.heard_tools(len(found), told, end)
+            return chat.form.answered(
+                said, thinks, found, state.heard_tools(len(found), told), state.calls - len(found)
+            )
         if state.respond is None:
-            return []
+            return said, []
         try:
             reply = await state.respond(state.messages)
         except PartnerError as e:
             state.fault = str(e)
-            return []
-        state.earned.append((end, reply.score))
-        return [] if reply.done or last else [{"role": "user", "content": reply.text}]
+            return said, []
+        state.score += reply.score
+        state.branch.earned.append((state.branch.end, reply.score))
+        return said, [] if reply.done or last else [{"role": "user", "content": reply.text}]
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         state = _State(prompt, _as_messages(prompt))
-        first = await state.open(begin)
-        state.messages += [{"role": "user", "content": first}] if first else []
         room = len(prompt.ids) + sampling.max_tokens
-        record = _Record(start := opening(chat, prompt, first, room))
-        while True:
-            own = dataclasses.replace(sampling, max_tokens=room - len(record.ids))
+        ids = state.begin(chat, await state.open(begin), room)
+        while ids:
+            own = dataclasses.replace(sampling, max_tokens=room - len(ids))
             drawn_by = seed if state.turns == 0 else sample_seed(seed, state.turns, 0)
-            answer = await ask(record.ids, sampling=own, seed=drawn_by, near=near)
-            record.say(answer)
-            state.turns, finish = state.turns + 1, answer.finish
-            new = await heard(state, answer.tokens, len(record.ids) - len(start) - 1) if finish == "stop" else []
-            if not new:
-                break
-            ids = chat.between(new, answer.tokens[-1])
-            if len(record.ids) + len(ids) >= room:
-                finish = "length"
-                break
-            record.hear(ids)
-            state.messages, state.heard = state.messages + new, state.heard + 1
-        return state.trajectory(record, decode(record.ids[len(start) :]), finish)
+            answer = await ask(ids, sampling=own, seed=drawn_by, near=near)
+            state.say(answer)
+            said, new = await heard(state, answer.tokens, len(ids)) if answer.finish == "stop" else ({}, [])
+            ids = state.follow(chat, said, new, room)
+        return state.trajectory(decode, branches)
 
     return talk
-
-
-def opening(chat: Chat, prompt: Prompt, first: str, room: int) -> list[int]:
-    """Returns the prompt with the environment's opening message; UserError if it exceeds `room` tokens."""
-    ids = prompt.ids.tolist()
-    whole = chat.opening(prompt.messages, ids, first) if first else ids
-    if len(whole) >= room:
-        raise UserError(
-            f"prompt {prompt.uid}: with the opening message it has {len(whole)} tokens instead of {len(ids)},"
-            f" and the response ends at {room}; raise data.max_response_length, or shorten the message"
-        )
-    return whole
 
 
 def _as_messages(prompt: Prompt) -> list[dict[str, str]]:

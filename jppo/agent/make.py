@@ -59,16 +59,15 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
     if m.environment:
         begin = partners.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.format == "plain":
-        between, told = turn_tokens.plain(tokenizer), []
+        chat, told = turn_tokens.plain(tokenizer), []
     else:
         roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
-        arguments = template_arguments(c.data.apply_chat_template_kwargs)
-        between = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, name=m.format, arguments=arguments)
-        told = toolbox.schemas
+        how = _templated(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
+        chat, told = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, **how), toolbox.schemas
 
     decode, spell = make_decoders(tokenizer)
     talk = make_talk(
-        between,
+        chat,
         PARSERS[m.format],
         toolbox,
         begin,
@@ -76,14 +75,21 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
         decode=decode,
         spell=spell,
         ends=ends,
+        branches=c.rollout.agent_branches,
     )
     return Agent(talk, told, toolbox, user_code)
+
+
+def _templated(c: Settings, format: str) -> dict[str, Any]:
+    """Returns the arguments of a chat from the template that do not depend on who answers."""
+    arguments = template_arguments(c.data.apply_chat_template_kwargs)
+    return dict(name=format, parse=PARSERS[format], arguments=arguments, history=c.rollout.history)
 
 
 def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
     """Makes and checks the gateway of `rollout.agent`; starts nothing."""
     r, name = c.rollout, c.rollout.agent_format
-    arguments = template_arguments(c.data.apply_chat_template_kwargs)
+    how = _templated(c, name) | dict(setting="rollout.agent_format", parallel=2)
 
     @functools.lru_cache(maxsize=64)
     def chat(schemas: str) -> turn_tokens.Chat:
@@ -91,7 +97,6 @@ def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
             return turn_tokens.plain(tokenizer)
         found = json.loads(schemas)
         roles = ["user", *(["tool"] if found else [])]
-        how: dict[str, Any] = dict(name=name, arguments=arguments, setting="rollout.agent_format")
         return turn_tokens.templated(tokenizer, found, roles=roles, **how)
 
     chat("[]")  # checks the template

@@ -74,7 +74,7 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
         first = await _asked(user_code, world.reset, context.prompt, timeout_s=timeout_s)
         if not isinstance(first, str):
             raise PartnerError(f"reset returned {type(first).__name__}; it must be text")
-        return first, respond
+        return _whole(first, "reset"), respond
 
     return begin
 
@@ -99,7 +99,8 @@ async def _asked(user_code: UserCodeRunner, method: Callable[..., Any], *argumen
     except TimeoutError as e:
         raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
     except Exception as e:  # a user's class may raise anything
-        raise PartnerError(f"{name} raised {said(e)}") from e
+        why = said(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
+        raise PartnerError(f"{name} raised {why}") from e
 
 
 def _three(found: Any, method: str, form: str) -> tuple[Any, Any, Any]:
@@ -112,4 +113,12 @@ def _reply(text: Any, done: Any, score: Any, method: str) -> Reply:
     number = finite(score)
     if not isinstance(text, str) or number is None:
         raise PartnerError(f"{method} returned {short(text)} and {short(score)}; they must be text and a finite number")
-    return Reply(text, bool(done), number)
+    return Reply(_whole(text, method), bool(done), number)
+
+
+def _whole(text: str, method: str) -> str:
+    """Returns a text that a tokenizer can encode."""
+    half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    if half is not None:
+        raise PartnerError(f"{method} returned text with {half!a}, half a surrogate pair; it must be valid Unicode")
+    return text

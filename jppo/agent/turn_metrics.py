@@ -12,21 +12,14 @@ def metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     held = [(t, t.exchange) for t in trajectories if t.exchange is not None]
     if not held:
         return {}
-    turns = [t.turns for t, _ in held]
+    turns = [sum(one.turns for one in (t, *t.branches)) for t, _ in held]
     calls = sum(e.calls for _, e in held)
-    given = [int((~t.sampled[np.argmax(t.sampled) :]).sum()) for t, _ in held]
-    programs = [(e.program_s, 1 + len(t.branches), e.branches_left_out) for t, e in held if e.program_s is not None]
-    seconds, branches, left_out = zip(*programs, strict=True) if programs else ((), (), ())
-    of_programs = (
-        {
-            "agent/program_s/mean": float(np.mean(seconds)),
-            "agent/branches/mean": float(np.mean(branches)),
-            "agent/branches_left_out": float(sum(left_out)),
-        }
-        if programs
-        else {}
-    )
+    given = [int((~t.sampled[np.argmax(t.sampled) :]).sum()) if t.sampled.any() else 0 for t, _ in held]
+    programs = [e.program_s for _, e in held if e.program_s is not None]
+    of_programs = {"agent/program_s/mean": float(np.mean(programs))} if programs else {}
     return of_programs | {
+        "agent/branches/mean": float(np.mean([1 + len(t.branches) for t, _ in held])),
+        "agent/branches_left_out": float(sum(e.branches_left_out for _, e in held)),
         "agent/turns/mean": float(np.mean(turns)),
         "agent/turns/max": float(max(turns)),
         "agent/tool_calls": float(calls),

@@ -1,41 +1,60 @@
-"""The tokens between two turns of the policy: messages of tools or users, and the start of the next turn.
+"""The tokens that a turn of the policy answers: the conversation so far, as the chat template renders it.
 
-Sampled tokens are never decoded and re-encoded. The inserted tokens are the difference of two renderings of the chat
-template: of a dummy conversation up to an assistant turn, and of its continuation. They begin with the end token of
-that turn, unless it was sampled.
+Sampled tokens are never encoded again. If the rendering begins with what was asked and sampled before, its rest is
+encoded and appended. Otherwise the template has changed an earlier turn, for example by removing its thoughts, and
+the tokens of the whole rendering begin a new branch. With rollout.history=sampled earlier turns stay as they were
+sampled, whatever the template does to them.
 """
 
 import dataclasses
 import functools
 import json
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jppo.agent.calls import Schema
+from jppo.agent.calls import Parser, Schema
+from jppo.agent.template_check import Form, changes, check_template
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer
-from jppo.data.tokenizer import tokenize
+from jppo.data.tokenizer import spell, tokenize
 from jppo.settings import UserError
 
-_SAID, _AGAIN = "said-by-the-assistant", "said-by-it-again"
-_ANYTHING: list[dict[str, str]] = [{"role": "user", "content": "anything"}]
+_SAID = "said-by-the-assistant"
 _PLACE = Row("rollout.multi_turn", 1, {}, "made-up conversation")
+# of templates and tokenizers, in a conversation that cannot be rendered or encoded
+UNREADABLE = (UserError, UnicodeError, TypeError, ValueError, LookupError, RecursionError)
+
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spoken:
+    """A turn of the policy in its conversation."""
+
+    asked: Sequence[Message]  # the messages before it
+    said: Message  # the turn as a message, with its calls as fields
+    text: str  # of the turn, with its calls
+    ids: list[int]  # up to its end
+    sampled: int  # number of its tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
     """Functions that continue a conversation in tokens."""
 
-    # (messages, the last sampled token) -> their ids with the start of the next turn
-    between: Callable[[Sequence[dict[str, str]], int], list[int]]
-    # (messages or text of a prompt, its ids, a first observation) -> the ids of both
-    opening: Callable[[Messages, list[int], str], list[int]]
+    # (a turn, the messages after it) -> the ids of both with the start of the next turn, and whether they begin with
+    # the ids up to the turn
+    follow: Callable[[Spoken, Sequence[Message]], tuple[list[int], bool]]
+    # (messages or text of a prompt, its ids, a first observation) -> the messages and ids of both
+    opening: Callable[[Messages, list[int], str], tuple[list[Message], list[int]]]
     # messages -> the ids of all of them with the start of the next turn
-    whole: Callable[[Sequence[dict[str, Any]]], list[int]]
+    whole: Callable[[Sequence[Message]], list[int]]
     # (text, whether it begins a conversation) -> its ids
     text: Callable[[str, bool], list[int]]
+    form: Form
 
 
 def templated(
@@ -44,91 +63,88 @@ def templated(
     *,
     roles: Sequence[str],
     name: str,
+    parse: Parser,
     arguments: Mapping[str, Any] = types.MappingProxyType({}),
     setting: str = "rollout.multi_turn.format",
+    history: str = "template",
+    parallel: int = 1,
 ) -> Chat:
-    """Builds a Chat from the chat template, after checking that it keeps earlier messages of these roles.
+    """Builds a Chat from the chat template, after checking that it shows tools, calls and messages of these roles.
 
-    `setting` is where the run has `name`, the format of calls.
+    `setting` is where the run has `name`, the format of calls that `parse` reads; `parallel` of them are in a turn.
     """
     if tokenizer.chat_template is None:
         raise UserError(
             f"{setting}={name!r} needs a chat template, and the tokenizer has none; give one in"
             f" tokenizer_config.json or chat_template.jinja, or set {setting}=plain"
         )
-    render, encode = make_renderer(tokenizer, schemas, arguments), functools.partial(tokenize, tokenizer)
+    bare, encode = make_renderer(tokenizer, schemas, arguments), functools.partial(tokenize, tokenizer)
 
-    def between(messages: Sequence[dict[str, str]], last: int) -> list[int]:
-        whole = render([*_ANYTHING, {"role": "assistant", "content": _SAID}, *messages], _PLACE)
+    def render(messages: Sequence[Message], opened: bool = True) -> str:
+        text: str = bare(messages, _PLACE, opened=opened)
+        return text
+
+    kept = history == "sampled"
+    read = None if kept else parse
+    form = check_template(render, schemas, roles=roles, name=name, parse=read, setting=setting, parallel=parallel)
+
+    def after(last: int, text: str) -> list[int]:
+        """Encodes a text after a token, which a tokenizer may need to see."""
+        ids = encode(spell(tokenizer, [last]) + text)
+        return ids[1:] if ids and ids[0] == last else encode(text)
+
+    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
+        before = render(turn.asked) + spell(tokenizer, turn.ids[-turn.sampled :])
+        raw = {"role": "assistant", "content": turn.text}
+        for said in (turn.said,) if form.parsed else (raw, turn.said):
+            whole = render([*turn.asked, said, *new])
+            if whole.startswith(before):
+                return turn.ids + after(turn.ids[-1], whole[len(before) :]), True
+        return encode(whole), False
+
+    def append(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
+        whole = render([{"role": "user", "content": "anything"}, {"role": "assistant", "content": _SAID}, *new])
         ids = encode(whole[whole.index(_SAID) + len(_SAID) :])
-        return ids[1:] if ids and ids[0] == last else ids
+        return turn.ids + (ids[1:] if ids and ids[0] == turn.ids[-1] else ids), True
 
-    def opening(prompt: Messages, ids: list[int], text: str) -> list[int]:
-        if isinstance(prompt, str):
-            return ids + encode(text)
-        if prompt[-1]["role"] == "user":  # many templates refuse two consecutive user turns
-            before, text = prompt[:-1], f"{prompt[-1]['content']}\n{text}"
-        else:
-            before = list(prompt)
-        return encode(render([*before, {"role": "user", "content": text}], _PLACE))
+    def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if before[-1]["role"] == "user":  # many templates refuse two consecutive user turns
+            before, text = before[:-1], f"{before[-1]['content']}\n{text}"
+        messages = [*before, {"role": "user", "content": text}]
+        return list(messages), encode(render(messages))
 
     @functools.lru_cache(maxsize=64)  # the samples of a prompt begin with the same messages
     def begun(messages: str) -> list[int]:
-        return encode(render(json.loads(messages), _PLACE))
+        return encode(render(json.loads(messages)))
 
-    for role in roles:
-        _check_prefix(render, role, setting)
-    if schemas:
-        _check_named(render, schemas, setting)
-    return Chat(between, opening, lambda messages: [*begun(json.dumps(messages))], encode)
+    if found := changes(render, roles):
+        how = "such turns stay as they were sampled" if kept else "the next turn then begins a new trajectory"
+        said = f"the chat template changes {', '.join(found)}; {how} (rollout.history={history})"
+        print(f"conversations: {said}", file=sys.stderr, flush=True)
+    follows = append if kept else follow
+    return Chat(follows, opening, lambda messages: [*begun(json.dumps(messages))], encode, form)
 
 
 def plain(tokenizer: Any) -> Chat:
     """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
     encode = functools.partial(tokenize, tokenizer)
 
-    def written(message: dict[str, Any]) -> str:
+    def written(message: Message) -> str:
+        content: str = message["content"]
         if message["role"] == "assistant":
             calls = [call["function"] for call in message.get("tool_calls", [])]
-            return message["content"] + "".join(f"<<{c['name']} {json.dumps(c['arguments'])}>>" for c in calls)
-        return f"[[{message['content']}]]" if message["role"] == "tool" else f"\n{message['content']}\n"
+            return content + "".join(f"<<{c['name']} {json.dumps(c['arguments'])}>>" for c in calls)
+        return f"[[{content}]]" if message["role"] == "tool" else f"\n{content}\n"
 
-    def between(messages: Sequence[dict[str, Any]], last: int) -> list[int]:
-        return encode("".join(map(written, messages)))
+    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
+        return turn.ids + encode("".join(map(written, new))), True
 
-    def whole(messages: Sequence[dict[str, Any]]) -> list[int]:
+    def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return [*before, {"role": "user", "content": text}], ids + encode(f"{text}\n")
+
+    def whole(messages: Sequence[Message]) -> list[int]:
         return encode(messages[0]["content"] + "".join(map(written, messages[1:])), True)
 
-    return Chat(between, lambda prompt, ids, text: ids + encode(f"{text}\n"), whole, encode)
-
-
-def _check_prefix(render: Any, role: str, setting: str) -> None:
-    """UserError if rendering a longer conversation changes its beginning."""
-    turns = [
-        *_ANYTHING,
-        {"role": "assistant", "content": _SAID},
-        {"role": role, "content": "1"},
-        {"role": "assistant", "content": _AGAIN},
-        {"role": role, "content": "2"},
-    ]
-    short, opened, long = (
-        render(turns[:3], _PLACE, opened=False),
-        render(turns[:3], _PLACE),
-        render(turns, _PLACE, opened=False),
-    )
-    if short.count(_SAID) != 1 or not opened.startswith(short) or not long.startswith(short) or _AGAIN not in long:
-        raise UserError(
-            "the tokenizer's chat template changes the beginning of a conversation"
-            f" when messages of the role {role!r} follow, so tokens cannot be appended; use a template"
-            f" that keeps it, or {setting}=plain"
-        )
-
-
-def _check_named(render: Any, schemas: Sequence[Schema], setting: str) -> None:
-    rendered = render(_ANYTHING, _PLACE)
-    lacking = [name for name in (schema["function"]["name"] for schema in schemas) if name not in rendered]
-    if lacking:
-        raise UserError(
-            f"the tokenizer's chat template does not show the tools to the model: {', '.join(lacking)} is missing in"
-            f" its output; use a template that reads `tools`, or {setting}=plain"
-        )
+    return Chat(follow, opening, whole, encode, Form("plain"))

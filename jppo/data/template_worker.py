@@ -25,7 +25,7 @@ from jinja2 import meta
 from transformers.utils.chat_template_utils import render_jinja_template
 
 LENGTH = struct.Struct(">Q")
-TIME_S = 10.0  # of the processor, for one conversation
+TIME_S = 5.0  # of the processor, for one conversation
 MEMORY_BYTES = 2**30  # more than the process has before the first request
 MOST = 2**26  # characters of a text
 
@@ -54,16 +54,17 @@ def unknown_names(template: str) -> list[str]:
     )
 
 
-def render(template: str, messages: Sequence[Any], tools: Any, opened: bool, names: Mapping[str, Any]) -> str:
+def _render(template: str, messages: Sequence[Any], tools: Any, opened: bool, names: Mapping[str, Any]) -> str:
     """Renders a conversation as transformers does."""
     if not messages:
         raise ValueError("the conversation is empty")
-    rendered, _ = render_jinja_template(
-        conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=opened, **names
+    rendered: Any = render_jinja_template(
+        conversations=[list(messages)], tools=tools, chat_template=template, add_generation_prompt=opened, **names
     )
-    if len(rendered[0]) > MOST:
+    text: str = rendered[0][0]
+    if len(text) > MOST:
         raise ValueError(f"its text has more than {MOST} characters")
-    return str(rendered[0])
+    return text
 
 
 def render_all(
@@ -77,16 +78,17 @@ def render_all(
     """Renders conversations; `unknown` names may be tested and not used."""
     names = {name: _Unknown(name=name) for name in unknown} | dict(names)
     for messages in conversations:
-        yield render(template, messages, tools, opened, names)
+        yield _render(template, messages, tools, opened, names)
 
 
 def main() -> None:
     """Answers requests until stdin ends."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _bound_memory()
+    answers: dict[str, Callable[..., Iterable[str]]] = {"render_all": render_all, "unknown_names": unknown_names}
     while len(head := sys.stdin.buffer.read(LENGTH.size)) == LENGTH.size:
         what, arguments = pickle.loads(sys.stdin.buffer.read(*LENGTH.unpack(head)))
-        reply = _reply({"render_all": render_all, "unknown_names": unknown_names}[what], arguments)
+        reply = _reply(answers[what], arguments)
         sys.stdout.write(reply + "\n")
         sys.stdout.flush()
 

@@ -75,6 +75,7 @@ class Hosts:
         self._end_timeout_s = end_timeout_s
         self._turn = 0
         self._heard: Stopped | None = None
+        self._shared: BaseException | None = None  # the last error that was raised on every host
         self._over = threading.Event()
 
     @property
@@ -113,6 +114,10 @@ class Hosts:
         said = [f"host {rank}: {text}" for rank, text in enumerate(self.gather(tried)) if text is not None]
         if said:
             raise own[0] if own else Elsewhere(said[0])
+
+    def shared(self, error: BaseException) -> bool:
+        """Whether every host has raised this error or its counterpart, at the same place."""
+        return self.count == 1 or error is self._shared
 
     def heard(self) -> Stopped | None:
         """Returns the stop of another host that is ending, if any."""
@@ -184,12 +189,15 @@ class Hosts:
         _, rank = min(there)
         error = errors[rank]
         assert error is not None
-        if rank == self.rank and own is not None:
-            raise own
         said = f"host {rank}: {error['said']}"
+        if rank == self.rank and own is not None:
+            self._shared = own
+            raise own
         if error["kind"] == Stopped.__name__:
-            raise Stopped(error["status"], error["said"] if error["heard"] else said) from own
-        raise self._faults.get(error["kind"], Elsewhere)(said) from own
+            self._shared = Stopped(error["status"], error["said"] if error["heard"] else said)
+        else:
+            self._shared = self._faults.get(error["kind"], Elsewhere)(said)
+        raise self._shared from own
 
     def _expected(self, error: BaseException) -> bool:
         """Whether every host ends by this error."""

@@ -6,7 +6,7 @@ layouts, by trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,17 @@ def flatten(
     shape: tuple[int, int],
     filter_truncated: bool = False,
     earns: bool = False,
+    episode: np.ndarray | None = None,
 ) -> Batch:
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
-    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`.
+    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `episode`: the first branch
+    of each trajectory's episode.
     """
     B, L = shape
     count = len(trajectories)
-    earned = np.zeros(shape, np.float32) if earns else None
+    earned, length = np.zeros(shape, np.float32) if earns else None, np.zeros(B, np.float32)
     out = Batch(
         mask=np.zeros(shape, np.bool_),
         rollout_logprob=np.zeros(shape, np.float32),
@@ -43,6 +45,8 @@ def flatten(
         score=np.full(B, np.nan, np.float32),
         group=np.arange(B, dtype=np.int32),
         greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
+        length=length,
+        episode=None if episode is None else np.concatenate([episode, np.arange(count, B)]).astype(np.int32),
         earned=earned,
     )
     out.score[:count] = [r.score for r in rewards]
@@ -57,8 +61,8 @@ def flatten(
             raise ValueError(f"trajectory {t.uid} has a response of {n} tokens, the batch holds {L}")
         sampled = t.sampled[1:][response]
         out.first[b] = response.start
-        filtered = filter_truncated and t.finish == "length"
-        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered)
+        length[b] = sampled.sum()
+        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered(t, filter_truncated))
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
         if earned is not None:
             for k, amount in rewards[b].earned:
@@ -66,26 +70,34 @@ def flatten(
     return out
 
 
+def filtered(t: Trajectory, filter_truncated: bool) -> bool:
+    """Whether over-long filtering keeps a response out of the loss."""
+    return filter_truncated and t.finish == "length"
+
+
 def with_branches(
     episodes: Sequence[Trajectory],
     rewards: Sequence[Reward],
     group: np.ndarray,
     greedy: np.ndarray | None,
-    weights: Sequence[float],
-) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None]:
-    """Appends the other branches of agents' episodes, each with its episode's reward, group and greedy score.
+    weights: Sequence[Mapping[str, float]],
+) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None, np.ndarray]:
+    """Appends the other branches of episodes, each with its episode's reward and greedy score.
 
-    `weights` scale the amounts that a branch earned at its turns.
+    Groups compare episodes: another branch is alone in its group. The last result is each trajectory's episode.
+    `weights` of the parts of a reward scale the amounts that a branch earned at its turns.
     """
     others = [(i, t) for i, episode in enumerate(episodes) for t in episode.branches]
-    if not others:
-        return list(episodes), list(rewards), group, greedy
-    index = np.array([*range(len(episodes)), *(i for i, _ in others)])
+    index = np.array([*range(len(episodes)), *(i for i, _ in others)], np.int32)
     graded = list(rewards)
     for i, t in others:
-        amounts = () if t.exchange is None else t.exchange.earned
-        graded.append(dataclasses.replace(rewards[i], earned=tuple((k, weights[i] * x) for k, x in amounts)))
-    return [*episodes, *(t for _, t in others)], graded, group[index], None if greedy is None else greedy[index]
+        weight = sum(weights[i].get(part, 0.0) for part in ("agent_score", "environment_score", "interaction_score"))
+        told = () if t.exchange is None else t.exchange.earned
+        tools = () if t.exchange is None else t.exchange.tool_earned
+        earned = [*((k, weight * x) for k, x in told), *((k, weights[i].get("tool_score", 0.0) * x) for k, x in tools)]
+        graded.append(dataclasses.replace(rewards[i], earned=tuple(earned)))
+    group = np.concatenate([group, np.arange(len(episodes), len(index), dtype=group.dtype)])
+    return [*episodes, *(t for _, t in others)], graded, group, None if greedy is None else greedy[index], index
 
 
 def with_reference(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
@@ -174,15 +186,24 @@ def mini_batches(
     plan: packing.Plan,
     mesh: Mesh,
 ) -> Iterator[Mini]:
-    """Cuts the batch in the given order into mini-batches of trajectories, each packed, on the host."""
+    """Cuts the batch in the given order into mini-batches of trajectories, each packed, on the host.
+
+    There are as many as `mini_batch_size` fits in, rounded, and their sizes differ by one at most: a remainder in a
+    mini-batch of its own would have a whole optimizer step for a few trajectories.
+    """
     place = sharding.rows_sharding(mesh)
-    for begin in range(0, len(order), mini_batch_size):
-        part = order[begin : begin + mini_batch_size].tolist()
+    for part in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
+        part = part.tolist()
         found = [scored(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
         counts = count([micro.rows for micro in found])
         positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
         found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]
         yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found))
+
+
+def mini_batch_count(trajectories: int, mini_batch_size: int) -> int:
+    """Returns the optimizer steps of an epoch: the quotient rounded to the nearest number, a half up; at least one."""
+    return max(1, (2 * trajectories + mini_batch_size) // (2 * mini_batch_size))
 
 
 def count(rows: Sequence[Rows]) -> Counts:

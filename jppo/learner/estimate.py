@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -104,7 +105,7 @@ def make_advantages(
         metrics |= found
         outcome = batch.greedy
         if estimator.sequences is not None:
-            outcome = estimator.sequences(total, jnp.sum(mask, axis=1, dtype=jnp.float32), batch.group)
+            outcome = of_episodes(estimator.sequences, batch, total)
         advantage, returns = estimator.tokens(reward, value, outcome, mask, *turns)
         advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
         metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them
@@ -119,6 +120,26 @@ def make_advantages(
         return {name: x for name, x in known.items() if x is not None}, metrics
 
     return advantages
+
+
+def of_episodes(sequences: Callable[..., Array], batch: Batch, total: Array) -> Array:  # [B]
+    """Returns the outcome of each row's episode, whose tokens and penalties are those of all its branches.
+
+    The length of a response is its kept tokens, or all that were sampled if none is kept: its score counts.
+    """
+
+    def summed(x: Array) -> Array:
+        if batch.episode is None:
+            return x
+        return jax.ops.segment_sum(x, jnp.asarray(batch.episode), num_segments=len(x))
+
+    length = summed(jnp.sum(batch.mask, axis=1, dtype=jnp.float32))
+    if batch.length is not None:
+        length = jnp.where(length > 0, length, summed(batch.length))
+    if batch.episode is None:
+        return sequences(total, length, batch.group)
+    score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
+    return sequences(score + summed(total - score), length, batch.group)[batch.episode]
 
 
 def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]

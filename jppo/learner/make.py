@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
 from jppo.learner import compiler, offloading, optim, packing, ppo, sharding, state, step, update, warmup
 from jppo.learner.mesh_checks import require_divisible
-from jppo.learner.model_configs import ModelConfigs, critic_path
+from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
 from jppo.learner.optimizers import make_optimizer
-from jppo.learner.plan import batch_shape, packing_kind, plan_of_run, sequences_of_step, shared_prompts
+from jppo.learner.plan import batch_shape, most_sequences, packing_kind, plan_of_run, shared_prompts
 from jppo.learner.recipe import make_recipe
 from jppo.models import embedding, experts, fused, offload, spread
 from jppo.models.config import ModelConfig, pad_vocab
@@ -139,16 +139,18 @@ def load_trained(
     head: Head,
     key: jax.Array,
     adapters: Lora | None,
+    init: str | None = None,
     trunk: Params | None = None,
 ) -> Trained:
     """Loads the model at `path` into its shards for training; a critic may use a loaded `trunk`.
 
-    `key` initialises weights that are not in the files.
+    `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
     """
     what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
-    values = (
-        state.load(what, path, init=c.model.init, key=key) if trunk is None else state.on_trunk(what, trunk, key=key)
-    )
+    if trunk is None:
+        values = state.load(what, path, init=init or c.model.init, key=key)
+    else:
+        values = state.on_trunk(what, trunk, key=key)
     if adapters is None:
         return Trained(what, values, None)
     what = state.adapters(cfg, mesh, adapters, head=head)
@@ -211,8 +213,8 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)
         trunk = policy.base.params if shared and policy.base is not None else None
-        how = dict[str, Any](adapters=inputs.critic_adapters, trunk=trunk)
-        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", key=keys(1), **how)
+        how = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
+        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", **how)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
@@ -242,17 +244,16 @@ def compile_passes(c: Settings, learner: Learner, begin: TrainState) -> None:
     )  # fmt: skip
     step.advance(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
     for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):
-        step.order(begin, model, 0, sequences_of_step(c), shuffle=shuffle)
+        step.order(begin, model, 0, 0, shuffle=shuffle, most=most_sequences(c))
 
 
 def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
-        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", key=key, adapters=None)
+        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
         return wait(trained, c.ref.param_offload).learned
     if policy.base is not None:  # LoRA: the loaded base is the reference
         return policy.base.params
-
     if not c.ref.param_offload and not c.actor.param_offload:
         places = jax.tree.map(lambda x: x.sharding, policy.learned)
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(policy.learned)

@@ -30,19 +30,19 @@ def longest_row(c: Common) -> int:
 def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
     """Reads the configs of policy, critic and reference and checks that their weights exist."""
 
-    def read(path: str, head: Head) -> ModelConfig:
+    def read(path: str, head: Head, init: str) -> ModelConfig:
         _, cfg = hf.read_config(path, longest=longest_row(c))
-        if head == "value" and c.critic.value_bins:
-            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins)
-        if c.model.init == "pretrained":
+        if head == "value":
+            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
+        if init == "pretrained":
             hf.check_weights(path, cfg, head=head)
         return cfg
 
-    policy = read(c.model.path, "lm")
-    critic = read(critic_path(c), "value") if wants_critic(c) else None
+    policy = read(c.model.path, "lm", c.model.init)
+    critic = read(critic_path(c), "value", critic_init(c)) if wants_critic(c) else None
     if not wants_reference(c) or c.ref.url:
         return policy, critic, None
-    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm")
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
     if reference.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
@@ -54,6 +54,11 @@ def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConf
 def critic_path(c: Settings) -> str:
     """Returns the path of the critic's initial weights; the policy's by default."""
     return c.critic.path if c.critic.path else c.model.path
+
+
+def critic_init(c: Settings) -> str:
+    """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
+    return c.model.init if critic_path(c) == c.model.path else "pretrained"
 
 
 def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:

@@ -47,7 +47,10 @@ def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float,
 
 
 def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, matrices: Params | None = None) -> Any:
-    """Orthogonalized momentum for the matrices of the layers, AdamW for other parameters.
+    """Orthogonalized Nesterov momentum for the matrices of the layers, AdamW with Nesterov momentum for the others.
+
+    An orthogonalized update has the same size for any momentum: a matrix without a gradient, such as that of an expert
+    without tokens, moves on in its last direction until rounding ends it.
 
     `matrices` has `contrib.MuonDimensionNumbers` for each matrix and None for other parameters. A single None makes all
     parameters with two axes matrices.
@@ -57,7 +60,10 @@ def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float,
 
 
 def adafactor(learning_rate: Any, *, weight_decay: float, **_: Any) -> Any:
-    """Factored second moments without momentum; the learning rate is absolute, as in AdamW."""
+    """Second moments without momentum; the learning rate is absolute, as in AdamW.
+
+    They are a row and a column where both of a parameter's largest axes have 128 or more entries, else one per weight.
+    """
     decay = weight_decay * learning_rate
     return optax.adafactor(learning_rate, multiply_by_parameter_scale=False, weight_decay_rate=decay)
 

@@ -96,8 +96,18 @@ def sequences_of_step(c: Settings) -> int:
     return c.data.train_batch_size * c.rollout.n
 
 
+def most_sequences(c: Settings) -> int:
+    """Returns the most trajectories of a step, the branches of episodes included."""
+    return sequences_of_step(c) * (c.rollout.agent_branches if has_branches(c) else 1)
+
+
+def has_branches(c: Settings) -> bool:
+    """Whether an episode may be several trajectories: an agent's, or one whose earlier turns the template changes."""
+    r = c.rollout
+    return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
+
+
 def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
     """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
-    rows = sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.agent else 1)
-    return -(-rows // devices) * devices, c.data.max_response_length
+    return -(-most_sequences(c) // devices) * devices, c.data.max_response_length

@@ -51,6 +51,7 @@ class Recipe:
     router_aux_loss_coef: float = 0.0  # of the load-balancing loss; 0: no such term
     router_z_loss_coef: float = 0.0  # of the routers' z-loss; 0: no such term
     earns: bool = False  # rewards may be earned inside a response
+    branches: bool = False  # an episode may have several rows
 
     @property
     def compares(self) -> bool:

@@ -78,7 +78,7 @@ def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
 
 
 def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
-    """Makes a critic on a policy's own trunk: the same arrays, and a random score."""
+    """Makes a critic on a policy's own trunk: the same arrays, and a new score."""
     dtype = jax.tree.leaves(what.shapes)[0].dtype
     score = init_head(what.cfg, key, head="value", param_dtype=dtype)["score"]
     rest = {name: part for name, part in trunk.items() if name in what.shapes}

@@ -39,11 +39,15 @@ def scalar(x: Any, like: Array) -> Any:
     return placing.put(np.asarray(x, like.dtype), like.sharding)
 
 
-def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool) -> np.ndarray:
-    """Returns the order of the step's trajectories in one epoch of a model's update."""
+def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool, most: int = 0) -> np.ndarray:
+    """Returns the order of the step's trajectories in one epoch of a model's update.
+
+    `most` is the largest count of the run: one program orders so many, and each step takes its own of them.
+    """
     if not shuffle:
         return np.arange(count)
-    return np.asarray(_shuffled(now.key, now.step, np.int32(model), np.int32(epoch), count=count))
+    drawn = np.asarray(_shuffled(now.key, now.step, np.int32(model), np.int32(epoch), count=max(most, count)))
+    return drawn[drawn < count]
 
 
 @functools.partial(jax.jit, static_argnames="count")

@@ -36,7 +36,9 @@ def compile_all(
     if critic is not None:
         descents.append((critic, now.value, now.value_opt, ()))
     greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
-    data = batch.flatten([], [], np.zeros(0, np.int32), greedy, shape=shape, earns=recipe.earns)
+    nobody = np.zeros(0, np.int32)
+    how = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
+    data = batch.flatten([], [], nobody, greedy, shape=shape, **how)
     rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
     for one in rows:
         micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
@@ -51,10 +53,10 @@ def compile_all(
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
     for one in rows:
         micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))
-        for how, learned, _, further in descents:
-            models = offload.to_device((learned, how.base, further))
-            whole_counts = how.counts(join(*models[:2]), counts, [micro.rows])
-            jax.block_until_ready(how.accumulate(*models[:2], how.zeros(), micro, whole_counts, *models[2]))
-    for how, learned, opt, _ in descents:
-        carry = how.zeros() if how.exchange is None else how.exchange(how.zeros())
-        how.apply.lower(*offload.shapes((learned, opt)), carry, now.step, np.True_).compile()
+        for descent, learned, _, further in descents:
+            models = offload.to_device((learned, descent.base, further))
+            whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
+            jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))
+    for descent, learned, opt, _ in descents:
+        carry = descent.zeros() if descent.exchange is None else descent.exchange(descent.zeros())
+        descent.apply.lower(*offload.shapes((learned, opt)), carry, now.step, np.True_).compile()

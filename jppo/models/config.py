@@ -64,6 +64,7 @@ class ModelConfig:
     delta: Delta | None = None  # None: every layer has attention
     gemma4: Gemma4 | None = None  # what only Gemma 4 has
     value_bins: int = 1  # outputs of a value head: one value, or the logits of a histogram
+    value_head_std: float = 0.0  # standard deviation of a new value head
 
     @property
     def sorts(self) -> tuple[Sort, ...]:

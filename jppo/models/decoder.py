@@ -341,11 +341,14 @@ def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: An
 
 
 def init_head(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:
-    """Initialises the head's parameters: `score` or `lm_head`, or nothing if it is tied."""
+    """Initialises the head's parameters: `score` or `lm_head`, or nothing if it is tied.
+
+    A score is zeros by default. Random ones make values of a size that depends on the scale of the model's last norm:
+    noise in the advantages until the critic has unlearned it.
+    """
     if head == "value":
-        # Hidden states leave the norm with variance about 1: values start with a variance below 1.
-        std = (cfg.hidden_size + 1) ** -0.5
-        return {"score": {"kernel": std * jax.random.normal(key, (cfg.hidden_size, cfg.value_bins), param_dtype)}}
+        make = jax.nn.initializers.normal(cfg.value_head_std) if cfg.value_head_std else jax.nn.initializers.zeros
+        return {"score": {"kernel": make(key, (cfg.hidden_size, cfg.value_bins), param_dtype)}}
     if cfg.tie_word_embeddings:
         return {}
     shape = (cfg.padded_vocab_size, cfg.hidden_size)

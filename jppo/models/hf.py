@@ -87,8 +87,8 @@ def load_params(
     """Loads the parameters of a checkpoint, each tensor from a memory map straight into its shards.
 
     The host holds one tensor at a time besides the shards. Without shardings they go to the default device. A value
-    model takes `score.weight` if the checkpoint has it (a sequence classifier), else it draws the score from `key`.
-    A head of several bins is always drawn. Its unused language head is not read.
+    model takes `score.weight` if the checkpoint has it (a sequence classifier), else a new one from `key`. A head
+    of several bins is always new. Its unused language head is not read.
     """
     entries, slots = _find(path, cfg, head)
     out = params.tree(
@@ -96,7 +96,7 @@ def load_params(
     )
     if head == "value" and "score.weight" not in slots:
         if key is None:
-            raise ValueError(f"{path} has no score.weight: a value model needs a key to draw one")
+            raise ValueError(f"{path} has no score.weight: a value model needs a key for a new one")
         place = _sharding(shardings, ("score", "kernel"))
         out |= placing.put(init_head(cfg, key, head=head, param_dtype=param_dtype), place)
     return out
@@ -114,7 +114,7 @@ def check_weights(path: str | os.PathLike[str], cfg: ModelConfig, *, head: Head)
 def _find(
     path: str | os.PathLike[str], cfg: ModelConfig, head: Head
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
-    """Finds the parameters that the checkpoint holds (not a score yet to be drawn), and their places."""
+    """Finds the parameters that the checkpoint holds (not a new score), and their places."""
     directory = resolve(path, weights=True)
     stored = _renamed(cfg, tensorfile.unpacked(tensorfile.slots(directory)))
     unread = {name for name in stored if _BUFFERS.match(name) or name.startswith(cfg.unread_names)}

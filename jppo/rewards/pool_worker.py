@@ -9,7 +9,6 @@ Standard library only: neither jax nor the trainer.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import pathlib
@@ -19,14 +18,13 @@ import select
 import signal
 import struct
 import sys
-import time
 from typing import Any, BinaryIO
 
+from jppo import descendants
 from jppo.rewards import pool_tasks
 
 LENGTH = struct.Struct(">Q")
 POLL_S = 0.5  # how soon the guard detects the trainer's end
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def main(parent: int, memory_bytes: int) -> None:
@@ -35,19 +33,17 @@ def main(parent: int, memory_bytes: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    descendants.inherit_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # out of memory, the kernel kills a worker before the trainer
         pathlib.Path("/proc/self/oom_score_adj").write_text("500")
-    _prctl(_PR_SET_DUMPABLE, 0)  # other processes of this user cannot open its pipes, memory or environment by /proc
+    descendants.hide()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:
-            os._exit(1)
+        descendants.end_with_parent(guard, signal.SIGKILL)
         os.close(woken)
         os.close(wake)
         os.setsid()
@@ -56,13 +52,10 @@ def main(parent: int, memory_bytes: int) -> None:
     os.close(requests)
     os.close(replies)
     status = _watch(worker, parent, woken, wake)
-    _kill_below(worker)
-    code = 0 if status is None else os.waitstatus_to_exitcode(status)
-    if code < 0:
-        with contextlib.suppress(OSError):  # SIGKILL cannot be reset
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(guard, -code)
-    os._exit(code)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    descendants.kill_all()
+    descendants.end_like(0 if status is None else os.waitstatus_to_exitcode(status))
 
 
 def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
@@ -82,38 +75,6 @@ def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
         if select.select([woken], [], [], POLL_S)[0]:
             os.read(woken, 4096)
     return None
-
-
-def _kill_below(worker: int) -> None:
-    """Kills all descendants until none is left; as their reaper, this process inherits orphans."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker, signal.SIGKILL)
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        for child in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.005)
-
-
-def _children() -> list[int]:
-    found, me = [], os.getpid()
-    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            fields = stat.read_text().rpartition(")")[2].split()  # state, ppid, ...
-            if int(fields[1]) == me:
-                found.append(int(stat.parent.name))
-    return found
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _work(requests: int, replies: int) -> None:

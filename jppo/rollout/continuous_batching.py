@@ -170,9 +170,13 @@ class Batcher:
                 while not self._waiting:
                     await self._came.wait()
             await asyncio.sleep(0)  # lets answered and new callers submit requests
-            sampling = (next(iter(under_way.values())) if under_way else self._waiting[0]).sampling
             # Longest first, so prompts of a prefill are similar; samples of a prompt stay together and share it.
-            waiting = sorted(self._waiting, key=lambda r: (-len(r.ids), r.number))
+            asked = (request for request in self._waiting if not request.answer.done())  # its caller may have gone
+            waiting = sorted(asked, key=lambda r: (-len(r.ids), r.number))
+            if not (under_way or waiting):
+                self._waiting = []
+                continue
+            sampling = (next(iter(under_way.values())) if under_way else waiting[0]).sampling
             free = [row for row in range(s.rows) if row not in under_way]
             while waiting and free:
                 slots, taken = self._fill(slots, waiting, free)
@@ -184,22 +188,23 @@ class Batcher:
             slots = advance(self._model, slots, choice_of(sampling), np.int32(enough))
             looked_at = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts)
             tokens, logprob, last, until, experts = await asyncio.to_thread(jax.device_get, looked_at)
-            until, stopping = until.copy(), list(under_way.values())
+            # The device knows neither about stop texts nor about callers that have gone.
+            until, tell = until.copy(), any(r.sampling.stop or r.answer.done() for r in under_way.values())
             for row, request in list(under_way.items()):
-                begin, end = len(request.ids), int(last[row]) + 1
+                gone, begin, end = request.answer.done(), len(request.ids), int(last[row]) + 1
                 stop = request.sampling.stop
                 length = cut_at(tokens[row, begin:end].tolist(), self._decode, stop, new=TURNS)
-                if length is None and end <= until[row]:
+                if length is None and end <= until[row] and not gone:
                     continue
                 here = slice(begin, end if length is None else begin + length)
                 by_id = not sampling.ignore_eos and int(tokens[row, here.stop - 1]) in self._ends
                 finish = "stop" if by_id or length is not None else "length"
-                if not request.answer.done():  # the caller may have gone
+                if not gone:
                     read = None if experts is None else experts[row, : here.stop - 1]
                     request.answer.set_result(self._answer(tokens[row, here], logprob[row, here], finish, read))
                 del under_way[row]
                 until[row] = last[row]
-            if any(request.sampling.stop for request in stopping):  # the device does not know about stop texts
+            if tell:
                 slots = dataclasses.replace(slots, until=jax.device_put(until, s.by_row))
 
     def _fill(self, slots: Slots, waiting: Sequence[Waiting], free: Sequence[int]) -> tuple[Slots, Sequence[Waiting]]:

@@ -46,6 +46,10 @@ def agree(
     count = max(1, min(16, c.actor.ppo_mini_batch_size, len(inputs.train.prompts)) // hosts.count)
     longest, some = _longest(inputs, count), _unfiltered(c, version)
     drawn = trajectories.of_all(hosts, hosts.together(lambda: sampler.generate(longest, some, version=version)))
+    faults = [t.exchange.fault for t in drawn if t.exchange is not None and t.exchange.fault is not None]
+    if not any(t.sampled.any() for t in drawn):
+        why = faults[0] if faults else "no token was sampled"
+        raise RolloutError(f"none of the {len(drawn)} first conversations has a turn of the policy; the first: {why}")
     gap = float(np.concatenate(_gaps(learner, now, drawn)).max())
     if not gap <= c.rollout.logp_tolerance:
         raise RolloutError(
@@ -53,7 +57,9 @@ def agree(
             f" rollout.logp_tolerance={c.rollout.logp_tolerance:g}: they do not have the same policy; compare"
             " rollout.dtype and model.compute_dtype, or raise the tolerance if bfloat16 explains the gap"
         )
-    return f"engine and trainer agree: largest log-prob gap {gap:.1e} on {sum(len(t.tokens) for t in drawn)} tokens"
+    failed = f"; {len(faults)} of {len(drawn)} conversations failed, the first: {faults[0]}" if faults else ""
+    tokens = sum(len(t.tokens) for t in drawn)
+    return f"engine and trainer agree: largest log-prob gap {gap:.1e} on {tokens} tokens{failed}"
 
 
 def require_published(

@@ -44,11 +44,9 @@ def read_inputs(c: Settings) -> Inputs:
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
-    train = mixture(
-        read_prompts(c.data.train_files, max_samples=c.data.train_max_samples, **_reading(c, tokenizer, agent)),
-        c.data.mix,
-        batch_size=prompts_per_batch(c),
-    )
+    how = dict[str, Any](max_samples=c.data.train_max_samples) | _reading(c, tokenizer, agent)
+    prompts = _with_messages(c, read_prompts(c.data.train_files, **how))
+    train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
     if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
         raise UserError(
             f"data.gen_batch_size={c.data.gen_batch_size} must be at most the number of prompts, {len(train.prompts)}"
@@ -103,12 +101,8 @@ def read_test(c: Settings) -> Inputs:
 
 def read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
     """Reads the validation prompts."""
-    return read_prompts(
-        c.data.val_files,
-        max_samples=c.data.val_max_samples,
-        setting="data.val_files",
-        **_reading(c, tokenizer, agent),
-    )
+    how = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
+    return _with_messages(c, read_prompts(c.data.val_files, **how, **_reading(c, tokenizer, agent)))
 
 
 def describe_decoding(policy: ModelConfig) -> str | None:
@@ -137,6 +131,18 @@ def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]
         template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
         tools=() if agent is None else agent.schemas,
     )
+
+
+def _with_messages(c: Settings, prompts: PromptSet) -> PromptSet:
+    """Returns the prompts; UserError if a conversation by the chat template begins with a text."""
+    m = c.rollout.multi_turn
+    text = next((prompt for prompt in prompts.prompts if isinstance(prompt.messages, str)), None)
+    if text is not None and m.enable and m.format != "plain":
+        raise UserError(
+            f"prompt {text.uid} is text, and rollout.multi_turn.format={m.format!r} renders conversations by the chat"
+            " template; make the prompts chat messages, or set rollout.multi_turn.format=plain"
+        )
+    return prompts
 
 
 def columns_of(c: Settings) -> dict[str, str]:

@@ -28,7 +28,7 @@ from jppo.types import TrainState
 
 # Settings that a resume cannot change, and what of the checkpoint depends on them.
 FIXED = dict.fromkeys(("trainer.seed", "data.shuffle", "data.sampler"), "place in the data")
-FIXED |= dict.fromkeys(("critic.value_bins", "critic.value_range"), "critic's head")
+FIXED |= dict.fromkeys(("critic.value_bins", "critic.value_range", "critic.value_head_std"), "critic's head")
 # Start-up settings, whose changes are not reported.
 PASSING = (
     "trainer.run_dir",
@@ -209,14 +209,17 @@ def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns a line on changed settings and one on changed versions."""
+    """Returns a line on changed settings and one on changed versions.
+
+    A fixed setting is equal, or the checkpoint is from before it.
+    """
     out = []
     for about, said in (("config", "settings"), ("versions", "versions")):
         old, new = then.get(about, now[about]), now[about]
         changed = [
             f"{name} {old.get(name)!r} → {new.get(name)!r}"
             for name in dict.fromkeys((*old, *new))
-            if old.get(name) != new.get(name) and name not in PASSING
+            if old.get(name) != new.get(name) and name not in (*PASSING, *FIXED)
         ]
         if changed:
             out.append(f"{said} that differ from the checkpoint's: {', '.join(changed)}")

@@ -87,31 +87,31 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
     limits = dict[str, Any](stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
     ends = dict[str, Any](hosts=hosts, stopped=c.trainer.stop_exit_code)
     watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
-    kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
-    checkpoints = stack.enter_context(kept)
-    hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
-    if finished(c, checkpoints, inputs.total_steps):
-        return None
-    if inputs.agent is not None:
-        stack.callback(inputs.agent.close)
-    mesh = make_mesh(c)
-    process.prepare(c, sharding.platform(mesh))
-    require_models_fit(inputs, mesh)
-    fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
-    c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
-    panel = hosts.together(lambda: make_panel(c, mesh, hosts, **inputs.graded()))
-    stack.callback(panel.close)
-    if c.algorithm.filter_groups:
-        require_metric(c.algorithm.filter_groups_metric.partition("/")[0], panel.parts)
-    kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-    parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
-    parts["reference"] = served_reference(c, inputs.tokenizer, hosts)
-    if c.trainer.traces:
-        stack.enter_context(traces.exporting())
-    with timer("start"):
+    with timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
+        kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
+        checkpoints = stack.enter_context(kept)
+        hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
+        if finished(c, checkpoints, inputs.total_steps):
+            return None
+        if inputs.agent is not None:
+            stack.callback(inputs.agent.close)
+        mesh = make_mesh(c)
+        process.prepare(c, sharding.platform(mesh))
+        require_models_fit(inputs, mesh)
+        fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
+        c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
+        panel = hosts.together(lambda: make_panel(c, mesh, hosts, **inputs.graded()))
+        stack.callback(panel.close)
+        if c.algorithm.filter_groups:
+            require_metric(c.algorithm.filter_groups_metric.partition("/")[0], panel.parts)
+        kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
+        parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
+        parts["reference"] = served_reference(c, inputs.tokenizer, hosts)
+        if c.trainer.traces:
+            stack.enter_context(traces.exporting())
         run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
-    introduce(run, begun, kernel, chosen, laps)
-    return run, begun
+        introduce(run, begun, kernel, chosen, laps)
+        return run, begun
 
 
 def read(c: Settings) -> Inputs:

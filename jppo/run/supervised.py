@@ -31,7 +31,7 @@ from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent, read_metrics
 from jppo.runlog.make import make_logger
 from jppo.runlog.timers import Timers
-from jppo.runlog.watchdog import Stopped, Watch
+from jppo.runlog.watchdog import Watch
 from jppo.settings import Supervised, UserError
 from jppo.types import Params
 
@@ -206,12 +206,15 @@ def arrays_of(objective: Objective, descent: ppo.Descent, now: Progress) -> Save
 
 
 def learn(run: Run, now: Progress) -> Progress:
-    """Runs all remaining steps and logs each once; a stopped run leaves a checkpoint."""
+    """Runs all remaining steps and logs each once; whatever ends the run, a complete state is saved."""
     c, timer, steps, drawn = run.c, run.timer, run.task.steps, None
     try:
         while now.pending is not None or now.step < steps:
             if now.pending is None:  # else a step is done, but not yet validated and logged
-                now, drawn = take_step(run, now)
+                after, found = take_step(run, now)
+                now = dataclasses.replace(now, learned=after.learned, opt=after.opt)  # of a skipped step unchanged
+                require_learned(run.objective.name, after, c)
+                now, drawn = after, found
                 run.watch.check()
             metrics, last = dict(now.pending or {}), now.step == steps
             if run.objective.test is not None and (last or due(now.step, run.objective.test_freq)):
@@ -225,13 +228,8 @@ def learn(run: Run, now: Progress) -> Progress:
                 except NonFinite as e:
                     raise UserError(f"step {now.step}: {e}; nothing was saved: {remedy(c)}") from e
             run.watch.check()
-    except Stopped:
-        run.checkpoints.wait()
-        if run.checkpoints.latest() != now.step:
-            try:
-                save(run, now, drawn)
-            except NonFinite as e:
-                run.logger.note(f"step {now.step} is not saved: {e}; the checkpoint before stands")
+    except BaseException:  # the state may be fit, whatever ends the run
+        run.checkpoints.save_last(now.step, (now.learned, now.opt), lambda: save(run, now, drawn), run.logger.note)
         raise
     return now
 
@@ -250,14 +248,18 @@ def take_step(run: Run, now: Progress) -> tuple[Progress, Batch]:
         drawn = objective.draw(descent, now.learned, indices)
         number = np.asarray(now.step, np.int32)
         learned, opt, found = ppo.descend(descent, now.learned, now.opt, number, [drawn.mini], *drawn.further)
-    metrics, name = drawn.metrics | found, objective.name
-    if metrics[f"{name}/skipped"]:
-        raise UserError(
-            f"step {now.step + 1}: {name}/loss={metrics[f'{name}/loss']} {name}/grad_norm="
-            f"{metrics[f'{name}/grad_norm']} must be finite numbers; {remedy(c)}"
-        )
+    metrics = drawn.metrics | found
     metrics["perf/throughput"] = drawn.tokens / run.timer.so_far()["step"]
     return Progress(learned, opt, cursor, now.step + 1, metrics), drawn
+
+
+def require_learned(name: str, now: Progress, c: Supervised) -> None:
+    """Raises UserError where the last update was skipped."""
+    metrics = now.pending or {}
+    if metrics[f"{name}/skipped"]:
+        loss, norm = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
+        said = f"{name}/loss={loss} {name}/grad_norm={norm} must be finite numbers"
+        raise UserError(f"step {now.step}: {said}; {remedy(c)}")
 
 
 def remedy(c: Supervised) -> str:

@@ -16,6 +16,8 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import escaped
 from jppo.runlog import atomic_file, checkpoint_arrays
 from jppo.runlog.restore import Damaged, Restored, checkpointer, quiet, restore
 from jppo.settings import UserError
@@ -103,6 +105,30 @@ class Checkpoints:
             self._writer.save(self._directory / str(step), args=items)
         except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
             self._failed(e)
+
+    def save_last(
+        self,
+        step: int,
+        state: Any,
+        save: Callable[[], None],
+        note: Callable[[str], object],
+        hosts: Hosts = ALONE,
+    ) -> None:
+        """Calls `save` for the state in which an error ends a run, unless the step is saved.
+
+        An update donates its models' buffers: from its first optimizer step to its end there is no complete state. A
+        failure is noted and not raised, because it would hide that error.
+        """
+        try:
+            self.wait()
+            if hosts.gather(self.latest)[0] == step:
+                return
+            if any(hosts.gather(lambda: any(x.is_deleted() for x in jax.tree.leaves(state)))):
+                note(f"step {step + 1} broke off in its update, so that nothing is saved; the last checkpoint remains")
+                return
+            save()
+        except Exception as e:
+            note(f"step {step} is not saved: {escaped(str(e))}; the last checkpoint remains")
 
     def restore_latest(self, like: Any, **how: Any) -> Restored | None:
         """Reads the last undamaged checkpoint by `restore` with `how`; None without one.

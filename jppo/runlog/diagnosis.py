@@ -29,6 +29,7 @@ IN_A_ROW = 3  # steps, for conditions that no healthy batch meets even once
 
 ERROR_SHARE = 0.01  # of the responses of the last steps; above the usual time-outs of a judge
 ENTROPY_LEFT = 0.1  # share of the first steps' entropy
+EXPLAINED = 0.01  # a critic whose values are all equal explains 0, plus rounding
 VALUE_STEPS = 20  # until a critic must have learned something; the last half is compared with the baseline
 TRUNCATED_SHARE = 0.95  # of responses; a few end by chance
 GAP_GROWTH = 5.0  # factor over the first steps' mismatch
@@ -140,7 +141,7 @@ def value_loss_not_falling(past: Past) -> str | None:
     if name not in past.now or past.count(name) < VALUE_STEPS:
         return None
     loss, explained = (statistics.median(past.last(n, VALUE_STEPS // 2) or [math.inf]) for n in (name, fit))
-    if loss < past.first(name) or explained > 0:
+    if loss < past.first(name) or explained > EXPLAINED:
         return None
     return (
         f"critic/vf_loss is {loss:.3g} after {past.count(name)} steps, {past.first(name):.3g} at the beginning, and"
@@ -184,6 +185,15 @@ def host_memory_growing(past: Past) -> str | None:
     if not steady or grown < max(MEMORY_GROWTH_GB, MEMORY_GROWTH_SHARE * past.first(MEMORY)):
         return None
     return f"the host's memory grew from {past.first(MEMORY):.1f} to {c:.1f} GB since the warm-up, and still grows"
+
+
+@_rule("correct algorithm.filter_groups_metric, whose names are in samples/, or leave it at score")
+def filter_metric_missing(past: Past) -> str | None:
+    """No sample of dynamic sampling has its metric."""
+    values = past.last("training/filter_groups/without_metric", IN_A_ROW)
+    if len(values) == IN_A_ROW and min(values) == 1.0:
+        return f"no sample of {IN_A_ROW} steps has algorithm.filter_groups_metric: prompts are kept by their scores"
+    return None
 
 
 @_rule("check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk")

@@ -31,6 +31,7 @@ READ = (
     "prompt_length/mean",
     "response_length/mean",
     "response_length/clip_ratio",
+    "training/filter_groups/without_metric",
     "actor/ppo_kl",
     "actor/ratio_mean",
     "actor/entropy",

@@ -4,6 +4,7 @@ state(...)      of this host, of JSON types
 merged(states)  of all hosts, which may be at different points
 steps(state)    the inverse
 fitted(...)     the same for a run whose settings may have changed
+unanswered(...) the state without responses
 """
 
 import dataclasses
@@ -79,7 +80,7 @@ def fitted(
     """Returns the steps of a state for a run of this kind that begins with step `first`, and console lines.
 
     Drops responses that the run would sample differently or that are too old, and rewards by other graders. A run
-    without `partial` gets whole steps. UserError if the indices have another meaning.
+    without `partial` gets whole steps, the last one with the rest. UserError if the indices have another meaning.
     """
     _require_alike(state, kind)
     kept = steps(state)
@@ -97,6 +98,13 @@ def fitted(
     return kept, [f"{n} samples that the checkpoint has of the next steps are {what}" for n, what in said if n]
 
 
+def unanswered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the state with its prompts alone: a resumed run requests all of their responses again."""
+    if not state:
+        return {}
+    return {**state, "steps": [_packed(one.each(lambda way: way.only(()))) for one in steps(state)]}
+
+
 def _require_alike(state: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
     for name in ("data.train_batch_size", "rollout.n", "greedy"):
         if state[name] != kind[name]:
@@ -109,20 +117,23 @@ def _require_alike(state: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
 
 
 def _regrouped(kept: Sequence[Step], first: int, after: dict[str, Any]) -> list[Step]:
-    """Returns the remaining prompts in order, as whole steps from `first` on; `kept` if they already are."""
+    """Returns the remaining prompts in order, as steps from `first` on; `kept` if they already are whole steps.
+
+    The last of them has the prompts that are left over, fewer than a step's.
+    """
     whole = all(len(one.left) == len(one.indices) for one in kept)
     if whole and [one.step for one in kept] == list(range(first, first + len(kept))):
         return list(kept)
     size = max((len(one.indices) for one in kept), default=1)
     pairs = [(one, group) for one in kept for group in sorted(one.left)]
-    chunks = [pairs[i : i + size] for i in range(0, len(pairs) - size + 1, size)]
+    chunks = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     return [
         Step(
             step=first + i,
             version=min(one.version for one, _ in chunk),
             indices=np.array([one.indices[group] for one, group in chunk]),
             after=after,
-            left=frozenset(range(size)),
+            left=frozenset(range(len(chunk))),
             found=tuple(_renumbered(chunk, way) for way in range(len(kept[0].found))),
         )
         for i, chunk in enumerate(chunks)

@@ -3,6 +3,10 @@
 A signal raises `Stopped` at once in a stage that only waits, whose work the resumed run repeats; in any other stage the
 step is finished first. The handler of `Stopped` saves. A run that has not ended `stop_timeout_s` later is ended by
 force; the last checkpoint remains.
+
+Python drops an exception that is raised in `__del__`, a callback of the garbage collector or a callback from C, and
+code may catch every exception. A signal may arrive there. `Stopped` is therefore raised again, every `AGAIN_S`, until
+the main thread has left the stage or is on its way out.
 """
 
 import contextlib
@@ -22,6 +26,7 @@ from jppo.runlog.timers import Timers
 
 WAITING = ("start", "gen", "reward", "testing")
 POLL_S = 0.2
+AGAIN_S = 1.0
 STOPPED = 143  # the shell's code for SIGTERM: a batch system must not consider the run finished
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 STUCK = 1  # exit code of a stuck run
@@ -87,7 +92,7 @@ class Watch:
             _mute()
         if number in self._codes:
             self._ask(Stopped(self._codes[signal.Signals(number)], f"stopped by {signal.Signals(number).name}"))
-        if self._asked is not None and self._timer.stage()[0] in WAITING and self._hosts.working:
+        if self._asked is not None and self._timer.stage()[0] in WAITING and self._hosts.working and not _ending():
             raise self._asked
 
     def _ask(self, stopped: Stopped) -> None:
@@ -96,7 +101,7 @@ class Watch:
             self._last_moment = time.monotonic() + self._stop_timeout_s
 
     def _look(self) -> None:
-        told = False
+        told, again = False, 0.0
         while not self._over.wait(POLL_S):
             stage, seconds = self._timer.stage()
             heard = self._hosts.heard()
@@ -104,8 +109,9 @@ class Watch:
                 if heard is None:
                     self._report(stage, seconds)
                 self._ask(heard or Stopped(STUCK, f"stuck in stage {stage}"))
-                if self._handlers:
-                    signal.pthread_kill(self._main, signal.SIGUSR1)  # wakes it from a wait
+            if self._asked is not None and self._handlers and stage in WAITING and time.monotonic() >= again:
+                again = time.monotonic() + AGAIN_S
+                signal.pthread_kill(self._main, signal.SIGUSR1)  # wakes it from a wait
             if self._asked is not None and not told:
                 told = True
                 if not self._asked.heard:
@@ -154,6 +160,14 @@ def leave(code: int, *, within_s: float) -> None:
     threads.daemon = True
     threads.start()
     sys.exit(code)
+
+
+def _ending() -> bool:
+    """Whether this thread handles a `Stopped`: its `finally` and `except` blocks must not be interrupted by another."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None
 
 
 def _mute() -> None:

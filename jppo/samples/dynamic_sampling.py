@@ -1,9 +1,9 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose samples all score the same are replaced by new prompts.
 
 A step samples gen batches of `data.gen_batch_size` prompts until `data.train_batch_size` groups have samples that
-differ in `algorithm.filter_groups_metric`. It trains on the first of these and drops the rest, as verl does. After
-`algorithm.max_num_gen_batches` it trains on the groups it has. Only the position in the data passes from one step to
-the next, so a checkpoint needs no more than that.
+differ in `algorithm.filter_groups_metric`, of which at least one is trained on. It trains on the first of these and
+drops the rest, as verl does. After `algorithm.max_num_gen_batches` it trains on the groups it has. Only the position in
+the data passes from one step to the next, so a checkpoint needs no more than that.
 """
 
 import dataclasses
@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jppo.data.stream import Cursor
+from jppo.learner.batch import filtered
 from jppo.rollout.protocol import RolloutError
+from jppo.runlog import sample_queue
 from jppo.samples.queue import Drawn, Supply
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
@@ -29,6 +31,7 @@ class Filter:
     n: int
     metric: str
     most: int  # gen batches of a step; 0: no bound
+    filter_truncated: bool = False  # truncated responses are not trained on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +45,18 @@ class Group:
 
 
 def differs(rewards: Sequence[Reward], metric: str) -> bool:
-    """Whether the usable samples of a prompt have at least two values of the metric; without it, scores count."""
-    return len({r.parts.get(metric, r.score) for r in rewards if r.unusable is None}) > 1
+    """Whether the usable samples of a prompt have two values of the metric, or of the score where none has it."""
+    usable = [r for r in rewards if r.unusable is None]
+    found = [r.parts[metric] for r in usable if metric in r.parts] or [r.score for r in usable]
+    return len(set(found)) > 1
+
+
+def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, filter_truncated: bool) -> bool:
+    """Whether any sample of a prompt is trained on."""
+    return any(
+        reward.unusable is None and any(not filtered(t, filter_truncated) for t in (whole, *whole.branches))
+        for whole, reward in zip(trajectories, rewards, strict=True)
+    )
 
 
 def require_metric(metric: str, parts: Collection[str]) -> None:
@@ -67,7 +80,7 @@ class DynamicSupply:
     def take(self, step: int) -> Drawn:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
         how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
-        kept, rewards = list[Group](), list[Reward]()
+        kept, rewards, lacking = list[Group](), list[Reward](), 0
         for batches in itertools.count(1):
             supply = self._gen_batch(batches - 1, after)
             drawn = supply.take(step)
@@ -78,9 +91,9 @@ class DynamicSupply:
             if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
                 kept = kept or found
                 break
-            if batches == 1:
-                require_metric(how.metric, sorted({name for r in new for name in r.parts}))
-            kept += [group for group in found if differs(group.rewards, how.metric)]
+            lacking += sum(all(how.metric not in r.parts for r in group.rewards) for group in found)
+            trained = [g for g in found if trains(g.trajectories, g.rewards, filter_truncated=how.filter_truncated)]
+            kept += [group for group in trained if differs(group.rewards, how.metric)]
             if len(kept) >= how.prompts or batches == how.most:
                 break
         self._cursor = after
@@ -96,6 +109,7 @@ class DynamicSupply:
             "train/num_prompts": float(len(used)),
             "training/filter_groups/evicted_samples": float(count - len(kept)),
             "training/filter_groups/discarded_surplus_samples": float(len(kept) - len(used)),
+            "training/filter_groups/without_metric": lacking / count if how.metric != SCORE else 0.0,
             "train/sampled_score": _mean([r.score for r in rewards if r.unusable is None]),
             "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
         }
@@ -126,9 +140,15 @@ class DynamicSupply:
         return {}
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Returns a line for the console if a checkpoint of asynchronous training has samples."""
-        said = "the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"
-        return [said] if state else []
+        """Returns lines for the console on samples and prompts that a checkpoint of asynchronous training has."""
+        if not state:
+            return []
+        said = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
+        here = (self._cursor.epoch, self._cursor.index)
+        behind = [one for one in sample_queue.steps(state) if (one.after["epoch"], one.after["index"]) <= here]
+        if left := sum(len(one.left) for one in behind):
+            said.append(f"{left} prompts that rollout.partial had put off are left out of this epoch")
+        return said
 
 
 def _groups(drawn: Drawn, n: int) -> list[Group]:

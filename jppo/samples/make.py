@@ -56,7 +56,8 @@ def make_supply(
         graders=graders(c),
     )
     a = c.algorithm
-    of_step = Filter(c.data.train_batch_size, c.rollout.n, a.filter_groups_metric, a.max_num_gen_batches)
+    metric, most = a.filter_groups_metric, a.max_num_gen_batches
+    of_step = Filter(c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated)
     if not a.filter_groups:
         return Supply(how, train, sampler, panel, cursor, hosts)
     how = dataclasses.replace(how, batch_size=prompts_per_batch(c))

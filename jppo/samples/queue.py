@@ -76,6 +76,7 @@ class Supply:
         self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of unfinished steps
         self._changed = threading.Condition()
         self._settling_s = 0.0
+        self._learned: str | None = None  # the state of a curriculum after the step's rewards
 
     def take(self, step: int) -> Drawn:
         """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
@@ -102,16 +103,21 @@ class Supply:
         self._settling_s += time.monotonic() - began
 
     def learned(self, drawn: Drawn, rewards: Sequence[Reward]) -> Cursor:
-        """Passes the step's rewards to a sampler that learns from them; returns the position in the data after it."""
-        after = seen(self._now.cursor, self._train.order_of, drawn.prompts, rewards)
-        self._now = dataclasses.replace(self._now, cursor=after)
-        return dataclasses.replace(drawn.after, curriculum=after.curriculum)
+        """Passes the step's rewards to a sampler that learns from them; returns the position in the data after it.
+
+        `state` has them from `forget` on: a step that breaks off is repeated.
+        """
+        self._learned = seen(self._now.cursor, self._train.order_of, drawn.prompts, rewards).curriculum
+        return dataclasses.replace(drawn.after, curriculum=self._learned)
 
     def forget(self, step: int) -> None:
         """Ends the step: its samples are not needed again."""
         for asked, group in self._taken.pop(step, []):
             asked.left.discard(group)
-        self._now = dataclasses.replace(self._now, queue=tuple(asked for asked in self._now.queue if asked.left))
+        cursor, self._learned, learned = self._now.cursor, None, self._learned
+        cursor = cursor if learned is None else dataclasses.replace(cursor, curriculum=learned)
+        queue = tuple(asked for asked in self._now.queue if asked.left)
+        self._now = dataclasses.replace(self._now, cursor=cursor, queue=queue)
 
     def state(self) -> dict[str, Any]:
         """Returns requests that are not yet trained on, as JSON types; {} without prefetching."""
@@ -119,7 +125,7 @@ class Supply:
 
     def _state(self) -> dict[str, Any]:
         now = self._now
-        if not self._how.staleness and not now.held:
+        if not self._how.staleness and not now.held and not any(asked.held for asked in now.queue):
             return {}
         while True:  # the graders' state must match the finished rewards
             reward = self._panel.state()
@@ -152,8 +158,11 @@ class Supply:
         )
         if any(way.rewards for one in kept for way in one.found):
             self._panel.load(state["reward"])
+        cursor = Cursor(**state["cursor"])
+        if kept and len(kept[-1].indices) < self._how.batch_size and not self._how.partial:
+            kept[-1], cursor = self._filled(kept[-1], cursor)
         following = state["next"] if self._how.partial else step + len(kept)
-        self._now = Queue(Cursor(**state["cursor"]), following, held=tuple(kept))
+        self._now = Queue(cursor, following, held=tuple(kept))
         self._ask_held(self._last(step))
         return lines
 
@@ -181,12 +190,23 @@ class Supply:
         how = self._how
         self._ask_held(last)
         for step in range(max(version, self._now.next), last + 1):
-            indices, cursor = next_batch(
-                self._now.cursor, n=len(self._train.prompts), batch_size=how.batch_size, seed=how.seed,
-                shuffle=how.shuffle, parts=self._train.parts, order_of=self._train.order_of,
-            )  # fmt: skip
+            indices, cursor = self._next(self._now.cursor, how.batch_size)
             asked = self._begin(step, version, indices, cursor, frozenset(range(len(indices))))
             self._now = dataclasses.replace(self._now, cursor=cursor, next=step + 1, queue=(*self._now.queue, asked))
+
+    def _next(self, cursor: Cursor, size: int) -> tuple[np.ndarray, Cursor]:
+        """Returns the indices of the next prompts, and the position after them."""
+        return next_batch(
+            cursor, n=len(self._train.prompts), batch_size=size, seed=self._how.seed, shuffle=self._how.shuffle,
+            parts=self._train.parts, order_of=self._train.order_of,
+        )  # fmt: skip
+
+    def _filled(self, one: sample_queue.Step, cursor: Cursor) -> tuple[sample_queue.Step, Cursor]:
+        """Adds new prompts to the last ones that a run with `partial` left, which are no whole step."""
+        size = self._how.batch_size
+        indices, cursor = self._next(cursor, size - len(one.indices))
+        indices, after = np.concatenate([one.indices, indices]), dataclasses.asdict(cursor)
+        return dataclasses.replace(one, indices=indices, after=after, left=frozenset(range(size))), cursor
 
     def _ask_held(self, last: int) -> None:
         for one in self._now.held:
@@ -214,7 +234,7 @@ class Supply:
             missing = [number for number in own if number not in there.responses]
             draws.future = self._sampler.start(prompts, way, done=draws.done, only=missing)
             asked.append(draws)
-        return Asked(step, version, indices, after, tuple(asked), set(left))
+        return Asked(step, version, indices, after, tuple(asked), set(left), held=bool(found))
 
     def _choose(self, step: int) -> list[tuple[Asked, int]] | None:
         """Returns the groups of the step; None if they are incomplete."""

@@ -68,6 +68,7 @@ class Asked:
     after: Cursor
     draws: tuple[Draws, ...]  # the samples, and the greedy responses if there are any
     left: set[int]  # prompts that no step has trained on
+    held: bool = False  # from a checkpoint: the position in the data may be behind them
 
 
 @dataclasses.dataclass(frozen=True)

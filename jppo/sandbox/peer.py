@@ -620,19 +620,18 @@ class Captured:
 
 def _plain(value):
     """Returns the value of an instance of a subclass of a builtin, read past its methods; None of others."""
-    for base in (str, bytes, frozenset, tuple, list, set, bytearray):
+    if isinstance(value, (str, bytes)):
+        return (str if isinstance(value, str) else bytes).__getitem__(value, slice(None))
+    for base in (frozenset, tuple, list, set, bytearray):
         if isinstance(value, base):
-            return (
-                base(base.__iter__(value))
-                if base is not str and base is not bytes
-                else base.__getitem__(value, slice(None))
-            )
+            return base(base.__iter__(value))  # type: ignore[arg-type]
     if isinstance(value, dict):
         return dict(dict.items(value))
-    for base in (int, float):
-        if isinstance(value, base):
-            return base.__add__(value, base(0)) if base is int else base.__float__(value)
-    return complex(value.real, value.imag) if isinstance(value, complex) else None
+    if isinstance(value, int):
+        return int.__add__(value, 0)
+    if isinstance(value, float):
+        return float.__float__(value)
+    return complex.__add__(value, 0) if isinstance(value, complex) else None
 
 
 def _shared_name(value):

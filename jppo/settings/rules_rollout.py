@@ -33,6 +33,12 @@ def check(config: Settings, *, training: bool) -> None:
             " rollout.multi_turn.enable=False, or leave rollout.agent empty"
         )
     _conversation(r.multi_turn)
+    for name in () if r.agent or r.multi_turn.enable else ("agent_branches", "history"):
+        if (value := getattr(r, name)) != PPO[f"rollout.{name}"].default:
+            raise UserError(
+                f"rollout.{name}={value!r} is read only with rollout.agent set or rollout.multi_turn.enable=True; set"
+                " one of them, or leave it out"
+            )
     _secrets(config)
     _publish(r)
     if training:

@@ -47,7 +47,8 @@ def _estimator(config: Settings) -> None:
                 f"algorithm.gamma_by='turn': algorithm.adv_estimator={name!r} does not discount; leave it at token, or"
                 " take gae or reinforce_plus_plus"
             )
-    for one in ("algorithm.lam_alpha", "critic.lam", "critic.value_norm_decay", "critic.value_bins"):
+    of_critics = ("lam", "value_norm_decay", "value_bins", "value_head_std")
+    for one in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
         found = value(config, one)
         if not estimator.critic and found != TABLE[one].default:
             raise UserError(

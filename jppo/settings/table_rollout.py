@@ -124,8 +124,11 @@ class Rollout(Section):
     agent_timeout_s: float = setting(600.0, "Time limit of an episode; its processes are then killed and its sample is"
         " left out", unit="seconds", bounds="(0,", only=_AGENT)
     agent_concurrency: int = setting(256, "Agent programs that run at once on a host", bounds="[1,", only=_AGENT)
-    agent_branches: int = setting(4, "Trajectories of an episode that are trained on; an agent that rewrites its"
-        " history begins a new one", bounds="[1,", only=_AGENT)
+    agent_branches: int = setting(4, "Trajectories of a conversation or an agent's episode that are trained on; a"
+        " changed history begins a new one", bounds="[1,")
+    history: str = setting("template", "Earlier turns of the policy in a conversation. template: as the chat template"
+        " renders them, in a new trajectory where it changes them; sampled: as they were sampled",
+        choices=("template", "sampled"))
     max_kl_jump: float = setting(1.0, "Largest rise of rollout_corr/kl in a step; a larger one stops the run. 0.0: no"
         " limit", unit="nats", bounds="[0,")
     multi_turn: MultiTurn = dataclasses.field(default_factory=MultiTurn)

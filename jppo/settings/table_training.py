@@ -16,8 +16,8 @@ class Trunk(Section):
 
     # fmt: off
     path: str = setting("", "HF directory or hub name of the policy", required=True)
-    init: str = setting("pretrained", "Source of the weights. random: drawn; of the directory only config.json and the"
-        " tokenizer are read", choices=("pretrained", "random"))
+    init: str = setting("pretrained", "Source of the weights of model.path. random: drawn; of the directory only"
+        " config.json and the tokenizer are read", choices=("pretrained", "random"))
     compute_dtype: str = setting("float32", "Dtype of matrix products; sums, log-probs and losses are float32",
         choices=DTYPES)
     param_dtype: str = setting("float32", "Dtype of the parameters", choices=DTYPES)
@@ -241,8 +241,10 @@ class Critic(Optimizer):
         bounds="[0, 1]")
     value_norm_decay: float | None = setting(None, "Decay per step of the running mean and standard deviation of"
         " returns, which normalize values. None: no normalization", bounds="[0, 1)")
-    value_bins: int = setting(0, "Bins of a value head that is a histogram and learns by cross-entropy (HL-Gauss);"
-        " such a head starts random. 0: a scalar head", bounds="[2,", off=0)
+    value_bins: int = setting(0, "Bins of a value head that is a histogram and learns by cross-entropy (HL-Gauss); such"
+        " a head is always new. 0: a scalar head", bounds="[2,", off=0)
+    value_head_std: float = setting(0.0, "Standard deviation of a new value head's weights. 0.0: zeros, so that all"
+        " values start at 0, or with value_bins in the middle of value_range", bounds="[0,")
     value_range: tuple[float, float] = setting((-5.0, 5.0), "Lowest and highest value of the bins; of normalized"
         " values in their own unit", only="critic.value_bins")
     cliprange_value: float = setting(0.5, "Clip range of a value around the old value; of normalized values in their"

@@ -49,6 +49,7 @@ class Hall:
         self.limits = dict(parallel=2, characters=60, side="middle", timeout_s=0.5)
         self.turns = Turns(-1, -1)
         self.roles = ("tool", "user")
+        self.how, self.branches = {}, 8
 
     def encode(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -63,11 +64,12 @@ class Hall:
     def talk(self):
         toolbox = Toolbox(self.tools, Limits(**self.limits), self.user_code)
         if self.format == "plain":
-            between = turn_tokens.plain(self.tokenizer)
+            chat = turn_tokens.plain(self.tokenizer)
         else:
-            between = turn_tokens.templated(self.tokenizer, toolbox.schemas, roles=self.roles, name=self.format)
+            how = dict(roles=self.roles, name=self.format, parse=PARSERS[self.format], parallel=2)
+            chat = turn_tokens.templated(self.tokenizer, toolbox.schemas, **how, **self.how)
         return make_talk(
-            between,
+            chat,
             PARSERS[self.format],
             toolbox,
             self.begin,
@@ -75,6 +77,7 @@ class Hall:
             decode=lambda ids: decode(self.tokenizer, ids),
             spell=self.tokenizer.decode,
             ends=(self.tokenizer.eos_token_id,),
+            branches=self.branches,
         )
 
     def policy(self, *said, finish="stop"):

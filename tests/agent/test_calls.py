@@ -2,7 +2,7 @@
 
 import pytest
 
-from jppo.agent.calls import Call, Fault, hermes, plain, qwen3_coder
+from jppo.agent.calls import Call, Fault, hermes, opened_thought, plain, qwen3_coder, without_calls
 
 
 def schema(name, required=(), **types):
@@ -45,6 +45,48 @@ def test_no_text_is_too_odd_for_hermes(body):
     [found] = hermes(f"<tool_call>{body}</tool_call>", BOTH)
     assert isinstance(found, Fault)
     assert isinstance(hermes(f"<tool_call>{body}", BOTH)[0], Fault)
+
+
+THOUGHTS = [  # text before a call, text after it, whether it is a call
+    ("<think>I could write ", ".</think> No.", False),
+    ("<think>I could write ", ", or not", False),  # the thought has no end
+    ("I could write ", ".</think> No.", False),  # its beginning is in the prompt
+    ("<think>\n\n</think>\n\n", "", True),
+    ("<think>Yes.</think> I call ", " <think>Was it right?</think>", True),
+    ("<think>a</think> b <think>I could write ", "</think> c", False),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "is_call"), THOUGHTS)
+@pytest.mark.parametrize(
+    ("parse", "format", "call"),
+    [
+        (hermes, "hermes", '<tool_call>{"name": "ask", "arguments": {"what": "x"}}</tool_call>'),
+        (qwen3_coder, "qwen3_coder", "<tool_call><function=ask><parameter=what>x</parameter></function></tool_call>"),
+        (plain, "plain", "<<ask x>>"),
+    ],
+)
+def test_a_call_in_a_thought_is_none(parse, format, call, before, after, is_call):
+    text, one = before + call + after, Call("ask", {"what": "x"})
+    assert parse(text, BOTH) == ([one] if is_call else [])
+    assert without_calls(text, format) == (before + after if is_call else text).rstrip()
+    assert parse(text + "</think>" + call, BOTH) == [one]  # a later one counts
+
+
+def test_a_call_may_have_the_words_of_a_thought():
+    call = '<tool_call>{"name": "ask", "arguments": {"what": "</think> or <think>?"}}</tool_call>'
+    assert hermes(call + call, BOTH) == [Call("ask", {"what": "</think> or <think>?"})] * 2
+    assert opened_thought("<|im_start|>assistant\n<think>\n") == "<think>"
+    assert opened_thought("<think>\n\n</think>\n\n") == ""
+
+
+def test_half_a_character_and_pythons_true():
+    body = '{"name": "ask", "arguments": {"what": "\\ud83d"}}'
+    assert isinstance(hermes(f"<tool_call>{body}</tool_call>", BOTH)[0], Fault)
+    pair = body.replace("d83d", "d83d\\ude00")
+    assert hermes(f"<tool_call>{pair}</tool_call>", BOTH) == [Call("ask", {"what": "\U0001f600"})]
+    text = "<tool_call><function=sure><parameter=yes>\nTrue\n</parameter></function></tool_call>"
+    assert qwen3_coder(text, [schema("sure", yes="boolean")]) == [Call("sure", {"yes": True})]
 
 
 def test_qwen3_coder_takes_types_from_the_schema():

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 import time
 
 import numpy as np
@@ -252,6 +253,22 @@ class NotANumber(User):
     def respond(self, messages, context):
         return "a", False, float("nan")
 
+class HalfUser(User):
+    def respond(self, messages, context):
+        return "a \\ud83d", False, 0.0
+
+class HalfStep(Guess):
+    def step(self, text):
+        return "\\udc00", 0.0, False
+
+class HalfReset(Guess):
+    def reset(self, prompt):
+        return "a \\ud83d b"
+
+class HalfError(User):
+    def respond(self, messages, context):
+        raise ValueError("\\ud83d")
+
 class Huge(User):
     def respond(self, messages, context):
         return "a", False, 10**5000
@@ -329,10 +346,14 @@ def test_an_environment_begins_and_rewards_every_turn_the_last_one_too(hermes, p
         ("Huge", "respond returned 'a' and int; they must be"),
         ("Sleeps", "respond took longer than 0.1 s"),
         ("BadReset", "reset returned int; it must be text"),
+        ("HalfUser", "respond returned text with '\\ud83d', half a surrogate pair; it must be valid Unicode"),
+        ("HalfError", "respond raised ValueError: \\ud83d"),
+        ("HalfStep", "step returned text with '\\udc00', half a surrogate pair"),
+        ("HalfReset", "reset returned text with '\\ud83d', half a surrogate pair"),
     ],
 )
 def test_a_partner_that_fails_costs_its_own_response(plain, users, name, fault):
-    make = make_environment if name == "BadReset" else make_interaction
+    make = make_environment if name in ("BadReset", "HalfReset", "HalfStep") else make_interaction
     plain.begin = make(f"{users}{name}", user_code=plain.user_code, timeout_s=0.1)
     t, _ = plain.hold("5", prompt=plain.prompt("12*34="))
     assert t.turns == 1 and t.exchange.fault.startswith(fault)
@@ -348,7 +369,12 @@ def test_a_partner_that_cannot_be_is_one_line(plain, users, name, said):
     assert "\n" not in str(e.value)
 
 
-def test_an_environment_that_says_too_much_at_first_is_named(plain, users):
+def test_an_environment_that_says_too_much_at_first_costs_its_own_sample(plain, users):
     plain.begin = make_environment(f"{users}Guess", user_code=plain.user_code, timeout_s=5)
-    with pytest.raises(UserError, match=r"opening message it has \d+ tokens"):
-        plain.hold("5", prompt=plain.prompt("12*34="), room=1)
+    t, ask = plain.hold("5", prompt=plain.prompt("12*34="), room=1)
+    assert ask.asked == [] and t.tokens.tolist() == plain.encode("12*34=") and not t.sampled.any()
+    assert re.match(
+        r"with the opening message the prompt has \d+ tokens instead of 6, and the response ends at 7;",
+        t.exchange.fault,
+    )
+    assert t.finish == "abort" and t.turns == 0

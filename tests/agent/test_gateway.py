@@ -32,7 +32,8 @@ def language(hall):
     def chat(schemas):
         if hall.format == "plain":
             return turn_tokens.plain(hall.tokenizer)
-        return turn_tokens.templated(hall.tokenizer, json.loads(schemas), roles=["user"], name=hall.format)
+        how = dict(roles=["user"], name=hall.format, parse=PARSERS[hall.format], **hall.how)
+        return turn_tokens.templated(hall.tokenizer, json.loads(schemas), **how)
 
     return Language(
         chat=chat,
@@ -351,20 +352,80 @@ def test_how_an_agent_ends_is_its_reward_or_the_reason_to_leave_it_out(hermes, r
     assert t.exchange.score == score and t.sampled.any() == ("openai" in program)
 
 
+DAEMON = """
+import pathlib, subprocess, sys, time
+orphan = "import os, sys; os.fork() and os._exit(0); print(os.getpid(), flush=True); os.execlp('sleep', 'sleep', '61')"
+session = subprocess.Popen([sys.executable, "-c", orphan], start_new_session=True, stdout=subprocess.PIPE)
+child = subprocess.Popen(["sleep", "61"])
+pathlib.Path("{}").write_text(f"{{session.stdout.readline().decode().strip()}} {{child.pid}}")
+{}
+"""
+# A client of MCP starts its server in a session of its own.
+MCP = """
+import asyncio, pathlib, sys, mcp, mcp.client.stdio
+serve = "import os, pathlib, time; pathlib.Path('{0}.new').write_text(str(os.getpid())); "
+serve += "os.rename('{0}.new', '{0}'); time.sleep(61)"
+async def connect():
+    how = mcp.StdioServerParameters(command=sys.executable, args=["-c", serve])
+    async with mcp.client.stdio.stdio_client(how):
+        while not pathlib.Path("{0}").exists():
+            await asyncio.sleep(0.05)
+        {1}
+asyncio.run(connect())
+"""
+
+
 @pytest.mark.parametrize("form", ["command", "function"])
-def test_no_process_of_an_episode_is_left(hermes, run, form, tmp_path):
-    work = """
-    import pathlib, subprocess, time
-    child = subprocess.Popen(["sleep", "61"])
-    pathlib.Path("{}").write_text(str(child.pid))
-    time.sleep(60)
-    """.format(tmp_path / "child")
-    program = textwrap.dedent(work)
+@pytest.mark.parametrize("end", ["import time; time.sleep(60)", "import os; os._exit(3)"])
+@pytest.mark.parametrize("work", [DAEMON, MCP])
+def test_no_process_of_an_episode_is_left(hermes, run, form, tmp_path, work, end):
+    program = work.format(tmp_path / "children", end)
     if form == "function":
         program = "\ndef agent(task):\n" + textwrap.indent(program, "    ")
-    t = run(hermes, program, hermes.policy(), timeout_s=3.0)
-    assert "took longer" in t.exchange.fault
-    assert not running((tmp_path / "child").read_text())
+    t = run(hermes, program, hermes.policy(), timeout_s=6.0)
+    assert ("took longer" if "sleep" in end else "exited with 3") in t.exchange.fault
+    children = (tmp_path / "children").read_text().split()
+    assert children and not any(running(pid) for pid in children)
+
+
+def test_the_process_that_starts_agents_is_started_again(hermes, run, tmp_path):
+    """One of twelve programs kills it: the others that run then cost their samples, later ones run."""
+    program = f"""
+    import os, pathlib, signal, time
+    SERVER = os.getpid()
+    def agent(task):
+        here = pathlib.Path("{tmp_path}")
+        try:
+            (here / "first").mkdir()
+        except FileExistsError:
+            if not (here / "dead").exists():
+                (here / f"child{{os.getpid()}}").touch()
+                time.sleep(60)
+            {SAY_IN}
+            return {{"reward": 1}}
+        while len(list(here.glob("child*"))) < 2:
+            time.sleep(0.05)
+        (here / "dead").touch()
+        os.kill(SERVER, signal.SIGKILL)
+        time.sleep(60)
+    """
+    end = [hermes.tokenizer.eos_token_id]
+
+    async def ask(ids, **how):
+        return answer_of(hermes.encode("yes") + end)
+
+    found = run(hermes, program, ask, count=12, concurrency=3)
+    faults = [t.exchange.fault for t in found if t.exchange.fault]
+    assert len(faults) == 3 and all("the process that starts all agents has ended" in fault for fault in faults)
+    assert sum(t.exchange.score for t in found) == 9.0
+    children = [one.name.removeprefix("child") for one in tmp_path.glob("child*")]
+    wait_for(lambda: len(children) == 2 and not any(running(pid) for pid in children))
+
+
+def test_a_process_that_always_dies_ends_the_run(hermes, run):
+    program = "\nimport os, signal\nPID = os.getpid()\ndef agent(task): os.kill(PID, signal.SIGKILL)\n"
+    with pytest.raises(RolloutError, match=r"agent.py:agent cannot be run: its process ended"):
+        run(hermes, program, hermes.policy(), count=8, concurrency=1)
 
 
 def test_an_error_of_the_engine_ends_the_run(hermes, run):
@@ -387,17 +448,33 @@ def test_an_import_that_takes_too_long_ends_the_run(hermes, run):
 
 @pytest.mark.parametrize("form", ["command", "function"])
 def test_agents_end_with_a_killed_trainer(form, tmp_path):
+    """Also processes of other sessions, and with a job that the agent's file has left in a pool."""
     agent, pids = tmp_path / "agent.sh", tmp_path / "pids"
-    agent.write_text(f"sleep 63 & echo $$ $! > {pids}; wait")
+    agent.write_text(f"sleep 63 & setsid sleep 63 & echo $$ $! $PPID > {pids}; wait")
     if form == "function":
-        (tmp_path / "agent.py").write_text(f"import os\ndef agent(task): os.system('bash {agent}')")
+        (tmp_path / "agent.py").write_text(
+            "import concurrent.futures, os, time\n"
+            "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 600)\n"
+            f"def agent(task): os.system('bash {agent}')"
+        )
     spec = f"bash {agent}" if form == "command" else f"{tmp_path / 'agent.py'}:agent"
     work = f"process.run(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
     program = f"import asyncio; from jppo.agent.gateway import process; asyncio.run({work})"
     with subprocess.Popen([sys.executable, "-c", program]) as trainer:
         wait_for(lambda: pids.is_file() and pids.read_text().endswith("\n"))
+        started = [
+            stat.parent.name for stat in pathlib.Path("/proc").glob("[0-9]*/stat") if parent(stat) == trainer.pid
+        ]
+        assert len(started) == 1
         trainer.kill()
-    wait_for(lambda: not any(running(pid) for pid in pids.read_text().split()))
+    wait_for(lambda: not any(running(pid) for pid in (*started, *pids.read_text().split())))
+
+
+def parent(stat):
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def running(pid):
@@ -450,3 +527,59 @@ def test_the_examples_use_their_calculator(plain, run, agent, reward, score, mon
     t = run(plain, agent, ask, prompt=plain.prompt("12*34="), reward=reward)
     assert t.exchange.fault is None and t.exchange.score == score and t.text == "<<12*34>>[[408]]408"
     assert spans(t) == ask.answers and t.tokens[: int(np.argmax(t.sampled))].tolist() == ask.asked[0]
+
+
+@pytest.mark.parametrize("client", ["openai", "anthropic"])
+def test_requests_that_a_client_has_given_up_end_in_the_engine(hermes, run, client):
+    """With a time limit and two repetitions, three requests ran at once for one answer."""
+    program = f"""
+    import {client}
+    try:
+        how = dict(model="policy", messages=[{{"role": "user", "content": "hi"}}], max_tokens=9, timeout=1.0)
+        client = {client}.{"OpenAI" if client == "openai" else "Anthropic"}(max_retries=2)
+        client.{"chat.completions" if client == "openai" else "messages"}.create(**how)
+    except {client}.APITimeoutError:
+        client.{"chat.completions" if client == "openai" else "messages"}.create(**(how | {{"timeout": 20}}))
+    """
+    under_way, most, given_up = 0, 0, 0
+    end = [hermes.tokenizer.eos_token_id]
+
+    async def ask(ids, **how):
+        nonlocal under_way, most, given_up
+        under_way, most = under_way + 1, max(most, under_way + 1)
+        try:
+            if given_up < 3:
+                await asyncio.sleep(15)
+            return answer_of(hermes.encode("yes") + end)
+        except asyncio.CancelledError:
+            given_up += 1
+            raise
+        finally:
+            under_way -= 1
+
+    t = run(hermes, program, ask, reward="exit")
+    assert (most, given_up) == (1, 3) and t.exchange.score == 1.0 and t.branches == ()
+
+
+def test_as_many_agents_as_the_limit_of_open_files_allows(tmp_path):
+    """The default of 256 agents needs more than 1,024 files: the limit is raised, or the setting refused."""
+    program = """
+import resource
+from jppo.agent.gateway.episode import Rules
+from jppo.agent.gateway.gateway import Gateway
+from jppo.settings import UserError
+rules = Rules(max_prompt_length=500, branches=4, reward="exit", timeout_s=20.0)
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 4096))
+Gateway("true", None, rules, concurrency=256)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+try:
+    Gateway("true", None, rules, concurrency=256)
+except UserError as e:
+    print(e)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said == (
+        "4096\nrollout.agent_concurrency=256 needs 1408 open files; the limit is 1024: lower it to 179, or raise the"
+        " limit (ulimit -n)\n"
+    )

@@ -185,52 +185,53 @@ def test_a_text_is_asked_anew_after_an_empty_answer(hermes):
     assert ask.asked[1:] == [ask.asked[0], ask.asked[0] + ask.answers[1]]
 
 
-def test_an_answer_without_a_client_is_no_turn(hermes):
-    one, ask = episode(hermes, "late", "in time")
-    with pytest.raises(BadRequest, match="closed the connection"):
-        answered(one, {}, gone=lambda: True)
-    answered(one, {})
-    t = one.trajectory(Ended(0, '{"reward": 1}', ""))
-    assert t.branches == () and t.tokens[t.sampled].tolist() == ask.answers[1]
-
-
-def asked(*sent, closes=False):
-    """The replies to requests on one connection, and whether the client of the last one has gone while it waits."""
-    gone = []
+def asked(*sent, closes=None):
+    """The replies to requests on one connection, and the paths whose work was done; what closes after 0.3 s."""
+    done = []
 
     async def answer(call):
-        await asyncio.sleep(0.1)
-        gone.append(call.gone())
+        await asyncio.sleep(1.5)
+        done.append(call.path)
         return {"path": call.path, "key": call.key}
 
     async def exchange():
         async with await http.serve(answer, lambda key: None) as server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
             writer.write(b"".join(sent))
-            if closes:
-                writer.close()
+            if closes is not None:
                 await asyncio.sleep(0.3)
-                return b""
-            found = await asyncio.wait_for(reader.read(2**16), 5)
+                closes(writer)
+            found = b""
+            while not (found.endswith(b"}") or reader.at_eof()):
+                found += await asyncio.wait_for(reader.read(2**16), 5)
             while sent[0].startswith(b"HEAD") and not reader.at_eof():
                 found += await asyncio.wait_for(reader.read(2**16), 5)
+            await asyncio.sleep(2)
             writer.close()
             return found
 
-    return asyncio.run(exchange()), gone
+    return asyncio.run(exchange()), done
 
 
-def test_a_client_that_closed_its_connection_has_gone():
+@pytest.mark.parametrize("closes", [lambda writer: writer.close(), lambda writer: writer.transport.abort()])
+def test_the_work_of_a_client_that_has_gone_is_cancelled(closes):
     request = b"POST /a HTTP/1.1\r\nauthorization: bearer right\r\nContent-Length: 2\r\n\r\n{}"
-    found, gone = asked(request)
-    assert gone == [False] and b'"key": "right"' in found  # the scheme's name has no case
-    assert asked(request, closes=True)[1] == [True]
+    found, done = asked(request)
+    assert done == ["/a"] and b'"key": "right"' in found  # the scheme's name has no case
+    assert asked(request, closes=closes)[1] == []
+
+
+def test_a_client_that_only_stops_sending_is_answered():
+    request = b"POST /a HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
+    found, done = asked(request, closes=lambda writer: writer.write_eof())
+    assert done == ["/a"] and found.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+    assert b"HTTP/1.1 200 OK" in found and found.endswith(b'{"path": "/a", "key": ""}')
 
 
 def test_a_reply_to_head_ends_the_connection():
     """Its body would be read as the next reply."""
-    found, gone = asked(b"HEAD /a HTTP/1.1\r\n\r\n", b"GET /b HTTP/1.1\r\n\r\n")
-    assert b"Connection: close" in found and gone == [False]
+    found, done = asked(b"HEAD /a HTTP/1.1\r\n\r\n", b"GET /b HTTP/1.1\r\n\r\n")
+    assert b"Connection: close" in found and done == ["/a"]
 
 
 @pytest.mark.parametrize("last", ['{"reward": NaN}', '{"reward": 1e400}', '{"reward": "1"}', '{"reward": [1]}'])

@@ -113,12 +113,18 @@ def test_any_body_is_read_or_refused_with_a_line(api, body, said):
         assert request.n >= 1 and all(isinstance(m["content"], str) for m in request.messages)
 
 
+CHUNKED = b"POST / HTTP/1.1\r\nAuthorization: Bearer right\r\nTransfer-Encoding: Chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
     "sent,status,said",
     [
         (b"nonsense\r\n\r\n", 400, "must be HTTP/1.1"),
         (b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400, "Content-Length"),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 400, "Content-Length"),
+        (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 400, "Content-Length, or chunked"),
+        (CHUNKED + b"-1\r\n", 400, "a chunk of the body has the size b'-1'"),
+        (CHUNKED + b'8\r\n{"a": 1}\r\nfffffff\r\n', 413, "at most 16777216"),
+        (CHUNKED + b"1;x=y\r\n{\r\n1\r\n}\r\n0\r\nTrailer: x\r\n\r\n", 404, "no path: b'{}'"),
         (b"POST / HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413, "at most 16777216"),
         (b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 401, "no key"),
         (b"POST / HTTP/1.1\r\nAuthorization: Bearer right\r\nContent-Length: 2\r\n\r\n{}", 404, "no path"),
@@ -131,7 +137,7 @@ def test_what_is_no_request_is_refused(sent, status, said):
             raise BadRequest("no key", status=401)
 
     async def answer(call):
-        raise BadRequest("no path", status=404)
+        raise BadRequest(f"no path: {call.body}", status=404)
 
     async def exchange():
         server = await http.serve(answer, admit)
@@ -164,10 +170,15 @@ def test_branches_are_packed_and_trained_with_their_episode(hermes):
     several = [t for t in found if t.branches][:2]
     rewards = [Reward(1.0, {}, None, earned=((0, 9.0),)), Reward(2.0, {}, None, unusable="too late")]
     some = several[1].branches[0]
-    branch = type(some)(**{**vars(some), "exchange": Exchange(0, 0, 0.0, 0.0, None, earned=((3, 0.5),))})
+    told = Exchange(0, 0, 0.0, 0.0, None, earned=((3, 0.5),), tool_earned=((4, 0.25),))
+    branch = type(some)(**{**vars(some), "exchange": told})
     several[1] = type(some)(**{**vars(several[1]), "branches": (branch,)})
-    rows, graded, group, best = batch.with_branches(several, rewards, np.array([0, 1]), np.float32([5, 6]), [1.0, 2.0])
+    weights = [{"agent_score": 1.0}, {"agent_score": 2.0, "tool_score": 8.0}]
+    rows, graded, group, best, episode = batch.with_branches(
+        several, rewards, np.array([0, 1]), np.float32([5, 6]), weights
+    )
     counts = [len(t.branches) for t in several]
     assert len(rows) == len(graded) == 2 + sum(counts) and rows[-1] is branch
-    assert group.tolist() == [0, 1, *[0] * counts[0], 1] and best.tolist() == [5, 6, *[5] * counts[0], 6]
-    assert graded[2].score == 1.0 and graded[-1].unusable == "too late" and graded[-1].earned == ((3, 1.0),)
+    assert episode.tolist() == [0, 1, *[0] * counts[0], 1] and group.tolist() == list(range(2 + sum(counts)))
+    assert best.tolist() == [5, 6, *[5] * counts[0], 6]
+    assert graded[2].score == 1.0 and graded[-1].unusable == "too late" and graded[-1].earned == ((3, 1.0), (4, 2.0))

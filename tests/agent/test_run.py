@@ -8,7 +8,9 @@ import pytest
 
 from examples import arithmetic, multiplication
 from jppo import evaluate, settings, train
+from jppo.distributed.hosts import Stopped
 from jppo.models import decoder, hf, hf_write
+from jppo.rollout.protocol import RolloutError
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed
@@ -137,12 +139,36 @@ def test_an_agent_program_trains_the_policy(program_run, quick_compilation, mode
         assert step["agent/branches/mean"] == 15 / 8 and step["agent/branches_left_out"] == 0  # one has none
         assert step["agent/faults"] == step["reward/errors"] == 1 and step["reward/agent_score/mean"] == 0.5
         assert "reward/rule_score/mean" not in step and step["rollout/logp_gap_max"] < 1e-3
-        assert step["agent/turns/mean"] == 7 / 8  # of the last branch
+        assert step["agent/turns/mean"] == 3 * 7 / 8  # two in one branch, one in the other
     rows = [
         json.loads(line) for line in (pathlib.Path(c.trainer.run_dir) / "samples/step_1.jsonl").read_text().splitlines()
     ]
     (failed,) = [row["error"] for row in rows if row["error"]]
     assert failed == "agent_score: the agent exited with 70: ValueError: I give up"
+
+
+def test_an_agent_that_always_fails_ends_the_start_with_its_error(program_run, tmp_path, quick_compilation):
+    c = program_run
+    (tmp_path / "program.py").write_text("def agent(task): raise ValueError('no such table')")
+    settings.check(c)
+    with pytest.raises(
+        RolloutError, match=r"none of the 4 first conversations .* exited with 70: ValueError: no such t"
+    ):
+        train.train(c)
+
+
+def test_a_stop_while_the_policies_are_compared_ends_the_run(program_run, tmp_path, quick_compilation):
+    """The first agent sends it to the trainer, in the check before the first step."""
+    c = program_run
+    c.rollout.agent_timeout_s = 20.0
+    (tmp_path / "program.py").write_text(
+        "import os, signal, time\nTRAINER = os.getppid()\n"
+        "def agent(task):\n    os.kill(TRAINER, signal.SIGTERM)\n    time.sleep(60)"
+    )
+    settings.check(c)
+    with pytest.raises(Stopped) as e:
+        train.train(c)
+    assert (e.value.status, e.value.why) == (143, "stopped by SIGTERM")
 
 
 def test_a_model_is_tested_with_an_agent_program(program_run, tiny_multiplier, tmp_path):

@@ -1,4 +1,4 @@
-"""Chat templates that keep what was said, and those that do not."""
+"""The tokens of the next turn, by templates that keep earlier turns and others that change them."""
 
 import copy
 import json
@@ -6,6 +6,7 @@ import json
 import pytest
 
 from jppo.agent import turn_tokens
+from jppo.agent.calls import hermes as hermes_calls
 from jppo.data.prompts import read_prompts
 from jppo.settings import UserError
 
@@ -13,8 +14,6 @@ KEEPS = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n{% endif %}"
     "[{{ m.role }}]{{ m.content }}[end]{% endfor %}{% if add_generation_prompt %}[assistant]<think>{% endif %}"
 )
-COUNTS = "{{ messages | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
-LAST_ONLY = "{{ messages[-1].content }}"
 REFUSES = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}"
     "{% endfor %}"
@@ -28,38 +27,74 @@ def with_template(tokenizer, template):
     return made
 
 
-@pytest.mark.parametrize("template", [COUNTS, LAST_ONLY])
-def test_a_template_that_does_not_keep_what_was_said_is_refused(characters, template):
-    with pytest.raises(UserError, match="chat template changes the beginning of a conversation") as e:
-        turn_tokens.templated(with_template(characters, template), [], roles=("user",), name="hermes")
-    assert "\n" not in str(e.value)
+def chat_of(tokenizer, schemas, roles, **how):
+    return turn_tokens.templated(tokenizer, schemas, roles=roles, **dict(name="hermes", parse=hermes_calls) | how)
 
 
 def test_a_template_that_refuses_tools_or_does_not_tell_of_them_is_refused(characters):
     with pytest.raises(UserError, match="refuses the prompt: no tools"):
-        turn_tokens.templated(with_template(characters, REFUSES), [], roles=("tool",), name="hermes")
+        chat_of(with_template(characters, "{{ tools | string }}" + REFUSES), [SCHEMA], ["tool"], history="sampled")
     with pytest.raises(UserError, match="does not show the tools to the model: oven"):
-        turn_tokens.templated(with_template(characters, KEEPS), [SCHEMA], roles=("tool",), name="hermes")
+        chat_of(with_template(characters, KEEPS), [SCHEMA], ["tool"])
     with pytest.raises(UserError, match="format='hermes' needs a chat template"):
-        turn_tokens.templated(with_template(characters, None), [], roles=("tool",), name="hermes")
+        chat_of(with_template(characters, None), [], ["tool"])
 
 
-def test_what_a_template_puts_before_a_last_turn_is_no_loss(characters):
+@pytest.mark.parametrize("roles", [["user"], ["tool"]])
+def test_a_template_that_hides_answers_is_refused(characters, roles):
+    template = "{{ tools | string }}{{ messages[0].content }}{% for m in messages if m.role == 'assistant' %}"
+    template += "{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match=f"leaves out messages of the role '{roles[0]}' that answer the policy") as e:
+        chat_of(with_template(characters, template), [SCHEMA] if roles == ["tool"] else [], roles, history="sampled")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("history", ["template", "sampled"])
+def test_a_template_with_calls_in_another_format_is_refused_unless_turns_stay_as_sampled(characters, history):
+    call = "{% for c in m.tool_calls or [] %}!{{ c.function.name }}({{ c.function.arguments | tojson }})!{% endfor %}"
+    template = "{{ tools | string }}{% for m in messages %}[{{ m.role }}]{{ m.content }}" + call + "[end]{% endfor %}"
+    made = with_template(characters, template)
+    if history == "sampled":
+        assert not chat_of(made, [SCHEMA], ["tool"], history=history).form.parsed
+        return
+    with pytest.raises(UserError, match=r"writes a call as '!oven.{}.!', and the run reads .*format='hermes'") as e:
+        chat_of(made, [SCHEMA], ["tool"])
+    assert "\n" not in str(e.value)
+
+
+def spoken(tokenizer, asked, text, end):
+    """A turn after a rendered prompt."""
+    ids = tokenizer.encode(tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+    said = tokenizer.encode(text) + end
+    return turn_tokens.Spoken(asked, {"role": "assistant", "content": text}, text, ids + said, len(said))
+
+
+ASKED = [{"role": "user", "content": "12"}]
+
+
+def test_a_turn_that_the_template_changes_begins_a_branch_or_stays_as_it_was_sampled(characters):
     tokenizer = with_template(characters, KEEPS.replace("[", "<").replace("]", ">"))
-    made = turn_tokens.templated(tokenizer, [], roles=("tool", "user"), name="hermes")
-    ids = made.between([{"role": "tool", "content": "12"}], last=0)
+    turn = spoken(tokenizer, ASKED, "34", [])
+    tool = [{"role": "tool", "content": "12"}]
     # Of these characters the tokenizer has e, o, r, digits and angles.
-    assert tokenizer.decode(ids) == "<e><oo>12<e><><>"
+    ids, same = chat_of(tokenizer, [], ["tool"]).follow(turn, tool)
+    assert not same and tokenizer.decode(ids) == "<er>12<e><>34<e><oo>12<e><><>"  # without the opened thought
+    ids, same = chat_of(tokenizer, [], ["tool"], history="sampled").follow(turn, tool)
+    assert same and tokenizer.decode(ids) == "<er>12<e><><>34<e><oo>12<e><><>"
 
 
-def test_qwen_renders_what_follows_a_turn(hermes):
-    made = turn_tokens.templated(hermes.tokenizer, [SCHEMA], roles=("tool", "user"), name="hermes")
+@pytest.mark.parametrize("history", ["template", "sampled"])
+def test_qwen_renders_what_follows_a_turn(hermes, history):
+    made = chat_of(hermes.tokenizer, [], ["tool", "user"], history=history)
     end, other = hermes.tokenizer.eos_token_id, hermes.encode("<|endoftext|>")[0]
     user = [{"role": "user", "content": "Go on."}]
     expected = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
-    assert hermes.tokenizer.decode(made.between(user, end)) == expected
-    assert hermes.tokenizer.decode(made.between(user, other)) == f"<|im_end|>{expected}"
-    assert made.opening("text", [1, 2], "more") == [1, 2, *hermes.encode("more")]
+    turn = spoken(hermes.tokenizer, ASKED, "So.", [end])
+    assert made.follow(turn, user) == (turn.ids + hermes.encode(expected), True)
+    turn = spoken(hermes.tokenizer, ASKED, "So.", [other])  # the template has another end here
+    ids, same = made.follow(turn, user)
+    assert same == (history == "sampled") and hermes.tokenizer.decode(ids).endswith(f"<|im_end|>{expected}")
+    assert made.opening("text", [1, 2], "more")[0] == [{"role": "user", "content": "text\nmore"}]
 
 
 def test_prompts_tell_the_model_of_its_tools(hermes, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from jppo.data import prompts
 from jppo.data.prompts import read_prompts
+from jppo.data.template import Renderer
 from jppo.data.tokenizer import load_tokenizer
 from jppo.settings import UserError
 
@@ -192,14 +193,14 @@ def test_the_system_prompt_is_put_before_messages_that_have_none(tmp_path, chara
         read(write(tmp_path, GOOD), characters, system_prompt="42")
 
 
-def test_what_data_say_is_never_code(tmp_path, characters):
+def test_what_data_say_is_never_code(tmp_path, characters, monkeypatch):
     characters.chat_template = TEMPLATE
     spelt = "{{ 7 * 7 }}{% raise %}__import__('os')"
     rows = [{**GOOD, "prompt": [{"role": "user", "content": spelt}], "ground_truth": spelt}]
     seen = []
-    characters.apply_chat_template = spy(characters.apply_chat_template, seen)
+    monkeypatch.setattr(Renderer, "all", spy(Renderer.all, seen))
     [prompt] = read(write(tmp_path, *rows), characters).prompts
-    assert seen == [spelt + "="] and prompt.ground_truth == spelt
+    assert seen == [[spelt + "="]] and prompt.ground_truth == spelt
 
 
 def spy(function, seen):

@@ -1,5 +1,9 @@
+import resource
+import time
+
 import pytest
 
+from jppo.data import template as template_module
 from jppo.data import template_worker
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer
@@ -79,3 +83,63 @@ def test_an_argument_that_changes_nothing_is_an_error(characters, template, name
         UserError, match=f"has '{name}', which the tokenizer's chat template does not read; it reads {reads}"
     ):
         make_renderer(characters, arguments={name: False})
+
+
+BOMBS = {
+    "a long text": "{{ 'a' * 3000000000 }}",
+    "a long text of a variable": "{% set n = 3000000000 %}{{ messages[0].content * n }}",
+    "doubled": "{% set ns = namespace(x='a') %}{% for i in range(40) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "prints in loops": "{% for i in range(99999) %}{% for j in range(99999) %}aaaaaaaaaa{% endfor %}{% endfor %}",
+    "a large number": "{{ 10 ** (10 ** 9) }}",
+    "padded": "{{ 'a'.ljust(3000000000) }}",
+    "centred": "{{ 'a'|center(3000000000) }}",
+    "formatted": "{{ '%3000000000d' % 1 }}",
+    "indented": "{{ messages|tojson(indent=3000000000) }}",
+    "a list": "{{ ([0] * 3000000000)|length }}",
+    "recursive": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "nested": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+}
+
+
+SLOW = ("prints in loops", "a large number", "recursive")
+
+
+@pytest.mark.parametrize(
+    "template", [pytest.param(BOMBS[n], id=n, marks=[pytest.mark.slow] if n in SLOW else []) for n in BOMBS]
+)
+def test_a_template_without_end_is_one_line_in_bounded_time_and_memory(characters, template, monkeypatch):
+    monkeypatch.setattr(template_module, "_WORKER", template_module._Worker())
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"the chat template (refuses the prompt|is invalid)") as e:
+        render(characters, template)
+    template_module._WORKER.close()
+    assert "\n" not in str(e.value) and time.monotonic() - began < 60
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 2**21)  # KiB
+
+
+@pytest.mark.slow
+def test_after_a_row_that_takes_too_long_others_are_rendered(characters):
+    characters.chat_template = "{% for i in range(messages[0].content|int) %}{% for j in range(99999) %}{% endfor %}"
+    characters.chat_template += "{% endfor %}{{ messages[0].content }}"
+    renderer = make_renderer(characters)
+    rows = [Row("d.jsonl", i, {}, "line") for i in range(3)]
+    with pytest.raises(UserError, match=r"d\.jsonl, line 1: the chat template refuses the prompt: it takes too long"):
+        renderer.all([[{"role": "user", "content": n}] for n in ("0", "90000", "1")], rows)
+    assert renderer.all([[{"role": "user", "content": n}] for n in ("0", "1")], rows[:2]) == ["0", "1"]
+
+
+def test_the_worker_renders_as_transformers(shared, characters):
+    odd = [
+        [{"role": "user", "content": text}] for text in ("1", "a\ud800b", "\x00\u2028\n", "{{ 1 + 1 }}", "é" * 10**5)
+    ]
+    tokenizer = load_tokenizer(str(shared / "tokenizers/qwen2.5"))
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    for given in ((), tools):
+        wanted = [
+            tokenizer.apply_chat_template(one, tools=given or None, add_generation_prompt=True, tokenize=False)
+            for one in odd
+        ]
+        assert make_renderer(tokenizer, given).all(odd, [Row("d", 1, {})] * len(odd)) == wanted

@@ -183,7 +183,7 @@ class Learner:
         )
         model = (decoder, self.cfg)
         bins = 1 if self.recipe.value_range is None else 8
-        critic_cfg = dataclasses.replace(self.cfg, value_bins=bins)
+        critic_cfg = dataclasses.replace(self.cfg, value_bins=bins, value_head_std=0.2)
         critic = (decoder, critic_cfg) if self.recipe.estimator.critic else None
         self.passes = ppo.make_passes(ppo.Models(model, critic, model), self.recipe, **SCORING, mesh=self.mesh)
         self.what = {

@@ -100,3 +100,41 @@ def test_the_way_to_rows_and_back(kind):
                 kept += rows.mask.sum()
             assert mini.counts.tokens == max(kept, 1) and mini.learns == bool(kept)
         np.testing.assert_array_equal(seen, data.mask)
+
+
+@pytest.mark.parametrize(
+    "count,size,expected",
+    [
+        (12, 4, [4, 4, 4]),  # as ever where the size divides
+        (13, 4, [5, 4, 4]),  # one branch more is no optimizer step of its own
+        (14, 4, [4, 4, 3, 3]),  # a half is rounded up
+        (3, 4, [3]),  # a short step
+        (1, 4, [1]),
+        (5, 4, [5]),
+        (6, 4, [3, 3]),
+        (23, 16, [23]),
+        (257, 64, [65, 64, 64, 64]),
+    ],
+)
+def test_a_remainder_is_spread_over_the_mini_batches(count, size, expected):
+    """Every trajectory is in one of them, in the given order, and the weights of tokens are alike."""
+    rng, mesh = np.random.default_rng(0), sharding.make_mesh((1, 1, 1))
+    some = [trajectory([1, 2, 3, 4], [0, 1, 1, 1]) for _ in range(count)]
+    plan = packing.make_plan(
+        "buckets",
+        max_length=8,
+        row_lengths=1,
+        max_tokens_per_row=8,
+        tokens_per_micro=32,
+        sequences=size,
+        row_multiple=1,
+    )
+    data = batch.flatten(some, [GRADED] * count, np.zeros(count, np.int32), shape=(count, 4))
+    data = dataclasses.replace(data, old_logprob=data.rollout_logprob)
+    order = rng.permutation(count)
+    found = list(batch.mini_batches(data, some, order=order, mini_batch_size=size, plan=plan, mesh=mesh))
+    members = [sorted({int(i) for m in mini.micros for i in np.unique(m.rows.sequence) if i >= 0}) for mini in found]
+    assert [len(one) for one in members] == expected == [int(mini.counts.sequences) for mini in found]
+    ends = np.cumsum(expected)
+    assert members == [sorted(part.tolist()) for part in np.split(order, ends[:-1])]
+    assert {m.rows.mask.shape for mini in found for m in mini.micros} <= set(plan.shapes), "a new program"

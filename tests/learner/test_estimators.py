@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import estimate, estimators
-from jppo.types import Batch
+from jppo.learner import batch, correct, estimate, estimators
+from jppo.types import Batch, Reward, Trajectory
 
 
 def test_the_critic_may_have_another_lambda():
@@ -76,3 +76,28 @@ def test_normalised_values_by_hand():
     np.testing.assert_allclose(known["returns"], np.where(mask, 1 / np.sqrt(10 / 3), 0.0), rtol=1e-6)
     np.testing.assert_allclose(metrics["critic/values/mean"], 4.0, rtol=1e-6)
     np.testing.assert_allclose(metrics["critic/returns/mean"], 4.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("left_out", ["filtered", "rejected"])
+def test_opo_counts_a_response_of_which_nothing_is_kept(left_out):
+    """Scores (1, 0, 0) of two tokens each; of the last two nothing is trained on: A = 1 - 2 · 1 / (2 + 2 + 2) = 2/3."""
+    sampled = np.array([False, True, False, True, False])  # a prompt's token; a tool's in the response
+
+    def response(finish):
+        tokens = np.arange(5, dtype=np.int32)
+        return Trajectory("p", tokens, sampled, np.zeros(5, np.float32), np.zeros(5, np.int32), "", finish, 1)
+
+    filters = left_out == "filtered"
+    data = batch.flatten(
+        [response("stop"), response("length"), response("length")], [Reward(x, {}, None) for x in (1.0, 0.0, 0.0)],
+        np.zeros(3, np.int32), shape=(4, 4), filter_truncated=filters,
+    )  # fmt: skip
+    how = dict(kl_penalty=None, bypass=False, by_sequence=False)
+    # a band around equal log-probs; those of the last two are not equal
+    rule = correct.Correction(None, 0.0, 1.0, normalize=False, rules=(("seq_mean_k1", 0.5, 2.0),))
+    old = np.zeros((4, 4), np.float32) if filters else np.float32([[0] * 4, [5] * 4, [5] * 4, [0] * 4])
+    data = dataclasses.replace(data, old_logprob=old)
+    made = jax.jit(estimate.make_advantages(estimators.opo(), **how, correction=None if filters else rule))
+    known, _ = made(data, np.float32(0))
+    np.testing.assert_array_equal(known["mask"].sum(1), [2, 0, 0, 0])
+    np.testing.assert_allclose(known["advantage"][0], [2 / 3, 0.0, 2 / 3, 0.0], rtol=1e-6)

@@ -86,6 +86,47 @@ def test_a_named_optimizer_is_optaxs_after_its_clipping(name):
         chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_muons_other_parameters_have_nesterov_momentum():
+    """Adam with the first moment of the next gradient (Dozat): b1 m / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t)."""
+    (b1, b2), rate = BETAS, 0.03
+    tx = make("muon", matrices={"w": MATRIX, "b": None}, grad_clip=1e9, weight_decay=0.0)
+    params = drawn()
+    opt, expected = tx.init(params), np.asarray(params["b"], np.float64)
+    m = v = np.zeros_like(expected)
+    for t in range(1, 5):
+        grads = drawn(t)
+        params, opt = optim.descend(tx, params, opt, grads, jnp.float32(rate))
+        g = np.asarray(grads["b"], np.float64)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        ahead = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
+        expected = expected - rate * ahead / (np.sqrt(v / (1 - b2**t)) + 1e-8)
+        np.testing.assert_allclose(params["b"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_matrix_without_gradients_moves_on_with_muon_and_slows_down_with_adamw():
+    """As that of an expert without tokens: 20 steps later the momentum is 0.95^20 = 0.36 and 0.9^20 = 0.12."""
+    moved = {}
+    for name in ("muon", "adamw"):
+        how = dict(grad_clip=1e9, weight_decay=0.0, betas=(0.9, 0.95))
+        tx = make(name, **how, **({"matrices": {"w": MATRIX, "b": None}} if name == "muon" else {}))
+        params = drawn()
+        opt, sizes = tx.init(params), []
+        for step in range(21):
+            grads = jax.tree.map(lambda g, on=float(step == 0): on * g, drawn(1))
+            after, opt = optim.descend(tx, params, opt, grads, jnp.float32(0.03))
+            sizes.append(float(jnp.linalg.norm(after["w"] - params["w"])))
+            params = after
+        moved[name] = sizes[-1] / sizes[0]
+    assert moved["muon"] > 0.9 and moved["adamw"] < 0.4, moved
+
+
+@pytest.mark.parametrize("shape,factored", [((4, 256, 128), True), ((4, 256, 127), False), ((24, 576, 16), False)])
+def test_adafactor_factors_where_two_axes_have_128_entries(shape, factored):
+    state = make("adafactor").init({"w": jnp.zeros(shape)})
+    numbers = sum(x.size for x in jax.tree.leaves(state))
+    assert (numbers < 0.05 * np.prod(shape)) == factored and (numbers >= np.prod(shape)) == (not factored)
+
+
 def test_every_optimizer_of_the_setting_is_here():
     assert set(optim.OPTIMIZERS) == set(OPTAX)
 

@@ -7,6 +7,7 @@ import pytest
 
 from jppo.learner import step
 from jppo.types import TrainState
+from tests.learner.test_compilations import compilations
 
 OLD, NEW = np.float32([0.5, 1.0, 4.0]), np.float32([0.75, 3.0, 3.5])
 
@@ -47,3 +48,16 @@ def test_the_order_is_drawn_anew_for_each_step_model_and_epoch():
     assert len({tuple(order) for order in orders}) == 8
     np.testing.assert_array_equal(step.order(state(), 0, 0, 50, shuffle=True), orders[0])
     np.testing.assert_array_equal(step.order(state(), 0, 0, 5, shuffle=False), range(5))
+
+
+def test_a_step_of_another_size_is_ordered_by_the_same_program():
+    """A short step of dynamic sampling, or branches of agents: the program was compiled before the first step."""
+    step.order(state(), 0, 0, 0, shuffle=True, most=40)
+    with compilations() as seen:
+        orders = [
+            step.order(state(step=s), 0, 0, count, shuffle=True, most=40) for s in range(3) for count in (40, 31, 7)
+        ]
+    assert not seen
+    assert [sorted(order) for order in orders] == [list(range(count)) for count in (40, 31, 7)] * 3
+    assert len({tuple(order) for order in orders}) == 9
+    np.testing.assert_array_equal(orders[0], step.order(state(step=0), 0, 0, 40, shuffle=True))

@@ -1,5 +1,6 @@
 """What updates report, beside the same in numpy: sums of micro-batches, extremes, clipped shares; skipped and empty."""
 
+import dataclasses
 import functools
 import types
 
@@ -11,8 +12,9 @@ import pytest
 from scipy import special
 
 from jppo.algorithms import losses
-from jppo.learner import metric_sums, optim, ppo, sharding, update
+from jppo.learner import metric_sums, optim, ppo, sharding, state, update
 from jppo.learner.score import Scores
+from jppo.models.decoder import Decoder
 from jppo.types import Counts, Rows, Scored
 
 R, T, CLIP, CLIP_C, COEF = 3, 6, 0.1, 1.5, dict(entropy_coeff=0.02, kl_loss_coef=0.3, positive_lm_coef=0.7)
@@ -95,6 +97,38 @@ def test_the_critics_loss_and_metrics_are_those_of_the_papers(scored):
     np.testing.assert_allclose([out, sums["critic/vf_loss"]], expected, rtol=1e-5)
     np.testing.assert_allclose(sums["critic/vf_clipfrac"], np.mean(held > plain), rtol=1e-6)
     np.testing.assert_allclose(sums["critic/vpred_mean"], value.mean(), rtol=1e-5)
+
+
+def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(learner, drawn):
+    """Of 1/2 (V - R)^2 at V = w·h = 0 the gradient is -R h in w, and 0 in the layers below, which w multiplies."""
+    some, (trajectories, scores) = learner(), drawn(8)
+    what = dataclasses.replace(some.what["critic"], cfg=some.cfg)
+    new = state.load(what, "", init="random", key=jax.random.key(2))
+    assert not np.any(new["score"]["kernel"])
+    plan, policy = some.plan("none", 10**6, 8), some.weights("actor", 0)
+    flat, found = some.score(trajectories, scores, plan=plan, policy=policy, reference=policy, value=new)
+    assert 0 <= found["critic/vf_explained_var"] < 1e-3 and found["critic/values/std"] == 0
+
+    slopes, kept = np.zeros_like(new["score"]["kernel"][:, 0]), 0
+    for i, one in enumerate(trajectories):
+        tokens = one.tokens[None]
+        place = np.ones_like(tokens), np.arange(tokens.size, dtype=np.int32)[None]
+        states = Decoder(what.cfg).apply({"params": new}, tokens, *place)[0]
+        hidden = states[np.argmax(one.sampled) - 1 : -1]  # those that predict the response
+        returns = np.where(flat.mask[i], flat.returns[i], 0)[: len(hidden)]
+        slopes, kept = slopes - np.asarray(returns @ hidden), kept + flat.mask[i].sum()
+
+    before = jax.device_get(new)
+    steps = []
+    for rate in (1.0, 1.0):
+        how, opt = some.descent("critic", new, lr=rate, tx=optim.at_rate(optax.sgd))
+        new, _, _ = ppo.descend(how, new, opt, np.int32(0), some.minis(flat, trajectories, plan=plan, mini=8))
+        steps.append(jax.device_get(new))
+    np.testing.assert_allclose(-steps[0]["score"]["kernel"][:, 0], slopes / kept, rtol=1e-4, atol=1e-6)
+    assert np.abs(steps[0]["score"]["kernel"]).max() > 1e-3
+    below = [{name: part for name, part in tree.items() if name != "score"} for tree in (before, *steps)]
+    jax.tree.map(np.testing.assert_array_equal, below[0], below[1])
+    assert all(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, below[1:]), strict=True))
 
 
 def test_a_histograms_loss_and_metrics_are_those_of_the_paper(scored):

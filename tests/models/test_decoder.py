@@ -1,5 +1,6 @@
 """The decoder against transformers, packed against apart, scanned against unrolled."""
 
+import dataclasses
 import functools
 
 import jax
@@ -225,9 +226,19 @@ def test_init_is_what_it_says():
     assert (values["layers"]["attn"]["q"]["bias"] == 0).all()
     for path in ("embed/embedding", "layers/mlp/down/kernel", "layers/attn/o/kernel"):
         assert np.std(params.get(values, path.split("/"))) == pytest.approx(0.3, rel=0.1)
-    assert np.std(values["score"]["kernel"]) == pytest.approx(1 / 5, rel=0.5)
+    assert values["score"]["kernel"].shape == (24, 1) and not np.any(values["score"]["kernel"])
     layers = values["layers"]["mlp"]["up"]["kernel"]
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own
+
+
+@pytest.mark.parametrize("bins", [1, 51])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_new_value_head_has_the_standard_deviation_that_is_set(bins, dtype):
+    cfg = dataclasses.replace(CFG, hidden_size=2000, value_bins=bins, value_head_std=0.02)
+    made = decoder.init_head(cfg, jax.random.key(3), head="value", param_dtype=dtype)["score"]["kernel"]
+    assert made.shape == (2000, bins) and made.dtype == dtype
+    assert np.std(made.astype(np.float32)) == pytest.approx(0.02, rel=0.1)
+    assert abs(np.mean(made.astype(np.float32))) < 0.002
 
 
 DIFFERING = ("qwen2-sliding", "gemma3-long", "qwen3-moe-stepped", "mixtral-full", "olmoe-grouped", *DEEPSEEK[::3])

@@ -200,8 +200,13 @@ def test_value_model_from_a_causal_one_draws_its_score(checkpoint, name):
     _, policy = load(directory)
     assert values.keys() == {"embed", "layers", "norm", "score"}
     jax.tree.map(np.testing.assert_array_equal, values["layers"], policy["layers"])
+    assert values["score"]["kernel"].shape == (cfg.hidden_size, 1) and not np.any(values["score"]["kernel"])
+    cfg = dataclasses.replace(cfg, value_head_std=0.02)
+    how = dict(head="value", param_dtype=jnp.float32, key=jax.random.key(5))
     expected = decoder.init_head(cfg, jax.random.key(5), head="value", param_dtype=jnp.float32)
-    np.testing.assert_array_equal(values["score"]["kernel"], expected["score"]["kernel"])
+    assert np.any(expected["score"]["kernel"])
+    found = hf.load_params(directory, cfg, **how)["score"]["kernel"]
+    np.testing.assert_array_equal(found, expected["score"]["kernel"])
     with pytest.raises(ValueError, match="key"):
         load(directory, head="value")
 
@@ -223,7 +228,8 @@ def test_value_model_from_a_sequence_classifier_equals_it(checkpoint, rng):
 def test_a_histogram_from_a_sequence_classifier_draws_its_head(checkpoint):
     directory, _ = checkpoint("llama-biased", "AutoModelForSequenceClassification")
     cfg, scalar = load(directory, head="value")
-    cfg = dataclasses.replace(cfg, value_bins=4)
+    assert np.any(scalar["score"]["kernel"])
+    cfg = dataclasses.replace(cfg, value_bins=4, value_head_std=cfg.hidden_size**-0.5)
     hf.check_weights(directory, cfg, head="value")
     how = dict(head="value", param_dtype=jnp.float32, key=jax.random.key(5))
     values = hf.load_params(directory, cfg, **how)

@@ -29,6 +29,7 @@ class FakeServer:
             "jppo_info": (200, {"results": [dict(INFO)]}),
             "jppo_check": (200, {"results": [{"ok": True, "error": None}]}),
             "jppo_load": (200, {"results": [{"ok": True, "error": None}]}),
+            "jppo_working": (200, {"results": [{"requests": 0, "most": 8}]}),
         }
         self.hang = threading.Event()
         fake = self
@@ -49,12 +50,18 @@ class FakeServer:
                     return
                 status, answer = fake.answers[route]
                 try:
-                    data = json.dumps(answer(body) if callable(answer) else answer).encode()
+                    answer = answer(body) if callable(answer) else answer
+                    headers = {}
+                    if isinstance(answer, tuple):  # status, and headers
+                        (status, headers), answer = answer, {"error": "refused"}
+                    data = json.dumps(answer).encode()
                 except ConnectionAbortedError:  # an answer that breaks off before it begins
                     return
                 with contextlib.suppress(BrokenPipeError):  # the client gave up, as it should after a failure
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(data)))
+                    for name, value in headers.items():
+                        self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(data)
 

@@ -211,7 +211,7 @@ class App:
     def add_middleware(self, made):
         self.added.append(made)
 
-    def begin(self, headers):
+    def begin(self, path, headers):
         """Status and headers of what the middlewares answer; status 0 where they pass the request on."""
         said = []
 
@@ -224,7 +224,7 @@ class App:
         for made in self.added:
             inner = made(inner)
         fields = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        asyncio.run(inner({"type": "http", "headers": fields}, None, send))
+        asyncio.run(inner({"type": "http", "path": path, "headers": fields}, None, send))
         return said[0]["status"], said[0]["headers"]
 
 
@@ -235,9 +235,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
         if not super().parse_request():
             return False
-        status, self.added = app.begin(self.headers)
+        status, self.added = app.begin(self.path, self.headers)
         if status:
-            self.added = []
+            self.added = [(name, value) for name, value in self.added if not name.startswith(b"content-")]
             self.answer(status, {"detail": "a middleware"})
         return not status
 

@@ -1,6 +1,7 @@
 """Several servers as one, against fakes that fail in every way; real ones are killed in test_real_vllm.py."""
 
 import asyncio
+import ctypes
 import dataclasses
 import resource
 import threading
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.rollout.servers import fleet, repair, router
+from jppo.rollout.servers import endpoint, fleet, repair, router
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
@@ -476,6 +477,130 @@ def test_a_server_that_answers_nothing_is_late_with_all_at_once(made, fakes):
     began = time.monotonic()
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     assert time.monotonic() - began < 5 and sampler.metrics()["rollout/restarts"] >= 1.0
+
+
+def test_one_response_that_is_slow_alone_is_waited_for_while_the_server_samples_it(made, fakes):
+    sampler = made(1, timeout_s=0.4)
+    (_, good), begun = fakes[0].answers[GENERATE], []
+    fakes[0].answers[GENERATE] = (200, lambda body: begun.append(1) or time.sleep(2.5) or good(body))
+    fakes[0].answers["jppo_working"] = (200, {"results": [{"requests": 1, "most": 8}]})
+    [one] = [dataclasses.replace(SAMPLING, n=1)]
+    [t] = sampler.generate(PROMPTS[:1], one, version=7)
+    assert t.uid == "p0" and len(begun) == 1 and "jppo_working" in fakes[0].asked
+    assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 0.0}
+
+
+def test_a_response_that_others_overtake_is_waited_for_while_the_server_samples_as_many_as_are_here(made, fakes):
+    sampler = made(1, timeout_s=0.4, connections=3)
+    (_, good), begun, lock = fakes[0].answers[GENERATE], [], threading.Lock()
+
+    def reply(body):
+        with lock:
+            begun.append(1)
+            first = len(begun) == 1
+        time.sleep(4.0 if first else 0.2)
+        return good(body)
+
+    fakes[0].answers[GENERATE] = (200, reply)
+    fakes[0].answers["jppo_working"] = (200, {"results": [{"requests": 3, "most": 8}]})
+    assert whole(sampler.generate(PROMPTS * 2, SAMPLING, version=7), PROMPTS * 2) and len(begun) == 24
+    assert sampler.metrics()["rollout/asked_again"] == 0
+
+
+def test_a_request_that_the_server_does_not_sample_is_asked_again(made, fakes):
+    sampler = made(1, timeout_s=0.4)
+    (_, good), begun = fakes[0].answers[GENERATE], []
+    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if begun else begun.append(1) or fakes[0].hang.wait(20))
+    fakes[0].answers["jppo_working"] = (200, {"results": [{"requests": 0, "most": 8}]})
+    assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=7)) == 2
+    assert sampler.metrics()["rollout/asked_again"] >= 1.0
+
+
+def status(fake, codes, headers=()):
+    """The fake refuses so many requests with these codes, then answers; returns the times of all."""
+    (_, good), left, times = fake.answers[GENERATE], list(codes), []
+
+    def reply(body):
+        times.append(time.monotonic())
+        return (left.pop(0), dict(headers)) if left else good(body)
+
+    fake.answers[GENERATE] = (200, reply)
+    return times
+
+
+@pytest.mark.parametrize("code", [404, 429])
+def test_a_refused_request_is_asked_again_when_the_server_says(made, fakes, code):
+    sampler = made(1)
+    times = status(fakes[0], [code], {"Retry-After": "1"})
+    [t] = sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)
+    assert t.uid == "p0" and len(times) == 2 and times[1] - times[0] >= 0.99
+    assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 1.0}
+
+
+def test_a_limited_rate_is_no_fault_of_the_server_and_ends_the_run_at_the_last_try(made, fakes, monkeypatch):
+    monkeypatch.setattr(endpoint, "AGAIN_S", 0.02)
+    sampler = made(1)
+    times = status(fakes[0], [429] * 4)
+    assert len(sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)) == 1
+    pauses = np.diff(times)
+    assert (pauses > [0.02, 0.04, 0.08, 0.16]).all() and sampler.fleet.restarts == 0
+    status(fakes[0], [429] * 100)
+    with pytest.raises(RolloutError, match=r"a request failed 5 times; the last time: .* with 429"):
+        sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)
+    assert sampler.fleet.restarts == 0
+
+
+def test_a_publish_that_is_limited_is_tried_again(made, fakes, monkeypatch):
+    monkeypatch.setattr(endpoint, "AGAIN_S", 0.02)
+    sampler, (_, load), refused = made(1), fakes[0].answers["jppo_load"], []
+    fakes[0].answers["jppo_load"] = (200, lambda _: load if refused else refused.append(1) or (429, {}))
+    sampler.load(TENSORS.items(), version=8)
+    assert fakes[0].version == "8" and sampler.fleet.restarts == 0
+
+
+def test_a_token_that_is_refused_in_mid_run_names_the_remedy(made, fakes):
+    sampler = made(1)
+    status(fakes[0], [401] * 10)
+    with pytest.raises(
+        RolloutError, match=r"with 401.*; set JPPO_SERVER_TOKEN to the value that the server was started"
+    ):
+        sampler.generate(PROMPTS[:1], SAMPLING, version=7)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_attached_servers_are_resumed_after_a_refused_load(made, fakes, mode):
+    sampler = made()
+    fakes[1].answers["jppo_load"] = (200, {"results": [{"ok": False, "error": "no room"}]})
+    with pytest.raises(RolloutError, match="no room"):
+        sampler.load(TENSORS.items(), version=8, mode=mode)
+    sampler.close()
+    for fake in fakes:
+        order = asked(fake, [f"/pause?mode={mode}", "jppo_load", "/resume"])
+        assert order == [f"/pause?mode={mode}", "jppo_load", "/resume"]
+
+
+def test_attached_servers_are_resumed_after_a_stop_in_a_publish_once_they_have_loaded(made, fakes):
+    sampler, loading = made(), threading.Event()
+    _, load = fakes[1].answers["jppo_load"]
+    fakes[1].answers["jppo_load"] = (200, lambda _: loading.set() or time.sleep(1.0) or load)
+
+    def publish():
+        with pytest.raises(Stop):
+            sampler.load(TENSORS.items(), version=8)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    assert loading.wait(10)
+    raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stop))
+    assert raised == 1
+    thread.join(10)
+    sampler.close()
+    for fake in fakes:
+        assert asked(fake, SWAP)[-1] == "/resume" and asked(fake, SWAP).count("/resume") == 1
+
+
+class Stop(BaseException):
+    """As a signal raises it in the thread that publishes."""
 
 
 def test_a_server_that_is_another_process_by_the_time_of_the_load_does_not_end_the_run(made, fakes):

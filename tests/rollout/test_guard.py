@@ -1,6 +1,7 @@
 import asyncio
 import hashlib
 import hmac
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 import pytest
 
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import attached_key
 from jppo.rollout.servers.guard import Guard, Key, foreign, new_key
@@ -163,3 +165,94 @@ def test_the_token_of_servers_that_are_attached_to_is_of_the_environment(monkeyp
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "two\nlines")
     with pytest.raises(UserError, match="JPPO_SERVER_TOKEN contains invalid characters"):
         attached_key()
+
+
+class Sampler:
+    """An app that pauses and resumes; `blocked` seconds of a load stop the loop, as in one process with the engine."""
+
+    def __init__(self):
+        self.paused, self.loads, self.blocked = False, 0, 0.0
+
+    async def __call__(self, scope, receive, send):
+        path = scope["path"]
+        assert (await receive())["type"] == "http.request"
+        self.paused = path != "/resume" and (self.paused or path == "/pause")
+        if path == "/load":
+            self.loads += 1
+            time.sleep(self.blocked)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.fixture
+def leased(monkeypatch):
+    """An app behind the guard with leases of 0.3 s, and its asker, which returns status and message."""
+    monkeypatch.setenv(guard.TOKEN, "secret")
+    monkeypatch.setattr(guard, "LEASE_S", 0.3)
+    monkeypatch.setattr(guard, "TICK_S", 0.02)
+    sampler = Sampler()
+    app = Guard(sampler)
+
+    async def ask(path, trainer="", method="POST"):
+        sent, lease = [], [(guard.TRAINER_HEADER.encode(), trainer.encode())] if trainer else []
+        headers = [(b"authorization", b"Bearer secret"), *lease]
+
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        await app({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
+        return sent[0]["status"], json.loads(sent[1]["body"]).get("error", "")
+
+    return sampler, ask
+
+
+def test_a_pause_ends_with_its_trainer_whose_next_load_is_refused(leased):
+    sampler, ask = leased
+
+    async def run():
+        await ask("/pause", "a/1")
+        await asyncio.sleep(0.2)
+        await ask("/health", "a/1")
+        await asyncio.sleep(0.2)
+        assert sampler.paused, "a request renews the lease"
+        await asyncio.sleep(0.4)
+        assert not sampler.paused
+        status, why = await ask("/load", "a/1")
+        assert status == 503 and "has resumed" in why and not sampler.loads
+        assert [await ask(path, "a/2") for path in ("/pause", "/load", "/resume")] == [(200, "")] * 3
+        assert not sampler.paused and sampler.loads == 1
+
+    asyncio.run(run())
+
+
+def test_a_load_that_blocks_the_server_for_longer_than_the_lease_does_not_end_it(leased):
+    sampler, ask = leased
+    sampler.blocked = 1.0
+
+    async def run():
+        await ask("/pause", "a/1")
+        await ask("/load", "a/1")
+        await asyncio.sleep(0)
+        assert sampler.paused and await ask("/resume", "a/1") == (200, "")
+
+    asyncio.run(run())
+
+
+def test_a_second_trainer_is_refused_by_name_until_the_first_has_gone(leased):
+    sampler, ask = leased
+
+    async def run():
+        await ask("/pause", "a/1")
+        status, why = await ask("/is_paused", "b/1")
+        assert status == 409 and "in use by the trainer a; give each its own servers" in why
+        assert await ask("/health") == (200, ""), "who is no trainer"
+        await ask("/health", "a/end")
+        assert not sampler.paused, "the end is orderly"
+        assert await ask("/pause", "b/1") == (200, "")
+        await asyncio.sleep(0.5)
+        assert not sampler.paused and await ask("/pause", "c/1") == (200, ""), "b was killed"
+
+    asyncio.run(run())

@@ -505,3 +505,36 @@ def test_a_training_samples_from_what_it_learned(small_run, engine, mesh, own):
     assert abs(lines[1]["actor/ratio_mean"] - 1) < 1e-5 and lines[2]["actor/kl_loss"] > 1e-4
     texts = [[json.loads(x)["response"] for x in (run / f"samples/step_{i}.jsonl").open()] for i in (1, 2)]
     assert len(texts[0]) == 8 and texts[0] != texts[1]
+
+
+def test_the_row_of_a_caller_that_has_gone_is_free(made, monkeypatch):
+    """Of ten requests whose callers go, two are in rows and eight wait; a later one is answered without theirs."""
+    monkeypatch.setattr(continuous_batching, "TURNS", 2)
+    cfg, mesh, values = model_of(NAME, (1, 1, 1))
+    sampler = engine_of(cfg, mesh, 2)
+    sampler.hold(values, version=7)
+    sampling = dataclasses.replace(greedy(RESPONSE), ignore_eos=True)
+    live = []
+
+    async def ask_all():
+        batcher = sampler._batcher(sampler._programs.prepare(values))
+        advance = batcher._programs.advance
+
+        def counted(model, slots, *how):
+            live.append(int((np.asarray(slots.last) < np.asarray(slots.until)).sum()))
+            return advance(model, slots, *how)
+
+        batcher._programs = dataclasses.replace(batcher._programs, advance=counted)
+        answering = asyncio.ensure_future(batcher.answer_all())
+        gone = [asyncio.ensure_future(batcher.ask([1, 2], sampling=sampling, seed=i, near=0)) for i in range(10)]
+        while len(live) < 2:
+            await asyncio.sleep(0.001)
+        for task in gone:
+            task.cancel()
+        answer = await batcher.ask([4, 5, 6], sampling=sampling, seed=0, near=0)
+        answering.cancel()
+        return answer
+
+    answer = asyncio.run(ask_all())
+    assert len(answer.tokens) == RESPONSE
+    assert live[:2] == [2, 2] and live[-RESPONSE // 2 :] == [1] * (RESPONSE // 2) and len(live) <= 4 + RESPONSE // 2

@@ -136,6 +136,36 @@ def test_a_file_that_cannot_be_read_changes_nothing(run, servers, capfd):
     until(lambda: len(urls(sampler)) == 2)
 
 
+def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers, capfd):
+    sampler, _ = run(servers[:2])
+    (_, good), held = servers[1].answers[GENERATE], threading.Event()
+    servers[1].answers[GENERATE] = (200, lambda body: held.wait(20) and good(body))
+    pending = sampler.start(PROMPTS, SAMPLING)
+    whole_file = run.file.read_text()
+    run.file.write_text("")
+    until(lambda: "names no server" in capfd.readouterr().err)
+    before = sampler.fleet.members
+    run.file.write_text(whole_file)
+    held.set()
+    assert whole(pending.result(10)) and sampler.fleet.members == before
+    assert sampler.metrics()["rollout/asked_again"] == 0
+
+
+def test_a_publish_does_not_wait_for_a_server_that_loads_to_join(run, servers):
+    sampler, write = run(servers[:1])
+    loading, go, load = threading.Event(), threading.Event(), servers[1].answers["jppo_load"]
+    servers[1].answers["jppo_load"] = (200, lambda _: loading.set() or (go.wait(20) and load[1]))
+    write(servers[:2])
+    assert loading.wait(10)
+    sampler.load(TENSORS.items(), version=8)
+    assert not go.is_set() and servers[0].version == "8" and urls(sampler) == [servers[0].url]
+    go.set()
+    until(lambda: len(urls(sampler)) == 2)
+    assert servers[1].version == "8", "the weights that came meanwhile"
+    assert asked(servers[1], [*REVIVED, GENERATE]) == REVIVED * 2
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
+
+
 def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, servers, capfd):
     sampler, write = run(servers[:1])
     servers[1].answers["/is_paused"] = (200, {"is_paused": True})
@@ -200,8 +230,9 @@ def test_a_server_that_joins_during_the_update_is_asked_after_the_next_publish(r
 
 def test_a_run_without_servers_waits_and_then_ends(run, servers):
     sampler, write = run(servers[:1], start_s=1.0)
-    write([])
+    servers[0].answers["/health"] = (500, {})
     until(lambda: not urls(sampler))
+    write([])
     with pytest.raises(RolloutError, match=r"no server of rollout.urls works since rollout.start_timeout_s=1"):
         sampler.generate(PROMPTS, SAMPLING, version=7)
 
@@ -215,7 +246,7 @@ def test_a_start_waits_for_the_first_server(run, servers, settings):
     threading.Timer(0.4, lambda: servers[0].answers.update({"/health": (200, None)})).start()
     sampler, _ = run(servers[:1])
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
-    with pytest.raises(UserError, match=r"no server of rollout.urls answered within .*=0.1; it names none"):
+    with pytest.raises(UserError, match=r"no server of rollout.urls answered within .*=0.1; .* names no server"):
         run([], start_s=0.1)
 
 

@@ -1,5 +1,6 @@
 """Weights by NCCL against vLLM's own worker code, both over a library whose ranks check each other (fake_nccl.c)."""
 
+import base64
 import contextlib
 import ctypes
 import shutil
@@ -224,6 +225,29 @@ def test_a_server_that_dies_in_a_broadcast_takes_the_others_along_and_all_get_it
     until(lambda: all(member.up for member in made.fleet.members))
     assert all(has(worker, 1, engine.tensors) for fake in fakes for worker in fake.engines)
     assert made.metrics()["rollout/restarts"] == 2
+
+
+@pytest.mark.vllm
+def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(library, engine, monkeypatch):
+    """The library alone lets a rank wait for two seconds."""
+    from jppo.rollout.vllm import layout, weight_engine
+
+    monkeypatch.setattr(weight_engine, "BROADCAST_S", 0.3)
+    trainer, worker = communicator(library), engine()
+    unique_id, one = trainer.unique_id(), np.ones(1, np.float32)
+    about = {"nccl_unique_id_b64": base64.b64encode(unique_id).decode(), "rank_offset": 1, "world_size": 2}
+    joins = threading.Thread(target=trainer.join, args=(unique_id, 2, one.ctypes.data))
+    joins.start()
+    worker.init_transfer_engine(worker.parse_init_info(about))
+    joins.join()
+    name, tensor = next(iter(engine.tensors.items()))
+    entries = layout.pack(layout.in_order([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
+    began = time.monotonic()
+    worker.update_weights({"version": 8, "entries": entries})  # and the trainer sends nothing
+    assert time.monotonic() - began < 1.5 and worker.group == ""
+    assert worker.staging.error.startswith("a broadcast by NCCL did not end within 0.3 s: the trainer was killed")
+    worker.start_weight_update()
+    assert worker.staging.error is None
 
 
 @pytest.mark.parametrize("fault", ["no warm-up", "another count", "another root", "another rank", ""])

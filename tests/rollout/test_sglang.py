@@ -276,7 +276,7 @@ def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with pytest.raises(
-            UserError, match=r"broke off /model_info.*start it with `JPPO_SERVER_TOKEN=.* SGLANG_.*sglang\.guarded"
+            UserError, match=r"broke off /health.*start it with `JPPO_SERVER_TOKEN=.* SGLANG_.*sglang\.guarded"
         ):
             start(urls=[f"http://127.0.0.1:{closed.getsockname()[1]}"])
 

@@ -52,6 +52,10 @@ def make(tied: bool, head: bool = True):
     return Worker(), {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
+def load(worker, tmp_path, *, version, name="w"):
+    return worker.jppo_load(version=version, path=str(tmp_path / name))
+
+
 def send(worker, path, tensors, version):
     with open(path, "wb") as file:
         entries = layout.write(file.fileno(), tensors)
@@ -64,7 +68,7 @@ def test_every_tensor_is_loaded_and_a_tied_head_too(tmp_path, tied):
     assert ("lm_head.weight" in tensors) is not tied
     assert send(worker, tmp_path / "w", tensors.items(), 3) == {"ok": True, "error": None}
     assert worker.loaded == []
-    assert worker.jppo_load(version=3)["ok"]
+    assert load(worker, tmp_path, version=3)["ok"]
     loaded = dict(worker.loaded[0])
     assert len(loaded) == len(worker.loaded[0])
     for name, tensor in tensors.items():
@@ -77,7 +81,7 @@ def test_every_tensor_is_loaded_and_a_tied_head_too(tmp_path, tied):
 def test_a_tied_head_that_the_server_has_not_is_not_loaded(tmp_path):
     worker, tensors = make(tied=True, head=False)
     send(worker, tmp_path / "w", tensors.items(), 1)
-    assert worker.jppo_load(version=1)["ok"]
+    assert load(worker, tmp_path, version=1)["ok"]
     assert {name for name, _ in worker.loaded[0]} == set(tensors)
 
 
@@ -117,7 +121,7 @@ def test_experts_that_a_reload_does_not_reach_are_named(tmp_path):
     worker, tensors = make(True)
     worker.get_model().model.layers[1].quant_method = type("Method", (), {"moe_kernel": "packed"})()
     send(worker, tmp_path / "w", tensors.items(), 1)
-    answer = worker.jppo_load(version=1)
+    answer = load(worker, tmp_path, version=1)
     assert not answer["ok"] and answer["error"].startswith("model.layers.1 keeps its old values: vLLM cannot reload")
 
 
@@ -144,7 +148,7 @@ def test_gpt_oss_is_loaded_by_expert_and_its_sinks_after_the_rest(tmp_path):
             loaded.append(dict(weights_iterator))
 
     worker = Worker()
-    assert send(worker, tmp_path / "w", tensors.items(), 1)["ok"] and worker.jppo_load(version=1)["ok"]
+    assert send(worker, tmp_path / "w", tensors.items(), 1)["ok"] and load(worker, tmp_path, version=1)["ok"]
     (reloaded, sinks), experts = loaded, "model.layers.1.mlp.experts"
     for theirs, ours in (("w13_weight", "gate_up_proj"), ("w2_weight", "down_proj"), ("w13_bias", "gate_up_proj_bias")):
         for i in range(3):
@@ -161,7 +165,7 @@ def test_bfloat16_arrives_as_bfloat16(tmp_path):
     worker, tensors = make(True)
     half = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
     send(worker, tmp_path / "w", half.items(), 1)
-    worker.jppo_load(version=1)
+    load(worker, tmp_path, version=1)
     name, tensor = worker.loaded[0][0]
     assert tensor.dtype == torch.bfloat16
     assert np.array_equal(tensor.float().numpy(), half[name].astype(np.float32))
@@ -172,7 +176,7 @@ def test_the_first_publish_must_be_whole_too(tmp_path):
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     answer = send(worker, tmp_path / "w", tensors.items(), 1)
     assert not answer["ok"] and "model.layers.1.self_attn.k_proj.weight missing" in answer["error"]
-    assert not worker.jppo_load(version=1)["ok"] and worker.loaded == []
+    assert not load(worker, tmp_path, version=1)["ok"] and worker.loaded == []
 
 
 def test_a_tied_head_sent_by_name_is_refused(tmp_path):
@@ -184,9 +188,10 @@ def test_a_tied_head_sent_by_name_is_refused(tmp_path):
 def test_only_what_was_checked_is_loaded_and_only_once(tmp_path):
     worker, tensors = make(True)
     send(worker, tmp_path / "w", tensors.items(), 1)
-    assert "version 2 was not checked" in worker.jppo_load(version=2)["error"]
-    assert worker.jppo_load(version=1)["ok"]
-    assert not worker.jppo_load(version=1)["ok"]
+    assert "version 2 was not checked" in load(worker, tmp_path, version=2)["error"]
+    assert not load(worker, tmp_path, version=1, name="another trainer's")["ok"] and not worker.loaded
+    assert load(worker, tmp_path, version=1)["ok"]
+    assert not load(worker, tmp_path, version=1)["ok"]
 
 
 def test_a_scalar_and_an_empty_tensor_arrive(tmp_path):
@@ -216,4 +221,4 @@ def test_a_refused_publish_takes_the_one_before_it_away(tmp_path):
     worker, tensors = make(True)
     send(worker, tmp_path / "w", tensors.items(), 1)
     send(worker, tmp_path / "x", list(tensors.items())[1:], 2)
-    assert not worker.jppo_load(version=1)["ok"]
+    assert not load(worker, tmp_path, version=1)["ok"]

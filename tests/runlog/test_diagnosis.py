@@ -92,6 +92,12 @@ def test_a_value_loss_that_rises_with_the_rewards_spread_is_no_fault():
     assert run(lambda s, m: {"critic/vf_loss": 0.1 + 0.01 * s, "critic/vf_explained_var": 0.4}) == []
 
 
+def test_a_critic_whose_values_stay_zero_is_told():
+    """1 - var(R - 0) / (var(R) + 1e-5) is a little above 0."""
+    (found,) = run(lambda s, m: {"critic/vf_loss": 0.1, "critic/vf_explained_var": 1 - 0.04 / (0.04 + 1e-5)})
+    assert found.name == "value_loss_not_falling"
+
+
 @pytest.mark.parametrize(
     "memory",
     [

@@ -82,6 +82,58 @@ def test_a_stage_that_waits_is_left_at_once(tmp_path, number, code):
     assert time.monotonic() - began < 10
 
 
+DROPPED = {  # places from which no exception gets out; each stops the run itself, and waits for the handler
+    "del": "class Gone:\n    def __del__(self): stop()\nGone()",
+    "weakref": "class Gone: pass\ngone = Gone(); ref = weakref.ref(gone, lambda _: stop()); del gone",
+    "gc": "gc.callbacks.append(lambda phase, _: stop() if phase == 'start' else None); gc.collect()",
+    "ctypes": "ctypes.CFUNCTYPE(None)(stop)()",
+    "except": "try: stop()\nexcept BaseException: pass",
+}
+STOP = """
+import ctypes, gc, os, signal, weakref
+def stop():
+    gc.callbacks.clear()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+def dropped():
+    exec({code!r}, globals())
+    print("dropped", flush=True)
+    time.sleep(60)
+with timer("gen"): dropped()
+"""
+
+
+@pytest.mark.parametrize("where", DROPPED)
+def test_a_stop_that_python_drops_is_raised_again(tmp_path, where):
+    body = f"exec({STOP.format(code=DROPPED[where])!r}, globals())"
+    process = start(tmp_path, body)
+    out, err = process.communicate(timeout=30)
+    assert out == "dropped\nsaved, stopped by SIGTERM\n" and process.returncode == 143, err
+
+
+def test_the_cleaning_up_of_a_stage_is_not_interrupted(tmp_path):
+    """It takes longer than a stop waits before it is raised again."""
+    code = """
+import contextlib
+@contextlib.contextmanager
+def engine():
+    try: yield
+    finally:
+        try: 1 / 0
+        except ZeroDivisionError: time.sleep(1.5)
+        print("cleaned up", flush=True)
+with timer("gen"):
+    with engine():
+        print("in gen", flush=True)
+        time.sleep(60)
+"""
+    process = start(tmp_path, f"exec({code!r}, globals())")
+    wait_for(process, "in gen")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (out, err) == ("cleaned up\nsaved, stopped by SIGTERM\n", "") and process.returncode == 143
+
+
 def test_any_other_stage_is_finished_first(tmp_path):
     process = start(tmp_path, 'hang("update_actor", 1.0, False); print("updated", flush=True)')
     wait_for(process, "in update_actor")

@@ -29,6 +29,7 @@ def read(body: Body) -> Request:
             usage=r.get(r.get(body, "stream_options", dict, {}), "include_usage", bool, False),
             logprobs=r.get(body, "logprobs", bool, False),
             parallel=r.get(body, "parallel_tool_calls", bool, True),
+            calls=r.may_call(body),
         )
     )
 

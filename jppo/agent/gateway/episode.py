@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from jppo.agent.calls import Call, Parser, without_calls
+from jppo.agent.calls import OPENING, Call, Parser, opened_thought, without_calls
 from jppo.agent.gateway import history
 from jppo.agent.gateway import request as r
 from jppo.agent.gateway.history import Turn
@@ -66,6 +66,8 @@ class Episode:
         self._language, self._rules, self._ask = language, rules, ask
         self._prompt, self._sampling, self._seed = prompt, sampling, seed
         self._asked = itertools.count()
+        self._events = itertools.count()  # requests and replies
+        self._kept: dict[str, Message] = {}  # the messages of `earlier`, once each
         self._turns: list[Turn] = []
         self._posted: list[tuple[Turn, float]] = []
         self._calls = self._call_errors = 0
@@ -79,34 +81,38 @@ class Episode:
         said = {"uid": p.uid, "prompt": p.messages, "data_source": p.data_source, "ground_truth": p.ground_truth}
         return said | {"extra": p.extra}
 
-    async def answer(self, request: Request, gone: Callable[[], bool] = lambda: False) -> Reply:
-        """Samples the answers to a request and remembers them as turns, unless the client is `gone` by then."""
+    def keep(self, reply: str, messages: Sequence[Message]) -> None:
+        """Remembers the conversation up to a reply."""
+        once = self._kept.setdefault
+        self.earlier[reply] = tuple(once(json.dumps(message, sort_keys=True), message) for message in messages)
+
+    async def answer(self, request: Request) -> Reply:
+        """Samples the answers to a request and remembers them as turns."""
+        asked = next(self._events)
         try:
-            schemas = json.dumps(request.tools, ensure_ascii=False)
-            states = history.states(request.messages, schemas)
-            ids, parent = self._context(request, schemas, states)
+            given, parent, state = self._context(request, json.dumps(request.tools, ensure_ascii=False))
         except (UserError, UnicodeError, TypeError, ValueError, LookupError, RecursionError) as e:
             raise BadRequest(f"the messages cannot be read: {e}") from e  # of the template or the tokenizer
+        ids = given if parent is None else parent.ids + given
         if not ids:
             raise BadRequest("the prompt has no tokens; send some text")
         limit = self._rules.max_prompt_length
         room = min(len(ids), limit) + self._sampling.max_tokens if parent is None else parent.room
         if room - len(ids) < 1:
             raise self._too_long(f"{len(ids)} tokens, and the conversation has room for {room} with an answer")
-        asked = room - len(ids) if request.max_tokens is None else min(room - len(ids), request.max_tokens)
+        most = room - len(ids) if request.max_tokens is None else min(room - len(ids), request.max_tokens)
         stop = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
-        how = dataclasses.replace(self._sampling, max_tokens=asked, stop=stop)
+        how = dataclasses.replace(self._sampling, max_tokens=most, stop=stop)
         numbers = itertools.islice(self._asked, request.n)
         seeds = [self._seed if i == 0 else sample_seed(self._seed, i, 0) for i in numbers]
         answers = await self._answers([self._ask(ids, sampling=how, seed=seed) for seed in seeds])
-        if gone():  # the agent never saw the answers
-            raise BadRequest("the client closed the connection before its answer")
-        choices = tuple(self._choice(answer, request) for answer in answers)
+        thinks = opened_thought(self._language.spell(ids[-OPENING:]))
+        choices = tuple(self._choice(answer, request, thinks) for answer in answers)
         reply = Reply(secrets.token_hex(16), int(time.time()), MODEL, len(ids), choices)
-        for answer, choice in zip(answers, choices, strict=True):
-            key = history.extended(states[-1], choice.message).digest()
-            text = request.text + choice.text if request.text is not None and choice.text else None
-            self._turns.append(Turn(parent, ids + answer.tokens, answer, key, text, room, choice, reply.id))
+        of_task = history.of_task(self._turns, request, self._task) if parent is None else parent.of_task
+        about = dict(reply=reply.id, asked=asked, answered=next(self._events), of_task=of_task, room=room)
+        for i, (answer, choice) in enumerate(zip(answers, choices, strict=True)):
+            self._turns.append(history.turn(parent, given, answer, choice, request, state, index=i, **about))
         return reply
 
     def post(self, body: Body) -> dict[str, Any]:
@@ -114,22 +120,25 @@ class Episode:
         amount, of = finite(body.get("reward")), r.get(body, "id", str)
         if amount is None:
             raise BadRequest(f"reward={short(body.get('reward'))} must be a finite number")
-        name = None if of is None else re.split("[-_]", of)[-1]
-        turn = next((turn for turn in reversed(self._turns) if name in (None, turn.reply)), None)
+        turn = self._named(of) if of is not None else self._turns[-1] if self._turns else None
         if turn is None:
             raise BadRequest("the reward is for no answer of this episode; post it after one, with its id or without")
         self._posted.append((turn, amount))
         return {"object": "reward", "reward": amount}
 
     def trajectory(self, ended: Ended) -> Trajectory:
-        """Returns the latest branch with the episode's reward and the other branches."""
+        """Returns the branch of the episode's answer with the episode's reward and the other branches."""
         posted = sum(amount for _, amount in self._posted)
-        said, fault = self._outcome(ended)
+        reported = _reported(ended.last)
+        said, fault = self._outcome(ended, reported)
+        named = reported.get("answer_id")
+        if fault is None and named is not None and self._named(named) is None:
+            fault = f"the agent reported answer_id={short(named)}, which is no answer of this episode"
         truncated = self._full and bool(self._turns) and ended.code not in (None, 0)
         fault = None if truncated else fault
         about: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
         about |= dict(score=posted + said, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
-        paths, p = history.branches(self._turns), self._prompt
+        paths, p = history.branches(self._turns, self._named(named)), self._prompt
         if not paths:
             return history.nothing_said(p.uid, p.ids, Exchange(**about))
         trained, found = set[int](), []
@@ -137,11 +146,22 @@ class Episode:
             t = history.trajectory(p.uid, path, trained, self._language.decode)
             earned = history.earned(path, t, self._posted)
             exchange = Exchange(**about, earned=earned, branches_left_out=max(0, len(paths) - self._rules.branches))
-            found.append(dataclasses.replace(t, exchange=exchange))
-        finish = "length" if truncated else found[0].finish
-        return dataclasses.replace(found[0], finish=finish, branches=tuple(found[1:]))
+            found.append(dataclasses.replace(t, exchange=exchange, finish="length" if truncated else t.finish))
+        return dataclasses.replace(found[0], branches=tuple(found[1:]))
 
-    def _context(self, request: Request, schemas: str, states: Sequence[Any]) -> tuple[list[int], Turn | None]:
+    @property
+    def _task(self) -> str:
+        """Returns the last text of the prompt."""
+        said = self._prompt.messages
+        return said if isinstance(said, str) else said[-1]["content"]
+
+    def _named(self, reply: Any) -> Turn | None:
+        """Returns the last turn of the reply with this id."""
+        name = re.split("[-_]", reply)[-1] if isinstance(reply, str) else None
+        return next((turn for turn in reversed(self._turns) if name == turn.reply), None)
+
+    def _context(self, request: Request, schemas: str) -> tuple[list[int], Turn | None, Any]:
+        """Returns the tokens that follow a turn, the turn, and the hash of the conversation."""
         characters = len(schemas) + len(request.text or "") + sum(map(history.length, request.messages))
         if characters > self._language.longest:
             raise self._too_long(f"{characters} characters, more than fit")
@@ -150,8 +170,8 @@ class Episode:
         if self._language.format == "plain" and [m["role"] for m in request.messages] == ["user"]:
             only = request.messages[0]["content"]
         if only is not None and only == self._prompt.messages:
-            return self._prompt.ids.tolist(), None
-        return history.context(self._turns, request, chat, states)
+            return self._prompt.ids.tolist(), None, history.followed((), request.messages, schemas)[0]
+        return history.context(self._turns, request, chat, schemas)
 
     def _too_long(self, what: str) -> BadRequest:
         self._full = True
@@ -168,13 +188,13 @@ class Episode:
             if not self._waiting:
                 self._waited_s += time.monotonic() - self._waits_since
 
-    def _choice(self, answer: Answer, request: Request) -> Choice:
+    def _choice(self, answer: Answer, request: Request, thinks: str) -> Choice:
         language, tokens = self._language, answer.tokens
         text = language.spell(tokens[:-1] if tokens[-1] in language.ends else tokens)
         stops = [(text.index(one), one) for one in request.stop if one in text]
         at, stopped_by = min(stops, default=(len(text), None))
         text, tail = text[:at], text[at:]
-        found = language.parse(text, request.tools) if request.tools else []
+        found = language.parse(thinks + text, request.tools) if request.tools and request.calls else []
         valid = [one for one in found if isinstance(one, Call)]
         calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", one.name, one.arguments) for one in valid)
         self._calls += len(found)
@@ -182,8 +202,9 @@ class Episode:
         if len(calls) < len(found) or (len(calls) > 1 and not request.parallel):  # they are sent as text
             calls = ()
         return Choice(
-            text=without_calls(text, language.format) if calls else text,
+            text=without_calls(thinks + text, language.format).removeprefix(thinks) if calls else text,
             tail=tail,
+            raw=text + tail,
             calls=calls,
             finish="tool_calls" if calls else answer.finish,
             stopped_by=stopped_by,
@@ -191,7 +212,7 @@ class Episode:
             tokens=tuple(zip(language.pieces(tokens), answer.logprob, strict=True)) if request.logprobs else (),
         )
 
-    def _outcome(self, ended: Ended) -> tuple[float, str | None]:
+    def _outcome(self, ended: Ended, reported: dict[str, Any]) -> tuple[float, str | None]:
         """Returns what the program earned by its end, and why the sample is left out."""
         kind, code = self._rules.reward, ended.code
         if code is None:
@@ -202,12 +223,17 @@ class Episode:
             return 0.0, "the agent received no answer: it sent no valid request"
         if kind != "reported":
             return float(kind == "exit" and code == 0), None
-        try:
-            said = json.loads(ended.last or "null")
-        except (ValueError, RecursionError):
-            said = None
-        given = said.get("reward") if isinstance(said, dict) else None
+        given = reported.get("reward")
         amount = finite(given)
         if amount is None and (given is not None or not self._posted):
             return 0.0, f"the agent reported no reward; its last line is {short(ended.last)}"
         return amount or 0.0, None
+
+
+def _reported(last: str) -> dict[str, Any]:
+    """Returns the JSON object of the output's last line; empty if it is none."""
+    try:
+        said = json.loads(last or "null")
+    except (ValueError, RecursionError):
+        said = None
+    return said if isinstance(said, dict) else {}

@@ -1,8 +1,10 @@
 """Runs agents, each in a fork: `python -m jppo.agent.gateway.forks FD function SPEC` or `FD command WORD...`.
 
-The gateway sends an id, variables and three files over the socket FD, and gets the process and then its exit code. A
-fork calls PATH.py:FUNCTION with the task as a dict and prints what it returns as JSON, or it becomes the command. When
-the socket closes, also because the trainer was killed, all forks are killed with their process groups.
+The gateway sends an id, variables and three files over the socket FD, and gets the id and then an exit code; the id
+alone ends the episode. A program calls PATH.py:FUNCTION with the task as a dict and prints what it returns as JSON, or
+it becomes the command. Its guard, a fork between it and this process, inherits the orphans of all sessions below it.
+The guard kills them when the program ends, when it has to, or when this process ends. This process ends when the socket
+closes, also because the trainer was killed.
 """
 
 import asyncio
@@ -19,13 +21,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from jppo import descendants
 from jppo.registry import resolve
 
 CRASHED, NOT_FOUND = 70, 127  # exit codes: an uncaught exception of a function; a command that cannot be started
+_AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def main(channel: socket.socket, work: Callable[[], int]) -> None:
     """Forks until the socket is closed."""
+    descendants.inherit_orphans()
     wakes, wake = os.pipe()
     for end in (wakes, wake):
         os.set_blocking(end, False)
@@ -44,37 +49,67 @@ def main(channel: socket.socket, work: Callable[[], int]) -> None:
                 if not data:
                     break
                 said = json.loads(data)
+                if "env" not in said:
+                    for pid in [pid for pid, number in running.items() if number == said["id"]]:
+                        os.kill(pid, signal.SIGTERM)
+                    continue
                 if (pid := os.fork()) == 0:
-                    _become(work, said["env"], files, channel)
+                    _guard(work, said["env"], files, channel)
                 running[pid] = said["id"]
-                with contextlib.suppress(OSError):  # the fork does so, too
-                    os.setpgid(pid, pid)
                 for file in files:
                     os.close(file)
-                channel.send(json.dumps({"id": said["id"], "pid": pid}).encode())
+                channel.send(json.dumps({"id": said["id"]}).encode())
+    except ConnectionError:  # the trainer has ended
+        pass
     finally:
-        for pid in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        descendants.kill_all()
 
 
 def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
-    """Returns the forks that have ended, with their exit codes."""
+    """Returns the guards that have ended, with the exit codes of their programs."""
     found = [os.waitpid(pid, os.WNOHANG) for pid in running]
     return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in found if pid]
 
 
-def _become(work: Callable[[], int], env: dict[str, str], files: list[int], channel: socket.socket) -> NoReturn:
-    """Does the work in a fork, which ends with it."""
-    code = CRASHED
+def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], channel: socket.socket) -> NoReturn:
+    """Forks the program of an episode; after its end, or at SIGTERM, kills its descendants and ends as it did."""
+    code, me, server = CRASHED, os.getpid(), os.getppid()
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         channel.close()
-        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+        descendants.inherit_orphans()
+        descendants.end_with_parent(server, signal.SIGTERM)
         for i, file in enumerate(files):
             os.dup2(file, i)
             os.close(file)
+        if (program := os.fork()) == 0:
+            descendants.end_with_parent(me, signal.SIGKILL)
+            _become(work, env)
+        code = _code_of(program)
+        descendants.kill_all()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        descendants.end_like(code)
+
+
+def _code_of(program: int) -> int:
+    """Returns the program's exit code, or that of a killed one at SIGTERM."""
+    while signal.sigwait(_AWAITED) != signal.SIGTERM:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans
+            if ended[0] == program:
+                return os.waitstatus_to_exitcode(ended[1])
+    return -signal.SIGKILL
+
+
+def _become(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
+    """Does the work in a fork, which ends with it."""
+    code = CRASHED
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        os.setpgid(0, 0)
         os.environ.update(env)
         code = work()
     except SystemExit as e:
@@ -88,7 +123,7 @@ def _become(work: Callable[[], int], env: dict[str, str], files: list[int], chan
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):  # the function may have closed it
                     stream.flush()
-        finally:  # else the fork would return to `main`, which kills the other forks
+        finally:  # else the fork would return to its guard's work
             os._exit(code & 255)
 
 
@@ -117,11 +152,19 @@ def execute(command: list[str]) -> int:
         return NOT_FOUND
 
 
-if __name__ == "__main__":
-    kind, *what = sys.argv[2:]
-    work = functools.partial(execute, what)
+def _serve(channel: socket.socket, kind: str, *what: str) -> None:
+    work = functools.partial(execute, list(what))
     if kind == "function":
         work = functools.partial(call, resolve(what[0], "rollout.agent"))
-    given = socket.socket(fileno=int(sys.argv[1]))
-    given.send(json.dumps({"ready": True}).encode())
-    main(given, work)
+    channel.send(json.dumps({"ready": True}).encode())
+    main(channel, work)
+
+
+if __name__ == "__main__":
+    try:
+        _serve(socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)  # threads that the agent's file has started would hold the process

@@ -16,8 +16,11 @@ from jppo.agent.gateway import chat, completions, http, messages, process, respo
 from jppo.agent.gateway.episode import MODEL, Episode, Language, Rules
 from jppo.agent.gateway.request import BadRequest, Request
 from jppo.rollout.protocol import Answer, Ask, RolloutError
+from jppo.rollout.servers.fleet import allow_files
+from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 
+FILES_OF_ONE, OTHER_FILES = 5, 128  # open ones of an episode, with two connections; of the rest of the process
 _APIS: dict[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,
@@ -40,6 +43,11 @@ class Gateway:
 
     def __init__(self, agent: str, language: Language, rules: Rules, *, concurrency: int):
         """`agent` is a command line or PATH.py:FUNCTION."""
+        if (allowed := allow_files()) < (needed := FILES_OF_ONE * concurrency + OTHER_FILES):
+            raise UserError(
+                f"rollout.agent_concurrency={concurrency} needs {needed} open files; the limit is {allowed}:"
+                f" lower it to {max(1, (allowed - OTHER_FILES) // FILES_OF_ONE)}, or raise the limit (ulimit -n)"
+            )
         self._program = process.program_of(agent)
         self._language, self._rules, self._concurrency = language, rules, concurrency
         self._open: dict[str, _Open] = {}  # by name
@@ -138,7 +146,7 @@ class Gateway:
         assert answering is not None
         of.answering.add(answering)
         try:
-            reply = await episode.answer(request, call.gone)
+            reply = await episode.answer(request)
         except (BadRequest, asyncio.CancelledError):
             raise
         except Exception as e:  # of the engine: it ends the run
@@ -149,7 +157,7 @@ class Gateway:
             of.answering.discard(answering)
         if api is responses:
             said = request.messages[1:] if body.get("instructions") else request.messages
-            episode.earlier[reply.id] = (*said, reply.choices[0].message)
+            episode.keep(reply.id, (*said, reply.choices[0].message))
         return api.events(reply, request) if request.stream else api.write(reply, request)
 
 

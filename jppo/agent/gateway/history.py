@@ -2,9 +2,10 @@
 
 The turns of an episode are a tree: a turn's parent is the last earlier turn that its request repeats. Messages after
 the parent are appended as tokens. A request that repeats no turn begins anew. Every leaf of the tree is a branch, and
-every branch a trajectory. A turn that several branches contain is trained on in one of them, the latest.
+every branch a trajectory. A turn that several branches contain is trained on in one of them, the first.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -15,28 +16,71 @@ from typing import Any
 import numpy as np
 
 from jppo.agent.gateway.request import Choice, Message, Request
-from jppo.agent.turn_tokens import Chat
-from jppo.rollout.protocol import Answer, joined, of_tokens
+from jppo.agent.turn_tokens import Chat, Spoken
+from jppo.rollout.protocol import Answer, of_tokens
 from jppo.types import Exchange, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turn:
-    """An answer of the policy with all tokens before it."""
+    """An answer of the policy to a request."""
 
     parent: "Turn | None"
-    ids: list[int]  # up to the end of the answer
-    answer: Answer
-    key: bytes  # of the conversation up to the answer, as the agent has it
-    text: str | None  # the same of a text without messages; None without text in the answer
+    given: list[int]  # between the parent's answer and this one
+    answer: Answer  # without the experts of tokens that the parent has read
+    end: int  # tokens up to the end of the answer
+    read: int  # of these, with known experts
+    state: Any  # hash of the conversation up to the answer, as the agent has it
+    answers: bytes  # hash of the conversation before the answer; b'' of a text without messages
+    text: tuple[int, bytes] | None  # of a text without messages, up to the answer: characters and hash
     room: int  # most tokens of the branch
     choice: Choice  # the answer as the agent has it
+    index: int  # among the answers to its request
     reply: str  # id of the reply that has it
+    asked: int  # when the request came, in requests and replies of the episode
+    answered: int  # when it was answered
+    of_task: bool  # its conversation begins with the task
 
     @property
     def begin(self) -> int:
         """Returns the index of the first sampled token."""
-        return len(self.ids) - len(self.answer.tokens)
+        return self.end - len(self.answer.tokens)
+
+    @property
+    def path(self) -> "list[Turn]":
+        """Returns the turns from the root to this one."""
+        found, turn = [], self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent  # type: ignore[assignment]
+        return found[::-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """Returns all tokens up to the end of the answer."""
+        return [token for turn in self.path for part in (turn.given, turn.answer.tokens) for token in part]
+
+
+def turn(
+    parent: Turn | None, given: list[int], answer: Answer, choice: Choice, request: Request, state: Any, **about: Any
+) -> Turn:
+    """Returns the turn of an answer to a request; `state` is the hash of its messages."""
+    before, read = (0, 0) if parent is None else (parent.end, parent.read)
+    if answer.experts is not None:
+        new = answer.experts[read:].copy()  # not a view: it would keep those of all tokens
+        answer, read = dataclasses.replace(answer, experts=new), read + len(new)
+    ends, text = before + len(given) + len(answer.tokens), None
+    if request.text is not None and choice.text:
+        whole = request.text + choice.text
+        text = len(whole), _hashed(hashlib.sha256(), whole).digest()
+    answers = b"" if request.text is not None else state.digest()
+    after = extended(state, choice.message)
+    return Turn(parent, given, answer, ends, read, after, answers, text, choice=choice, **about)
+
+
+def _hashed(state: Any, text: str) -> Any:
+    state.update(text.encode("utf-8", "surrogatepass"))
+    return state
 
 
 @functools.lru_cache(maxsize=64)
@@ -50,22 +94,58 @@ def length(message: Message) -> int:
     return len(message["content"]) + (len(json.dumps(calls, ensure_ascii=False)) if calls else 0)
 
 
-def states(messages: Sequence[Message], schemas: str) -> list[Any]:
-    """Returns the hash of the conversation before each message, and of all of it; `schemas` of the tools is JSON."""
-    found = [_of_tools(schemas)]
-    for message in messages:
-        found.append(extended(found[-1], message))
-    return found
+def followed(turns: Sequence[Turn], messages: Sequence[Message], schemas: str) -> tuple[Any, Turn | None, int]:
+    """Returns the hash of a conversation, the last turn that it repeats, and the number of messages up to that.
+
+    `schemas` of the tools is JSON.
+    """
+    known: dict[bytes, list[Turn]] = {}
+    for one in turns:
+        known.setdefault(one.answers, []).append(one)
+    state, parent, count = _of_tools(schemas), None, 0
+    for i, message in enumerate(messages, 1):
+        after = extended(state, message)
+        if message["role"] == "assistant" and (found := _repeated(known.get(state.digest(), []), message, after)):
+            parent, count = found, i
+            after = found.state
+        state = after
+    return state, parent, count
+
+
+def _repeated(turns: Sequence[Turn], message: Message, after: Any) -> Turn | None:
+    """Returns which of the turns at this place a message repeats: the one with its ids of calls, or the latest."""
+    same = [turn for turn in turns if turn.state.digest() == after.digest() or _shortened(turn.choice, message)]
+    ids = _ids(message)
+    return max(reversed(same), key=lambda turn: _ids(turn.choice.message) == ids, default=None)
+
+
+def _shortened(choice: Choice, message: Message) -> bool:
+    """Whether a message is the answer with less text: calls with their ids, or a text without its thinking."""
+    own, content = choice.message, message["content"].strip()
+    if _ids(own) != _ids(message) or _calls(own) != _calls(message):
+        return False
+    if choice.calls:
+        rest = iter(own["content"])
+        return all(character in rest for character in content)  # in this order
+    return bool(content) and content == own["content"].rpartition("</think>")[2].strip()
+
+
+def _ids(message: Message) -> list[str]:
+    return [call["id"] for call in message.get("tool_calls", [])]
+
+
+def _calls(message: Message) -> str:
+    """Returns the calls as JSON, however a client writes it."""
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return json.dumps(json.loads(json.dumps(calls), parse_float=_number), sort_keys=True) if calls else "[]"
 
 
 def extended(state: Any, message: Message) -> Any:
     """Returns the hash with one more message, without ids of calls and outer spaces of answers."""
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     text = content.encode("utf-8", "surrogatepass")
-    calls = [call["function"] for call in message.get("tool_calls", [])]
-    said = json.dumps(json.loads(json.dumps(calls), parse_float=_number), sort_keys=True) if calls else "[]"
     state = state.copy()
-    state.update(f"\n{message['role']} {said} {len(text)} ".encode())
+    state.update(f"\n{message['role']} {_calls(message)} {len(text)} ".encode())
     state.update(text)
     return state
 
@@ -76,61 +156,96 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
-def context(
-    turns: Sequence[Turn], request: Request, chat: Chat, before: Sequence[Any]
-) -> tuple[list[int], Turn | None]:
-    """Returns the tokens to answer, and the turn that they continue; `before` are the request's `states`."""
-    if request.text is not None:
-        text = request.text
-        earlier = [turn for turn in turns if turn.text is not None and text.startswith(turn.text)]
-        parent = max(reversed(earlier), key=lambda turn: len(turn.text or ""), default=None)
+def context(turns: Sequence[Turn], request: Request, chat: Chat, schemas: str) -> tuple[list[int], Turn | None, Any]:
+    """Returns the tokens to answer after those of a turn, the turn, and the hash of the messages.
+
+    There is no turn where the request repeats none, or the template changes what it repeats: then a branch begins.
+    """
+    state, parent, count = followed(turns, request.messages, schemas)
+    if request.text is None:
         if parent is None:
-            return chat.text(text, True), None
-        rest, choice = text[len(parent.text or "") :], parent.choice
-        # the ids end with the stop text, which the agent may repeat
-        rest = rest.removeprefix(choice.tail if rest.startswith(choice.tail) else choice.stopped_by or "")
-        return parent.ids + chat.text(rest, False), parent
-    by_key = {turn.key: turn for turn in turns}
-    for i in range(len(request.messages) - 1, 0, -1):
-        if request.messages[i - 1]["role"] == "assistant" and (key := before[i].digest()) in by_key:
-            parent = by_key[key]
-            return parent.ids + chat.between(request.messages[i:], parent.ids[-1]), parent
-    return chat.whole(request.messages), None
+            return chat.whole(request.messages), None, state
+        own, sampled = parent.choice, len(parent.answer.tokens)
+        said = Spoken(request.messages[: count - 1], own.message, own.raw, parent.ids, sampled)
+        ids, same = chat.follow(said, request.messages[count:])
+        return (ids[parent.end :], parent, state) if same else (ids, None, state)
+    text, known = request.text, {turn.text: turn for turn in turns if turn.text is not None}
+    begun, at = hashlib.sha256(), 0
+    for length in sorted({length for length, _ in known if length <= len(text)}):
+        begun, at = _hashed(begun, text[at:length]), length
+        parent = known.get((length, begun.digest()), parent)
+    if parent is None or parent.text is None:
+        return chat.text(text, True), None, state
+    rest, choice = text[parent.text[0] :], parent.choice
+    # the ids end with the stop text, which the agent may repeat
+    rest = rest.removeprefix(choice.tail if rest.startswith(choice.tail) else choice.stopped_by or "")
+    return chat.text(rest, False), parent, state
 
 
-def branches(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Returns the path from the root to each leaf, the latest leaf first."""
+def of_task(turns: Sequence[Turn], request: Request, task: str) -> bool:
+    """Whether a request that continues no turn has the task's text, or an answer of a conversation that had it."""
+    said = {(turn.choice.text.strip(), _calls(turn.choice.message)) for turn in turns if turn.of_task}
+    repeats = any(
+        message["role"] == "assistant" and (message["content"].strip(), _calls(message)) in said
+        for message in request.messages
+    )
+    return repeats or any(task in text for text in (request.text or "", *(m["content"] for m in request.messages)))
+
+
+def branches(turns: Sequence[Turn], named: Turn | None) -> list[list[Turn]]:
+    """Returns the path from the root to each leaf: that of the episode's answer first, then by the latest leaf.
+
+    The answer is the turn `named` by the agent, if any.
+    """
     inner = {id(turn.parent) for turn in turns}
-    paths = []
-    for leaf in (turn for turn in reversed(turns) if id(turn) not in inner):
-        path = [leaf]
-        while path[0].parent is not None:
-            path.insert(0, path[0].parent)
-        paths.append(path)
-    return paths
+    paths = [leaf.path for leaf in reversed(turns) if id(leaf) not in inner]
+    if not paths:
+        return []
+    if named is None:
+        first = _answering(paths)
+    else:
+        first = min((path for path in paths if named in path), key=len)
+    return [first, *(path for path in paths if path is not first)]
+
+
+def _answering(paths: Sequence[list[Turn]]) -> list[Turn]:
+    """Returns the path with the episode's answer, by a rule that does not depend on the speed of concurrent requests.
+
+    Of the conversations that begin with the task, if any does, it is the last one that began. Of those that overlap in
+    time, it is the one that began before the others; of those that began at once, the one with most turns.
+    """
+    shared = collections.Counter(id(turn) for path in paths for turn in path)
+    mine = [path for path in paths if path[0].of_task] or paths
+    begun = [next(turn for turn in path if shared[id(turn)] == 1) for path in mine]
+    last = max(turn.asked for turn in begun)
+    late = [(path, turn) for path, turn in zip(mine, begun, strict=True) if path[-1].answered > last]
+    first = min(turn.answered for _, turn in late)
+    early = [path for path, turn in late if turn.asked < first]
+    return max(early, key=lambda path: (len(path), -path[-1].index, path[-1].state.digest()))
 
 
 def trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str]) -> Trajectory:
     """Returns a branch as a trajectory. `trained` has the ids of turns in earlier ones, and gets those of this one."""
     leaf = path[-1]
-    n = len(leaf.ids)
+    ids, n = leaf.ids, leaf.end
     sampled, logprob, version = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, -1, np.int32)
+    experts = [turn.answer.experts for turn in path if turn.answer.experts is not None]
     own = [turn for turn in path if id(turn) not in trained]
     for turn in own:
-        here = slice(turn.begin, len(turn.ids))
+        here = slice(turn.begin, turn.end)
         sampled[here], logprob[here], version[here] = True, turn.answer.logprob, turn.answer.version
     trained |= {id(turn) for turn in own}
     return Trajectory(
         uid=uid,
-        tokens=np.asarray(leaf.ids, np.int32),
+        tokens=np.asarray(ids, np.int32),
         sampled=sampled,
         logprob=logprob,
         version=version,
-        text=decode(leaf.ids[path[0].begin :]),
+        text=decode(ids[path[0].begin :]),
         turns=len(own),
         server=leaf.answer.server,
-        finish=leaf.answer.finish,
-        experts=of_tokens(functools.reduce(joined, (turn.answer.experts for turn in path)), n),
+        finish=leaf.answer.finish if n >= leaf.room else "stop",  # the agent's own max_tokens truncates no branch
+        experts=of_tokens(np.concatenate(experts) if experts else None, n),
     )
 
 
@@ -138,7 +253,7 @@ def earned(path: Sequence[Turn], t: Trajectory, amounts: Sequence[tuple[Turn, fl
     """Returns the amounts of the branch's trained turns, each at its turn's last token in the response."""
     first = int(np.argmax(t.sampled))
     there = {id(turn) for turn in path if t.sampled[turn.begin]}
-    return tuple((len(turn.ids) - 1 - first, amount) for turn, amount in amounts if id(turn) in there)
+    return tuple((turn.end - 1 - first, amount) for turn, amount in amounts if id(turn) in there)
 
 
 def nothing_said(uid: str, ids: np.ndarray, exchange: Exchange) -> Trajectory:

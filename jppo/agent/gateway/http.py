@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ MOST_HEAD, MOST_BODY = 2**16, 2**24  # bytes
 HEAD_S = 10.0  # until a connection's first request must have shown a key
 UNKNOWN = 512  # connections without a key yet; the oldest make room for further ones
 AT_ONCE, BACKLOG = 64, 1024  # connections accepted before any is read, a part of UNKNOWN; those that wait for that
+PROBE_S = 0.5  # between two looks whether a client that sends no more still reads
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large"}
 
 
@@ -24,7 +26,6 @@ class Call(NamedTuple):
     path: str
     key: str  # the bearer's, or Anthropic's
     body: bytes
-    gone: Callable[[], bool]  # whether the client has closed the connection
 
 
 Events = Iterable[tuple[str, Any]]  # (name or '', JSON)
@@ -32,10 +33,27 @@ Answering = Callable[[Call], Awaitable[dict[str, Any] | Events]]
 Admitting = Callable[[str], object]
 
 
+class _Reader(asyncio.StreamReader):
+    """A reader with an event for the end of what the client sends."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=MOST_HEAD, loop=asyncio.get_running_loop())
+        self.ended = asyncio.Event()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self.ended.set()
+
+    def set_exception(self, exc: BaseException) -> None:
+        super().set_exception(exc)  # type: ignore[arg-type]
+        self.ended.set()
+
+
 async def serve(answer: Answering, admit: Admitting) -> asyncio.Server:
     """Starts the server on a free port; `answer` returns JSON or events, or raises BadRequest.
 
     `admit` raises BadRequest for an unknown key, before the body is read. Other users of the machine can connect, too.
+    The answer to a client that has gone is cancelled.
     """
     unknown: dict[asyncio.StreamWriter, asyncio.TimerHandle] = {}  # with the end of their time, the oldest first
 
@@ -62,7 +80,10 @@ async def serve(answer: Answering, admit: Admitting) -> asyncio.Server:
             writer.close()
 
     listening = socket.create_server((HOST, 0))
-    server = await asyncio.start_server(handle, sock=listening, limit=MOST_HEAD, backlog=AT_ONCE)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: asyncio.StreamReaderProtocol(_Reader(), handle), sock=listening, backlog=AT_ONCE
+    )
     listening.listen(BACKLOG)
     return server
 
@@ -72,7 +93,7 @@ async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answe
     stays = False
     try:
         call, stays = await _read(reader, writer, admit)
-        found = await answer(call)
+        found = await _while_there(answer(call), reader, writer)
         status = 200
     except BadRequest as e:
         error = {"message": str(e), "type": e.code, "code": e.code, "param": None}
@@ -93,25 +114,65 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, admi
     line, *rest = head.rstrip().split("\r\n")
     fields = {name.strip().lower(): value.strip() for name, _, value in (one.partition(":") for one in rest)}
     parts = line.split(" ")
-    length = fields.get("content-length", "0")
-    if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or "transfer-encoding" in fields:
-        raise BadRequest("the request must be HTTP/1.1 with a Content-Length")
+    length, coding = fields.get("content-length", "0"), fields.get("transfer-encoding", "").lower()
+    if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or coding not in ("", "chunked"):
+        raise BadRequest("the request must be HTTP/1.1 with a Content-Length, or chunked")
     if not (length.isascii() and length.isdecimal() and len(length) < 16):
         raise BadRequest(f"Content-Length={length[:40]!r} must be a number")
-    if int(length) > MOST_BODY:
-        raise BadRequest(f"the body has {length} bytes; it must have at most {MOST_BODY}", status=413)
+    _require_short(int(length))
     key = fields.get("x-api-key") or fields.get("authorization", "").split(" ")[-1]
     admit(key)
     if fields.get("expect", "").lower() == "100-continue":
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    body = await reader.readexactly(int(length))
+    body = await _chunks(reader) if coding else await reader.readexactly(int(length))
     stays = fields.get("connection", "keep-alive").lower() != "close" and parts[2] == "HTTP/1.1"
     stays &= parts[0] != "HEAD"  # its client expects no body
+    return Call(parts[0], parts[1].partition("?")[0], key, body), stays
 
-    def gone() -> bool:
-        return reader.at_eof() or reader.exception() is not None
 
-    return Call(parts[0], parts[1].partition("?")[0], key, body, gone), stays
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """Returns a chunked body; fields after it are dropped."""
+    body = b""
+    while True:
+        line = (await reader.readuntil(b"\n")).partition(b";")[0].strip()
+        if not re.fullmatch(rb"[0-9a-fA-F]{1,8}", line):
+            raise BadRequest(f"a chunk of the body has the size {line[:40]!r}; it must be a hexadecimal number")
+        if not (size := int(line, 16)):
+            break
+        _require_short(len(body) + size)
+        body += await reader.readexactly(size)
+        await reader.readuntil(b"\n")
+    while (await reader.readuntil(b"\n")).strip():
+        pass
+    return body
+
+
+def _require_short(length: int) -> None:
+    if length > MOST_BODY:
+        raise BadRequest(f"the body has {length} bytes or more; it must have at most {MOST_BODY}", status=413)
+
+
+async def _while_there(answer: Awaitable[Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Any:
+    """Returns the answer; cancels it and raises ConnectionError when the client has closed the connection."""
+    assert isinstance(reader, _Reader)
+    working, ended = asyncio.ensure_future(answer), asyncio.ensure_future(reader.ended.wait())
+    try:
+        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+        while not working.done():
+            if _gone(writer):
+                raise ConnectionResetError
+            await asyncio.wait({working}, timeout=PROBE_S)
+        return working.result()
+    finally:
+        ended.cancel()
+        working.cancel()
+
+
+def _gone(writer: asyncio.StreamWriter) -> bool:
+    """Whether a client that sends no more does not read either: at an interim reply its system then resets."""
+    if not writer.is_closing():
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return writer.is_closing() or bool(writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
 
 def _head(status: int, kind: str, stays: bool, body: bytes) -> bytes:

@@ -26,6 +26,7 @@ def read(body: Body) -> Request:
             stop=r.texts(body, "stop_sequences"),
             stream=r.get(body, "stream", bool, False),
             parallel=not r.get(choice, "disable_parallel_tool_use", bool, False),
+            calls=r.may_call(body),
         )
     )
 

@@ -23,11 +23,13 @@ from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 
 MOST_OUTPUT = 2**16  # bytes of the output's end that are read
+MOST_DEATHS = 3  # of the process that forks, without a program that ends between them
 CLOSE_S = 10.0  # for the process to kill its forks
 _NOT_PASSED = ("JPPO_SERVER_TOKEN", "ANTHROPIC_AUTH_TOKEN")  # of the servers; in place of the episode's key
 _FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 
 Files = Sequence[IO[bytes]]  # input, output, error output
+End = tuple[int, str]  # exit code; why, if the program did not end by itself
 
 
 class Ended(NamedTuple):
@@ -77,21 +79,30 @@ class Program:
         self._process: asyncio.subprocess.Process | None = None
         self._failed: RolloutError | None = None
         self._numbers = itertools.count()
-        self._waiting: dict[int, list[asyncio.Future[int]]] = {}  # its process, its exit code
+        self._waiting: dict[int, tuple[asyncio.Future[None], asyncio.Future[End]]] = {}  # its start, its end
+        self._deaths = 0  # of the process, since the last program that ended
         self._starting = asyncio.Lock()
 
-    async def start(self, env: Mapping[str, str], files: Files, timeout_s: float) -> "tuple[int, asyncio.Future[int]]":
-        """Starts an episode in a process group of its own; the first one also imports the function, in `timeout_s`."""
+    async def start(self, env: Mapping[str, str], files: Files, timeout_s: float) -> "tuple[int, asyncio.Future[End]]":
+        """Starts an episode; returns its number and its end. The first also imports the function, in `timeout_s`."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         async with self._starting:  # one at a time: with hundreds unanswered, both sides would block in sending
             if self._failed is not None:
                 raise self._failed
             if self._process is None:
                 await self._open(loop, timeout_s)
-            self._waiting[number] = futures = [loop.create_future(), loop.create_future()]
+            self._waiting[number] = futures = loop.create_future(), loop.create_future()
             said = json.dumps({"id": number, "env": dict(env)}).encode()
-            socket.send_fds(self._channel, [said], [file.fileno() for file in files])
-            return await futures[0], futures[1]
+            with contextlib.suppress(ConnectionError):  # the process has just ended: `_read` notices
+                socket.send_fds(self._channel, [said], [file.fileno() for file in files])
+            await futures[0]
+            return number, futures[1]
+
+    def end(self, number: int) -> None:
+        """Kills an episode's processes, if it has not ended."""
+        if number in self._waiting:
+            with contextlib.suppress(ConnectionError):
+                self._channel.send(json.dumps({"id": number}).encode())
 
     async def close(self) -> None:
         """Ends the process and its forks; may be called twice."""
@@ -130,46 +141,66 @@ class Program:
         with contextlib.suppress(ConnectionError):
             data = self._channel.recv(2**16)
         if not data:
-            self._fail(last_line(self._log) or "its process ended")
+            self._lost()
             return
         said = json.loads(data)
         if "ready" in said:
             self._ready.set_result(None)
+        elif "code" in said:
+            self._deaths = 0
+            _tell(self._waiting.pop(said["id"])[1], (said["code"], ""))
+        else:
+            _tell(self._waiting[said["id"]][0], None)
+
+    def _lost(self) -> None:
+        """Ends the episodes of a process that has ended, and their samples; the next episode starts another one."""
+        why, self._deaths = last_line(self._log), self._deaths + 1
+        if not self._ready.done() or self._deaths == MOST_DEATHS:
+            self._fail(why or "its process ended")
             return
-        which = 0 if "pid" in said else 1
-        futures = self._waiting[said["id"]] if which == 0 else self._waiting.pop(said["id"])
-        if not futures[which].done():
-            futures[which].set_result(said["pid"] if which == 0 else said["code"])
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._channel.close()
+        self._log.close()
+        self._process = None
+        for started, ended in self._waiting.values():
+            _tell(started, None)
+            _tell(ended, (-signal.SIGKILL, f"the process that starts all agents has ended; {why}".rstrip("; ")))
+        self._waiting.clear()
 
     def _fail(self, why: str) -> None:
         """Fails all episodes, also later ones."""
         asyncio.get_running_loop().remove_reader(self._channel)
         self._failed = RolloutError(f"the agent {self._agent} cannot be run: {why}")
-        for future in (self._ready, *(future for futures in self._waiting.values() for future in futures)):
+        waiting: list[asyncio.Future[Any]] = [self._ready]
+        for future in (*waiting, *(future for futures in self._waiting.values() for future in futures)):
             if not future.done():
                 future.set_exception(self._failed)
                 future.exception()  # some are awaited by no one
         self._waiting.clear()
 
 
+def _tell(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():  # cancelled
+        future.set_result(result)
+
+
 async def run(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
-    """Runs a program with the task as JSON on its input; afterwards none of its process group is left."""
+    """Runs a program with the task as JSON on its input; afterwards none of its processes is left."""
     with contextlib.ExitStack() as stack:
         given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
         given.write(json.dumps(task, default=_plain).encode() + b"\n")
         given.seek(0)
         starting = asyncio.ensure_future(program.start(env, (given, output, error), timeout_s))
-        code: int | None = None
+        code, why = None, ""
         try:
             _, ended = await asyncio.shield(starting)
             with contextlib.suppress(TimeoutError):
-                code = await asyncio.wait_for(asyncio.shield(ended), timeout_s)
+                code, why = await asyncio.wait_for(asyncio.shield(ended), timeout_s)
         finally:
-            pid, ended = await starting
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            number, ended = await starting
+            program.end(number)
             await asyncio.wait({ended})
-        return Ended(code, last_line(output), last_line(error))
+        return Ended(code, last_line(output), why or last_line(error))
 
 
 def _plain(value: Any) -> Any:

@@ -40,6 +40,7 @@ class Request:
     usage: bool = False  # the stream ends with the usage
     logprobs: bool = False
     parallel: bool = True  # an answer may have several tool calls
+    calls: bool = True  # an answer may have tool calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Choice:
 
     text: str  # without tool calls, end token and stop text
     tail: str  # the stop text, with the rest of its last token
+    raw: str  # with calls and tail
     calls: tuple[ToolCall, ...]
     finish: str  # 'stop', 'length' or 'tool_calls'
     stopped_by: str | None  # a stop text of the request
@@ -159,13 +161,18 @@ def require_kind(part: Any, kinds: Sequence[str]) -> bool:
 
 
 def tools_of(body: Body, kind: str) -> list[Any]:
-    """Returns the tools, all of this kind, or no tools if `tool_choice` is 'none'."""
-    choice = body.get("tool_choice")
+    """Returns the tools, all of this kind."""
     found = get(body, "tools", list, [])
     for tool in found:
         if (own := get(tool, "type", str, kind)) != kind:
             raise BadRequest(f"a tool has type={short(own)}; the policy calls tools of type={kind!r} only")
-    return [] if (choice.get("type") if isinstance(choice, dict) else choice) == "none" else found
+    return found
+
+
+def may_call(body: Body) -> bool:
+    """Whether `tool_choice` leaves tool calls to the policy."""
+    choice = body.get("tool_choice")
+    return (choice.get("type") if isinstance(choice, dict) else choice) != "none"
 
 
 def schema(function: Any, parameters: str = "parameters") -> Schema:

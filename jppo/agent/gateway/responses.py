@@ -34,6 +34,7 @@ def read(body: Body, earlier: Mapping[str, tuple[Message, ...]]) -> Request:
             max_tokens=r.whole(body, "max_output_tokens"),
             stream=r.get(body, "stream", bool, False),
             parallel=r.get(body, "parallel_tool_calls", bool, True),
+            calls=r.may_call(body),
         )
     )
 

@@ -16,6 +16,8 @@ def make_lookup(where: Path | tuple[str, int]) -> Lookup:
 def _in_file(path: Path) -> list[str]:
     lines = (line.partition("#")[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines())
     urls = list(dict.fromkeys(filter(None, lines)))
+    if not urls:  # also while a file is written in place
+        raise ValueError(f"{path} names no server; write an address on each line")
     for url in urls:
         if not url.startswith(("http://", "https://")) or "@" in url:
             raise ValueError(f"{path}: {url!r} is no address; write it like http://127.0.0.1:8000")

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import copy
+import email.utils
 import functools
 import json
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,13 +15,30 @@ import httpx
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard, http
-from jppo.rollout.servers.guard import Key
+from jppo.rollout.servers.guard import PROOF_HEADER, TOKEN, Key
 
 OPEN = Key()
+KEPT = (PROOF_HEADER, "retry-after")  # headers; the content is decoded here
+MISSING, TAKEN, BUSY = 404, 409, 429
+TRIES = 5  # of a call that a busy server refuses
+AGAIN_S = 1.0  # before a refused request is sent again, if the server does not name a time; doubles with each try
 
 
 class ServerFault(RolloutError):
-    """A server does not answer, or answers unexpectedly; repeating the request or restarting may help."""
+    """A server does not answer, or answers unexpectedly; repeating the request or restarting may help.
+
+    After 404 and 429, as of a proxy, `after_s` is the time until it may help, as far as the server names it, or 0.
+    """
+
+    after_s: float | None = None
+
+
+class Busy(ServerFault):
+    """A server or proxy limits the rate of requests; nothing is wrong with it."""
+
+
+class Taken(RolloutError):
+    """Another trainer has the lease of the server."""
 
 
 @functools.cache
@@ -47,6 +66,16 @@ class Endpoint:
     def guarded(self) -> bool:
         """Whether requests without the key are refused."""
         return self._request("GET", "/health", headers={}).status_code in (401, 403)
+
+    def lease(self) -> None:
+        """Begins a new lease, after the server has ended the last."""
+        self.move(self.url, self._key.leased())
+
+    def leave(self) -> None:
+        """Gives the lease back, if there is one."""
+        if self._key.trainer:
+            self.move(self.url, self._key.leased("end"))
+            self.see("/health")
 
     def within(self, timeout_s: float) -> "Endpoint":
         """Returns the same server with a shorter timeout."""
@@ -80,7 +109,7 @@ class Endpoint:
             await self._prove_later()
             sent, own = json.dumps(body).encode(), self._key.headers()
             status, headers, content = await http.post(url, sent, tls=_tls(), headers=own)
-        kept = {name: value for name, value in headers.items() if name == guard.PROOF_HEADER}  # content is decoded here
+        kept = {name: value for name, value in headers.items() if name in KEPT}
         request = httpx.Request("POST", url, headers=own)
         return self._json(httpx.Response(status, headers=kept, content=content, request=request))
 
@@ -114,14 +143,19 @@ class Endpoint:
 
     def _sent(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         self._prove()
-        return self._request(method, route, body, headers=self._key.headers())
+        for tried in range(TRIES):
+            reply = self._request(method, route, body, headers=self._key.headers())
+            if reply.status_code != BUSY or tried == TRIES - 1:
+                break
+            time.sleep(wait_s(_after(reply), tried, self._timeout_s))
+        return reply
 
     def _prove(self) -> None:
         """ServerFault unless the server proves, once until it fails, that it has the token, before it is sent."""
         if self._key not in self._proven:
             reply = self._request("GET", "/health", headers=(asked := guard.challenge()))
             if not self._key.opened(asked, reply.headers):
-                raise self._failed(f"does not prove that it has this run's {guard.TOKEN}, so it is not sent")
+                raise self._failed(f"does not prove that it has this run's {TOKEN}, so it is not sent")
             self._proven.add(self._key)
 
     async def _prove_later(self) -> None:
@@ -154,15 +188,36 @@ class Endpoint:
 
     def _accepted(self, reply: httpx.Response) -> httpx.Response:
         answered = f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}"
-        if reply.status_code >= 500:  # the guard may know nothing of a crash
-            raise self._failed(answered)
+        if reply.status_code >= 500 or reply.status_code in (MISSING, BUSY):  # the guard may know nothing of a crash
+            fault = self._failed(answered, Busy if reply.status_code == BUSY else ServerFault)
+            fault.after_s = _after(reply) if reply.status_code < 500 or "retry-after" in reply.headers else None
+            raise fault
         if not self._key.opened(reply.request.headers, reply.headers):
             raise self._failed(f"sent no proof on {reply.url.path} that it is the server started here")
+        if reply.status_code in (401, 403):
+            answered += f"; set {TOKEN} to the value that the server was started with, and resume"
         if reply.status_code != 200:  # an error of the request; the server's message is complete
-            raise RolloutError(f"the server at {self.url} {answered}")
+            kind = Taken if reply.status_code == TAKEN else RolloutError
+            raise kind(f"the server at {self.url} {answered}")
         return reply
 
-    def _failed(self, what: str) -> ServerFault:
+    def _failed(self, what: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
         self._proven &= {OPEN}  # another program may have taken the port
         why = self._why()
-        return ServerFault(f"the server at {self.url} {what}" + (f"; {why}" if why else ""))
+        return kind(f"the server at {self.url} {what}" + (f"; {why}" if why else ""))
+
+
+def wait_s(after_s: float, tried: int, most: float) -> float:
+    """Returns the pause before the next try: what the server asks for, or one that doubles; at most `most`."""
+    return min(after_s or AGAIN_S * 2**tried, most)
+
+
+def _after(reply: httpx.Response) -> float:
+    """Returns the seconds of Retry-After, which may also be a date; 0 without it."""
+    given = reply.headers.get("retry-after", "").strip()
+    if given.isdecimal():
+        return float(given)
+    try:
+        return max(email.utils.parsedate_to_datetime(given).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return 0.0

@@ -16,7 +16,7 @@ from jppo.rollout import conversations
 from jppo.rollout.protocol import Done, RolloutError, Served, Talk
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
-from jppo.rollout.servers.endpoint import Endpoint
+from jppo.rollout.servers.endpoint import Endpoint, Taken
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.kind import Delivery, Dialect
 from jppo.rollout.servers.member import Member, ServerLimits
@@ -179,7 +179,7 @@ class Engine:
     def _attach(self, key: guard.Key, dialect: Dialect, url: str, ours: bool = False) -> Member:
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str)
         if _guarded(endpoint.within(self._limits.health_timeout_s), dialect):
-            endpoint.move(url, key)
+            endpoint.move(url, key.leased())
         _require_awake(endpoint.within(self._limits.health_timeout_s), dialect, ours=ours)
         return self._member(None, endpoint, dialect)
 
@@ -233,10 +233,17 @@ def _guarded(endpoint: Endpoint, dialect: Dialect) -> bool:
 
 
 def _require_awake(endpoint: Endpoint, dialect: Dialect, *, ours: bool) -> None:
-    try:
-        paused = dialect.paused(endpoint)
-    except RolloutError as e:
-        raise UserError(f"{e}; {dialect.how}") from e
+    deadline = time.monotonic() + guard.LEASE_S + 2 * guard.TICK_S  # of a trainer that was killed just now
+    while True:
+        try:
+            paused = dialect.paused(endpoint)
+            break
+        except Taken as e:
+            if time.monotonic() > deadline:
+                raise UserError(str(e)) from e
+            time.sleep(guard.TICK_S)
+        except RolloutError as e:
+            raise UserError(f"{e}; {dialect.how}") from e
     if paused and not ours:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"

@@ -21,7 +21,7 @@ import numpy as np
 from jppo import traces
 from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
 from jppo.rollout.servers.discovery import Lookup
-from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, wait_s
 from jppo.rollout.servers.kind import Completion, Delivery, Dialect
 from jppo.rollout.servers.member import Cut, Member, ServerLimits
 from jppo.rollout.servers.membership import Membership
@@ -33,7 +33,6 @@ from jppo.settings import UserError
 from jppo.types import Sampling
 
 T = TypeVar("T")
-TRIES = 5  # of one request, before the run ends
 POLL_S = 0.05
 THREADS = 32  # of calls to servers that come and go
 FILES = 1 << 16  # open ones that are allowed at most: each request in flight has a connection
@@ -56,9 +55,10 @@ class Fleet:
 
         `joining` looks up the addresses of servers that come and go, and inspects the server at one.
         """
-        _allow_files()
+        allow_files()
         self.asked_again = 0
         self._dialect = dialect
+        self._limits = limits
         self._decode = decode
         self._delivered = Delivered()
         self._updates = 0
@@ -110,7 +110,7 @@ class Fleet:
         logprob: list[float] = []
         version: list[int] = []
         experts: np.ndarray | None = None
-        failures = 0
+        failures, sure = 0, False
         while True:
             left = sampling.max_tokens - len(tokens)
             if tokens and begun(tokens, self._decode, sampling.stop):  # the server misses its beginning
@@ -119,7 +119,7 @@ class Fleet:
             own = seed if not tokens else sample_seed(seed, 0, len(tokens))
             updates = self._updates
             try:
-                part = await self._ask_one([*ids, *tokens], rest, own, near, sure=failures > 0, urgent=urgent)
+                part = await self._ask_one([*ids, *tokens], rest, own, near, sure=sure, urgent=urgent)
                 cut = bool(tokens)
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
@@ -139,8 +139,11 @@ class Fleet:
             except ServerFault as e:
                 failures += 1
                 self.asked_again += 1
+                sure |= not isinstance(e, Busy)
                 if failures == TRIES:
                     raise RolloutError(f"a request failed {TRIES} times; the last time: {e}") from e
+                if e.after_s is not None:
+                    await asyncio.sleep(wait_s(e.after_s, failures - 1, self._limits.request_timeout_s))
 
     def deliver(self, delivery: Delivery, *, mode: str = "wait") -> None:
         """Delivers weights to every server; RolloutError if a working server refuses them.
@@ -160,7 +163,7 @@ class Fleet:
                 taking = self._wake_up(taking, "weights")
                 if mode == "wait":
                     self.start(self._drained(taking)).result()
-                taking = self._each(taking, lambda endpoint: self._dialect.pause(endpoint, mode))
+                taking = self._each(taking, lambda endpoint: self._repairs.pause(endpoint, mode))
                 taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
                 for member in taking:
                     if member.up or member.blank:  # not given up meanwhile
@@ -168,7 +171,7 @@ class Fleet:
                 before = () if delivery.whole else self._delivered.deliveries[:1]
                 self._delivered.deliveries, self._delivered.version = (*before, delivery), delivery.version
                 self._updates += 1
-                self._each(taking, self._dialect.resume)
+                self._each(taking, self._repairs.resume)
             finally:
                 self._router.held = False
                 self._loop.call_soon_threadsafe(self._go_on)
@@ -189,13 +192,17 @@ class Fleet:
         if self._repairs.closed:
             return
         self._repairs.closed = True
-        stop_all([member.server for member in self.members if member.server is not None])
+        own = {member.endpoint: member.server for member in self.members if member.server is not None}
+        attached = ({member.endpoint for member in self.members} | self._delivered.paused) - own.keys()
+        stop_all(list(own.values()))
+        for pool in (self._pool, self._waiting):  # a publish that broke off may still be at the attached servers
+            pool.shutdown(wait=bool(attached), cancel_futures=True)
         self.start(self._end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        for pool in (self._pool, self._waiting):
-            pool.shutdown(wait=False, cancel_futures=True)
+        with ThreadPoolExecutor(max(len(attached), 1)) as pool:
+            list(pool.map(self._repairs.leave, attached))
 
     # Methods on the loop.
 
@@ -206,17 +213,20 @@ class Fleet:
             member = await self._router.take(near, urgent=urgent)
         try:
             oldest = self.version
-            route, body = self._dialect.request(ids, sampling, seed, self._model(member))
+            route, body = self._dialect.request(ids, sampling, seed, self._delivered.model or member.model)
             with traces.span("generate", server=member.endpoint.url):
-                part = self._dialect.part(await member.ask(route, body), sampling)
-            self._require_versions(part, oldest, member)
+                working = functools.partial(
+                    self._dialect.working, member.endpoint.within(self._limits.health_timeout_s)
+                )
+                part = self._dialect.part(await member.ask(route, body, working), sampling)
+            self._delivered.require(part.version, oldest, member.endpoint.url)
             read = len(ids) + len(part.tokens) - 1
             if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
                 count = "none" if part.experts is None else len(part.experts)
                 raise ServerFault(f"{member.endpoint.url} returned the experts of {count} tokens in place of {read}")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
-            if not isinstance(e, Cut):
+            if not isinstance(e, Cut | Busy):
                 self._repairs.suspect(member, e, sure=sure)
             raise
         finally:
@@ -232,18 +242,6 @@ class Fleet:
         for member in self.members:
             member.resumed()
         self._router.wake_all()
-
-    def _model(self, member: Member) -> str:
-        given = self._delivered.deliveries[-1].model if self._delivered.deliveries else None
-        return member.model if given is None else given
-
-    def _require_versions(self, part: Completion, oldest: int | None, member: Member) -> None:
-        known = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
-        if strange := sorted(set(part.version) - known):
-            raise ServerFault(
-                f"the server at {member.endpoint.url} sampled by the weights {', '.join(strange)}, not by version"
-                f" {self.version}: another trainer uses it, or it was restarted"
-            )
 
     async def _end(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -289,10 +287,12 @@ class Fleet:
         return good
 
 
-def _allow_files() -> None:
-    """Raises the process' limit of open files, often 1024, as far as the system allows and up to `FILES`."""
+def allow_files() -> int:
+    """Raises the limit of open files, often 1024, as far as the system allows and up to `FILES`; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return FILES if soft == resource.RLIM_INFINITY else soft

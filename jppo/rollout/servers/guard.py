@@ -4,18 +4,30 @@ An ASGI middleware in the server's interpreter, outermost, so that it also cover
 `/health`. The token comes from the environment, which other users cannot read, never from a command line. A `Key` is
 the trainer's counterpart. Another program may listen on the server's port, so the trainer challenges the server before
 it sends the token: the proof is a MAC of a nonce with the token. Every answer repeats the proof, for its own nonce.
+
+An attached server outlives its trainer, so behind the token it is leased to one trainer at a time (`Lease`).
 """
 
+import asyncio
 import dataclasses
 import hmac
+import itertools
+import json
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 TOKEN = "JPPO_SERVER_TOKEN"  # a variable of the environment
 CHALLENGE_HEADER, PROOF_HEADER = "x-jppo-challenge", "x-jppo-proof"
+TRAINER_HEADER = "x-jppo-trainer"  # who it is, '/' and the number of its lease; a lease of '/end' is given back
 MIDDLEWARE = "jppo.rollout.servers.guard.Guard"
+LEASE_S = 30.0  # without a request of the trainer, until its lease ends
+TICK_S = 0.5
+RESUMED_BY = {b"/pause": b"/resume", b"/pause_generation": b"/continue_generation"}  # of vLLM and SGLang
+OURS = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process as a trainer
+NUMBERS = itertools.count(1)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -28,10 +40,16 @@ class Key:
     """The token of a server; '' is not sent, and no proof is expected."""
 
     token: str = dataclasses.field(default="", repr=False)
+    trainer: str = ""  # and its lease, of an attached server
 
     def headers(self) -> dict[str, str]:
         """Returns the headers of a request, with a new challenge."""
-        return {"Authorization": f"Bearer {self.token}", **challenge()} if self.token else {}
+        lease = {TRAINER_HEADER: self.trainer} if self.trainer else {}
+        return {"Authorization": f"Bearer {self.token}", **lease, **challenge()} if self.token else {}
+
+    def leased(self, number: str = "") -> "Key":
+        """Returns this key with a new lease of this process; without a token there are none."""
+        return dataclasses.replace(self, trainer=f"{OURS}/{number or next(NUMBERS)}") if self.token else self
 
     def opened(self, sent: Mapping[str, str], received: Mapping[str, str]) -> bool:
         """Whether the answer to headers `sent` is from a server with the token; names are in lower case."""
@@ -65,7 +83,7 @@ class Guard:
         token = os.environ.get(TOKEN, "").strip()
         if not token:
             raise RuntimeError(f"{TOKEN} is not set: without it anyone could replace the server's weights; set it")
-        self._app = app
+        self._app = Lease(app)
         self._token = token
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -88,17 +106,94 @@ class Guard:
         await self._app(scope, receive, prove)
 
 
+class Lease:
+    """Behind the guard: one trainer uses the server, and a pause ends with the lease of the trainer that made it.
+
+    Requests of a trainer name it, and each renews its lease. If there is none for `LEASE_S` in a pause, the trainer was
+    killed or stopped: the server resumes, and nothing more is taken from that lease, whose next request may be a load.
+    """
+
+    def __init__(self, app: App):
+        self._app = app
+        self._trainer = self._ended = b""
+        self._seen = self._silent = 0.0
+        self._pause: dict[str, Any] = {}  # the request that paused, as the application knows it
+        self._resume = b""  # the route that ends the pause
+        self._watching: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Forwards requests without a trainer and of the one that has the lease; others get 409 or 503."""
+        trainer = dict(scope["headers"]).get(TRAINER_HEADER.encode(), b"") if scope["type"] == "http" else b""
+        if not trainer:
+            return await self._app(scope, receive, send)
+        if trainer == self._ended:
+            why = f"the trainer was silent for {LEASE_S:g} s in a pause: the server has resumed"
+            return await _refuse(scope, receive, send, 503, why)
+        name, _, number = trainer.partition(b"/")
+        if not self._free() and name != self._trainer.partition(b"/")[0]:
+            said = f"it is in use by the trainer {self._trainer.partition(b'/')[0].decode('latin-1')}"
+            why = f"{said}; give each its own servers, or end that one: it is free {LEASE_S:g} s later"
+            return await _refuse(scope, receive, send, 409, why)
+        path, self._trainer = scope["path"].encode(), trainer
+        self._renew()
+        if path in RESUMED_BY:
+            self._pause, self._resume = dict(scope), RESUMED_BY[path]
+            if self._watching is None or self._watching.done():
+                self._watching = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            await self._app(scope, receive, send)
+            self._resume = b"" if path == self._resume else self._resume
+        finally:
+            self._renew()
+            if number == b"end":
+                self._trainer = b""
+                await self._end()
+
+    def _free(self) -> bool:
+        return not self._trainer or not (self._resume or time.monotonic() - self._seen < LEASE_S)
+
+    def _renew(self) -> None:
+        self._seen, self._silent = time.monotonic(), 0.0
+
+    async def _watch(self) -> None:
+        while self._resume and self._silent < LEASE_S:  # by ticks: a load may block this loop for longer
+            await asyncio.sleep(TICK_S)
+            self._silent += TICK_S
+        self._ended = self._trainer if self._resume else self._ended
+        await self._end()
+
+    async def _end(self) -> None:
+        """Ends a pause."""
+        route, self._resume = self._resume, b""
+        if route:
+            status: list[int] = []
+
+            async def receive() -> Message:
+                return {"type": "http.request", "body": b"{}", "more_body": False}
+
+            async def send(message: Message) -> None:
+                status.extend([message["status"]] if "status" in message else [])
+
+            fields = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"2")]
+            at = {"path": route.decode(), "raw_path": route, "query_string": b"", "headers": fields}
+            try:
+                await self._app(self._pause | at, receive, send)
+            finally:
+                print(f"jppo: {route.decode()} after a pause that its trainer left: {status or 'failed'}", flush=True)
+
+
 def foreign(origin: bytes | None, host: bytes | None) -> bool:
     """Whether a browser sent the request from another site."""
     return origin is not None and origin.partition(b"://")[2] != host
 
 
-async def _refuse(scope: Message, receive: Receive, send: Send, status: int) -> None:
+async def _refuse(scope: Message, receive: Receive, send: Send, status: int, why: str = "") -> None:
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008})
         return
-    body = b'{"error":"this server belongs to a training run: a request needs its token and no foreign origin"}'
+    why = why or "this server belongs to a training run: a request needs its token and no foreign origin"
+    body = json.dumps({"error": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

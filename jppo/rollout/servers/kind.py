@@ -51,6 +51,9 @@ class Dialect(Protocol):
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version of its weights; None: not from this trainer."""
 
+    def working(self, endpoint: Endpoint, requests: int) -> bool:
+        """Whether it is sampling for so many requests, or as many as it can; False if it does not say."""
+
     def pause(self, endpoint: Endpoint, mode: str) -> None:
         """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep."""
 
@@ -107,6 +110,10 @@ class Delivery(Protocol):
     @property
     def whole(self) -> bool:
         """Whether they are the whole model; otherwise an addition to the previous delivery."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other delivery may be under way meanwhile."""
 
     def offers(self) -> Offers:
         """Yields the steps in which servers get and check them without a change; RolloutError if one refuses.

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
@@ -31,7 +31,8 @@ class Member:
     """One server.
 
     A request waits in the server's own queue for earlier ones, so its time in the queue is not limited. It is late if
-    the server has answered nothing for the endpoint's timeout after it must have left the queue.
+    the server has answered nothing for the endpoint's timeout after it must have left the queue, unless the server is
+    still sampling: for any request, or for as many as are here once later ones are answered.
     """
 
     endpoint: Endpoint
@@ -47,13 +48,17 @@ class Member:
     requests: set[asyncio.Task[Any]] = dataclasses.field(default_factory=set)
     answers: int = 0
     answered: float = 0.0  # time of the last answer
+    looks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
 
-    async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
-        """Returns the route's JSON; ServerFault if it is late, Cut if the server is given up."""
+    async def ask(self, route: str, body: Mapping[str, Any], working: Callable[[int], bool]) -> Any:
+        """Returns the route's JSON; ServerFault if it is late, Cut if the server is given up.
+
+        `working` looks whether the server samples for so many requests; it blocks.
+        """
         request = asyncio.ensure_future(self.endpoint.ask(route, body))
         self.requests.add(request)
         try:
-            await self._wait(request, route)
+            await self._wait(request, route, working)
             if request.cancelled():
                 raise Cut(f"the server at {self.endpoint.url} was given up")
             self.resumed()
@@ -72,14 +77,23 @@ class Member:
         for request in self.requests:
             request.cancel()
 
-    async def _wait(self, request: asyncio.Task[Any], route: str) -> None:
+    async def _wait(self, request: asyncio.Task[Any], route: str, working: Callable[[int], bool]) -> None:
         loop, timeout_s = asyncio.get_running_loop(), self.endpoint.timeout_s
-        sent, before, its_turn = loop.time(), self.answers, False
+        due, before, its_turn = max(loop.time(), self.answered) + timeout_s, self.answers, False
         while not request.done():
-            left = max(sent, self.answered) + timeout_s - loop.time()
-            if left <= 0:
+            if (left := due - loop.time()) > 0:
+                await asyncio.wait({request}, timeout=left)
+            elif not its_turn and self.answers - before >= self.connections:  # all earlier requests are done
+                its_turn, due = True, loop.time() + timeout_s
+            elif not its_turn and self.answered + timeout_s > loop.time():
+                due = self.answered + timeout_s
+            elif await self._works(working, len(self.requests) if its_turn else 1):
+                due = loop.time() + timeout_s
+            elif not request.done():
                 raise self.endpoint.late(route)
-            await asyncio.wait({request}, timeout=timeout_s if its_turn else left)
-            if its_turn and not request.done():
-                raise self.endpoint.late(route)
-            its_turn = self.answers - before >= self.connections  # all earlier requests are done
+
+    async def _works(self, working: Callable[[int], bool], requests: int) -> bool:
+        if requests not in self.looks:
+            self.looks[requests] = asyncio.ensure_future(asyncio.to_thread(working, requests))
+            self.looks[requests].add_done_callback(lambda _: self.looks.pop(requests))
+        return await asyncio.shield(self.looks[requests])

@@ -35,6 +35,7 @@ class Membership:
         self._ours = {member.endpoint.url for member in router.members}  # a publish that broke off may have paused them
         self._told: dict[str, str] = {}  # faults by address, each reported once
         self._joining: dict[str, asyncio.Task[None]] = {}  # by address
+        self._missed: set[str] = set()  # addresses that the last look-up did not name
 
     async def watch(self) -> None:
         """Follows the look-up until cancelled."""
@@ -58,7 +59,9 @@ class Membership:
             return
         self._told.pop("", None)
         present = {member.endpoint.url: member for member in self._router.members}
-        for url in present.keys() - set(urls):
+        missed = present.keys() - set(urls)
+        leaving, self._missed = missed & self._missed, missed  # one look-up may read a half-written file
+        for url in leaving:
             say(f"the server at {url} leaves")
             await self._repairs.drop(present[url])
         for url in set(urls) - present.keys() - self._joining.keys():

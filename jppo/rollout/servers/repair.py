@@ -6,12 +6,15 @@ An attached server is waited for instead. The other servers continue.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.guard import TOKEN
 from jppo.rollout.servers.kind import Delivery, Dialect, WeightsGone
 from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.router import Router
@@ -27,6 +30,21 @@ class Delivered:
     version: int | None = None
     deliveries: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)  # held while weights are delivered
+    paused: set[Endpoint] = dataclasses.field(default_factory=set)  # by this run
+
+    @property
+    def model(self) -> str | None:
+        """Returns the name of the model in requests; None: the server's own."""
+        return self.deliveries[-1].model if self.deliveries else None
+
+    def require(self, versions: Sequence[str], oldest: int | None, url: str) -> None:
+        """ServerFault if the server at `url` sampled by other weights than those since the `oldest`."""
+        known = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
+        if strange := sorted(set(versions) - known):
+            raise ServerFault(
+                f"the server at {url} sampled by the weights {', '.join(strange)}, not by version {self.version}:"
+                " another trainer uses it, or it was restarted"
+            )
 
 
 class Repairs:
@@ -44,13 +62,24 @@ class Repairs:
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self._probed: dict[Endpoint, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
-        """Checks the servers' health until cancelled."""
+        """Checks the servers' health until cancelled; this also renews the leases of attached ones."""
         while True:
             await asyncio.sleep(PROBE_S)
-            healthy = [member for member in self._router.members if member.up and not member.mending]
-            await asyncio.gather(*map(self._probe, healthy))
+            probes = dict.fromkeys(self._delivered.paused, self._renew)
+            probes |= {
+                member.endpoint: functools.partial(self._probe, member)
+                for member in self._router.members
+                if member.up and not member.mending
+            }
+            for endpoint in probes.keys() - self._probed.keys():  # one that hangs delays no other
+                self._probed[endpoint] = asyncio.get_running_loop().create_task(probes[endpoint](endpoint))
+                self._probed[endpoint].add_done_callback(functools.partial(self._probed_once, endpoint))
+
+    def _probed_once(self, endpoint: Endpoint, _: asyncio.Task[None]) -> None:
+        del self._probed[endpoint]
 
     def suspect(self, member: Member, fault: ServerFault, *, sure: bool) -> None:
         """Schedules a check of a failed server; `sure`: it is broken without a check."""
@@ -69,13 +98,39 @@ class Repairs:
         """Removes a server; its requests are asked elsewhere."""
         member.up = member.blank = False
         member.give_up()
+        self._delivered.paused.discard(member.endpoint)  # its lease ends
         await asyncio.to_thread(self._remove, member)
 
-    async def _probe(self, member: Member) -> None:
+    def pause(self, endpoint: Endpoint, mode: str) -> None:
+        """Pauses a server; it counts as paused until it has resumed, also if it breaks off."""
+        self._delivered.paused.add(endpoint)
+        self._dialect.pause(endpoint, mode)
+
+    def resume(self, endpoint: Endpoint) -> None:
+        """Ends a pause."""
+        self._dialect.resume(endpoint)
+        self._delivered.paused.discard(endpoint)
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """Leaves an attached server to others at the end of the run: not paused, and without a lease."""
+        paused, endpoint = endpoint in self._delivered.paused, endpoint.within(self._limits.health_timeout_s)
+        try:
+            if paused:
+                self._dialect.resume(endpoint)
+            endpoint.leave()
+        except RolloutError as e:
+            if paused:
+                say(f"{e}; it stays paused until its lease ends, without {TOKEN} for ever")
+
+    async def _renew(self, endpoint: Endpoint) -> None:
+        with contextlib.suppress(RolloutError):  # whoever has paused it notices
+            await endpoint.within(self._limits.health_timeout_s).look("/health")
+
+    async def _probe(self, member: Member, endpoint: Endpoint) -> None:
         try:
             if member.server is not None and not member.server.alive():
                 raise ServerFault(f"the server at {member.endpoint.url} has ended; {member.server.why()}")
-            await member.endpoint.within(self._limits.health_timeout_s).look("/health")
+            await endpoint.within(self._limits.health_timeout_s).look("/health")
         except ServerFault as e:
             self.suspect(member, e, sure=True)
         except Exception as e:  # as in `_mend`
@@ -158,36 +213,55 @@ class Repairs:
             member.server.wait_ready()
             member.endpoint.move(member.server.url, member.server.key)
             member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
-        with self._delivered.lock:
-            self._catch_up(member)
+        self._catch_up(member, lambda: None)
 
-    def _catch_up(self, member: Member) -> None:
-        """Delivers the current weights; the lock is held."""
+    def _catch_up(self, member: Member, then: Callable[[], None]) -> None:
+        """Delivers the current weights, and calls `then` while they are still the current ones.
+
+        No lock is held while the server loads, which may take minutes: a publish does not wait for it. If there was
+        one meanwhile, the server gets the newer weights too, and the next publish waits for that.
+        """
         member.asleep = False
         try:
-            for delivery in self._delivered.deliveries:
-                self._deliver(member.endpoint, delivery)
-            member.up = True
+            given = self._delivered.deliveries
+            if not any(delivery.alone for delivery in given):
+                self._bring(member, given)
+            with self._delivered.lock:
+                if self._delivered.deliveries is not given or any(delivery.alone for delivery in given):
+                    self._bring(member, self._delivered.deliveries)
+                member.up = True
+                then()
         except WeightsGone:
             member.up, member.blank = False, True
             raise
+
+    def _bring(self, member: Member, deliveries: Sequence[Delivery]) -> None:
+        try:
+            for delivery in deliveries:
+                self._deliver(member.endpoint, delivery)
+        except RolloutError:
+            if self._delivered.deliveries is deliveries:  # otherwise they may have been replaced while they were read
+                raise
 
     def _deliver(self, endpoint: Endpoint, delivery: Delivery) -> None:
         with contextlib.closing(delivery.offers()) as offers:
             for offer in offers:
                 offer(endpoint)
-        self._dialect.pause(endpoint, "abort")
+        self.pause(endpoint, "abort")
         delivery.take(endpoint)
-        self._dialect.resume(endpoint)
+        self.resume(endpoint)
 
     def _add(self, member: Member) -> None:
-        with self._delivered.lock:
-            try:
-                self._catch_up(member)
-            except WeightsGone as e:  # it joins without weights if the next ones are on their way
-                if not e.another_comes:
-                    raise
+        def join() -> None:
             self._router.members = (*self._router.members, member)
+
+        try:
+            self._catch_up(member, join)
+        except WeightsGone as e:  # it joins without weights if the next ones are on their way
+            if not e.another_comes:
+                raise
+            with self._delivered.lock:
+                join()
 
     def _remove(self, member: Member) -> None:
         with self._delivered.lock:
@@ -195,6 +269,7 @@ class Repairs:
 
     def _wait_for(self, member: Member) -> None:
         deadline = time.monotonic() + self._start_timeout_s
+        member.endpoint.lease()
         while not self.closed:
             try:
                 member.endpoint.within(self._limits.health_timeout_s).see("/health")

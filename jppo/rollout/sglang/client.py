@@ -106,6 +106,10 @@ class Sglang:
         has = folders.named(endpoint)
         return int(has) if has.isdecimal() else None
 
+    def working(self, endpoint: Endpoint, requests: int) -> bool:
+        """Says nothing: a token that another request gets does not show that this one is not lost."""
+        return False
+
     def pause(self, endpoint: Endpoint, mode: str) -> None:
         """Returns when no request is in flight. In mode wait the fleet has already waited."""
         if mode not in ("wait", "abort"):

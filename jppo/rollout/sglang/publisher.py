@@ -36,6 +36,7 @@ class Directory:
     version: int
     model: None = None
     whole: bool = True
+    alone: bool = False
 
     def offers(self) -> Offers:
         """Yields nothing: no route checks without loading."""

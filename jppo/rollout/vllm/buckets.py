@@ -34,6 +34,8 @@ Step = Callable[[Endpoint], None]
 class Carrier(Protocol):
     """A way of buckets to the servers."""
 
+    alone: bool  # one delivery at a time, as with one communicator or buffer
+
     def joins(self) -> Iterator[Step]:
         """Yields the steps that prepare the servers for a publish."""
 
@@ -46,6 +48,8 @@ class Carrier(Protocol):
 
 class Tcp:
     """Servers download each bucket from the trainer's memory."""
+
+    alone = False
 
     def __init__(self, publish_host: str, timeout_s: float):
         """`timeout_s`: of a server's request."""
@@ -83,6 +87,11 @@ class Streamed:
     model: None = None
     whole: bool = True
     _begun: list[bool] = dataclasses.field(default_factory=list)  # an iterator cannot be begun again
+
+    @property
+    def alone(self) -> bool:
+        """Whether the carrier serves one delivery at a time."""
+        return self.carrier.alone
 
     def offers(self) -> Offers:
         """Yields: begin, each bucket, the check of the whole."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
@@ -123,6 +124,13 @@ class Vllm:
         answered = endpoint.get("/weight_info")
         named = str(answered.get("weight_version")) if isinstance(answered, dict) else ""
         return int(named) if named.isdecimal() else None
+
+    def working(self, endpoint: Endpoint, requests: int) -> bool:
+        """Asks its workers, which answer between two steps of sampling."""
+        try:
+            return any(has["requests"] >= min(requests, has["most"]) for has in endpoint.call("jppo_working"))
+        except (RolloutError, KeyError, TypeError):
+            return False
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
         """Also drops the prefix cache."""

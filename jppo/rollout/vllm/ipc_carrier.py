@@ -20,6 +20,8 @@ from jppo.settings import UserError
 class Ipc:
     """Copies each bucket into the buffers, and sends the servers their handles by GPU."""
 
+    alone = True
+
     def __init__(self, gpus: Sequence[tuple[jax.Device, cuda_ipc.Gpu]]):
         self._gpus = gpus
         self._buffers: dict[str, tuple[int, int, str]] = {}  # by GPU: bytes, address, handle

@@ -24,6 +24,8 @@ class Nccl:
     Servers that were started or left out since the last publish need a new communicator, by `make`.
     """
 
+    alone = True
+
     def __init__(self, make: Callable[[], nccl.Communicator], device: jax.Device):
         self._make, self._communicator, self._device = make, make(), device
         self._joined: dict[str, int] = {}  # the servers, and their numbers of workers

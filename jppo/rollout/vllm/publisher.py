@@ -29,6 +29,7 @@ class Whole:
     version: int
     model: None = None
     whole: bool = True
+    alone: bool = False
 
     def offers(self) -> Offers:
         """Yields one step: the server compares the file with its model; its weights stay."""
@@ -36,7 +37,7 @@ class Whole:
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads the file on the server."""
-        accept(endpoint, self.version, "jppo_load", version=self.version)
+        accept(endpoint, self.version, "jppo_load", version=self.version, path=self.where["path"])
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
 
@@ -51,6 +52,7 @@ class Adapter:
     version: int
     before: str | None  # the adapters that these replace
     whole: bool = False
+    alone: bool = False
 
     @property
     def model(self) -> str:

@@ -109,7 +109,7 @@ class Sender:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _listen(self) -> None:
-        with _Unknown() as unknown:
+        with self._listening, _Unknown() as unknown:
             unknown.register(self._listening, selectors.EVENT_READ)
             while not self._closed.is_set():
                 for key, _ in unknown.select(AGAIN_S):
@@ -134,7 +134,7 @@ class Sender:
 
     def _hear(self, unknown: "_Unknown", key: selectors.SelectorKey) -> None:
         """Reads what has arrived of a token; once it is complete, answers in a thread, or rejects it."""
-        connection, token = key.fileobj, key.data.token
+        connection, token = key.data.connection, key.data.token
         try:
             piece = connection.recv(TOKEN_BYTES - len(token))
         except BlockingIOError:
@@ -171,6 +171,7 @@ class Sender:
 
 @dataclasses.dataclass
 class _Hello:
+    connection: socket.socket
     token: bytearray
     deadline: float
 
@@ -180,7 +181,7 @@ class _Unknown(selectors.DefaultSelector):
 
     def add(self, connection: socket.socket) -> selectors.SelectorKey:
         connection.setblocking(False)
-        hello = _Hello(bytearray(), time.monotonic() + HELLO_S)
+        hello = _Hello(connection, bytearray(), time.monotonic() + HELLO_S)
         return self.register(connection, selectors.EVENT_READ, hello)
 
     def drop(self) -> None:
@@ -190,11 +191,12 @@ class _Unknown(selectors.DefaultSelector):
             if i >= len(held) - UNKNOWN and key.data.deadline > time.monotonic():
                 break
             self.unregister(key.fileobj)
-            key.fileobj.close()
+            key.data.connection.close()
 
     def close(self) -> None:
-        for key in list(self.get_map().values()):
-            key.fileobj.close()
+        for key in self.get_map().values():
+            if key.data is not None:
+                key.data.connection.close()
         super().close()
 
 

@@ -12,6 +12,7 @@ by `--worker-extension-cls`; it imports it before it makes the engine.
 import dataclasses
 import itertools
 import mmap
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jppo.rollout.vllm import cuda_ipc, layout, transfer, worker
 from jppo.rollout.vllm.staging import Staging
 
 WORDS = {2: torch.int16, 4: torch.int32}
+BROADCAST_S = 60.0  # for a bucket by NCCL, from when this worker takes part
 PIECE = 1 << 22  # words that are checksummed together, in 64 bits
 
 
@@ -115,8 +117,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             if update_info.handles is not None:
                 self._copy(update_info.handles, data)
             else:
-                for part, _ in parts:
-                    self._communicator.broadcast(part, src=0)
+                self._broadcast([part for part, _ in parts])
             torch.accelerator.synchronize()
             for part, entry in parts:
                 layout.check_sum(entry, checksum(part, getattr(torch, entry.dtype).itemsize))
@@ -126,6 +127,30 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
                 f"the GPU has no room for a bucket of {layout.size(entries)} bytes, {entries[0].name} to"
                 f" {entries[-1].name} ({e}); lower rollout.gpu_memory_utilization or set rollout.publish_via to tcp"
             ) from e
+
+    def _broadcast(self, parts: Sequence[torch.Tensor]) -> None:
+        """Receives all parts; leaves the communicator, which ends its calls, if the trainer was killed meanwhile."""
+        gave_up = threading.Event()
+
+        def give_up() -> None:
+            gave_up.set()
+            self._leave()
+
+        late = threading.Timer(BROADCAST_S, give_up)
+        late.daemon = True
+        late.start()
+        try:
+            for part in parts:
+                self._communicator.broadcast(part, src=0)
+            torch.accelerator.synchronize()
+        except Exception:
+            if not gave_up.is_set():
+                raise
+        finally:
+            late.cancel()
+        if gave_up.is_set():
+            said = f"a broadcast by NCCL did not end within {BROADCAST_S:g} s"
+            raise layout.WeightsRefused(f"{said}: the trainer was killed, or another server does not take part")
 
     def _copy(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
         """Copies the trainer's buffer on this GPU."""

@@ -22,10 +22,11 @@ class WeightLoader:
 
     model_config: Any
     vllm_config: Any
+    model_runner: Any
     reload_weights: Any
     get_model: Any
     _jppo_expected: tuple[dict[str, tuple[int, ...]], dict[str, list[str]]] | None = None
-    _jppo_checked: tuple[int, Bucket] | None = None
+    _jppo_checked: tuple[tuple[int, str], Bucket] | None = None  # by version and path
     _jppo_version: int | None = None
 
     def jppo_info(self) -> dict[str, Any]:
@@ -48,14 +49,20 @@ class WeightLoader:
         self._jppo_checked = None  # drops an older one
         unpacked = layout.unpack(entries)
         try:
-            self._jppo_checked = (version, (unpacked, layout.check(path, unpacked, self._jppo_expected[0])))
+            self._jppo_checked = ((version, path), (unpacked, layout.check(path, unpacked, self._jppo_expected[0])))
         except layout.WeightsRefused as e:
             return {"ok": False, "error": str(e)}
         return {"ok": True, "error": None}
 
-    def jppo_load(self, *, version: int) -> dict[str, Any]:
-        """Loads the file of the last successful `jppo_check`."""
-        if self._jppo_checked is None or self._jppo_checked[0] != version:
+    def jppo_working(self) -> dict[str, int]:
+        """Returns how many requests it samples for, and how many at most."""
+        runner: Any = self.model_runner
+        held = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
+        return {"requests": len(held), "most": int(self.vllm_config.scheduler_config.max_num_seqs)}
+
+    def jppo_load(self, *, version: int, path: str) -> dict[str, Any]:
+        """Loads the file of the last successful `jppo_check`, unless that was another trainer's."""
+        if self._jppo_checked is None or self._jppo_checked[0] != (version, path):
             return {"ok": False, "error": f"version {version} was not checked before the load"}
         _, bucket = self._jppo_checked
         assert self._jppo_expected is not None  # jppo_check came first

@@ -1,0 +1,73 @@
+"""The processes below this one: it inherits orphans of any session, and kills all that are left.
+
+Linux; elsewhere orphans are not inherited. Standard library only: forks and workers without jax import it.
+"""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import NoReturn
+
+KILL_S = 5.0  # for killed processes to end
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+
+
+def inherit_orphans() -> None:
+    """Makes this process the parent of descendants whose parent has ended; children do not inherit the attribute."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Makes the kernel send the signal `number` when the process `parent` ends; exits if it has already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def hide() -> None:
+    """Hides pipes, memory and environment of this process in /proc from other processes of the user."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def kill_all() -> None:
+    """Kills children until none is left; as their reaper, this process inherits and kills their children."""
+    end = time.monotonic() + KILL_S
+    while time.monotonic() < end:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def end_like(code: int) -> NoReturn:
+    """Ends this process with an exit code, or by the signal -`code`."""
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL cannot be reset
+            signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(code & 255)
+
+
+def _children() -> list[int]:
+    found, me = [], os.getpid()
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = stat.read_text().rpartition(")")[2].split()  # state, ppid, ...
+            if int(fields[1]) == me:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

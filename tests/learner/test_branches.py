@@ -1,0 +1,60 @@
+"""Estimators by group compare the episodes of agents, however many branches each has."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jppo.learner import batch, estimate, estimators
+from jppo.types import Reward
+from tests.learner.test_earned import trajectory
+
+SCORES = (1.0, 0.0, 0.25, 1.0)  # of four episodes of one prompt
+BRANCHES = (0, 3, 1, 0)  # further ones
+KL_COEF = 0.5
+MADE = {
+    "grpo": lambda: estimators.grpo(norm_adv_by_std_in_grpo=True),
+    "dr grpo": lambda: estimators.grpo(norm_adv_by_std_in_grpo=False),
+    "rloo": estimators.rloo,
+    "rloo_vectorized": estimators.rloo_vectorized,
+    "baseline": estimators.reinforce_plus_plus_baseline,
+    "opo": estimators.opo,
+}
+
+
+def outcomes(name, score, length):
+    """One number per episode, from the papers' definitions."""
+    others = [np.delete(score, i).mean() for i in range(len(score))]
+    return {
+        "grpo": (score - score.mean()) / (score.std(ddof=1) + 1e-6),
+        "dr grpo": score - score.mean(),
+        "rloo": score - others,
+        "rloo_vectorized": score - others,
+        "baseline": score - score.mean(),
+        "opo": score - (length * score).sum() / length.sum(),
+    }[name]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_group_has_each_episode_once_with_all_its_branches(name):
+    rng = np.random.default_rng(3)
+    episodes = []
+    for i, count in enumerate(BRANCHES):
+        first, *others = (trajectory(rng.random(6) < 0.7, str(i)) for _ in range(1 + count))
+        episodes.append(dataclasses.replace(first, branches=tuple(others)))
+    rewards, group = [Reward(score, {}, None) for score in SCORES], np.zeros(4, np.int32)
+    rows, graded, group, _, episode = batch.with_branches(episodes, rewards, group, None, [0.0] * 4)
+    data = batch.flatten(rows, graded, group, shape=(12, 6), episode=episode)
+    penalty = rng.normal(size=data.mask.shape).astype(np.float32)
+    how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
+    made = dataclasses.replace(MADE[name](), whiten=False)
+    found, _ = jax.jit(estimate.make_advantages(made, **how))(dataclasses.replace(data, exact_kl=penalty), KL_COEF)
+
+    score, length = np.float64(SCORES), np.zeros(4)
+    for row, of in enumerate([0, 1, 2, 3, 1, 1, 1, 2]):
+        score[of] -= KL_COEF * penalty[row][data.mask[row]].sum()
+        length[of] += data.mask[row].sum()
+    expected = outcomes(name, score, length)[[0, 1, 2, 3, 1, 1, 1, 2]]
+    np.testing.assert_allclose(found["advantage"][:8], expected[:, None] * data.mask[:8], rtol=2e-4, atol=2e-5)
+    assert not found["advantage"][8:].any()

@@ -1,0 +1,166 @@
+"""A real vLLM that trainers attach to: however one ends, the server samples again, for the next one only."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers import guard
+from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm.client import start_vllm
+from jppo.settings import UserError
+from tests.rollout.test_real_vllm import PROMPTS, SAMPLING, gap, make_model, random_weights
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(settings, tmp_path_factory):
+    """A server whose leases last four seconds: its config, its endpoint, which is no trainer's, and its settings."""
+    folder = tmp_path_factory.mktemp("leased")
+    config, how = make_model(folder / "model", "tied"), settings(max_model_len=384, start_timeout_s=240.0)
+    limits = ServerLimits(60.0, 5.0, 0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(guard, "MIDDLEWARE", "tests.rollout.short_lease.Guard")
+        engine = start_vllm(
+            str(folder / "model"), str(folder / "run"), settings=how, urls=[], limits=limits, publish_dir=""
+        )
+    try:
+        sampler = engine.ready(eos_token_ids=[2], decode=str)
+        yield config, sampler.fleet.members[0].endpoint, how, engine.servers[0].key.token
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def attach(server, monkeypatch):
+    """A maker of engines that are attached to the server."""
+    _, endpoint, how, token = server
+    monkeypatch.setenv(guard.TOKEN, token)
+    made = []
+
+    def make(limits=None):
+        limits = limits or ServerLimits(60.0, 5.0, 3)
+        made.append(start_vllm("model", "run", settings=how, urls=[endpoint.url], limits=limits, publish_dir=""))
+        return made[-1].ready(eos_token_ids=[2], decode=str)
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def paused(endpoint):
+    return endpoint.get("/is_paused")["is_paused"]
+
+
+KILLED = """
+import dataclasses, json, sys, threading, time
+import numpy as np
+from jppo.rollout.protocol import greedy
+from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.vllm.client import start_vllm
+from jppo.types import Prompt
+from tests.rollout.test_real_vllm import PROMPTS
+url, settings, mode, file = json.loads(sys.argv[1])
+how, limits = ServerSettings(**settings), ServerLimits(300.0, 5.0, 0)
+sampler = start_vllm("model", "run", settings=how, urls=[url], limits=limits, publish_dir="").ready(
+    eos_token_ids=[2], decode=str
+)
+tensors = dict(np.load(file))
+sampler.load(tensors.items(), version=1)
+under_way = sampler.start(PROMPTS, dataclasses.replace(greedy(80), ignore_eos=True))
+def take(self, endpoint):
+    print("paused", flush=True)
+    time.sleep(1000)
+publisher.Whole.take = take
+sampler.load(tensors.items(), version=2, mode=mode)
+"""
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+def test_the_pause_of_a_killed_trainer_ends_and_the_next_one_trains(server, attach, tmp_path, mode):
+    import numpy as np
+
+    config, endpoint, how, token = server
+    model, tensors = random_weights(config, 1)
+    np.savez(tmp_path / "w.npz", **tensors)
+    told = json.dumps([endpoint.url, dataclasses.asdict(how), mode, str(tmp_path / "w.npz")])
+    env = os.environ | {guard.TOKEN: token}
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED, told], env=env, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout.readline() == "paused\n"
+    time.sleep(6.0)
+    assert paused(endpoint), "a living trainer renews its lease"
+    trainer.kill()
+    trainer.communicate()
+    began = time.monotonic()
+    while paused(endpoint):
+        assert time.monotonic() - began < 10
+        time.sleep(0.1)
+    sampler = attach()
+    sampler.load(tensors.items(), version=1)
+    assert gap(model, sampler.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+@pytest.mark.parametrize("end", ["refused", "stopped"])
+def test_an_orderly_end_in_the_first_publish_resumes_the_server(server, attach, monkeypatch, mode, end):
+    config, endpoint, _, _ = server
+    model, tensors = random_weights(config, 1)
+    sampler = attach()
+
+    def take(self, at):
+        assert paused(endpoint)
+        if end == "stopped":
+            raise KeyboardInterrupt
+        publisher.accept(at, self.version, "jppo_load", version=self.version, path="/another")
+
+    with monkeypatch.context() as broken, pytest.raises((RolloutError, KeyboardInterrupt)):
+        broken.setattr(publisher.Whole, "take", take)
+        sampler.load(tensors.items(), version=1, mode=mode)
+    sampler.close()
+    assert not paused(endpoint)
+    monkeypatch.setattr(guard, "OURS", f"next-{mode}-{end}")  # the lease was given back
+    sampler = attach()
+    sampler.load(tensors.items(), version=1)
+    assert gap(model, sampler.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
+
+
+def test_a_second_trainer_is_refused_with_a_sentence(server, attach, monkeypatch):
+    config, _, _, _ = server
+    first, (model, tensors) = attach(), random_weights(config, 1)
+    first.load(tensors.items(), version=1)
+    with monkeypatch.context() as second:
+        second.setattr(guard, "OURS", "second")
+        second.setattr(guard, "LEASE_S", 6.0)  # that it waits
+        with pytest.raises(UserError, match=rf"with 409.*in use by the trainer {os.uname().nodename}-{os.getpid()}-"):
+            attach()
+    assert gap(model, first.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
+
+
+def test_one_response_longer_than_the_timeout_and_a_queue_at_the_server_are_waited_for(server, attach):
+    config, _, how, _ = server
+    sampler = attach(ServerLimits(0.05, 60.0, 0, connections=64))
+    sampler.fleet.members[0].endpoint._timeout_s = 60.0
+    sampler.load(random_weights(config, 1)[1].items(), version=1)
+    sampler.fleet.members[0].endpoint._timeout_s = 0.3
+    assert how.max_num_seqs == 8
+    many = dataclasses.replace(SAMPLING, max_tokens=80, ignore_eos=True, n=10)
+    assert len(sampler.generate(PROMPTS, many, version=1)) == 40
+    slow = dataclasses.replace(SAMPLING, max_tokens=370, ignore_eos=True, n=1)
+    short, began = dataclasses.replace(PROMPTS[0], ids=PROMPTS[0].ids[:8]), time.monotonic()
+    [t] = sampler.generate([short], slow, version=1)
+    assert len(t.tokens) == 378 and time.monotonic() - began > 2 * 0.3, "the request was not late"
+    assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 0.0}

@@ -1,0 +1,48 @@
+"""The weights that a run begins with: of each model its own files, whatever `model.init` says of the policy's."""
+
+import jax
+import numpy as np
+import pytest
+
+from jppo.learner.make import make_learner, make_mesh
+from jppo.models import hf
+from jppo.run.inputs import read_inputs
+from jppo.settings import UserError
+
+
+def assert_read(found, path, cfg):
+    """The trunk is the file's; a value head has no file."""
+    expected = hf.load_params(path, cfg, head="lm", param_dtype="float32")
+    for name, part in expected.items():
+        for one, other in zip(jax.tree.leaves(found[name]), jax.tree.leaves(part), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_random_policy_has_the_teacher_and_the_critic_that_their_paths_name(small_run, tiny_model):
+    c = small_run
+    assert c.model.init == "random"
+    c.ref.path, c.critic.path, c.algorithm.use_kl_in_reward = str(tiny_model), str(tiny_model), True
+    inputs = read_inputs(c)
+    learner, begin = make_learner(c, inputs, make_mesh(c))
+    assert_read(learner.reference, tiny_model, inputs.reference)
+    assert_read(begin.value, tiny_model, inputs.critic)
+
+
+def test_a_random_policys_critic_is_random_as_well(small_run):
+    """Its directory has no weights."""
+    _, begin = make_learner(small_run, read_inputs(small_run), make_mesh(small_run))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(begin.value))
+
+
+@pytest.mark.parametrize("setting", ["ref.path", "critic.path"])
+def test_a_path_without_weights_is_refused_beside_a_random_policy(small_run, tmp_path, setting):
+    section, name = setting.split(".")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        source = tmp_path / "model" / file
+        if source.exists():
+            (bare / file).write_bytes(source.read_bytes())
+    small_run[section][name], small_run.algorithm.use_kl_in_reward = str(bare), True
+    with pytest.raises(UserError, match=r"bare.*safetensors"):
+        read_inputs(small_run)
