@@ -24,7 +24,7 @@ from machine import ROOT, begin
 
 from jppo import settings
 from jppo.learner import sharding
-from jppo.models import experts, families
+from jppo.models import config_reader, experts
 from jppo.settings import UserError
 from jppo.targets import account, compilers, forecast, machines
 
@@ -59,7 +59,7 @@ def compiled(case: str) -> dict[str, Any]:
     """Compiles both directions of a case's layer and returns their figures; in a process with the compiler."""
     name, machine = case.split("@")
     described = machines.parse(machine)
-    cfg = families.from_hf(MODELS[name], path="config.json")
+    cfg = config_reader.parse_config(MODELS[name], path="config.json")
     how, D = cfg.experts, cfg.hidden_size
     assert how is not None
     fsdp = described.devices // EXPERT

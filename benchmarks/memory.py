@@ -36,7 +36,7 @@ from jppo.build.packing import plan_of_run
 from jppo.data.prompts import PromptSet
 from jppo.dry_run import memory
 from jppo.learner.devices import device_peak
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 from jppo.train import update_models
@@ -60,7 +60,7 @@ def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict
 
 def make_inputs(c: ConfigDict, described: dict[str, Any]) -> Inputs:
     """Makes the inputs of a run without files."""
-    cfg = families.from_hf(described, path="memory.py")
+    cfg = config_reader.parse_config(described, path="memory.py")
     return Inputs(
         tokenizer=None,
         end_tokens=(),

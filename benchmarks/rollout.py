@@ -41,7 +41,7 @@ from jppo import settings
 from jppo.build import rollout
 from jppo.build.publish import published_dtype
 from jppo.build.rollout import open_engine, server_settings, share_gpu
-from jppo.models import decoder, families, hf_write
+from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
 from jppo.rollout.protocol import Repeatable
 from jppo.rollout.servers.engine import ServedSampler
@@ -247,7 +247,7 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedS
 def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measures both parts for one model, on one server."""
     described = MODELS[model]
-    cfg = families.from_hf(described, path=f"model {model}")
+    cfg = config_reader.parse_config(described, path=f"model {model}")
     with tempfile.TemporaryDirectory() as folder:
         c = base_config(folder, args.dtype)
         c.rollout.publish_via = "tcp"  # its servers take files too

@@ -30,7 +30,7 @@ from jppo import settings
 from jppo.build.inputs import Inputs
 from jppo.build.learner import make_learner, make_mesh
 from jppo.data.prompts import PromptSet
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 
@@ -43,7 +43,7 @@ TIMED = {"logprobs": ("old_log_prob",), "update": ("update_critic", "update_acto
 
 def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]) -> tuple[Callable[[], Any], Any]:
     """Makes a function that runs a step without vLLM and returns seconds by stage; and their tokens and FLOP."""
-    cfg = families.from_hf(hf_config(*SHAPES[shape]), path=shape)
+    cfg = config_reader.parse_config(hf_config(*SHAPES[shape]), path=shape)
     trajectories = make_batch(cfg, responses, prompt=prompt)
     sizes = {
         "data.max_prompt_length": prompt,

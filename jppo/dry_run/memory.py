@@ -21,7 +21,7 @@ from jppo.build.packing import plan_of_run
 from jppo.dry_run.inprocess_engine import own_engine
 from jppo.dry_run.moments import Estimate, Moment, account, global_size, size
 from jppo.learner import packing, ppo, sharding, state, update
-from jppo.models import cost, hf_write, router_sums
+from jppo.models import cost, hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
@@ -194,7 +194,7 @@ def _reference(c: Settings, inputs: Inputs, mesh: Any, policy: Trained) -> tuple
 
 def _load(cfg: ModelConfig, mesh: Any) -> Any:
     """Returns the abstract load of the experts of a model."""
-    return jax.ShapeDtypeStruct(router_sums.shape(cfg), jnp.float32, sharding=sharding.replicated(mesh))
+    return jax.ShapeDtypeStruct(router.load_shape(cfg), jnp.float32, sharding=sharding.replicated(mesh))
 
 
 def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:

@@ -18,7 +18,7 @@ from jppo.dry_run.auto import REMATS, arguments
 from jppo.dry_run.forecast import Outlook
 from jppo.dry_run.memory import Estimate
 from jppo.learner.sharding import AXES
-from jppo.models.config_experts import Experts
+from jppo.models.config import Experts
 from jppo.settings import Settings, UserError
 from jppo.targets.machines import GIB, Machine
 

@@ -56,7 +56,7 @@ class Choice:
 
 def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
     """Allocates free rows of `length` tokens each; `experts` keeps the experts of every token."""
-    counts, how = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
+    counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
         cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
         tokens=jnp.zeros((rows, length), jnp.int32),
@@ -64,7 +64,7 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool
         last=counts,
         until=counts,
         seed=counts.astype(jnp.uint32),
-        experts=None if how is None else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, how.active), jnp.int16),
+        experts=None if spec is None else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, spec.active), jnp.int16),
     )
 
 
@@ -110,8 +110,8 @@ def fill(
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
         lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(new, source, N)].set(length, mode="drop")
         real = (position < lengths[:, None] - 1).astype(jnp.int32)
-        how = dict[str, Any](constrain=constrain, mix=mix)
-        _, made, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **how)
+        settings = dict[str, Any](constrain=constrain, mix=mix)
+        _, made, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **settings)
         read = None if read is None or chosen is None else put(read, chosen)
     return Slots(
         cache=jax.tree.map(put, slots.cache, made),

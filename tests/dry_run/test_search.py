@@ -9,7 +9,8 @@ from jppo import plan, settings
 from jppo.dry_run import described_machine, search
 from jppo.dry_run.forecast import Executions, Outlook
 from jppo.dry_run.memory import Estimate, Moment
-from jppo.models.config_experts import QWEN3, Experts, Routing
+from jppo.models.config import Experts, Routing
+from jppo.models.families import QWEN3
 from jppo.targets import compilers, machines
 from jppo.targets.account import Account
 from jppo.targets.forecast import Forecast

@@ -7,7 +7,7 @@ from jppo import settings
 from jppo.build.inputs import read_models
 from jppo.build.rollout import inprocess_settings
 from jppo.learner.sharding import make_mesh
-from jppo.models import decoder, families, heads, hf
+from jppo.models import config_reader, decoder, heads, hf
 from jppo.models.rotary import frequencies
 from tests.models.conftest import config_of
 
@@ -25,7 +25,7 @@ def stretched(scaling, longest=None, **changes):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = config_of("llama-llama3") | dict(head_dim=64, rope_scaling=scaling) | changes
-    cfg = families.from_hf(config, path="config.json", longest=longest)
+    cfg = config_reader.parse_config(config, path="config.json", longest=longest)
     theirs = transformers.LlamaConfig(**{k: v for k, v in config.items() if k != "model_type"})
     of_kind = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
     expected, scale = of_kind(theirs, torch.device("cpu"), seq_len=longest)
