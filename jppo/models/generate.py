@@ -54,7 +54,7 @@ class Choice:
     ignore_eos: jax.Array  # [] bool
 
 
-def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
+def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
     """Allocates free rows of `length` tokens each; `experts` keeps the experts of every token."""
     counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
@@ -160,7 +160,7 @@ def advance(
         if read is not None and chosen is not None:
             read = read.at[row, jnp.where(live, now.last, read.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
-        new, logp = choose(logits, now.seed, now.last + 1, choice, cut=cut)
+        new, logp = sample(logits, now.seed, now.last + 1, choice, cut=cut)
         last = jnp.where(live, now.last + 1, now.last)
         at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
         end = jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
@@ -178,7 +178,7 @@ def advance(
     return jax.lax.while_loop(going, take, (jnp.int32(0), slots))[1]
 
 
-def choose(
+def sample(
     logits: jax.Array, seed: jax.Array, position: jax.Array, choice: Choice, *, cut: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Samples a token for each row of logits [R, V]; returns also its log-prob in the sampling distribution.

@@ -116,7 +116,7 @@ class Entry:
         return tuple(self.hf.format(**at | {"layer": self.first + self.step * at.get("layer", 0)}) for at in places)
 
 
-Layer = Callable[..., list[Entry]]  # makes the entries of a row, one of each stack
+Rows = Callable[..., list[Entry]]  # makes the entries of a row, one of each stack
 
 
 def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
@@ -219,13 +219,13 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     return tuple(rows)
 
 
-def _attention(model: ModelConfig, layer: Layer) -> list[Entry]:
+def _attention(model: ModelConfig, layer: Rows) -> list[Entry]:
     """Lists the parameters of attention, without its norms of queries and keys by head."""
     rows = _grouped(model, layer) if model.latent is None else _latent(model, layer)
     return rows + (layer("attn/o/bias", "self_attn.o_proj.bias", "D", "LD") if model.o_bias else [])
 
 
-def _grouped(model: ModelConfig, layer: Layer) -> list[Entry]:
+def _grouped(model: ModelConfig, layer: Rows) -> list[Entry]:
     of_q = "HGA" if model.gated else "HA"
     out = layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD")
     if model.fused:
@@ -241,7 +241,7 @@ def _grouped(model: ModelConfig, layer: Layer) -> list[Entry]:
     return out + (layer("attn/sinks", "self_attn.sinks", "H", "LH") if model.sinks else [])
 
 
-def _latent(model: ModelConfig, layer: Layer) -> list[Entry]:
+def _latent(model: ModelConfig, layer: Rows) -> list[Entry]:
     assert model.latent is not None
     out = [
         *layer("attn/kv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "J D", "LDJ"),
@@ -260,7 +260,7 @@ def _latent(model: ModelConfig, layer: Layer) -> list[Entry]:
     return out + layer("attn/q_b/kernel", "self_attn.q_b_proj.weight", "HA I", "LIHA")
 
 
-def _delta(spec: Delta, layer: Layer) -> list[Entry]:
+def _delta(spec: Delta, layer: Rows) -> list[Entry]:
     rows = [
         *layer("delta/conv", "linear_attn.conv1d.weight", "Z 1 T", "LZ1T"),
         *layer("delta/a_log", "linear_attn.A_log", "O", "LO"),
@@ -283,7 +283,7 @@ def _delta(spec: Delta, layer: Layer) -> list[Entry]:
     ]
 
 
-def _gemma4(spec: Gemma4, layer: Layer) -> list[Entry]:
+def _gemma4(spec: Gemma4, layer: Rows) -> list[Entry]:
     rows = layer("scalar", "layer_scalar", "1", "L1")
     if spec.per_layer:
         rows += layer("per_layer_gate/kernel", "per_layer_input_gate.weight", "p D", "LDp")
@@ -292,7 +292,7 @@ def _gemma4(spec: Gemma4, layer: Layer) -> list[Entry]:
     return rows
 
 
-def _experts(spec: Experts, layer: Layer) -> list[Entry]:
+def _experts(spec: Experts, layer: Rows) -> list[Entry]:
     names = spec.names
     module = f"{names.module}." if names.module else ""
     each = f"{module}experts.{{expert}}"
@@ -327,7 +327,7 @@ def _experts(spec: Experts, layer: Layer) -> list[Entry]:
     return rows
 
 
-def _mlp(model: ModelConfig, layer: Layer) -> list[Entry]:
+def _mlp(model: ModelConfig, layer: Rows) -> list[Entry]:
     rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", dense=True)
     if model.fused:
         rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", dense=True)
