@@ -75,9 +75,9 @@ def make_router_load(model: Any, cfg: ModelConfig) -> Callable[[Weights, Rows], 
     """Makes (policy, rows) -> tokens of the mask by layer and expert, [layers, E] f32."""
 
     def load(params: Weights, rows: Rows) -> Array:
-        router = _state((model, cfg), params, rows, routed=True)[1].router
-        assert router is not None
-        return router.load
+        sums = _state((model, cfg), params, rows, routed=True)[1].router
+        assert sums is not None
+        return sums.load
 
     return load
 
