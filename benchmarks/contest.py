@@ -32,7 +32,7 @@ from throughput import stage_flops, write_model
 from work import LONGEST, MINI_BATCH, PROMPT, SHAPES, base_config, hf_config, make_batch, response_lengths
 
 from jppo import settings
-from jppo.models import decoder, families, hf_write
+from jppo.models import config_reader, decoder, hf_write
 from jppo.settings import UserError
 
 PEERS = ROOT / "benchmarks" / "peers"
@@ -76,7 +76,7 @@ def contestants(
 def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict[str, Any]:
     """Writes model, batch and numbers of one shape; returns their description."""
     described = hf_config(*SHAPES[shape])
-    cfg = families.from_hf(described, path=f"shape {shape}")
+    cfg = config_reader.parse_config(described, path=f"shape {shape}")
     source = folder / "source"
     source.mkdir()
     write_model(source, described)

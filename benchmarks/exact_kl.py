@@ -21,7 +21,7 @@ import numpy as np
 from machine import ROOT, begin, write
 
 from jppo.algorithms import kl
-from jppo.models import families, heads
+from jppo.models import config_reader, heads
 from jppo.models.config import ModelConfig
 
 ROWS = 4  # the tokens stand in as many rows
@@ -30,7 +30,7 @@ ROWS = 4  # the tokens stand in as many rows
 def model(vocab: int) -> ModelConfig:
     """A model with plain logits: no soft cap, no padding."""
     shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1)
-    return families.from_hf(
+    return config_reader.parse_config(
         dict(model_type="llama", vocab_size=vocab, max_position_embeddings=1, **shape), path="exact_kl.py"
     )
 

@@ -26,7 +26,7 @@ from jppo import settings
 from jppo.forecast import account, compilers, machines
 from jppo.forecast import seconds as forecast
 from jppo.learner import sharding
-from jppo.models import experts, families
+from jppo.models import config_reader, experts
 from jppo.settings import UserError
 
 OF_QWEN3 = dict(model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=512)
@@ -60,7 +60,7 @@ def compiled(case: str) -> dict[str, Any]:
     """Compiles both directions of a case's layer and returns their figures; in a process with the compiler."""
     name, machine = case.split("@")
     described = machines.parse(machine)
-    cfg = families.from_hf(MODELS[name], path="config.json")
+    cfg = config_reader.parse_config(MODELS[name], path="config.json")
     how, D = cfg.experts, cfg.hidden_size
     assert how is not None
     fsdp = described.devices // EXPERT

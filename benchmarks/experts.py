@@ -27,7 +27,7 @@ import numpy as np
 from machine import ROOT, begin, version, write
 
 from jppo import process, settings
-from jppo.models import decoder, families, heads, hf_write
+from jppo.models import config_reader, decoder, heads, hf_write
 from jppo.settings import UserError
 
 MODEL = dict(
@@ -55,7 +55,7 @@ def configs(experts: int, active: int, width: int) -> dict[str, dict[str, Any]]:
 
 def of_jppo(config: dict[str, Any], tokens: np.ndarray) -> tuple[Any, Calls]:
     """Returns the weights and the compiled calls of a model in jppo, as a training on a CPU runs it."""
-    cfg = families.from_hf(config, path="config.json")
+    cfg = config_reader.parse_config(config, path="config.json")
     values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     position = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)

@@ -36,7 +36,7 @@ from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import plan_of_run
 from jppo.learner.recipe import make_recipe
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.preflight import memory
 from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
@@ -62,7 +62,7 @@ def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict
 
 def make_inputs(c: ConfigDict, described: dict[str, Any]) -> Inputs:
     """Makes the inputs of a run without files."""
-    cfg = families.from_hf(described, path="memory.py")
+    cfg = config_reader.parse_config(described, path="memory.py")
     return Inputs(
         tokenizer=None,
         end_tokens=(),

@@ -50,7 +50,7 @@ from jppo.learner import batch, devices, packing, ppo, score, sharding, state, u
 from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
 from jppo.learner.plan import make_plan
 from jppo.learner.recipe import make_recipe
-from jppo.models import families, lora
+from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
 from jppo.settings import UserError
@@ -138,7 +138,7 @@ def some(responses: np.ndarray, tokens: int | None) -> np.ndarray:
 def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int, repeats: int) -> Subject:
     """The model with random weights, and the batch."""
     mesh = make_mesh(settings.typed(c))
-    cfg = pad_vocab(families.from_hf(MODELS[name], path=name), mesh.shape["tensor"])
+    cfg = pad_vocab(config_reader.parse_config(MODELS[name], path=name), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
     check_room(size(abstract(what.shapes, what.shardings)))
     key = jax.random.key(c.trainer.seed)
@@ -390,7 +390,7 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
             continue
         temporaries = []
         for vocab in (QWEN["vocab_size"], SMALL):
-            cfg = pad_vocab(families.from_hf(QWEN | {"vocab_size": vocab}, path="q05"), mesh.shape["tensor"])
+            cfg = pad_vocab(config_reader.parse_config(QWEN | {"vocab_size": vocab}, path="q05"), mesh.shape["tensor"])
             what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
             empty = packing.empty_rows(shape)
             rows = abstract(empty, jax.tree.map(lambda _: sharding.rows_sharding(mesh), empty))

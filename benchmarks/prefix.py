@@ -27,7 +27,7 @@ from jppo import settings
 from jppo.data.prompts import PromptSet
 from jppo.learner import batch, ppo
 from jppo.learner.make import make_learner, make_mesh
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
@@ -103,7 +103,7 @@ def since(begin: tuple[float, float]) -> tuple[float, float]:
 
 def measure(shape: str, case: str, *, samples: int, sequences: int, repeats: int) -> dict[str, Any]:
     """Measures both packings in turn on one batch."""
-    cfg, lengths = families.from_hf(hf_config(*SHAPES[shape]), path=f"shape {shape}"), parse(case)
+    cfg, lengths = config_reader.parse_config(hf_config(*SHAPES[shape]), path=f"shape {shape}"), parse(case)
     trajectories = make_samples(cfg, lengths, samples=samples, sequences=sequences)
     how = dict(samples=samples, sequences=sequences)
     made = {packing: make_turn(make_config(packing, lengths, **how), cfg, trajectories) for packing in PACKINGS}

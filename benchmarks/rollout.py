@@ -38,7 +38,7 @@ from throughput import write_model
 from work import LONGEST, PROMPT, base_config
 
 from jppo import settings
-from jppo.models import decoder, families, hf_write
+from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
 from jppo.rollout import make as rollout
@@ -248,7 +248,7 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedS
 def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measures both parts for one model, on one server."""
     described = MODELS[model]
-    cfg = families.from_hf(described, path=f"model {model}")
+    cfg = config_reader.parse_config(described, path=f"model {model}")
     with tempfile.TemporaryDirectory() as folder:
         c = base_config(folder, args.dtype)
         c.rollout.publish_via = "tcp"  # its servers take files too

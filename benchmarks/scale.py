@@ -29,7 +29,7 @@ from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
 from jppo import settings
 from jppo.data.prompts import PromptSet
 from jppo.learner.make import make_learner, make_mesh
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
@@ -43,7 +43,7 @@ TIMED = {"logprobs": ("old_log_prob",), "update": ("update_critic", "update_acto
 
 def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]) -> tuple[Callable[[], Any], Any]:
     """Makes a function that runs a step without vLLM and returns seconds by stage; and their tokens and FLOP."""
-    cfg = families.from_hf(hf_config(*SHAPES[shape]), path=shape)
+    cfg = config_reader.parse_config(hf_config(*SHAPES[shape]), path=shape)
     trajectories = make_batch(cfg, responses, prompt=prompt)
     sizes = {
         "data.max_prompt_length": prompt,

@@ -47,7 +47,7 @@ from jppo import settings
 from jppo.data.prompts import PromptSet
 from jppo.learner import devices
 from jppo.learner.make import Learner, make_learner, make_mesh
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
 from jppo.rollout.make import open_engine
@@ -174,7 +174,7 @@ def time_stages(
 def measure(shape: str, c: ConfigDict, *, rollout: bool, repeats: int) -> dict[str, Any]:
     """Measures all stages on one shape: seconds, tokens/s, FLOP/s, share of the matmul rate."""
     described = hf_config(*SHAPES[shape])
-    cfg = families.from_hf(described, path=f"shape {shape}")
+    cfg = config_reader.parse_config(described, path=f"shape {shape}")
     responses = response_lengths()
     trajectories = make_batch(cfg, responses)
     if rollout:

@@ -83,7 +83,7 @@ def forward_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int, lm_head:
 
 def lora_update_flops(cfg: ModelConfig, how: Lora, responses: Lengths, *, prompt: int) -> int:
     """FLOP of an update of adapters alone."""
-    return cost.update(cfg, whole(responses, prompt=prompt), head_tokens=sum(map(int, responses)), how=how)
+    return cost.update(cfg, whole(responses, prompt=prompt), head_tokens=sum(map(int, responses)), adapters=how)
 
 
 def base_config(path: str, dtype: str) -> ConfigDict:

@@ -188,10 +188,10 @@ def estimate(c: PairTraining, task: Task) -> tuple[memory.Estimate, int]:
     rows = [memory.rows_of(shape, mesh) for shape in shapes]
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
     whole = [[length] * some for some, length in shapes]
-    flop = [cost.update(task.cfg, lengths, head_tokens=0, how=task.adapters) for lengths in whole]
+    flop = [cost.update(task.cfg, lengths, head_tokens=0, adapters=task.adapters) for lengths in whole]
     opt, moments = memory.update_moments("rm", task.accumulate, c.optim, trained, rows, scores, useful=flop)
     for one, lengths in zip(rows, whole, strict=True):
-        needed = cost.forward(task.cfg, lengths, head_tokens=0, how=task.adapters)
+        needed = cost.forward(task.cfg, lengths, head_tokens=0, adapters=task.adapters)
         models = trained.learned, trained.base, one, scores
         moments.append(memory.account("scores", 0, task.scores, *models, useful=needed))
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]

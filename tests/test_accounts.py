@@ -105,9 +105,9 @@ def test_no_program_became_worse(platform, only):
 GATHERED_AGAIN = """
 import importlib.util, sys
 import jax
-from jppo.models import chunked_logits
+from jppo.models import heads
 
-once = chunked_logits._raw
+once = heads._raw
 
 def in_each_chunk(states, kernel):
     kernel, states = jax.lax.optimization_barrier((kernel, states))
@@ -115,7 +115,7 @@ def in_each_chunk(states, kernel):
     mine = jax.lax.dynamic_slice_in_dim(kernel, jax.lax.axis_index("fsdp") * width, width, axis=1)
     return once(states, jax.lax.all_gather(mine, "fsdp", axis=1, tiled=True))
 
-chunked_logits._raw = in_each_chunk
+heads._raw = in_each_chunk
 spec = importlib.util.spec_from_file_location("check_accounts", sys.argv[1])
 check_accounts = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_accounts)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jppo.learner.make import make_mesh
-from jppo.models import families, lora
+from jppo.models import config_reader, lora
 from jppo.settings import UserError
 from tests.make import typed
 
@@ -45,7 +45,7 @@ def gae():
 @pytest.fixture
 def tiny(bench):
     """2 layers, width 8, MLP 12, 2 heads of 4, 1 key/value head, vocabulary 10."""
-    return families.from_hf(bench.hf_config(2, 8, 12, 2, 1, 10), path="here")
+    return config_reader.parse_config(bench.hf_config(2, 8, 12, 2, 1, 10), path="here")
 
 
 def test_forward_flops_by_hand(bench, tiny):
@@ -83,14 +83,14 @@ def test_an_update_of_adapters_has_no_gradient_of_the_kernels_that_stay(bench, t
 def test_the_shapes_are_those_that_figures_elsewhere_speak_of(bench):
     parameters = {}
     for name, shape in bench.SHAPES.items():
-        c = families.from_hf(bench.hf_config(*shape), path=name)
+        c = config_reader.parse_config(bench.hf_config(*shape), path=name)
         layer = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         layer += 3 * c.hidden_size * c.intermediate_size
         parameters[name] = c.num_layers * layer + c.vocab_size * c.hidden_size
         assert c.head_dim == 64 and c.tie_word_embeddings
     assert parameters == {"S": pytest.approx(3e6, rel=0.05), "M": pytest.approx(27e6, rel=0.05)}
     # A forward pass costs about two operations a parameter and token.
-    cfg = families.from_hf(bench.hf_config(*bench.SHAPES["M"]), path="M")
+    cfg = config_reader.parse_config(bench.hf_config(*bench.SHAPES["M"]), path="M")
     once = bench.forward_flops(cfg, [1], prompt=0, lm_head=True)
     assert once == pytest.approx(2 * parameters["M"], rel=0.01)
 
@@ -366,12 +366,12 @@ def test_models_by_default_have_the_numbers_they_are_known_by():
     assert models.BY_DEFAULT == ("S", "M", "q05")
     parameters = {}
     for name in ("q15", "q7"):
-        cfg = families.from_hf(models.MODELS[name], path=name)
+        cfg = config_reader.parse_config(models.MODELS[name], path=name)
         what = models.state.weights(cfg, make_mesh(models.make_config(name, "float32", [])), head="lm",
                                     param_dtype="float32")  # fmt: skip
         parameters[name] = sum(x.size for x in models.jax.tree.leaves(what.shapes))
     assert parameters == {"q15": 1_543_714_304, "q7": 7_615_616_512}  # as their cards count them
-    cfg = families.from_hf(models.QWEN, path="q05")
+    cfg = config_reader.parse_config(models.QWEN, path="q05")
     assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (64, True, True)
     c = models.make_config("q05", "float32", [])
     what = models.state.weights(cfg, make_mesh(typed(c)), head="lm", param_dtype="float32")

@@ -87,7 +87,7 @@ def test_what_the_page_says_works(copy):
     assert len(tests) == len(commands) == 4
     said = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], folder)
     assert " passed" in said and "skipped" not in said
-    families = "from jppo.models import family_table; print(family_table.FAMILIES['seed_oss'].qkv_bias)"
+    families = "from jppo.models import families; print(families.FAMILIES['seed_oss'].qkv_bias)"
     assert run([sys.executable, "-c", families], folder) == "True\n"
 
 

@@ -9,8 +9,9 @@ from jppo import settings, train
 from jppo.learner import mesh_checks
 from jppo.learner.make import make_mesh
 from jppo.learner.plan import plan_of_run
-from jppo.models import families
-from jppo.models.config_experts import QWEN3, Experts, Routing
+from jppo.models import config_reader
+from jppo.models.config import Experts, Routing
+from jppo.models.families import QWEN3
 from jppo.preflight.preview import dry_run
 from jppo.rollout import make as rollout
 from jppo.run.inputs import read_inputs
@@ -18,7 +19,7 @@ from jppo.settings import UserError
 from tests.learner.test_state import SHAPE
 from tests.make import typed
 
-CFG = families.from_hf(SHAPE, path="here")  # 4 heads, 2 of keys and values, width 128, MLP 256
+CFG = config_reader.parse_config(SHAPE, path="here")  # 4 heads, 2 of keys and values, width 128, MLP 256
 SIX = Experts(6, 2, 64, 0, normalized=True, sparse=(True,) * CFG.num_layers, names=QWEN3, routing=Routing())
 
 

@@ -14,12 +14,11 @@ from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
 from jppo.learner.optimizers import make_optimizer
 from jppo.learner.plan import batch_shape, most_sequences, packing_kind, plan_of_run, shared_prompts
 from jppo.learner.recipe import make_recipe
-from jppo.models import embedding, experts, fused, offload, spread
+from jppo.models import embedding, experts, fused, offload, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.models.decoder import Decoder, attention_settings
+from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora, Weights
 from jppo.models.params import Head
-from jppo.models.remat import Remat
 from jppo.settings import Common, Model, Optimizer, Settings, UserError
 from jppo.types import Params, TrainState
 
@@ -105,7 +104,7 @@ def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
     kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
         cfg,
-        attend=spread.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),
+        attend=sequence_parallel.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),
         dtype=c.model.compute_dtype,
         param_dtype=c.model.param_dtype,
         scan_layers=c.model.scan_layers,

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from jppo.learner.model_configs import ModelConfigs
 from jppo.models.config import ModelConfig
-from jppo.models.spread import COLUMNS
+from jppo.models.sequence_parallel import COLUMNS
 from jppo.settings import UserError
 
 

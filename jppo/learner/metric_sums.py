@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models import router_sums
+from jppo.models import router
 from jppo.types import Array
 
 
@@ -20,7 +20,7 @@ def of_update(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: 
     minis = []
     for sums, stats in history:
         total = {key: sum(part[key] for part in sums) for key in sums[0] if not key.endswith(("_max", "_min"))}
-        extremes = router_sums.of_load(total.pop(router_sums.LOAD)) if router_sums.LOAD in total else {}
+        extremes = router.load_metrics(total.pop(router.LOAD)) if router.LOAD in total else {}
         mini = {key: float(value) for key, value in total.items()} | extremes
         mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
         mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import hl_gauss, kl
-from jppo.models import decoder, heads, lora, router_sums, routing
+from jppo.models import decoder, heads, lora, router
 from jppo.models.config import ModelConfig
+from jppo.models.heads import Vocabulary
 from jppo.models.lora import Weights
-from jppo.models.router_sums import RouterSums
-from jppo.models.vocabulary import Vocabulary
+from jppo.models.router import RouterSums
 from jppo.types import Array, Rows
 
 
@@ -52,14 +52,14 @@ def _state(
     """
     variables, left = lora.variables(params), RouterOutputs()
     compare = compare and rows.experts is not None
-    wanted = [name for name, asked in ((router_sums.COLLECTION, routed), (routing.COLLECTION, compare)) if asked]
+    wanted = [name for name, asked in ((router.SUMS, routed), (router.CHOICES, compare)) if asked]
     counted = jnp.asarray(rows.mask) if routed else None
     how = dict[str, Any](counted=counted, given=rows.experts)
     if wanted:
         hidden, found = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **how, mutable=wanted)
         left = RouterOutputs(
-            router_sums.collected(found, model[1]) if routed else None,
-            routing.differing(found, jnp.asarray(rows.experts), model[1]) if compare else None,
+            router.collected_sums(found, model[1]) if routed else None,
+            router.differing_share(found, jnp.asarray(rows.experts), model[1]) if compare else None,
         )
     else:
         hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **how)
@@ -75,9 +75,9 @@ def make_router_load(model: Any, cfg: ModelConfig) -> Callable[[Weights, Rows], 
     """Makes (policy, rows) -> tokens of the mask by layer and expert, [layers, E] f32."""
 
     def load(params: Weights, rows: Rows) -> Array:
-        router = _state((model, cfg), params, rows, routed=True)[1].router
-        assert router is not None
-        return router.load
+        sums = _state((model, cfg), params, rows, routed=True)[1].router
+        assert sums is not None
+        return sums.load
 
     return load
 

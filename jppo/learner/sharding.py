@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.learner import optim
 from jppo.models import placing
-from jppo.models.spread import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
-from jppo.models.spread import ROWS as ROW_AXES
+from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
+from jppo.models.sequence_parallel import ROWS as ROW_AXES
 from jppo.settings import UserError
 from jppo.types import Params, Rows
 

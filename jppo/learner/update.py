@@ -18,10 +18,9 @@ from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import metric_sums, sharding
 from jppo.learner.optim import descend
 from jppo.learner.score import LogProb, LogProbKL, Value
-from jppo.models import router_sums
 from jppo.models.lora import Base, Weights, join
-from jppo.models.router_sums import RouterSums
-from jppo.models.spread import POSITIONS, divided, row_axes
+from jppo.models.router import RouterSums, balance_loss, router_metrics, z_loss
+from jppo.models.sequence_parallel import POSITIONS, divided, row_axes
 from jppo.types import Array, Counts, Params, Rows, Scored
 
 GROUPS = "data"  # the mesh axis along which groups of devices hold the same parameters
@@ -107,14 +106,14 @@ def _of_ratio(delta: Array, mean: Callable[[Array], Array]) -> dict[str, Array]:
 
 def _of_router(router: RouterSums, counts: Counts, aux_coef: float, z_coef: float) -> tuple[Array, dict[str, Array]]:
     """Returns the losses of routers, times their coefficients, and their metrics."""
-    sums: dict[str, Array] = router_sums.metrics(router, counts.tokens)
+    sums: dict[str, Array] = router_metrics(router, counts.tokens)
     out: Array = jnp.zeros(())
     if z_coef:
-        sums["actor/router_z_loss"] = router_sums.z_loss(router, counts.tokens)
+        sums["actor/router_z_loss"] = z_loss(router, counts.tokens)
         out += z_coef * sums["actor/router_z_loss"]
     if aux_coef:
         assert counts.load is not None
-        sums["actor/router_aux_loss"] = router_sums.balance(router, counts.load, counts.tokens)
+        sums["actor/router_aux_loss"] = balance_loss(router, counts.load, counts.tokens)
         out += aux_coef * sums["actor/router_aux_loss"]
     return out, sums
 

@@ -26,11 +26,11 @@ def stage_flops(c: Settings, inputs: ModelConfigs, trajectories: Sequence[Trajec
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)
     policy, how = inputs.policy, inputs.adapters
-    found = {"update_actor": c.actor.ppo_epochs * cost.update(policy, lengths, head_tokens=sampled, how=how)}
+    found = {"update_actor": c.actor.ppo_epochs * cost.update(policy, lengths, head_tokens=sampled, adapters=how)}
     if c.algorithm.old_logprob != "bypass":
-        found["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, how=how)
+        found["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, adapters=how)
     if inputs.critic is not None:
-        once = cost.update(inputs.critic, lengths, head_tokens=0, how=inputs.critic_adapters)
+        once = cost.update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
         found["update_critic"] = epochs * once
     return found
 

@@ -90,14 +90,14 @@ def _scores(
     queries = q[:, :, :, block]
     R, K, G, B, A = queries.shape
     keys = _take(k, spans, 2)
-    found = scale * _dot("rkqa,rksa->rkqs", queries.reshape(R, K, G * B, A), keys)
-    found = found.reshape(R, K, G, B, keys.shape[2])
+    scores = scale * _dot("rkqa,rksa->rkqs", queries.reshape(R, K, G * B, A), keys)
+    scores = scores.reshape(R, K, G, B, keys.shape[2])
     here = jnp.arange(q.shape[3], dtype=jnp.int32)
     seen = _in_window(here[None, block, None], _take(here, spans, 0)[None, None, :], windows, kind)
     of_key = _take(segment, spans, 1)[:, None]
     same = segment[:, block, None] == of_key
     seen &= same | (of_key < 0) if shared_prompts else same
-    return found if softcap is None else softcap * jnp.tanh(found / softcap), seen[:, None, None]
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap), seen[:, None, None]
 
 
 def _forward(
@@ -114,14 +114,14 @@ def _forward(
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     mixed, logs = [], []
     for block, spans in blocks(q.shape[1], shared):
-        found, seen = look(queries, keys, segment, kind, block, spans)
-        R, K, G, B, S = found.shape
-        found = jnp.where(seen, found, UNSEEN)
-        top = jnp.max(found, axis=-1, keepdims=True)
+        scores, seen = look(queries, keys, segment, kind, block, spans)
+        R, K, G, B, S = scores.shape
+        scores = jnp.where(seen, scores, UNSEEN)
+        top = jnp.max(scores, axis=-1, keepdims=True)
         if sinks is not None:
             sink = _of_heads(sinks, K)
             top = jnp.maximum(top, sink)
-        weight = jnp.exp(found - top)
+        weight = jnp.exp(scores - top)
         total = jnp.sum(weight, axis=-1, keepdims=True)
         if sinks is not None:
             total += jnp.exp(sink - top)
@@ -152,10 +152,10 @@ def _backward(
     by_q, by_sinks = [], jnp.zeros(queries.shape[1:3], logs.dtype)  # [K, G]
     by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
     for block, spans in blocks(q.shape[1], shared):
-        found, seen = look(queries, keys, segment, kind, block, spans)
-        R, _, G, B, S = found.shape
+        scores, seen = look(queries, keys, segment, kind, block, spans)
+        R, _, G, B, S = scores.shape
         here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
-        weight = jnp.where(seen, jnp.exp(found - logs[:, :, :, block]), 0.0)
+        weight = jnp.where(seen, jnp.exp(scores - logs[:, :, :, block]), 0.0)
         pull = _dot("rkqa,rksa->rkqs", flat, _take(vals, spans, 2)).reshape(weight.shape)
         mean = jnp.sum(weight * pull, axis=-1, keepdims=True)
         by_score = scale * weight * (pull - mean)
@@ -163,7 +163,7 @@ def _backward(
             of_sink = jnp.exp(_of_heads(sinks, K) - logs[:, :, :, block])
             by_sinks -= jnp.sum(of_sink * mean, axis=(0, 3, 4))
         if softcap is not None:
-            by_score *= 1.0 - jnp.square(found / softcap)
+            by_score *= 1.0 - jnp.square(scores / softcap)
         by_score = by_score.astype(q.dtype).reshape(R, K, G * B, S)
         by_q.append(_dot("rkqs,rksa->rkqa", by_score, _take(keys, spans, 2)).reshape(R, K, G, B, -1))
         by_k = _add(by_k, spans, _dot("rkqs,rkqa->rksa", by_score, here))
@@ -183,14 +183,14 @@ def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[sli
     """
     longest = length if shared is None else min(length, sum(shared))
     size = min(max(-(-longest // (4 * 8)) * 8, SMALLEST_BLOCK), LARGEST_BLOCK)
-    found: list[tuple[slice, Spans]] = []
+    out: list[tuple[slice, Spans]] = []
     for start in range(0, length, size):
         block = slice(start, min(start + size, length))
         spans: Spans = (slice(block.stop),)
         if shared is not None and start > sum(shared):
             spans = (slice(shared[0]), slice(start - shared[1], block.stop))
-        found.append((block, spans))
-    return found
+        out.append((block, spans))
+    return out
 
 
 def computed(length: int, shared: tuple[int, int] | None = None) -> int:
@@ -204,12 +204,12 @@ def _take(x: jax.Array, spans: Spans, axis: int) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
-def _add(total: jax.Array, spans: Spans, found: jax.Array) -> jax.Array:
+def _add(total: jax.Array, spans: Spans, part: jax.Array) -> jax.Array:
     """Adds the results for the keys in `spans` to the total [R, K, S, A]."""
     start = 0
     for span in spans:
         stop = start + len(range(total.shape[2])[span])
-        total = total.at[:, :, span].add(found[:, :, start:stop])
+        total = total.at[:, :, span].add(part[:, :, start:stop])
         start = stop
     return total
 

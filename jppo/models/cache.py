@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models.config import ModelConfig
-from jppo.models.stacks import Sort
+from jppo.models.layer_groups import LayerModules
 
 
 @jax.tree_util.register_dataclass
@@ -37,23 +37,23 @@ Cache = tuple[Held | None, ...]  # one per layer, each updated in place; None: i
 def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
     """Allocates a cache of `length` positions for so many rows."""
 
-    def make(sort: Sort) -> Held | None:
-        if not sort.keyed:
+    def make(modules: LayerModules) -> Held | None:
+        if not modules.keyed:
             return None
-        if sort.mixer == "attention":
-            K, A = cfg.heads_of(sort) if cfg.latent is None else (1, cfg.latent.cached_dim)
+        if modules.mixer == "attention":
+            K, A = cfg.heads_of(modules) if cfg.latent is None else (1, cfg.latent.cached_dim)
             k, v = (jnp.zeros((rows, length, K, A), dtype) for _ in range(2))
             return LayerCache(k, v if cfg.latent is None else None)
         assert cfg.delta is not None
         state, inputs = ((rows, *rest) for rest in cfg.delta.state_shapes)
         return DeltaCache(jnp.zeros(state, jnp.float32), jnp.zeros(inputs, dtype))
 
-    return tuple(make(sort) for sort in cfg.sorts)
+    return tuple(make(modules) for modules in cfg.layer_modules)
 
 
 def heads(cfg: ModelConfig) -> int:
     """Returns a number that divides the heads of every layer's cache."""
-    return math.gcd(*(cfg.heads_of(sort).num_kv_heads for sort in cfg.sorts)) if cfg.latent is None else 1
+    return math.gcd(*(cfg.heads_of(modules).num_kv_heads for modules in cfg.layer_modules)) if cfg.latent is None else 1
 
 
 def dtype_of(cache: Cache) -> Any:

@@ -3,22 +3,171 @@
 import dataclasses
 from typing import Literal
 
-from jppo.models import stacks
-from jppo.models.config_delta import Delta
-from jppo.models.config_experts import Experts
-from jppo.models.config_gemma4 import Gemma4
-from jppo.models.config_latent import Latent
+from jppo.models import layer_groups
+from jppo.models.layer_groups import Group, Heads, Keys, LayerModules, Stack
 from jppo.models.rotary import Rotary
-from jppo.models.stacks import Group, Heads, Sort, Stack
+
+Scoring = Literal["softmax", "sigmoid"]
+DeltaLayout = Literal["split", "joined"]  # a projection each for q k v, z, b and a; or one for q k v z and one for b a
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """A kind of layer in one model."""
+class AttentionKind:
+    """A kind of attention in one model: window, positions and sizes."""
 
     window: int | None  # a token sees itself and the window - 1 tokens before it; None: all earlier ones
     rotary: Rotary
     heads: Heads | None = None  # None: the model's
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How experts are scored and chosen. By default: the highest of the softmax."""
+
+    scoring: Scoring = "softmax"  # of the logits; the scores are the weights, too
+    groups: int = 1  # experts are chosen from the best groups; a softmax's by its highest score, a sigmoid's by two
+    best_groups: int = 1
+    scale: float = 1.0  # of the weights
+    corrected: bool = False  # a buffer of the model is added to the scores for the choice, not for the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSeekVersion:
+    """The differences between DeepSeek's versions."""
+
+    scoring: Scoring
+    methods: tuple[str, ...]  # values of `topk_method`, the default first
+    # Defaults of fields
+    dense_layers: int
+    normalized: bool
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """A family's names, in config.json and of its tensors."""
+
+    count: str = "num_experts"
+    width: str = "moe_intermediate_size"
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = ""  # of the expert that every token uses; "": there is none
+    shared_gate: bool = False  # that expert has a gate
+    normalized: bool | None = None  # None: by the field norm_topk_prob
+    normalized_default: bool = False  # of this field
+    mixed: bool = True  # config.json may give some layers an MLP in place of experts
+    deepseek: DeepSeekVersion | None = None  # whose fields it has
+    router: str = "gate"
+    fused: tuple[str, str] | None = None  # a layer's experts are one tensor: axes of gates and ups, and of downs
+    biased: bool = False  # experts and router have biases, and the gate is clamped
+    active: str = "num_experts_per_tok"
+    switch: str = ""  # a field that is true if the model has experts; "": it always does
+    beside: bool = False  # experts are beside an MLP; the router's input is normed, and its weights have factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a model's sparse layers."""
+
+    count: int  # E
+    active: int  # of each token
+    width: int  # M
+    shared_width: int  # S, of the expert that every token uses; 0: there is none
+    normalized: bool  # the weights of a token's active experts sum to 1
+    sparse: tuple[bool, ...]  # [L], whether a layer has experts
+    names: ExpertNames
+    routing: Routing
+    clamp: tuple[float, float] | None = None  # alpha and limit of a clamped gate; None: the model's activation
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Returns the widths of the experts."""
+        return (self.width, self.shared_width) if self.shared_width else (self.width,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Attention whose keys and values are computed from one latent of each token."""
+
+    query_rank: int | None  # Q, of the queries' own latent; None: queries are computed from the hidden state
+    rank: int  # C, of the latent of keys and values
+    plain_dim: int  # of a head's queries and keys: the part without a position
+    rotary_dim: int  # P, the rest; all heads share the key's
+    value_dim: int  # W
+    interleaved: bool  # neighbours are rotated as pairs; otherwise the two halves
+
+    @property
+    def head_dim(self) -> int:
+        """Returns the size of a head's queries and keys, A."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Returns the numbers that the cache holds of a token in a layer, J."""
+        return self.rank + self.rotary_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """The gated delta nets of a model's linear layers."""
+
+    key_heads: int  # N
+    value_heads: int  # U; each key head has U/N of them
+    key_dim: int
+    value_dim: int  # W
+    taps: int  # inputs of the convolution over tokens
+    joined: bool  # q k v z are one projection by key head, b a another
+    linear: tuple[bool, ...]  # [L], whether a layer has one in place of attention
+
+    @property
+    def channels(self) -> int:
+        """Returns the number of channels C of the convolution: those of q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def joined_at(self) -> tuple[int, int, int]:
+        """Returns where a key head's q, k, v and z begin in the joined projection, without 0."""
+        values = self.value_heads // self.key_heads * self.value_dim
+        return self.key_dim, 2 * self.key_dim, 2 * self.key_dim + values
+
+    @property
+    def joined_widths(self) -> tuple[int, int]:
+        """Returns the outputs of each key head in the joined projections."""
+        group = self.value_heads // self.key_heads
+        return 2 * self.key_dim + 2 * group * self.value_dim, 2 * group
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of a row's recurrent state and of the convolution's last inputs."""
+        group = self.value_heads // self.key_heads
+        return (self.key_heads, group, self.key_dim, self.value_dim), (self.taps - 1, self.channels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4:
+    """Parts of the decoder that only Gemma 4 has, besides norms of values and a fixed factor of each layer's output."""
+
+    per_layer: int  # P, the width of the embeddings in every layer; 0: there are none
+    shared_layers: int  # last layers, which take the keys and values of the last one before them with such a window
+    double_shared: bool  # their MLPs are twice as wide
+    joined: bool  # in layers without a window keys and values are one projection
+
+    def layer_modules(
+        self, plain: tuple[LayerModules, ...], kinds: tuple[int, ...], windows: tuple[bool, ...]
+    ) -> tuple[LayerModules, ...]:
+        """Returns the modules of each layer; `plain` are those by its experts, `windows` whether it has one."""
+        first = len(plain) - self.shared_layers
+        kept = {max(i for i in range(first) if kinds[i] == kind) for kind in set(kinds[first:])}
+
+        def keys(i: int) -> Keys:
+            return "shared" if i >= first else "kept" if i in kept else "own"
+
+        return tuple(
+            one._replace(beside=one.sparse, kind=kinds[i], keys=keys(i), joined=self.joined and not windows[i])
+            for i, one in enumerate(plain)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +182,7 @@ class ModelConfig:
     num_heads: int  # H
     num_kv_heads: int  # K
     head_dim: int  # A
-    kinds: tuple[Kind, ...]  # of layers, without duplicates
+    kinds: tuple[AttentionKind, ...]  # of layers, without duplicates
     layer_kinds: tuple[int, ...]  # [L], index into kinds
     rms_norm_eps: float
     norm_offset: float  # a norm multiplies by its scale plus this
@@ -67,20 +216,21 @@ class ModelConfig:
     value_head_std: float = 0.0  # standard deviation of a new value head
 
     @property
-    def sorts(self) -> tuple[Sort, ...]:
+    def layer_modules(self) -> tuple[LayerModules, ...]:
         """Returns the modules of each layer, [L]."""
         sparse = (False,) * self.num_layers if self.experts is None else self.experts.sparse
         linear = (False,) * self.num_layers if self.delta is None else self.delta.linear
-        found = tuple(Sort(one, "delta" if two else "attention") for one, two in zip(sparse, linear, strict=True))
+        pairs = zip(sparse, linear, strict=True)
+        plain = tuple(LayerModules(experts, "delta" if recurrent else "attention") for experts, recurrent in pairs)
         if self.gemma4 is None:
-            return found
+            return plain
         windows = tuple(self.kinds[kind].window is not None for kind in self.layer_kinds)
-        return self.gemma4.sorts(found, self.layer_kinds, windows)
+        return self.gemma4.layer_modules(plain, self.layer_kinds, windows)
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """Returns the scans over the layers."""
-        return stacks.groups(self.sorts)
+        return layer_groups.groups(self.layer_modules)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -93,7 +243,7 @@ class ModelConfig:
         n = self.further_layers
         if self.gated:
             return "any multi-token prediction layers (mtp.*) are not read"
-        if any(not sort.keyed for sort in self.sorts):
+        if any(not modules.keyed for modules in self.layer_modules):
             return "any keys and values of layers that take an earlier layer's are not read"
         return f"{n} multi-token prediction layer(s) after layer {self.num_layers - 1} are not read" if n else None
 
@@ -101,7 +251,7 @@ class ModelConfig:
     def unread_names(self) -> tuple[str, ...]:
         """Returns the first parts of their names."""
         further = tuple(f"model.layers.{self.num_layers + i}." for i in range(self.further_layers))
-        shared = (f"model.layers.{i}.self_attn." for i, sort in enumerate(self.sorts) if not sort.keyed)
+        shared = (f"model.layers.{i}.self_attn." for i, modules in enumerate(self.layer_modules) if not modules.keyed)
         own = tuple(start + name for start in shared for name in ("k_proj.", "v_proj.", "k_norm."))
         return (*further, "mtp.") if self.gated else further + own
 
@@ -118,23 +268,23 @@ class ModelConfig:
     @property
     def kernel_dim(self) -> int:
         """Returns the largest size of heads in attention kernels; a head's query, key and value are padded alike."""
-        own = max(self.heads_of(sort).head_dim for sort in self.sorts)
+        own = max(self.heads_of(modules).head_dim for modules in self.layer_modules)
         return own if self.latent is None else max(own, self.latent.value_dim)
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Returns the widths of MLPs and experts."""
-        own = tuple(dict.fromkeys(self.mlp_width(stack.sort) for stack in self.stacks if stack.sort.dense))
+        own = tuple(dict.fromkeys(self.mlp_width(stack.modules) for stack in self.stacks if stack.modules.dense))
         return own if self.experts is None else (*own, *self.experts.widths)
 
-    def heads_of(self, sort: Sort) -> Heads:
+    def heads_of(self, modules: LayerModules) -> Heads:
         """Returns the sizes of keys and values in a layer."""
-        own = None if sort.kind is None else self.kinds[sort.kind].heads
+        own = None if modules.kind is None else self.kinds[modules.kind].heads
         return Heads(self.num_kv_heads, self.head_dim) if own is None else own
 
-    def mlp_width(self, sort: Sort) -> int:
+    def mlp_width(self, modules: LayerModules) -> int:
         """Returns the width of a layer's MLP."""
-        double = self.gemma4 is not None and self.gemma4.double_shared and not sort.keyed
+        double = self.gemma4 is not None and self.gemma4.double_shared and not modules.keyed
         return self.intermediate_size * (1 + double)
 
 

@@ -1,13 +1,36 @@
-"""Fields of a model's config.json, each read with its type; an error names file, field and value."""
+"""Fields of a config.json, each read with its type; and groups of fields: rotary frequencies, experts, Gemma 4's.
 
+An error names file, field and value. `config_reader.py` makes a model's config of them.
+"""
+
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from jppo.models.config import DeepSeekVersion, ExpertNames, Experts, Gemma4, Routing
+from jppo.models.families import VERSION_2, VERSION_3, Family
+from jppo.models.layer_groups import Heads
+from jppo.models.rotary import Rotary, Yarn
 from jppo.settings import UserError
 
 LARGEST = 1 << 40  # of a whole number: more than any model has
 _REQUIRED = object()
+GLOBAL_HEAD_DIM = 512  # of layers without a window, where config.json has none
+_OF_PICTURES = ("mrope_section", "mrope_interleaved")  # a text's three positions are equal
+# Fields of each supported rope_type, besides its base.
+_STRETCHES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+        "original_max_position_embeddings",
+    ),
+    "proportional": ("factor", "partial_rotary_factor"),  # of Gemma 4
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
 
 
 class Fields:
@@ -62,3 +85,291 @@ class Fields:
     def refuse(self, key: str, why: str) -> UserError:
         """Makes the error of an unsupported field."""
         return UserError(f"{self.path}: {key}={self.config.get(key)!r} {why}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """The facts of a model that its frequencies depend on."""
+
+    fields: Fields
+    family: Family
+    head_dim: int
+    longest: int | None  # tokens of a row
+
+
+def read_rotary(
+    fields: Fields, family: Family, head_dim: int, longest: int | None, whole: Heads | None = None
+) -> tuple[Rotary, Rotary | None]:
+    """Returns the frequencies of full layers, and of sliding ones if they have their own.
+
+    `longest` is the largest number of tokens of a row, by which `longrope` chooses; None: the first context. The heads
+    of full layers may have sizes of their own, `whole`.
+    """
+    places = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        places[key] = fields.config.get(key) or {}
+        if not isinstance(places[key], Mapping):
+            raise fields.refuse(key, "must be an object or null")
+    model = _Model(fields, family, head_dim, longest)
+    theta = fields.get("rope_theta", float, family.theta)
+    if family.local_theta is None:
+        key = "rope_scaling" if places["rope_scaling"] else "rope_parameters"  # HF's earlier and present place
+        return _stretched(model, key, places[key] or family.rope or {}, theta), None
+    local_theta = fields.get("rope_local_base_freq", float, family.local_theta) if family.gemma else family.local_theta
+    both = Fields(places["rope_parameters"] or family.rope or {}, f"{fields.path}: rope_parameters")
+    full, local = both.get("full_attention", dict, {}), both.get("sliding_attention", dict, {})
+    if set(both.config) - {"full_attention", "sliding_attention"}:
+        raise fields.refuse("rope_parameters", "may hold full_attention and sliding_attention only")
+    of_whole = model if whole is None else dataclasses.replace(model, head_dim=whole.head_dim)
+    return (
+        _stretched(of_whole, "rope_scaling", {**full, **places["rope_scaling"]}, theta),
+        _stretched(model, "rope_parameters", local, local_theta),
+    )
+
+
+def read_bare_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Returns whether each layer has no rotary positions: SmolLM3's `no_rope_layers`, in which 1 means that it has."""
+    every = fields.get("no_rope_layer_interval", int, 4)
+    turned = fields.get("no_rope_layers", list, [int((i + 1) % every != 0) for i in range(num_layers)])
+    if len(turned) < num_layers or not all(one in (0, 1) for one in turned):
+        raise fields.refuse("no_rope_layers", f"must have a 0 or 1 for each of num_hidden_layers={num_layers}")
+    return [not one for one in turned[:num_layers]]
+
+
+def _stretched(model: _Model, key: str, rope: Mapping[str, Any], theta: float) -> Rotary:
+    fields = model.fields
+    inner = Fields(rope, f"{fields.path}: {key}={dict(rope)!r}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
+    proportional = kind == "proportional" and model.family.gemma4
+    part = 1.0 if proportional else _part(model, inner)
+    given = {k for k, v in rope.items() if v is not None} - {"rope_theta", "rope_type", "type", *_OF_PICTURES}
+    if part == 1.0 or model.family.partial_rotary:
+        given.discard("partial_rotary_factor")
+    known = [name for name in _STRETCHES if name != "proportional" or model.family.gemma4]
+    if not isinstance(kind, str) or kind not in known or given - set(_STRETCHES[kind]):
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r} is not supported, only {', '.join(known)}")
+    theta = inner.get("rope_theta", float, theta)
+    factor = 1.0
+    if "factor" in _STRETCHES[kind]:
+        factor = inner.get("factor", float, 1.0) if proportional else inner.get("factor", float)
+    if not (1e-6 <= theta <= 1e30 and 1e-3 <= factor <= 1e6):  # within float32
+        rule = "rope_theta must be from 1e-6 to 1e30, and factor from 0.001 to 1e6"
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: {rule}")
+    if proportional:
+        share = inner.get("partial_rotary_factor", float, 1.0)
+        if not 0 <= share <= 1:
+            raise inner.refuse("partial_rotary_factor", "must be from 0 to 1")
+        return Rotary(theta, factor, share=share, longest=_context(fields))
+    if kind in ("default", "linear"):
+        return Rotary(theta, factor, part=part)
+    context = _context(fields)
+    if kind == "dynamic":  # up to this context the frequencies are plain ones, of every row of a batch
+        return Rotary(theta, part=part, longest=context)
+    first = _first_context(model, inner)
+    if kind == "yarn":
+        return dataclasses.replace(_yarn(inner, theta, factor, first), part=part)
+    if kind == "longrope":
+        return dataclasses.replace(_longrope(model, inner, theta, first), part=part)
+    low, high = inner.get("low_freq_factor", float), inner.get("high_freq_factor", float)
+    if not 0 < low < high:
+        raise UserError(f"{fields.path}: {key}={dict(rope)!r}: high_freq_factor must be above low_freq_factor, above 0")
+    return Rotary(theta, factor, (low, high, first), part=part, longest=context)
+
+
+def _part(model: _Model, inner: Fields) -> float:
+    """Returns the part of a head that is turned."""
+    name, outer, default = "partial_rotary_factor", model.fields, model.family.partial_rotary
+    if default is None:  # the outer field does not count
+        outer, default = inner, 1.0
+    part: float = inner.get(name, float, outer.get(name, float, default))
+    turned = int(model.head_dim * part) if 0 < part <= 1 else 0
+    if turned % 2 or turned == 0:
+        where = inner if name in inner else outer
+        raise where.refuse(name, f"must turn an even number of head_dim={model.head_dim} dimensions")
+    return part
+
+
+def _first_context(model: _Model, inner: Fields) -> int:
+    """Returns the context before scaling: by transformers' order of places."""
+    name, fields = "original_max_position_embeddings", model.fields
+    where, default = inner, _context(fields)
+    if model.family.local_theta is None and (name in fields or model.family.first_context is not None):
+        where, default = fields, model.family.first_context or default
+    first: int = where.get(name, int, default)
+    if first < 2:
+        raise where.refuse(name, "must be at least 2")
+    return first
+
+
+def _context(fields: Fields) -> int:
+    context: int = fields.get("max_position_embeddings", int)
+    return context
+
+
+def _yarn(inner: Fields, theta: float, factor: float, first: int) -> Rotary:
+    fast, slow = inner.above_zero("beta_fast", 32.0), inner.above_zero("beta_slow", 1.0)
+    if not 1e-3 <= slow < fast <= 1e6 or theta == 1.0:
+        raise inner.refuse("beta_fast", f"must be above beta_slow={slow}, within 0.001 and 1e6, and rope_theta not 1")
+    one, all_dims = inner.get("mscale", float, 0.0), inner.get("mscale_all_dim", float, 0.0)
+    if one < 0 or all_dims < 0:
+        raise inner.refuse("mscale", f"and mscale_all_dim={all_dims} must not be below 0")
+    inferred = mscale(factor, one) / mscale(factor, all_dims) if one and all_dims else mscale(factor, 1.0)
+    return Rotary(
+        theta,
+        factor,
+        yarn=Yarn(fast, slow, first, inner.get("truncate", bool, True)),
+        scale=inner.above_zero("attention_factor", inferred),
+        longest=int(first * factor),  # vLLM's table of angles ends here
+    )
+
+
+def mscale(factor: float, weight: float) -> float:
+    """Returns YaRN's factor of queries and keys for contexts that are `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(model: _Model, inner: Fields, theta: float, first: int) -> Rotary:
+    """Chooses the factors by the longest row of the run, as vLLM does by max_model_len: never by a batch."""
+    context = _context(model.fields)
+    long = model.longest is not None and model.longest > first
+    key, count = "long_factor" if long else "short_factor", int(model.head_dim * _part(model, inner)) // 2
+    divisors = inner.get(key, list)
+    numbers = [x for x in divisors if isinstance(x, int | float) and not isinstance(x, bool) and 1e-6 < x < 1e6]
+    if len(divisors) != count or len(numbers) != count:
+        raise inner.refuse(key, f"must have {count} numbers, one for each pair of dimensions that is turned")
+    scale = math.sqrt(1 + math.log(context / first) / math.log(first)) if context > first else 1.0
+    return Rotary(theta, divisors=tuple(map(float, divisors)), scale=scale, longest=context if long else first)
+
+
+def context_length(fields: Fields, rotary: Rotary) -> int:
+    """Returns the model's context length."""
+    context = _context(fields)
+    return int(context * rotary.factor) if rotary.longest is None else min(context, rotary.longest)
+
+
+def read_experts(fields: Fields, names: ExpertNames | None, num_layers: int) -> Experts | None:
+    """Reads the experts; None if no layer has any."""
+    if names is None or (names.switch and not fields.get(names.switch, bool, False)):
+        return None
+    sparse = (True,) * num_layers
+    if names.mixed:
+        sparse = (
+            _sparse(fields, num_layers) if names.deepseek is None else _after_dense(fields, names.deepseek, num_layers)
+        )
+    if not any(sparse):
+        return None
+    # transformers 5 writes num_experts under its other name.
+    counted = "num_local_experts" if "num_local_experts" in fields else names.count
+    count, active = fields.get(counted, int), fields.get(names.active, int)
+    if active > count:
+        raise fields.refuse(names.active, f"must be at most {counted}={count}")
+    width = fields.get(names.width, int)
+    shared_width = fields.get("shared_expert_intermediate_size", int) if names.shared_gate else 0
+    if names.deepseek is not None:
+        shared_width = width * fields.get("n_shared_experts", int)
+    clamp = None
+    if names.biased:
+        clamp = fields.above_zero("swiglu_alpha", 1.702), fields.above_zero("swiglu_limit", 7.0)
+    return Experts(
+        count=count,
+        active=active,
+        width=width,
+        shared_width=shared_width,
+        normalized=_normalized(fields, names),
+        sparse=sparse,
+        names=names,
+        routing=Routing() if names.deepseek is None else _routing(fields, names.deepseek, count, active),
+        clamp=clamp,
+    )
+
+
+def _normalized(fields: Fields, names: ExpertNames) -> bool:
+    if names.normalized is not None:
+        return names.normalized
+    default = names.normalized_default if names.deepseek is None else names.deepseek.normalized
+    return bool(fields.or_null("norm_topk_prob", bool, default))  # null is false, as in transformers
+
+
+def _after_dense(fields: Fields, version: DeepSeekVersion, num_layers: int) -> tuple[bool, ...]:
+    dense = fields.from_zero("first_k_dense_replace", version.dense_layers)
+    return tuple(i >= dense for i in range(num_layers))
+
+
+def _sparse(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    every = fields.get("decoder_sparse_step", int, 1)
+    dense = fields.get("mlp_only_layers", list, [])
+    if not all(isinstance(i, int) and 0 <= i < num_layers for i in dense):
+        raise fields.refuse("mlp_only_layers", f"must hold layers from 0 to {num_layers - 1}")
+    return tuple(i not in dense and (i + 1) % every == 0 for i in range(num_layers))
+
+
+def _routing(fields: Fields, version: DeepSeekVersion, count: int, active: int) -> Routing:
+    """Reads a DeepSeek model's routing."""
+    method = fields.get("topk_method", str, version.methods[0])
+    restricted: dict[str, tuple[Any, tuple[Any, ...]]] = {"topk_method": (method, version.methods)}
+    restricted["scoring_func"] = (fields.get("scoring_func", str, version.scoring), (version.scoring,))
+    # transformers knows neither other strides of sparse layers nor, in version 2, normalized weights.
+    restricted["moe_layer_freq"] = (fields.get("moe_layer_freq", int, 1), (1,))
+    if version is VERSION_2:
+        restricted["norm_topk_prob"] = (fields.get("norm_topk_prob", bool, version.normalized), (False,))
+    for key, (value, known) in restricted.items():
+        if value not in known:
+            raise fields.refuse(key, f"is not supported; only {' or '.join(map(repr, known))}")
+    groups, best = 1, 1
+    if method != "greedy":
+        groups, best = fields.get("n_group", int), fields.get("topk_group", int)
+    least = 2 if version is VERSION_3 else 1  # experts that score a group
+    if count % groups or count // groups < least:
+        raise fields.refuse("n_group", f"must divide n_routed_experts={count} into groups of {least} or more")
+    if best > groups or active > best * (count // groups):
+        raise fields.refuse(
+            "topk_group", f"must be at most n_group={groups}, with num_experts_per_tok={active} experts"
+        )
+    scale = fields.above_zero("routed_scaling_factor", version.scale)
+    return Routing(version.scoring, groups, best, scale, corrected=version is VERSION_3)
+
+
+def read_gemma4(fields: Fields, windows: list[int | None], vocab_size: int) -> Gemma4:
+    """Reads these parts of a model with such windows."""
+    null = "hidden_size_per_layer_input" in fields.config and "hidden_size_per_layer_input" not in fields
+    per_layer = 0 if null else fields.from_zero("hidden_size_per_layer_input", 256)
+    name = "vocab_size_per_layer_input"
+    if per_layer and fields.get(name, int, 262144) != vocab_size:
+        raise fields.refuse(name, f"must be vocab_size={vocab_size}")
+    shared, whole = fields.from_zero("num_kv_shared_layers", 0), [window is None for window in windows]
+    first = len(windows) - shared
+    if first < 1 or not set(whole[first:]) <= set(whole[:first]):
+        raise fields.refuse("num_kv_shared_layers", "must leave an earlier layer of each kind with keys of its own")
+    return Gemma4(
+        per_layer=per_layer,
+        shared_layers=shared,
+        double_shared=fields.get("use_double_wide_mlp", bool, False),
+        joined=fields.get("attention_k_eq_v", bool, False),
+    )
+
+
+def read_whole_heads(
+    fields: Fields, windows: list[int | None], num_heads: int, num_kv_heads: int, head_dim: int
+) -> Heads:
+    """Returns the sizes of layers without a window."""
+    own: Any = {"head_dim": fields.get("global_head_dim", int, GLOBAL_HEAD_DIM)}
+    if fields.get("attention_k_eq_v", bool, False):
+        own |= {"num_key_value_heads": fields.get("num_global_key_value_heads", int, num_kv_heads)}
+    if "per_layer_config" in fields.config:  # as transformers 5 writes it
+        given = fields.get("per_layer_config", dict, {})
+        whole = {str(i) for i, window in enumerate(windows) if window is None}
+        own = next(iter(given.values()), {})
+        alike = all(one == own for one in given.values()) and set(map(str, given)) == (whole if given else set())
+        if not alike or not isinstance(own, dict) or not set(own) <= {"head_dim", "num_key_value_heads"}:
+            raise fields.refuse(
+                "per_layer_config", "must give all layers without a window, and no others, the same head sizes"
+            )
+    inner = Fields(own, f"{fields.path}: per_layer_config")
+    heads, size = inner.get("num_key_value_heads", int, num_kv_heads), inner.get("head_dim", int, head_dim)
+    if num_heads % heads or size % 2:
+        raise UserError(
+            f"{fields.path}: layers without a window have num_key_value_heads={heads}, which must divide"
+            f" num_attention_heads={num_heads}, and head_dim={size}, which must be even"
+        )
+    return Heads(heads, size)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from jppo.models import lora
 from jppo.models.config import ModelConfig
+from jppo.models.layer_groups import LayerModules, Mixer
 from jppo.models.lora import Lora
-from jppo.models.stacks import Mixer, Sort
 
 # Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
 # written and read between their two products. Roughly, from one run on a busy CPU.
@@ -22,20 +22,20 @@ SLOWER = 2.5
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
     """Returns FLOP of the attention products in a forward pass, with earlier keys in the window."""
     total = 0
-    for kind, sort in zip(cfg.layer_kinds, cfg.sorts, strict=True):
-        if sort.mixer == "attention":
-            total += _pair(cfg, sort) * sum(_pairs(n, cfg.kinds[kind].window) for n in lengths)
+    for kind, modules in zip(cfg.layer_kinds, cfg.layer_modules, strict=True):
+        if modules.mixer == "attention":
+            total += _pair(cfg, modules) * sum(_pairs(n, cfg.kinds[kind].window) for n in lengths)
     return 2 * total * cfg.num_heads
 
 
-def _pair(cfg: ModelConfig, sort: Sort) -> int:
+def _pair(cfg: ModelConfig, modules: LayerModules) -> int:
     """Returns the sizes of a head's k and v, which each pair of a query and a key multiplies."""
-    A = cfg.heads_of(sort).head_dim
+    A = cfg.heads_of(modules).head_dim
     return A + (A if cfg.latent is None else cfg.latent.value_dim)
 
 
 def _layers(cfg: ModelConfig, mixer: Mixer) -> int:
-    return sum(sort.mixer == mixer for sort in cfg.sorts)
+    return sum(one.mixer == mixer for one in cfg.layer_modules)
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -47,44 +47,48 @@ def _pairs(length: int, window: int | None) -> int:
 def price(cfg: ModelConfig, keys: float) -> float:
     """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
-    by_key = 2 * cfg.num_heads * sum(_pair(cfg, sort) for sort in cfg.sorts if sort.mixer == "attention")
+    by_key = 2 * cfg.num_heads * sum(_pair(cfg, one) for one in cfg.layer_modules if one.mixer == "attention")
     return 1.0 + SLOWER * keys * by_key / by_token
 
 
-def adapters(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
+def adapter_flop(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:
     """Returns FLOP of the adapters in a forward pass. Those of experts are merged, which is not counted."""
-    entries = lora.table(cfg, how, head="lm")
+    entries = lora.table(cfg, adapters, head="lm")
     return 2 * sum(lengths) * sum(math.prod(entry.shape) for entry in entries if "{expert}" not in entry.hf)
 
 
-def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
+def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapters: Lora | None = None) -> int:
     """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
     D = cfg.hidden_size
-    matrices = sum(_projections(cfg, sort) for sort in cfg.sorts if sort.mixer == "attention")
+    matrices = sum(_projections(cfg, one) for one in cfg.layer_modules if one.mixer == "attention")
     if (d := cfg.delta) is not None:  # with a token's three products with each state, one by one
         values = d.value_heads * d.value_dim
         matrices += (D * (d.channels + 2 * values + 2 * d.value_heads) + 3 * values * d.key_dim) * _layers(cfg, "delta")
     sparse = 0
     if (e := cfg.experts) is not None:
         sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)
-    inner = sum(sparse * sort.sparse + 3 * D * cfg.mlp_width(sort) * sort.dense for sort in cfg.sorts)
+    inner = sum(sparse * one.sparse + 3 * D * cfg.mlp_width(one) * one.dense for one in cfg.layer_modules)
     if cfg.gemma4 is not None:  # in each layer a part of one projection, a gate, and its output
         inner += 3 * D * cfg.gemma4.per_layer * cfg.num_layers
     trunk = 2 * sum(lengths) * (matrices + inner) + attention(cfg, lengths)
-    beside = 0 if how is None else adapters(cfg, how, lengths)
+    beside = 0 if adapters is None else adapter_flop(cfg, adapters, lengths)
     return trunk + 2 * head_tokens * D * cfg.vocab_size + beside
 
 
-def _projections(cfg: ModelConfig, sort: Sort) -> int:
+def _projections(cfg: ModelConfig, modules: LayerModules) -> int:
     """Returns the elements of the kernels of a layer's attention."""
-    D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(sort)
-    if (how := cfg.latent) is None:
-        return D * H * A * (1 + cfg.gated) + (sort.keyed + sort.valued) * D * K * A + H * A * D
-    queries = D * H * A if how.query_rank is None else how.query_rank * (D + H * A)
-    return queries + D * how.cached_dim + how.rank * H * (how.plain_dim + how.value_dim) + H * how.value_dim * D
+    D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules)
+    if (latent := cfg.latent) is None:
+        return D * H * A * (1 + cfg.gated) + (modules.keyed + modules.valued) * D * K * A + H * A * D
+    queries = D * H * A if latent.query_rank is None else latent.query_rank * (D + H * A)
+    return (
+        queries
+        + D * latent.cached_dim
+        + H * (latent.rank * (latent.plain_dim + latent.value_dim) + latent.value_dim * D)
+    )
 
 
-def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: Lora | None = None) -> int:
+def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapters: Lora | None = None) -> int:
     """Returns FLOP of an update: a forward pass, and a backward one that costs two.
 
     With adapters, frozen kernels have a gradient of their input but none of their own, which saves one forward pass of
@@ -92,15 +96,16 @@ def update(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, how: L
     the same.
     """
     whole = forward(cfg, lengths, head_tokens=head_tokens)
-    if how is None:
+    if adapters is None:
         return 3 * whole
-    return 2 * whole + attention(cfg, lengths) + _merged(cfg, how, lengths) + 3 * adapters(cfg, how, lengths)
+    own = 3 * adapter_flop(cfg, adapters, lengths)
+    return 2 * whole + attention(cfg, lengths) + _merged(cfg, adapters, lengths) + own
 
 
-def _merged(cfg: ModelConfig, how: Lora, lengths: Sequence[int]) -> int:
+def _merged(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:
     """Returns FLOP of the experts' kernels with adapters in a forward pass."""
     if (e := cfg.experts) is None:
         return 0
-    halves = (entry for entry in lora.table(cfg, how, head="lm") if "{expert}" in entry.hf)
+    halves = (entry for entry in lora.table(cfg, adapters, head="lm") if "{expert}" in entry.hf)
     layers = sum(entry.shape[0] for entry in halves) // 2  # an adapter has two matrices
     return 2 * sum(lengths) * layers * cfg.hidden_size * e.active * e.width

@@ -7,32 +7,45 @@ has the table of them.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import embedding, experts, lora, per_layer, router_sums, routing
+from jppo.models import attention, embedding, experts, lora, product, router
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, Held, LayerCache, dtype_of, extend
-from jppo.models.config import Kind, ModelConfig
-from jppo.models.config_gemma4 import Gemma4
+from jppo.models.config import AttentionKind, Gemma4, ModelConfig
 from jppo.models.delta import DeltaNet
-from jppo.models.embedding import Embed, Lookup
+from jppo.models.embedding import Embed, Lookup, PerLayer, by_stack
 from jppo.models.experts import Mix, Mixture
 from jppo.models.latent import LatentAttention
+from jppo.models.layer_groups import Group, LayerModules, Stack
 from jppo.models.modules import ACTIVATIONS, MLP, Project, RMSNorm, scaled
 from jppo.models.params import Head
-from jppo.models.per_layer import PerLayer
-from jppo.models.remat import POLICIES, Remat
 from jppo.models.rotary import Place, Places, places, rotate
-from jppo.models.routing import Given, Givens
-from jppo.models.stacks import Group, Sort, Stack
+from jppo.models.router import Given, Givens
 from jppo.types import Params
 
-_BESIDE = (lora.COLLECTION, router_sums.COLLECTION, routing.COLLECTION)  # of a layer, beside its parameters
+_COLLECTIONS = (lora.COLLECTION, router.SUMS, router.CHOICES)  # of a layer, next to its parameters
+Remat = Literal["none", "dots", "attention", "full"]  # the outputs of a layer that are saved for its backward pass
+
+
+def _keep(*names: str) -> Callable[..., Any]:
+    """Makes the policy that saves named outputs and the output of cuDNN's attention, which cannot have a name."""
+    named = jax.checkpoint_policies.save_only_these_names(*names)
+    return lambda primitive, *args, **settings: primitive.name == _CUDNN or named(primitive, *args, **settings)
+
+
+_CUDNN = "dot_product_attention_fwd_wrapper"
+POLICIES = {
+    # Saves the products with weights, in the activations' dtype, and attention; recomputes the rest.
+    "dots": _keep(product.NAME, attention.NAME),
+    "attention": _keep(attention.NAME),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -46,12 +59,12 @@ class Attention(nn.Module):
     cfg: ModelConfig
     param_dtype: Any
     attend: Attend
-    sort: Sort
+    modules: LayerModules
 
     @nn.compact
     def __call__(self, x: jax.Array, place: Place, held: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
-        cfg, sort = self.cfg, self.sort
-        D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(sort)
+        cfg, modules = self.cfg, self.modules
+        D, H, (K, A) = cfg.hidden_size, cfg.num_heads, cfg.heads_of(modules)
 
         def project(name: str, equation: str, shape: tuple[int, ...], bias: tuple[int, ...] | None) -> Project:
             return Project(equation, shape, bias, cfg.initializer_range, self.param_dtype, name=name)
@@ -59,9 +72,9 @@ class Attention(nn.Module):
         if cfg.fused:
             q, k, v = jnp.split(project("qkv", "rtd,dha->rtha", (D, H + 2 * K, A), None)(x), (H, H + K), axis=2)
         else:
-            if sort.keyed:
+            if modules.keyed:
                 k = v = project("k", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
-            if sort.valued:
+            if modules.valued:
                 v = project("v", "rtd,dka->rtka", (D, K, A), (K, A) if cfg.qkv_bias else None)(x)
             if cfg.gated:
                 both = project("q", "rtd,dhga->rthga", (D, H, 2, A), (H, 2, A) if cfg.qkv_bias else None)(x)
@@ -71,25 +84,25 @@ class Attention(nn.Module):
         if cfg.qk_norm is not None:
             axes = 1 if cfg.qk_norm == "head" else 2
             q = RMSNorm(cfg, self.param_dtype, axes, name="q_norm")(q)
-            if sort.keyed:
+            if modules.keyed:
                 k = RMSNorm(cfg, self.param_dtype, axes, name="k_norm")(k)
-        if cfg.gemma4 is not None and sort.keyed:
+        if cfg.gemma4 is not None and modules.keyed:
             v = RMSNorm(cfg, self.param_dtype, scaled=False)(v)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.normal(cfg.initializer_range), (H,), self.param_dtype)
         q = rotate(q, place.cos, place.sin)
-        if sort.keyed:
+        if modules.keyed:
             k = rotate(k, place.cos, place.sin)
         elif held is None:
             k, v = place.shared
         if held is None:
             assert place.segment is not None
             mixed = self.attend(q, k, v, place.segment, place.kind, sinks)  # [R, T, H, A]
-            if sort.keys == "kept":
+            if modules.keys == "kept":
                 held = LayerCache(k, v)
         else:
-            held = extend(held, k, v, place.position) if sort.keyed else held
+            held = extend(held, k, v, place.position) if modules.keyed else held
             assert held.v is not None
             mixed = attend_cached(q, held.k, held.v, place.position, place.kind, sinks, **attention_settings(cfg))
         if cfg.gated:
@@ -108,7 +121,7 @@ class Layer(nn.Module):
     constrain: Callable[[jax.Array], jax.Array]
     attend: Attend
     mix: Mix
-    sort: Sort
+    modules: LayerModules
 
     @nn.compact
     def __call__(
@@ -120,27 +133,27 @@ class Layer(nn.Module):
         beside: jax.Array | None = None,
         held: Held | None = None,
     ) -> tuple[jax.Array, Held | None]:
-        cfg, sort = self.cfg, self.sort
+        cfg, modules = self.cfg, self.modules
 
         def norm(name: str, y: jax.Array, applied: bool) -> jax.Array:
             return RMSNorm(cfg, self.param_dtype, name=name)(y) if applied else y
 
-        mixer: Any = functools.partial(Attention, sort=sort)
-        if sort.mixer == "delta":
+        mixer: Any = functools.partial(Attention, modules=modules)
+        if modules.mixer == "delta":
             mixer = DeltaNet(cfg, self.param_dtype, name="delta")
         else:
             if cfg.latent is not None:
                 to_cache = functools.partial(attend_cached, **attention_settings(cfg))
                 mixer = functools.partial(LatentAttention, attend_cached=to_cache)
             mixer = mixer(cfg, self.param_dtype, self.attend, name="attn")
-        y, held = mixer(norm("attn_norm", x, cfg.pre_norms), places.of(kind, sort.kind), held)
+        y, held = mixer(norm("attn_norm", x, cfg.pre_norms), places.of(kind, modules.kind), held)
         x = x + scaled(norm("attn_post_norm", y, cfg.post_norms), cfg.residual_scale)
         y = norm("mlp_norm", x, cfg.pre_norms)
-        if sort.dense:
-            y = MLP(cfg, self.param_dtype, cfg.mlp_width(sort), name="mlp")(y)
-        if sort.sparse:
+        if modules.dense:
+            y = MLP(cfg, self.param_dtype, cfg.mlp_width(modules), name="mlp")(y)
+        if modules.sparse:
             mixture = Mixture(cfg, self.param_dtype, self.mix, name="experts")
-            if sort.beside:
+            if modules.beside:
                 other = mixture(norm("experts_norm", x, True), given, places.counted, x)
                 y = norm("mlp_own_norm", y, True) + norm("experts_post_norm", other, True)
             else:
@@ -150,9 +163,9 @@ class Layer(nn.Module):
             x = self._with_gemma4s(cfg.gemma4, x, beside)
         return self.constrain(x), held
 
-    def _with_gemma4s(self, how: Gemma4, x: jax.Array, beside: jax.Array | None) -> jax.Array:
+    def _with_gemma4s(self, spec: Gemma4, x: jax.Array, beside: jax.Array | None) -> jax.Array:
         """Adds the layer's own embedding of the token, gated by the state, and multiplies by the layer's factor."""
-        cfg, D, P = self.cfg, self.cfg.hidden_size, how.per_layer
+        cfg, D, P = self.cfg, self.cfg.hidden_size, spec.per_layer
 
         def project(name: str, equation: str, *shape: int) -> Project:
             return Project(equation, shape, None, cfg.initializer_range, self.param_dtype, name=name)
@@ -184,7 +197,7 @@ class Decoder(nn.Module):
     """A decoder: `apply({'params': params}, tokens, segment, position)` is the state after the last norm, [R, T, D].
 
     With a collection `lora` next to `params` (`lora.py`) its adapters are part of the model. With a mutable collection
-    `router` the layers leave their sums over `counted` tokens there (`router_sums.py`).
+    `router` the layers leave their sums over `counted` tokens there (`router.py`).
     """
 
     cfg: ModelConfig
@@ -222,25 +235,25 @@ class Decoder(nn.Module):
         where = dataclasses.replace(places_of(cfg, position, segment), counted=counted)
 
         def settings(stack: Stack) -> tuple[Any, ...]:
-            return cfg, self.param_dtype, self.constrain, attend, self.mix, stack.sort
+            return cfg, self.param_dtype, self.constrain, attend, self.mix, stack.modules
 
         for group in cfg.groups:
             count = group[0].count
             scanned = functools.partial(
                 nn.scan,
-                variable_axes={"params": 0, **dict.fromkeys(_BESIDE, 0)},
+                variable_axes={"params": 0, **dict.fromkeys(_COLLECTIONS, 0)},
                 split_rngs={"params": True},
                 in_axes=(0, nn.broadcast, 0, 0),
                 length=count,
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
-            own, of_layers = routing.by_layer(given, group), per_layer.by_stack(each, group)
+            own, of_layers = router.given_by_stack(given, group), by_stack(each, group)
             if len(group) == 1:
                 layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
                 x, kept = layers(x, kinds[0], where, own[0], of_layers[0])
                 if kept is not None:
-                    where = sharing(where, group[0].sort, jax.tree.map(lambda y: y[0], kept))
+                    where = sharing(where, group[0].modules, jax.tree.map(lambda y: y[0], kept))
             else:
                 periods = scanned(Period)(
                     group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
@@ -258,7 +271,7 @@ def attention_settings(cfg: ModelConfig) -> dict[str, Any]:
 def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) -> Places:
     """Returns the tokens' places for every kind of layer."""
 
-    def turned(kind: Kind) -> int:
+    def turned(kind: AttentionKind) -> int:
         if kind.heads is not None:
             return kind.heads.head_dim
         return cfg.head_dim if cfg.latent is None else cfg.latent.rotary_dim
@@ -266,10 +279,10 @@ def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) 
     return places([(kind.rotary, turned(kind)) for kind in cfg.kinds], position, segment)
 
 
-def sharing(where: Places, sort: Sort, kept: LayerCache) -> Places:
+def sharing(where: Places, modules: LayerModules, kept: LayerCache) -> Places:
     """Adds the keys and values that later layers of this kind share."""
-    assert sort.kind is not None
-    return dataclasses.replace(where, shared=(where.shared or {}) | {sort.kind: (kept.k, kept.v)})
+    assert modules.kind is not None
+    return dataclasses.replace(where, shared=(where.shared or {}) | {modules.kind: (kept.k, kept.v)})
 
 
 def embedded(rows: jax.Array, cfg: ModelConfig, dtype: Any) -> jax.Array:
@@ -282,8 +295,8 @@ def split_layers(variables: Params, cfg: ModelConfig) -> Params:
     """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
     each: dict[int, Params] = {}
     for stack in cfg.stacks:
-        found = {name: lora.find(part, stack.path) for name, part in variables.items()}
-        layers = {name: part for name, part in found.items() if part is not None}
+        parts = {name: lora.find(part, stack.path) for name, part in variables.items()}
+        layers = {name: part for name, part in parts.items() if part is not None}
         for i in range(stack.count):
             each[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)
     return {
@@ -319,17 +332,17 @@ def forward_cached(
         made: Any = PerLayer(cfg, dtype, embedding.lookup).apply({"params": split["per_layer"]}, tokens, x)
         each = list(jnp.moveaxis(made, 2, 0))
     after, chosen, kept = list[Held | None](), list[jax.Array | None](), dict[int | None, Held]()
-    layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.sorts, each, strict=True)
-    for variables, kind, held, sort, own in layers:
-        layer = Layer(cfg, dtype, constrain, attend, mix, sort)
-        held = held if sort.keyed else kept[sort.kind]
-        (x, new), found = layer.apply(variables, x, kind, where, None, own, held, mutable=[routing.COLLECTION])
-        after.append(new if sort.keyed else None)
-        if sort.keys == "kept":
-            kept[sort.kind] = new
-        chosen.append(routing.of_layer(found))
+    layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, each, strict=True)
+    for variables, kind, held, modules, own in layers:
+        layer = Layer(cfg, dtype, constrain, attend, mix, modules)
+        held = held if modules.keyed else kept[modules.kind]
+        (x, new), left = layer.apply(variables, x, kind, where, None, own, held, mutable=[router.CHOICES])
+        after.append(new if modules.keyed else None)
+        if modules.keys == "kept":
+            kept[modules.kind] = new
+        chosen.append(router.layer_choice(left))
     last: Any = RMSNorm(cfg, dtype).apply({"params": split["norm"]}, x)
-    return last, tuple(after), routing.stacked(chosen)
+    return last, tuple(after), router.stacked_choices(chosen)
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, *, head: Head, param_dtype: Any) -> Params:

@@ -31,10 +31,10 @@ class DeltaNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, place: Place, held: DeltaCache | None) -> tuple[jax.Array, DeltaCache | None]:
-        cfg, how = self.cfg, self.cfg.delta
-        assert how is not None
-        D, N, U, W = cfg.hidden_size, how.key_heads, how.value_heads, how.value_dim
-        G, C = U // N, how.channels
+        cfg, spec = self.cfg, self.cfg.delta
+        assert spec is not None
+        D, N, U, W = cfg.hidden_size, spec.key_heads, spec.value_heads, spec.value_dim
+        G, C = U // N, spec.channels
         R, T, _ = x.shape
 
         def project(name: str, *shape: int) -> Project:
@@ -47,20 +47,20 @@ class DeltaNet(nn.Module):
             out: jax.Array = self.param(name, init, shape, self.param_dtype)
             return out
 
-        if how.joined:
-            each, rates = project("qkvz", N, how.joined_widths[0])(x), project("ba", N, how.joined_widths[1])(x)
-            *qkv, z = jnp.split(each, how.joined_at, axis=-1)
+        if spec.joined:
+            each, rates = project("qkvz", N, spec.joined_widths[0])(x), project("ba", N, spec.joined_widths[1])(x)
+            *qkv, z = jnp.split(each, spec.joined_at, axis=-1)
             mixed = jnp.concatenate([part.reshape(R, T, -1) for part in qkv], axis=-1)
             b, a = jnp.split(rates, 2, axis=-1)
         else:
             mixed, z, b, a = project("qkv", C)(x), project("z", U, W)(x), project("b", U)(x), project("a", U)(x)
-        kernel = param("conv", nn.initializers.normal(cfg.initializer_range), C, 1, how.taps)[:, 0]
+        kernel = param("conv", nn.initializers.normal(cfg.initializer_range), C, 1, spec.taps)[:, 0]
         decay = _decays(a.reshape(R, T, U), param("a_log", _log_rates, U), param("dt_bias", nn.initializers.ones, U))
         rate = jax.nn.sigmoid(b.reshape(R, T, U).astype(jnp.float32))
         if held is None:
             assert place.segment is not None
             run = runs(place.segment)
-            earlier, state = jnp.zeros((R, how.taps - 1, C), mixed.dtype), None
+            earlier, state = jnp.zeros((R, spec.taps - 1, C), mixed.dtype), None
         else:
             run, (earlier, state) = jnp.zeros((R, T), jnp.int32), (held.inputs.astype(mixed.dtype), held.state)
             if place.segment is not None:  # padding leaves the state unchanged
@@ -68,12 +68,12 @@ class DeltaNet(nn.Module):
                 decay, rate = jnp.where(real, decay, 0.0), jnp.where(real, rate, 0.0)
         inputs = jnp.concatenate([earlier, mixed], axis=1)
         mixed = ACTIVATIONS[cfg.activation](convolved(inputs, kernel, run)).astype(x.dtype)
-        q, k, v = jnp.split(mixed, [N * how.key_dim, 2 * N * how.key_dim], axis=-1)
-        q, k = (_normed(y.reshape(R, T, N, how.key_dim)) for y in (q, k))
+        q, k, v = jnp.split(mixed, [N * spec.key_dim, 2 * N * spec.key_dim], axis=-1)
+        q, k = (_normed(y.reshape(R, T, N, spec.key_dim)) for y in (q, k))
         decay, rate, v = decay.reshape(R, T, N, G), rate.reshape(R, T, N, G), v.reshape(R, T, N, G, W)
-        out, state = recurrence(q * how.key_dim**-0.5, k, v, decay, rate, run, state)
+        out, state = recurrence(q * spec.key_dim**-0.5, k, v, decay, rate, run, state)
         if held is not None:
-            held = DeltaCache(state, _last(inputs, place.segment, how.taps - 1).astype(held.inputs.dtype))
+            held = DeltaCache(state, _last(inputs, place.segment, spec.taps - 1).astype(held.inputs.dtype))
         gain = param("scale", nn.initializers.ones, W)
         y = _gated_norm(out.reshape(R, T, U, W), z.reshape(R, T, U, W), gain, cfg.rms_norm_eps)
         o = Project("rtha,had->rtd", (U, W, D), None, cfg.initializer_range, self.param_dtype, name="out")

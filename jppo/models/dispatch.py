@@ -40,8 +40,8 @@ def run_experts(exchange: Exchange, kernels: Any, x: jax.Array, weight: jax.Arra
 
     def one(begin: jax.Array | int, room: int, so_far: jax.Array) -> jax.Array:
         pair, (order, here) = route.pairs(begin, room), route.by_expert(begin, room)
-        found = exchange.run(kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), here, order)
-        return so_far + route.of_tokens(route.returned(found, begin, room), len(x))
+        output = exchange.run(kernels, route.sent(x, pair), route.sent(weight.reshape(-1, 1), pair), here, order)
+        return so_far + route.of_tokens(route.returned(output, begin, room), len(x))
 
     out: jax.Array = route.rounds(one, jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
     return out.astype(x.dtype)
@@ -117,12 +117,12 @@ class _Route(NamedTuple):
         came: jax.Array = jax.lax.all_to_all(rows, self.exchange.axis, 0, 0, tiled=True)
         return came.reshape(-1, x.shape[-1])
 
-    def returned(self, found: jax.Array, begin: jax.Array | int, room: int) -> jax.Array:
+    def returned(self, output: jax.Array, begin: jax.Array | int, room: int) -> jax.Array:
         """Returns results to their senders, [P, ...] by pair; 0 for pairs that another round sends."""
-        back = jax.lax.all_to_all(found.reshape(-1, room, found.shape[-1]), self.exchange.axis, 0, 0, tiled=True)
+        back = jax.lax.all_to_all(output.reshape(-1, room, output.shape[-1]), self.exchange.axis, 0, 0, tiled=True)
         number = self.number - begin
-        at = jnp.where((number >= 0) & (number < room), self.device * room + number, len(found))
-        out: jax.Array = back.reshape(found.shape).at[at].get(mode="fill", fill_value=0)
+        at = jnp.where((number >= 0) & (number < room), self.device * room + number, len(output))
+        out: jax.Array = back.reshape(output.shape).at[at].get(mode="fill", fill_value=0)
         return out
 
     def of_tokens(self, x: jax.Array, tokens: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Token embedding look-up, with an f32 sum of gradients for narrow tables.
+"""Embeddings: of tokens, with an f32 sum of gradients for narrow tables; and in every layer, as of Gemma 4.
 
 On a mesh, devices exchange rows of activations, never the table.
 """
@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.config import ModelConfig
-from jppo.models.spread import HEADS, POSITIONS, columns, row_axes
+from jppo.models.layer_groups import Group
+from jppo.models.modules import Project, RMSNorm
+from jppo.models.sequence_parallel import HEADS, POSITIONS, columns, row_axes
 
 # (table [V, D], tokens [R, T], dtype) -> [R, T, D]
 Lookup = Callable[[jax.Array, jax.Array, Any], jax.Array]
@@ -60,10 +62,9 @@ def make_lookup(mesh: Mesh | None) -> Lookup:
             return x
 
         specs = PartitionSpec(of_rows, of_columns or None), PartitionSpec(row_axes(), POSITIONS)
-        found: jax.Array = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)(
-            table, tokens
-        )
-        return found
+        over_mesh = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+        out: jax.Array = over_mesh(table, tokens)
+        return out
 
     return on_mesh
 
@@ -109,3 +110,29 @@ class Embed(nn.Module):
         init = nn.initializers.normal(self.cfg.initializer_range)
         table = self.param("embedding", init, shape, self.param_dtype)
         return self.lookup(table, tokens, self.dtype)  # [R, T, D]
+
+
+class PerLayer(nn.Module):
+    """Computes the embeddings of all layers [R, T, L, P] from tokens [R, T] and the inputs of the first layer."""
+
+    cfg: ModelConfig
+    param_dtype: Any
+    lookup: Lookup
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
+        cfg = self.cfg
+        assert cfg.gemma4 is not None
+        D, L, P = cfg.hidden_size, cfg.num_layers, cfg.gemma4.per_layer
+        of_token = Embed(cfg, self.param_dtype, x.dtype, self.lookup, L * P, name="embed")(tokens)
+        of_token *= jnp.asarray(P**0.5, x.dtype)
+        project = Project("rtd,dm->rtm", (D, L * P), None, cfg.initializer_range, self.param_dtype, name="project")
+        of_state, of_token = (y.reshape(*y.shape[:2], L, P) for y in (project(x) * D**-0.5, of_token))
+        return (RMSNorm(cfg, self.param_dtype, name="norm")(of_state) + of_token) * 2**-0.5
+
+
+def by_stack(embeddings: jax.Array | None, group: Group) -> tuple[jax.Array | None, ...]:
+    """Splits embeddings [R, T, L, P] by the stacks of a scan: [layers, R, T, P]."""
+    if embeddings is None:
+        return (None,) * len(group)
+    return tuple(jnp.moveaxis(embeddings[:, :, stack.layers], 2, 0) for stack in group)

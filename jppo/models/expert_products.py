@@ -1,34 +1,211 @@
-"""Outputs of experts for pairs of a row and an expert."""
+"""Outputs of experts for pairs of a row and an expert: products of sorted rows with the kernels of their groups.
+
+They are computed in blocks of rows of one group each.
+
+XLA lowers `ragged_dot` on CPUs and GPUs to dense products of every row with every kernel, and on TPUs its kernel's
+gradient: with 128 experts 128 times the FLOP. Here at most one block of each group is partly empty.
+"""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jppo.models import grouped
 from jppo.models.config import ModelConfig
 from jppo.models.modules import ACTIVATIONS
+from jppo.models.product import product
 
 Of = tuple[ModelConfig, str | None]  # a model, and the mesh axis that shards its experts' width
+COPIES = 2**31  # bytes of kernels, in f32, that an accelerator copies to blocks at a time
 
 
-def each(
+class _Chunks(NamedTuple):
+    """Blocks of pairs of one group each, in chunks that are computed one after the other."""
+
+    needed: jax.Array | int  # chunks to compute
+    group: jax.Array  # [chunks, blocks] i32
+    pair: jax.Array  # [chunks, blocks, size] i32; P where a block has none
+    place: jax.Array  # [P] i32, of each pair among those of the blocks
+
+    def run(self, one: Callable[[Any, Any], Any], start: Any) -> Any:
+        """Runs `one(chunk, so far)` for the chunks."""
+        return one(0, start) if len(self.group) == 1 else jax.lax.fori_loop(0, self.needed, one, start)
+
+    def empty(self, like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+        """Makes the array of all chunks' results, of which one is like this."""
+        return jnp.zeros((len(self.group), *like.shape), like.dtype)
+
+    def joined(self, result: jax.Array) -> jax.Array:
+        """Returns the pairs [P, ...] of chunks' results [chunks, blocks, size, ...]."""
+        return result.reshape(-1, *result.shape[3:])[self.place]
+
+
+def _chunks(kernels: Any, sizes: jax.Array, order: jax.Array, *, cpu: bool) -> _Chunks:
+    """Cuts pairs in the order of their groups into blocks.
+
+    Larger blocks have more empty places, and smaller ones copy more kernels. At this size an H100 or a TPU would take
+    as long for one as for the other. A CPU computes block by block, and none that is empty.
+    """
+    P, groups = len(order), len(sizes)
+    if cpu:
+        size = 1 << min(8, max(3, (P // groups).bit_length() - 1))
+    else:
+        size = 1 << max(3, (512 * P // groups).bit_length() // 2)
+    blocks = max(1, (P + groups * (size - 1)) // size)  # at most, with rows
+    most = 1 if cpu else max(1, COPIES // (4 * sum(x.size // groups for x in jax.tree.leaves(kernels))))
+    chunks = -(-blocks // most)
+    blocks = -(-blocks // chunks)  # of a chunk
+    needed, group, start, end = _cut(sizes, size, chunks * blocks)
+    row = start[:, None] + jnp.arange(size)[None]
+    pair = order.at[jnp.where(row < end[:, None], row, P)].get(mode="fill", fill_value=P)
+    place = jnp.zeros(P, jnp.int32).at[pair].set(jnp.arange(pair.size).reshape(pair.shape), mode="drop")
+    shape = chunks, blocks
+    return _Chunks(needed if cpu else chunks, group.reshape(shape), pair.reshape(*shape, size), place)
+
+
+def _cut(sizes: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cuts sorted rows into `count` blocks of one group each, the last ones without rows.
+
+    Returns the number of blocks that have rows, and of each its group, its first row, and the end of its group.
+    """
+    each = -(-sizes // size)
+    last = jnp.cumsum(each)
+    number = jnp.arange(count)
+    group = jnp.minimum(jnp.searchsorted(last, number, side="right", method="compare_all"), len(sizes) - 1)
+    end = jnp.cumsum(sizes)[group]
+    return last[-1], group, end - sizes[group] + size * (number - (last - each)[group]), end
+
+
+class GroupedMap(NamedTuple):
+    """A position-wise function of blocks of rows with their kernels, and mapping many pairs each row of an array is in.
+
+    `fn(kernels, rows)` gets those of blocks, [blocks, ...] and [blocks, n, ...], and returns [blocks, n, ...].
+    """
+
+    fn: Callable[[Any, tuple[jax.Array, ...]], jax.Array]
+    times: tuple[int, ...]
+
+    def rows(self, rows: Any, pair: jax.Array) -> tuple[jax.Array, ...]:
+        """Takes the rows of blocks' pairs; 0 where there is none."""
+        pairs = zip(rows, self.times, strict=True)
+        return tuple(x.at[pair // times].get(mode="fill", fill_value=0) for x, times in pairs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_map(
+    mapping: GroupedMap, kernels: Any, rows: tuple[jax.Array, ...], sizes: jax.Array, order: jax.Array
+) -> jax.Array:
+    """Computes the function of P pairs of a row and a group; the first `sizes[0]` in this order with kernels[0], ...
+
+    Results are [P, ...], by pair. Kernels are rounded to the dtype of the first of the rows.
+    """
+    cpu, default = (functools.partial(grouped_outputs, mapping, cpu=cpu) for cpu in (True, False))
+    result: jax.Array = jax.lax.platform_dependent(kernels, rows, sizes, order, cpu=cpu, default=default)
+    return result
+
+
+def _forward(mapping: GroupedMap, *args: Any) -> tuple[jax.Array, Any]:
+    return grouped_map(mapping, *args), args
+
+
+def _backward(mapping: GroupedMap, args: Any, given: jax.Array) -> tuple[Any, ...]:
+    cpu, default = (functools.partial(grouped_gradients, mapping, cpu=cpu) for cpu in (True, False))
+    return *jax.lax.platform_dependent(*args, given, cpu=cpu, default=default), None, None
+
+
+grouped_map.defvjp(_forward, _backward)
+
+
+def grouped_outputs(
+    mapping: GroupedMap, kernels: Any, rows: Any, sizes: jax.Array, order: jax.Array, *, cpu: bool
+) -> jax.Array:
+    """Computes the function chunk by chunk, on a CPU or an accelerator."""
+    chunks, own = _chunks(kernels, sizes, order, cpu=cpu), _kernels_of_blocks(kernels, rows)
+
+    def of(i: Any) -> jax.Array:
+        return mapping.fn(own(chunks.group[i]), mapping.rows(rows, chunks.pair[i]))
+
+    start = chunks.empty(jax.eval_shape(of, 0))
+    return chunks.joined(chunks.run(lambda i, out: jax.lax.dynamic_update_index_in_dim(out, of(i), i, 0), start))
+
+
+def grouped_gradients(
+    mapping: GroupedMap, kernels: Any, rows: Any, sizes: jax.Array, order: jax.Array, given: jax.Array, *, cpu: bool
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Computes the gradients of kernels and rows; those of kernels are summed in their dtype, f32 at least."""
+    chunks, own = _chunks(kernels, sizes, order, cpu=cpu), _kernels_of_blocks(kernels, rows)
+
+    def one(i: Any, so_far: Any) -> Any:
+        group, pair = chunks.group[i], chunks.pair[i]
+        slope = given.at[pair].get(mode="fill", fill_value=0)
+        by_kernels, by_rows = jax.vjp(mapping.fn, own(group), mapping.rows(rows, pair))[1](slope)
+        total = jax.tree.map(lambda total, new: _added(total, group, new), so_far[0], by_kernels)
+        return total, tuple(
+            jax.lax.dynamic_update_index_in_dim(all_, new, i, 0) for all_, new in zip(so_far[1], by_rows, strict=True)
+        )
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), kernels)
+    start = tuple(chunks.empty(x) for x in jax.eval_shape(mapping.rows, rows, chunks.pair[0]))
+    total, result = chunks.run(one, (zeros, start))
+    total = jax.tree.map(lambda new, kernel: new.astype(kernel.dtype), total, kernels)
+    return total, tuple(
+        sum_consecutive(chunks.joined(x), times) for x, times in zip(result, mapping.times, strict=True)
+    )
+
+
+def _added(total: jax.Array, group: jax.Array, new: jax.Array) -> jax.Array:
+    """Adds blocks' gradients to those of their groups."""
+    if len(group) > 1:
+        return total.at[group].add(new.astype(total.dtype))
+    one: jax.Array = jax.lax.dynamic_update_index_in_dim(
+        total, total[group[0]] + new[0].astype(total.dtype), group[0], 0
+    )
+    return one
+
+
+def sum_consecutive(x: jax.Array, times: int) -> jax.Array:
+    """Sums so many consecutive rows each, in f32."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(x.reshape(-1, times, *x.shape[1:]), axis=1, dtype=wide).astype(x.dtype)
+
+
+def _kernels_of_blocks(kernels: Any, rows: Any) -> Callable[[jax.Array], Any]:
+    """Makes the function that returns blocks' kernels; it copies narrow ones, and their gradients are wide."""
+    narrow = jax.tree.map(lambda x: x.astype(rows[0].dtype), kernels)
+
+    def own(group: jax.Array) -> Any:
+        one = len(group) == 1
+        return jax.tree.map(
+            lambda x, wide: (x[group[0]][None] if one else x[group]).astype(wide.dtype), narrow, kernels
+        )
+
+    return own
+
+
+def block_product(x: jax.Array, kernel: jax.Array, transposed: bool = False) -> jax.Array:
+    """Multiplies rows of blocks [blocks, n, D] with their kernels [blocks, D, M], or [blocks, n, M] transposed."""
+    return product("bnm,bdm->bnd" if transposed else "bnd,bdm->bnm", x, kernel)
+
+
+def expert_outputs(
     of: Of, times: int, kernels: Any, rows: jax.Array, weight: jax.Array, sizes: jax.Array, order: jax.Array
 ) -> jax.Array:
     """Computes outputs [P, D], times weights [P, 1], of pairs of a row and an expert; each row is in `times` pairs.
 
-    Kernels are `joined`. In this order the first `sizes[0]` pairs are of the first expert, the next ones of the second.
+    Kernels are by `joined_kernels`.
+    In this order the first `sizes[0]` pairs are of the first expert, the next ones of the second.
     """
-    return grouped.mapped(mapped(of, times), kernels, (rows, weight), sizes, order)
+    return grouped_map(expert_function(of, times), kernels, (rows, weight), sizes, order)
 
 
-def mapped(of: Of, times: int) -> grouped.Mapped:
+def expert_function(of: Of, times: int) -> GroupedMap:
     """Returns the experts' outputs as a function of blocks."""
-    return grouped.Mapped(functools.partial(_of_blocks, of), (times, 1))
+    return GroupedMap(functools.partial(_expert_blocks, of), (times, 1))
 
 
-def joined(kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def joined_kernels(kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Joins the kernels of gate and up, which are one product, and their biases."""
     gate, up, down, *biases = kernels
     pairs = [(gate, up), tuple(biases[:2])] if biases else [(gate, up)]
@@ -36,20 +213,20 @@ def joined(kernels: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return both, down, *bias, *biases[2:]
 
 
-def _of_blocks(of: Of, kernels: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]) -> jax.Array:
+def _expert_blocks(of: Of, kernels: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]) -> jax.Array:
     """Computes outputs of blocks of rows [blocks, n, D], with weights [blocks, n, 1], by their experts' kernels.
 
     The weights scale the input of down: so their gradient needs no outputs.
     """
     (cfg, split), (both, down, *biases), (x, weight) = of, kernels, rows
-    inner = grouped.product(x, both)
+    inner = block_product(x, both)
     if biases:
-        inner += grouped.product(jnp.ones_like(weight, x.dtype), biases[0])
+        inner += block_product(jnp.ones_like(weight, x.dtype), biases[0])
     inner = _gated(cfg, *jnp.split(inner, 2, axis=-1))
-    out = grouped.product((weight * inner.astype(weight.dtype)).astype(x.dtype), down, True)
+    out = block_product((weight * inner.astype(weight.dtype)).astype(x.dtype), down, True)
     if biases:  # once, where several devices have a part of the width
         share = weight if split is None else weight * (jax.lax.axis_index(split) == 0)
-        out += grouped.product(share.astype(x.dtype), biases[1], True)
+        out += block_product(share.astype(x.dtype), biases[1], True)
     return out
 
 

@@ -15,11 +15,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import dispatch, grouped, lora, product, router, router_sums, routing
+from jppo.models import dispatch, lora, product, router
 from jppo.models.config import ModelConfig
-from jppo.models.expert_products import each, joined
+from jppo.models.expert_products import expert_outputs, joined_kernels, sum_consecutive
 from jppo.models.modules import MLP, RMSNorm
-from jppo.models.spread import EXPERT, HEADS, POSITIONS, WHOLE, columns, gathered, in_groups, row_axes, summed
+from jppo.models.sequence_parallel import (
+    EXPERT,
+    HEADS,
+    POSITIONS,
+    WHOLE,
+    columns,
+    gathered,
+    in_groups,
+    row_axes,
+    summed,
+)
 
 # (kernels, x [R, T, D], weights and indices of the tokens' experts [R, T, active], model) -> [R, T, D]
 # The kernels, of gate, up and down, are [E, D, M]; any biases follow, [E, 1, M] of gate and up, [E, D, 1] of down.
@@ -37,7 +47,7 @@ class Mixture(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        given: routing.Given = None,
+        given: router.Given = None,
         counted: jax.Array | None = None,
         seen: jax.Array | None = None,
     ) -> jax.Array:
@@ -45,8 +55,8 @@ class Mixture(nn.Module):
 
         The router reads x, or what it has `seen` [R, T, D].
         """
-        cfg, how = self.cfg, self.cfg.experts
-        assert how is not None
+        cfg, spec = self.cfg, self.cfg.experts
+        assert spec is not None
 
         def param(name: str, *shape: int) -> jax.Array:
             fixed = {"bias": nn.initializers.zeros, "scale": nn.initializers.ones}
@@ -54,37 +64,37 @@ class Mixture(nn.Module):
             out: jax.Array = self.param(name, init, shape, self.param_dtype)
             return out
 
-        D, E, M = cfg.hidden_size, how.count, how.width
+        D, E, M = cfg.hidden_size, spec.count, spec.width
         seen = x if seen is None else seen
-        if how.names.beside:
+        if spec.names.beside:
             seen = RMSNorm(cfg, self.param_dtype, name="router_norm")(seen) * D**-0.5
         logits = product.product("rtd,de->rte", seen, param("router", D, E), jnp.float32)
-        if how.names.biased:
+        if spec.names.biased:
             logits += param("router_bias", E)[None, None].astype(jnp.float32)
             biases = *param("gate_up_bias", 2, E, M)[:, :, None], param("down_bias", E, D)[:, :, None]
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M), *biases
-        elif how.names.fused:
+        elif spec.names.fused:
             kernels = *param("gate_up", 2, E, D, M), param("down", E, D, M)
         else:
             shapes = {"gate": "edr,erm->edm", "up": "edr,erm->edm", "down": "emr,erd->edm"}
             kernels = tuple(self._adapted(name, param(name, E, D, M), of) for name, of in shapes.items())
         correction = None
-        if how.routing.corrected:
+        if spec.routing.corrected:
             correction = jax.lax.stop_gradient(self.param("correction", nn.initializers.zeros, (E,), jnp.float32))
-        weight, chosen = router.choose(logits, how, correction, given)
-        if how.names.beside:
+        weight, chosen = router.choose_experts(logits, spec, correction, given)
+        if spec.names.beside:
             weight *= param("expert_scale", E).astype(weight.dtype)[chosen]
-        if self.is_mutable_collection(routing.COLLECTION) and not self.is_initializing():
-            own = chosen if given is None else router.choose(logits, how, correction)[1]
-            self.put_variable(routing.COLLECTION, routing.NAME, own.astype(jnp.int16))
-        if counted is not None and self.is_mutable_collection(router_sums.COLLECTION):
-            sums = router_sums.by_row(logits, how, chosen, counted)
-            self.put_variable(router_sums.COLLECTION, router_sums.NAME, sums)
+        if self.is_mutable_collection(router.CHOICES) and not self.is_initializing():
+            own = chosen if given is None else router.choose_experts(logits, spec, correction)[1]
+            self.put_variable(router.CHOICES, router.CHOICES_NAME, own.astype(jnp.int16))
+        if counted is not None and self.is_mutable_collection(router.SUMS):
+            sums = router.sums_by_row(logits, spec, chosen, counted)
+            self.put_variable(router.SUMS, router.SUMS_NAME, sums)
         y = self.mix(kernels, x, weight, chosen, cfg)
-        if not how.shared_width:
+        if not spec.shared_width:
             return y
-        shared = MLP(cfg, self.param_dtype, how.shared_width, name="shared")(x)
-        if not how.names.shared_gate:
+        shared = MLP(cfg, self.param_dtype, spec.shared_width, name="shared")(x)
+        if not spec.names.shared_gate:
             return y + shared
         return y + jax.nn.sigmoid(product.product("rtd,dx->rtx", x, param("shared_gate", D, 1))) * shared
 
@@ -169,17 +179,19 @@ class _Plan:
         self, shards: _Shards, kernels: tuple[jax.Array, ...], x: jax.Array, weight: jax.Array, chosen: jax.Array
     ) -> jax.Array:
         """Computes the outputs [R, T, D] of a device's tokens, with its experts or with a part of their width."""
-        how = self.cfg.experts
-        assert how is not None
-        of, kernels = (self.cfg, shards.width), joined(kernels)
+        spec = self.cfg.experts
+        assert spec is not None
+        of, kernels = (self.cfg, shards.width), joined_kernels(kernels)
         flat, weight, chosen = (array.reshape(-1, array.shape[-1]) for array in (x, weight, chosen))
         if shards.experts is not None and self.mesh is not None:
-            exchange = dispatch.Exchange(functools.partial(each, of, 1), shards.experts, self.mesh, how.count)
+            exchange = dispatch.Exchange(
+                functools.partial(expert_outputs, of, 1), shards.experts, self.mesh, spec.count
+            )
             return dispatch.run_experts(exchange, kernels, flat, weight, chosen).reshape(x.shape)
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of pairs of a token and an expert
-        sizes = jnp.bincount(chosen.reshape(-1), length=how.count).astype(jnp.int32)
-        found = each(of, how.active, kernels, flat, weight.reshape(-1, 1), sizes, order)
-        return grouped.summed(found, how.active).reshape(x.shape)
+        sizes = jnp.bincount(chosen.reshape(-1), length=spec.count).astype(jnp.int32)
+        outputs = expert_outputs(of, spec.active, kernels, flat, weight.reshape(-1, 1), sizes, order)
+        return sum_consecutive(outputs, spec.active).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -193,8 +205,8 @@ def _mix_forward(plan: _Plan, *args: Any) -> tuple[jax.Array, Any]:
 
 
 def _mix_backward(plan: _Plan, args: Any, given: jax.Array) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = plan.on_mesh(_backward, args[0], True)(*args, given)
-    return *found, None
+    slopes: tuple[Any, ...] = plan.on_mesh(_backward, args[0], True)(*args, given)
+    return *slopes, None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

@@ -1,248 +1,155 @@
-"""Model families: an HF `config.json` to one frozen dataclass for the decoder and the parameter table.
+"""The table of model families: what a family means where its config.json has no field, or omits it."""
 
-An unsupported field that changes the mathematics is an error that names it: nothing is dropped.
-"""
-
-import os
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from jppo.models import config_delta, config_experts, config_gemma4, config_latent, config_rotary
-from jppo.models.config import Kind, ModelConfig
-from jppo.models.config_fields import Fields
-from jppo.models.family_table import FAMILIES, Family, always, late, never
-from jppo.models.rotary import STILL, Rotary
-from jppo.models.stacks import Heads
-from jppo.settings import UserError
+from jppo.models.config import DeepSeekVersion, DeltaLayout, ExpertNames
 
-MOST_LAYERS = 10_000  # more than any model has; a loop visits each
+# Whether a layer has a sliding window, if `layer_types` is absent: qwen's late layers and Gemma 3's pattern are fields.
+# A number: all but the last of so many layers.
+Slides = Literal["never", "always", "late", "pattern"] | int
 
-# Fields that change the mathematics, and the values without effect. An absent field is None.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (None, 1),
-    "partial_rotary_factor": (None, 1.0),
-    "attention_dropout": (None, 0.0),
-    "resid_pdrop": (None, 0.0),
-    "embd_pdrop": (None, 0.0),
-    "use_bidirectional_attention": (None, False),
-    "is_causal": (None, True),
-    "per_layer_config": (None,),
-    "clip_qkv": (None,),
-    "router_jitter_noise": (None, 0.0),
+VERSION_2 = DeepSeekVersion("softmax", ("greedy", "group_limited_greedy"), dense_layers=0, normalized=False, scale=1.0)
+VERSION_3 = DeepSeekVersion("sigmoid", ("noaux_tc",), dense_layers=3, normalized=True, scale=2.5)
+QWEN2 = ExpertNames(shared="shared_expert", shared_gate=True)
+QWEN3 = ExpertNames()
+QWEN3_NEXT = dataclasses.replace(QWEN2, normalized_default=True)
+QWEN35 = dataclasses.replace(QWEN2, normalized=True, mixed=False)
+OLMOE = ExpertNames(width="intermediate_size", mixed=False)
+MIXTRAL = ExpertNames(
+    "num_local_experts", "intermediate_size", "block_sparse_moe", "w1", "w3", "w2", normalized=True, mixed=False
+)
+DEEPSEEK_V2 = ExpertNames("n_routed_experts", shared="shared_experts", deepseek=VERSION_2)
+DEEPSEEK_V3 = ExpertNames("n_routed_experts", shared="shared_experts", deepseek=VERSION_3)
+GPT_OSS = ExpertNames(
+    "num_local_experts",
+    "intermediate_size",
+    normalized=True,
+    mixed=False,
+    router="router",
+    fused=("E D MN", "E M D"),
+    biased=True,
+)
+GEMMA4 = ExpertNames(
+    module="",
+    normalized=True,
+    mixed=False,
+    router="router.proj",
+    fused=("E NM D", "E D M"),
+    active="top_k_experts",
+    switch="enable_moe_block",
+    beside=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The differences of a family: defaults of fields that config.json omits, and properties without a field."""
+
+    slides: Slides
+    qkv_bias: bool | None = None  # None: by the field `attention_bias`
+    o_bias: bool | None = None
+    mlp_bias: bool | None = False  # None: by the field `mlp_bias`
+    tie_word_embeddings: bool = False
+    all_kv_heads: bool = False  # num_key_value_heads is num_attention_heads where absent; else its default is a number
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    activation: str = "silu"
+    gemma: bool = False  # norms by 1 + scale, embeddings times sqrt(D)
+    centred: bool = False  # norms by 1 + scale
+    gated: bool = False  # attention has an output gate
+    partial_rotary: float | None = None  # `partial_rotary_factor`, if absent; None: the field does not count
+    delta: DeltaLayout | None = None
+    qk_norm: Literal["head", "all"] | None = None
+    pre_norms: bool = True
+    post_norms: bool = False
+    query_pre_attn_scalar: bool = False  # replaces head_dim in the scale of attention
+    multipliers: bool = False  # of embeddings, attention and residuals, and a divisor of logits, are fields
+    bare_layers: bool = False  # layers without rotary positions are a field
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    fused: bool = False  # one tensor holds q, k and v, another gate and up
+    first_context: int | None = None  # of rope scaling, where original_max_position_embeddings is absent
+    local_theta: float | None = None  # sliding layers have their own frequencies
+    theta: float = 10000.0
+    rope: Mapping[str, Any] | None = None  # rope_parameters, where config.json has none
+    window: int | None = 4096  # of sliding layers, where the field is absent
+    rms_norm_eps: float = 1e-6
+    bias_field: str = "attention_bias"
+    biased: bool = False  # where that field is absent
+    sinks: bool = False  # attention has a learned score of no key for each head
+    quantization: str | None = None  # quant_method whose tensors are read as bfloat16
+    experts: ExpertNames | None = None
+    latent: bool = False  # keys and values are computed from a latent
+    gemma4: bool = False  # embeddings times sqrt(D), norms of values, and the parts of `config.Gemma4`
+
+
+_GEMMA = Family("never", tie_word_embeddings=True, head_dim=256, activation="gelu_pytorch_tanh", gemma=True)
+_GEMMA2 = dataclasses.replace(
+    _GEMMA, slides=2, post_norms=True, query_pre_attn_scalar=True, attn_softcap=50.0, logit_softcap=30.0
+)
+_GEMMA3 = dataclasses.replace(
+    _GEMMA2, slides="pattern", qk_norm="head", attn_softcap=None, logit_softcap=None, theta=1e6, local_theta=1e4
+)
+_GEMMA4 = Family(
+    6,
+    tie_word_embeddings=True,
+    head_dim=256,
+    activation="gelu_pytorch_tanh",
+    qk_norm="head",
+    post_norms=True,
+    theta=1e6,
+    local_theta=1e4,
+    rope=dict(full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25)),
+    window=512,
+    experts=GEMMA4,
+    gemma4=True,
+)
+_OLMO2 = Family("never", all_kv_heads=True, qk_norm="all", pre_norms=False, post_norms=True, rms_norm_eps=1e-5)
+_QWEN35 = Family("never", head_dim=256, qk_norm="head", centred=True, gated=True, partial_rotary=0.25, delta="split")
+FAMILIES = {
+    "qwen2": Family("late", qkv_bias=True, o_bias=False),
+    "qwen3": Family("late", head_dim=128, qk_norm="head"),
+    "llama": Family("never", mlp_bias=None, all_kv_heads=True),
+    "mistral": Family("always", qkv_bias=False, o_bias=False),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA4,
+    "qwen2_moe": Family("never", o_bias=False, bias_field="qkv_bias", biased=True, experts=QWEN2),
+    "qwen3_moe": Family("never", qk_norm="head", experts=QWEN3),
+    "mixtral": Family(
+        "always", qkv_bias=False, o_bias=False, theta=1e6, window=None, rms_norm_eps=1e-5, experts=MIXTRAL
+    ),
+    "olmo2": _OLMO2,
+    "olmo3": dataclasses.replace(_OLMO2, slides=4, theta=5e5, local_theta=5e5),
+    "smollm3": Family("never", mlp_bias=None, tie_word_embeddings=True, theta=2e6, bare_layers=True),
+    "granite": Family("never", mlp_bias=None, all_kv_heads=True, multipliers=True),
+    "phi3": Family(
+        *("always", False, False),
+        all_kv_heads=True,
+        window=None,
+        rms_norm_eps=1e-5,
+        fused=True,
+        partial_rotary=1.0,
+        first_context=4096,
+    ),
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": dataclasses.replace(_QWEN35, experts=QWEN35),
+    "qwen3_next": dataclasses.replace(_QWEN35, delta="joined", experts=QWEN3_NEXT),
+    "olmoe": Family("never", all_kv_heads=True, qk_norm="all", rms_norm_eps=1e-5, experts=OLMOE),
+    "deepseek_v2": Family("never", all_kv_heads=True, latent=True, experts=DEEPSEEK_V2),
+    "deepseek_v3": Family("never", latent=True, experts=DEEPSEEK_V3),
+    "gpt_oss": Family(
+        2,
+        head_dim=64,
+        theta=150000.0,
+        rope=dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
+        window=128,
+        rms_norm_eps=1e-5,
+        biased=True,
+        sinks=True,
+        quantization="mxfp4",
+        experts=GPT_OSS,
+    ),
 }
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-_RELATIVES = {  # models that users try, and their errors
-    "gemma3": "it reads pictures too; its text model alone is gemma3_text",
-    "qwen3_5": "it reads pictures too; its text model alone is qwen3_5_text",
-    "qwen3_5_moe": "it reads pictures too; its text model alone is qwen3_5_moe_text",
-    "gemma3n": "it reads pictures and sound too, and its text model is not supported either",
-    "gemma3n_text": "embeddings in every layer, alternating updates, and layers that share keys and values",
-    "gemma4": "it reads pictures too; its text model alone is gemma4_text",
-    "granitemoe": "a mixture of experts with fused kernels",
-    "olmo": "layer norms without weights",
-    "phi": "layer norms, and attention and MLP side by side",
-}
-
-
-def from_hf(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest: int | None = None) -> ModelConfig:
-    """Reads the model from the parsed `config`; `path` is its file, for the errors.
-
-    `longest` is the largest number of tokens of a row, which chooses the factors of `longrope`; None: short ones.
-    """
-    fields = Fields(config, str(path))
-    name, family = _family(fields)
-    _refuse_unsupported(fields, family)
-    attention_bias = fields.get(family.bias_field, bool, family.biased)
-    hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
-    num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, family, num_heads)
-    latent = config_latent.read(fields, num_heads) if family.latent else None
-    head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
-    windows = _windows(fields, family, num_layers)
-    whole = config_gemma4.whole_heads(fields, windows, num_heads, num_kv_heads, head_dim) if family.gemma4 else None
-    turned = head_dim if latent is None else latent.rotary_dim
-    rotary, local = config_rotary.read(fields, family, turned, longest, whole)
-    layers = _layers(fields, family, windows, rotary, local, whole)
-    kinds = tuple(dict.fromkeys(layers))
-    vocab_size = fields.get("vocab_size", int)
-    return ModelConfig(
-        family=name,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=fields.get(_width_field(family), int),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        kinds=kinds,
-        layer_kinds=tuple(kinds.index(kind) for kind in layers),
-        rms_norm_eps=fields.above_zero("rms_norm_eps", family.rms_norm_eps),
-        norm_offset=1.0 if family.gemma or family.centred else 0.0,
-        qk_norm=family.qk_norm,
-        pre_norms=family.pre_norms,
-        post_norms=family.post_norms,
-        fused=family.fused,
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
-        activation=_activation(fields, family),
-        embed_scale=_embed_scale(fields, family, hidden_size),
-        residual_scale=_multiplier(fields, family, "residual_multiplier"),
-        query_scale=_query_scale(fields, family, head_dim, rotary),
-        sinks=family.sinks,
-        attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
-        logit_divisor=_multiplier(fields, family, "logits_scaling"),
-        logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
-        tie_word_embeddings=fields.get("tie_word_embeddings", bool, family.tie_word_embeddings),
-        max_position_embeddings=config_rotary.context(fields, rotary),
-        initializer_range=fields.above_zero("initializer_range", 0.02),
-        padded_vocab_size=vocab_size,
-        experts=config_experts.read(fields, family.experts, num_layers),
-        quantization=fields.get("quantization_config", dict, {}).get("quant_method"),
-        latent=latent,
-        further_layers=fields.from_zero("num_nextn_predict_layers", 0),
-        gated=family.gated,
-        delta=None if family.delta is None else config_delta.read(fields, family.delta, num_layers),
-        gemma4=config_gemma4.read(fields, windows, vocab_size) if family.gemma4 else None,
-    )
-
-
-def _num_layers(fields: Fields) -> int:
-    found: int = fields.get("num_hidden_layers", int)
-    if found > MOST_LAYERS:
-        raise fields.refuse("num_hidden_layers", f"must be at most {MOST_LAYERS}")
-    return found
-
-
-def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
-    given = family.all_kv_heads or "num_key_value_heads" in fields.config
-    found: int = fields.get("num_key_value_heads", int, num_heads) if given else fields.get("num_key_value_heads", int)
-    if num_heads % found:
-        raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
-    return found
-
-
-def _family(fields: Fields) -> tuple[str, Family]:
-    name = fields.config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
-        raise UserError(f"{fields.path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
-    return name, FAMILIES[name]
-
-
-def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
-    size: int = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
-    if size % 2 or not size:
-        raise UserError(f"{fields.path}: head_dim={size} must be even and above 0: rotary embedding turns pairs")
-    return size
-
-
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
-    how = fields.get("quantization_config", dict, {})
-    if how and (family.quantization is None or how.get("quant_method") != family.quantization):
-        only = "absent" if family.quantization is None else f"absent or quant_method={family.quantization}"
-        raise fields.refuse("quantization_config", f"is not supported; only {only}: use a bfloat16 checkpoint")
-    neutral = dict(_NEUTRAL)
-    if family.partial_rotary:
-        del neutral["partial_rotary_factor"]
-    if family.gemma4:
-        neutral["use_bidirectional_attention"] = (None, False, "vision")  # texts are causal
-        del neutral["per_layer_config"]
-    if family.bare_layers:  # SmolLM3's file has a 2, which its class does not read
-        del neutral["pretraining_tp"]
-    if family.attn_softcap is None:
-        neutral["attn_logit_softcapping"] = (None,)
-    if family.experts is not None or family.bare_layers:
-        neutral["use_sliding_window"] = (None, False)
-    if family.latent:
-        neutral["mlp_bias"] = (None, False)
-    if family.experts is config_experts.DEEPSEEK_V2:
-        neutral["rope_interleave"] = (None, True)
-    if not (family.query_pre_attn_scalar or family.gemma4):
-        neutral["final_logit_softcapping"] = (None,)
-    for key, values in neutral.items():
-        if fields.config.get(key) not in values:
-            allowed = " or ".join("absent" if v is None else repr(v) for v in values)
-            raise fields.refuse(key, f"changes the mathematics and is not supported; only {allowed}")
-
-
-def _width_field(family: Family) -> str:
-    """Returns the field of the MLP's width; of the experts' where no layer has an MLP."""
-    how = family.experts
-    return "intermediate_size" if how is None or how.mixed or how.beside else how.width
-
-
-def _activation(fields: Fields, family: Family) -> str:
-    key = "hidden_activation" if family.query_pre_attn_scalar or family.gemma4 else "hidden_act"
-    name: str = fields.get(key, str, family.activation)
-    if family.gemma and key == "hidden_act" and name == "gelu":  # Gemma 1's old files mean the approximation
-        name = family.activation
-    if name not in ACTIVATIONS:
-        raise fields.refuse(key, f"changes the mathematics and is not supported; only {' or '.join(ACTIVATIONS)}")
-    return name
-
-
-def _multiplier(fields: Fields, family: Family, key: str) -> float:
-    return fields.above_zero(key, 1.0) if family.multipliers else 1.0
-
-
-def _embed_scale(fields: Fields, family: Family, hidden_size: int) -> float:
-    if family.gemma or family.gemma4:
-        return float(hidden_size**0.5)
-    return _multiplier(fields, family, "embedding_multiplier")
-
-
-def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) -> float:
-    if family.gemma4:
-        return 1.0
-    if family.latent:
-        return config_latent.query_scale(fields, head_dim, rotary)
-    if family.multipliers:
-        return _multiplier(fields, family, "attention_multiplier")
-    scalar = fields.above_zero("query_pre_attn_scalar", 256.0) if family.query_pre_attn_scalar else head_dim
-    return float(scalar**-0.5)
-
-
-def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
-    cap: float | None = fields.or_null(key, float, default)
-    if cap is not None and cap <= 0:
-        raise fields.refuse(key, "must be above 0, or null for none")
-    return cap
-
-
-def _layers(
-    fields: Fields, family: Family, windows: list[int | None], rotary: Rotary, local: Rotary | None, whole: Heads | None
-) -> list[Kind]:
-    """Returns the kind of each layer."""
-    bare = config_rotary.bare_layers(fields, len(windows)) if family.bare_layers else [False] * len(windows)
-    turns = [rotary if window is None or local is None else local for window in windows]
-    return [
-        Kind(window, STILL if one else turn, whole if window is None else None)
-        for window, turn, one in zip(windows, turns, bare, strict=True)
-    ]
-
-
-def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
-    """Returns the window of each layer, or None."""
-    if family.delta is not None:
-        return [None] * num_layers
-    # transformers writes 0 for a mixture without windows.
-    window = None if family.slides is never else fields.or_null("sliding_window", int, family.window)
-    switch = family.slides is late  # qwen's, whose window counts only if switched on
-    if switch and not fields.get("use_sliding_window", bool, False):
-        window = None
-    types = fields.get("layer_types", list, None)
-    if types is None or family.slides is always:
-        optional = switch or family.slides is always  # no window: no layer slides
-        slides = [family.slides(fields, i) and not (optional and window is None) for i in range(num_layers)]
-    else:
-        slides = [kind == "sliding_attention" for kind in types]
-    said = ["sliding_attention" if one else "full_attention" for one in slides]
-    if types is not None and said != types:
-        raise fields.refuse("layer_types", f"must be {num_layers} of full_attention and sliding_attention, as {said}")
-    if len(said) != num_layers:
-        raise fields.refuse("layer_types", f"must have one entry for each of num_hidden_layers={num_layers}")
-    if any(slides) and (window is None or family.slides is never):
-        raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
-    if family.gemma4:  # transformers lets the last layer see all
-        slides[-1] = False
-    return [window if one else None for one in slides]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.attention import NAME, Attend, Windows, make_plain
-from jppo.models.spread import EXCHANGED, Split, repeated, row_axes
+from jppo.models.sequence_parallel import EXCHANGED, Split, repeated, row_axes
 from jppo.settings import UserError
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
@@ -58,8 +58,8 @@ class Needs:
 
 def capability(device: jax.Device) -> tuple[int, int]:
     """Returns the compute capability of a GPU; (0, 0) for devices of other vendors than NVIDIA."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    version = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(version[1]), int(version[2])) if version else (0, 0)
 
 
 def choose(
@@ -88,8 +88,8 @@ def choose(
         able = [kernel for kernel, why in reasons.items() if why is None]
         if able or not reasons:
             return (able[0] if able else "xla"), None
-        said = "; ".join(f"{kernel}: {why}" for kernel, why in reasons.items())
-        return "xla", f"no fused attention, so the scores of whole rows are held in memory ({said})"
+        lacking = "; ".join(f"{kernel}: {why}" for kernel, why in reasons.items())
+        return "xla", f"no fused attention, so the scores of whole rows are held in memory ({lacking})"
     if name != "xla" and (why := reason(name)) is not None:
         raise UserError(f"{setting}={name}: {why}; use {setting}=auto")
     return name, None

@@ -54,9 +54,9 @@ class Choice:
     ignore_eos: jax.Array  # [] bool
 
 
-def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
+def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
     """Allocates free rows of `length` tokens each; `experts` keeps the experts of every token."""
-    counts, how = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
+    counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
         cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
         tokens=jnp.zeros((rows, length), jnp.int32),
@@ -64,7 +64,7 @@ def empty(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool
         last=counts,
         until=counts,
         seed=counts.astype(jnp.uint32),
-        experts=None if how is None else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, how.active), jnp.int16),
+        experts=None if spec is None else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, spec.active), jnp.int16),
     )
 
 
@@ -110,8 +110,8 @@ def fill(
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
         lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(new, source, N)].set(length, mode="drop")
         real = (position < lengths[:, None] - 1).astype(jnp.int32)
-        how = dict[str, Any](constrain=constrain, mix=mix)
-        _, made, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **how)
+        settings = dict[str, Any](constrain=constrain, mix=mix)
+        _, made, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **settings)
         read = None if read is None or chosen is None else put(read, chosen)
     return Slots(
         cache=jax.tree.map(put, slots.cache, made),
@@ -160,7 +160,7 @@ def advance(
         if read is not None and chosen is not None:
             read = read.at[row, jnp.where(live, now.last, read.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
-        new, logp = choose(logits, now.seed, now.last + 1, choice, cut=cut)
+        new, logp = sample(logits, now.seed, now.last + 1, choice, cut=cut)
         last = jnp.where(live, now.last + 1, now.last)
         at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
         end = jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
@@ -178,7 +178,7 @@ def advance(
     return jax.lax.while_loop(going, take, (jnp.int32(0), slots))[1]
 
 
-def choose(
+def sample(
     logits: jax.Array, seed: jax.Array, position: jax.Array, choice: Choice, *, cut: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Samples a token for each row of logits [R, V]; returns also its log-prob in the sampling distribution.

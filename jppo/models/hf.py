@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.errors import expanded
-from jppo.models import families, params, placing, tensorfile
+from jppo.models import config_reader, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head
 from jppo.models.params import Entry, Head
@@ -72,7 +72,7 @@ def read_config(path: str | os.PathLike[str], *, longest: int | None = None) -> 
         raise UserError(f"{file} is no JSON: {e}") from e
     if not isinstance(config, dict):
         raise UserError(f"{file} must hold a JSON object, not {type(config).__name__}")
-    return config, families.from_hf(config, path=file, longest=longest)
+    return config, config_reader.parse_config(config, path=file, longest=longest)
 
 
 def load_params(
@@ -173,8 +173,8 @@ def _check_names(directory: pathlib.Path, entries: tuple[Entry, ...], slots: dic
         raise UserError(f"{slots[left[0]].file} holds {_some(left)}, which its config.json has no place for")
     for name, shape in shapes.items():
         if slots[name].shape != shape:
-            found = list(slots[name].shape)
-            raise UserError(f"{slots[name].file}: {name} has shape {found}, config.json asks for {list(shape)}")
+            stored = list(slots[name].shape)
+            raise UserError(f"{slots[name].file}: {name} has shape {stored}, config.json asks for {list(shape)}")
 
 
 def _some(names: list[str]) -> str:

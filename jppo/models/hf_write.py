@@ -134,7 +134,7 @@ def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None
     longer = {"gemma3_text": "Gemma3TextForCausalLM", "qwen3_5_text": "Qwen3_5TextForCausalLM"}
     named = longer.get(config["model_type"])
     names = [named] if named else config.get("architectures") or []
-    said: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "architectures": [
             re.sub("ForCausalLM$", "ForSequenceClassification", name) for name in names if isinstance(name, str)
         ],
@@ -142,8 +142,8 @@ def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None
         "label2id": {"LABEL_0": 0},
     }
     if config.get("pad_token_id") is None and pad_token_id is not None:
-        said["pad_token_id"] = pad_token_id
-    return said
+        changes["pad_token_id"] = pad_token_id
+    return changes
 
 
 @contextlib.contextmanager
@@ -182,10 +182,10 @@ def _save(
 
 
 def adapter_tensors(
-    learned: Params, cfg: ModelConfig, how: lora.Lora, *, head: Head = "lm"
+    learned: Params, cfg: ModelConfig, spec: lora.Lora, *, head: Head = "lm"
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the learned weights of a model with adapters, under peft's names."""
-    for entry in lora.table(cfg, how, head=head):
+    for entry in lora.table(cfg, spec, head=head):
         array = offload.to_device(params.get(learned, entry.path))
         for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
             yield name, placing.fetch(_export(array, None, at, entry=entry, dtype=np.dtype(array.dtype)))
@@ -195,7 +195,7 @@ def save_adapter(
     out_dir: str | os.PathLike[str],
     learned: Params,
     cfg: ModelConfig,
-    how: lora.Lora,
+    spec: lora.Lora,
     *,
     head: Head = "lm",
     base: str,
@@ -205,13 +205,13 @@ def save_adapter(
 
     `write` as in `save`.
     """
-    arrays = (array for _, array in adapter_tensors(learned, cfg, how, head=head))
+    arrays = (array for _, array in adapter_tensors(learned, cfg, spec, head=head))
     with fetched_by_all(arrays):
         if write:
             with in_place_of(pathlib.Path(out_dir)) as tmp:
-                settings = lora.peft_config(cfg, how, head=head, base=base)
+                settings = lora.peft_config(cfg, spec, head=head, base=base)
                 (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-                of_file = announced(lora.table(cfg, how, head=head), np.float32)
+                of_file = announced(lora.table(cfg, spec, head=head), np.float32)
                 tensorfile.write(tmp / "adapter_model.safetensors", of_file, arrays)
     return pathlib.Path(out_dir)
 

@@ -15,10 +15,11 @@ from jppo.models import cache, lora
 from jppo.models.attention import Attend
 from jppo.models.cache import LayerCache
 from jppo.models.config import ModelConfig
-from jppo.models.config_latent import NORM_EPS
 from jppo.models.modules import Project, RMSNorm
 from jppo.models.product import product
 from jppo.models.rotary import Place, rotate
+
+NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is: as in transformers
 
 
 class LatentAttention(nn.Module):
@@ -31,9 +32,9 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, place: Place, held: LayerCache | None) -> tuple[jax.Array, LayerCache | None]:
-        cfg, how = self.cfg, self.cfg.latent
-        assert how is not None
-        D, H, C, N, W = cfg.hidden_size, cfg.num_heads, how.rank, how.plain_dim, how.value_dim
+        cfg, spec = self.cfg, self.cfg.latent
+        assert spec is not None
+        D, H, C, N, W = cfg.hidden_size, cfg.num_heads, spec.rank, spec.plain_dim, spec.value_dim
 
         def project(name: str, equation: str, *shape: int, bias: bool = False) -> Project:
             return Project(
@@ -43,13 +44,13 @@ class LatentAttention(nn.Module):
         def norm(name: str, y: jax.Array) -> jax.Array:
             return RMSNorm(cfg, self.param_dtype, eps=NORM_EPS, name=name)(y)
 
-        if how.query_rank is None:
-            q = project("q", "rtd,dha->rtha", D, H, how.head_dim)(x)
+        if spec.query_rank is None:
+            q = project("q", "rtd,dha->rtha", D, H, spec.head_dim)(x)
         else:
-            low = norm("q_norm", project("q_a", "rtd,dq->rtq", D, how.query_rank, bias=cfg.qkv_bias)(x))
-            q = project("q_b", "rtq,qha->rtha", how.query_rank, H, how.head_dim)(low)
+            low = norm("q_norm", project("q_a", "rtd,dq->rtq", D, spec.query_rank, bias=cfg.qkv_bias)(x))
+            q = project("q_b", "rtq,qha->rtha", spec.query_rank, H, spec.head_dim)(low)
         plain, turned = q[..., :N], self._rotate(q[..., N:], place)
-        both = project("kv_a", "rtd,dj->rtj", D, how.cached_dim, bias=cfg.qkv_bias)(x)
+        both = project("kv_a", "rtd,dj->rtj", D, spec.cached_dim, bias=cfg.qkv_bias)(x)
         latent, key = norm("kv_norm", both[..., :C]), self._rotate(both[:, :, None, C:], place)
         if held is None:
             assert place.segment is not None

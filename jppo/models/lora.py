@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jppo.models import offload, params
 from jppo.models.config import ModelConfig
+from jppo.models.layer_groups import Stack
 from jppo.models.params import Entry, Head
-from jppo.models.stacks import Stack
 from jppo.settings import UserError
 from jppo.types import Params
 
@@ -154,10 +154,10 @@ def _adapted(model: ModelConfig, stack: Stack, module: str, name: str) -> list[t
 
     Experts that are one tensor have no adapters.
     """
-    found = [] if module == "mlp" and not stack.sort.dense else [(*stack.path, module, name, "kernel")]
-    if module == "mlp" and stack.sort.sparse and model.experts is not None and model.experts.names.fused is None:
-        found += [(*stack.path, "experts", name), (*stack.path, "experts", "shared", name, "kernel")]
-    return found
+    paths = [] if module == "mlp" and not stack.modules.dense else [(*stack.path, module, name, "kernel")]
+    if module == "mlp" and stack.modules.sparse and model.experts is not None and model.experts.names.fused is None:
+        paths += [(*stack.path, "experts", name), (*stack.path, "experts", "shared", name, "kernel")]
+    return paths
 
 
 def _letters(kernel: Entry) -> tuple[str, str, str]:

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models import params_attention, params_rows
-from jppo.models.config import ModelConfig
-from jppo.models.stacks import Sort, Stack
+from jppo.models.config import Delta, Experts, Gemma4, ModelConfig
+from jppo.models.layer_groups import LayerModules, Stack
 from jppo.types import Params
 
 Head = Literal["lm", "value", "trunk"]  # trunk: none
@@ -117,6 +116,9 @@ class Entry:
         return tuple(self.hf.format(**at | {"layer": self.first + self.step * at.get("layer", 0)}) for at in places)
 
 
+Rows = Callable[..., list[Entry]]  # makes the entries of a row, one of each stack
+
+
 def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     sizes = {
         "V": model.padded_vocab_size,
@@ -133,23 +135,23 @@ def _make_entry(model: ModelConfig) -> Callable[..., Entry]:
     }
     if model.experts is not None:
         sizes |= {"E": model.experts.count, "M": model.experts.width, "S": model.experts.shared_width}
-    if (how := model.latent) is not None:
-        sizes |= {"C": how.rank, "J": how.cached_dim, "U": how.plain_dim + how.value_dim, "W": how.value_dim}
-        sizes |= {"A": how.head_dim} | dict.fromkeys("IP", how.query_rank or 0)
+    if (latent := model.latent) is not None:
+        sizes |= {"C": latent.rank, "J": latent.cached_dim, "U": latent.plain_dim + latent.value_dim}
+        sizes |= {"A": latent.head_dim, "W": latent.value_dim} | dict.fromkeys("IP", latent.query_rank or 0)
     if (delta := model.delta) is not None:
         sizes |= {"R": delta.key_heads, "O": delta.value_heads, "W": delta.value_dim, "Z": delta.channels}
         sizes |= dict(zip("XY", delta.joined_widths, strict=True)) | {"T": delta.taps}
     if (gemma4 := model.gemma4) is not None:
         sizes |= {"p": gemma4.per_layer} | dict.fromkeys("lm", gemma4.per_layer * model.num_layers)
 
-    def of_layer(sort: Sort) -> dict[str, int]:
-        return dict(zip("KA", model.heads_of(sort), strict=True)) | {"F": model.mlp_width(sort)}
+    def of_layer(modules: LayerModules) -> dict[str, int]:
+        return dict(zip("KA", model.heads_of(modules), strict=True)) | {"F": model.mlp_width(modules)}
 
     def entry(
         path: str, hf: str, hf_letters: str, letters: str, alias: str | None = None, stack: Stack | None = None
     ) -> Entry:
         vector = letters.lstrip("L") in ("D", "A", "I", "C")  # norms, and biases of the residual stream
-        own = sizes if stack is None or model.gemma4 is None else sizes | of_layer(stack.sort)
+        own = sizes if stack is None or model.gemma4 is None else sizes | of_layer(stack.modules)
         return Entry(
             path=tuple(path.split("/")) if stack is None else (*stack.path, *path.split("/")),
             hf=hf if stack is None else f"model.layers.{{layer}}.{hf}",
@@ -171,45 +173,39 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     """Lists every parameter of the model with this head, in the order of HF's files' layers."""
     entry = _make_entry(model)
 
-    def layer(*row: str, **sort: Any) -> list[Entry]:
+    def layer(*row: str, **modules: Any) -> list[Entry]:
         """Makes the entry of every stack whose layers have these modules."""
-        found = [stack for stack in model.stacks if all(getattr(stack.sort, k) == v for k, v in sort.items())]
-        return [entry(*row, stack=stack) for stack in found]
+        stacks = [stack for stack in model.stacks if all(getattr(stack.modules, k) == v for k, v in modules.items())]
+        return [entry(*row, stack=stack) for stack in stacks]
 
-    def attention(*row: str, **sort: Any) -> list[Entry]:
-        return layer(*row, mixer="attention", **sort)
+    def attention(*row: str, **modules: Any) -> list[Entry]:
+        return layer(*row, mixer="attention", **modules)
 
     tied = "lm_head.weight" if model.tie_word_embeddings else None
     # A norm on attention's output has the usual name of the MLP's own norm.
     before_mlp = "pre_feedforward_layernorm.weight" if model.post_norms else "post_attention_layernorm.weight"
     rows = [
         entry("embed/embedding", "model.embed_tokens.weight", "V D", "VD", tied),
-        *params_attention.rows(model, attention),
+        *_attention(model, attention),
         *_mlp(model, layer),
         entry("norm/scale", "model.norm.weight", "D", "D"),
     ]
     if model.pre_norms:
-        rows += [
-            *layer("attn_norm/scale", "input_layernorm.weight", "D", "LD"),
-            *layer("mlp_norm/scale", before_mlp, "D", "LD"),
-        ]
+        rows += layer("attn_norm/scale", "input_layernorm.weight", "D", "LD")
+        rows += layer("mlp_norm/scale", before_mlp, "D", "LD")
     if model.post_norms:
-        rows += [
-            *layer("attn_post_norm/scale", "post_attention_layernorm.weight", "D", "LD"),
-            *layer("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "LD"),
-        ]
+        rows += layer("attn_post_norm/scale", "post_attention_layernorm.weight", "D", "LD")
+        rows += layer("mlp_post_norm/scale", "post_feedforward_layernorm.weight", "D", "LD")
     if model.qk_norm is not None:
         normed_q, normed_k = ("A", "A") if model.qk_norm == "head" else ("HA", "KA")
-        rows += [
-            *attention("attn/q_norm/scale", "self_attn.q_norm.weight", normed_q, f"L{normed_q}"),
-            *attention("attn/k_norm/scale", "self_attn.k_norm.weight", normed_k, f"L{normed_k}", keyed=True),
-        ]
+        rows += attention("attn/q_norm/scale", "self_attn.q_norm.weight", normed_q, f"L{normed_q}")
+        rows += attention("attn/k_norm/scale", "self_attn.k_norm.weight", normed_k, f"L{normed_k}", keyed=True)
     if model.delta is not None:
-        rows += params_rows.delta(model.delta, functools.partial(layer, mixer="delta"))
+        rows += _delta(model.delta, functools.partial(layer, mixer="delta"))
     if model.experts is not None:
-        rows += params_rows.experts(model.experts, layer)
+        rows += _experts(model.experts, layer)
     if model.gemma4 is not None:
-        rows += params_rows.gemma4(model.gemma4, layer)
+        rows += _gemma4(model.gemma4, layer)
         if model.gemma4.per_layer:
             rows += [
                 entry("per_layer/embed/embedding", "model.embed_tokens_per_layer.weight", "V l", "Vl"),
@@ -223,7 +219,115 @@ def table(model: ModelConfig, *, head: Head) -> tuple[Entry, ...]:
     return tuple(rows)
 
 
-def _mlp(model: ModelConfig, layer: Callable[..., list[Entry]]) -> list[Entry]:
+def _attention(model: ModelConfig, layer: Rows) -> list[Entry]:
+    """Lists the parameters of attention, without its norms of queries and keys by head."""
+    rows = _grouped(model, layer) if model.latent is None else _latent(model, layer)
+    return rows + (layer("attn/o/bias", "self_attn.o_proj.bias", "D", "LD") if model.o_bias else [])
+
+
+def _grouped(model: ModelConfig, layer: Rows) -> list[Entry]:
+    of_q = "HGA" if model.gated else "HA"
+    out = layer("attn/o/kernel", "self_attn.o_proj.weight", "D HA", "LHAD")
+    if model.fused:
+        out += layer("attn/qkv/kernel", "self_attn.qkv_proj.weight", "QA D", "LDQA")
+    else:
+        out += layer("attn/q/kernel", "self_attn.q_proj.weight", f"{of_q} D", f"LD{of_q}")
+        out += layer("attn/k/kernel", "self_attn.k_proj.weight", "KA D", "LDKA", keyed=True)
+        out += layer("attn/v/kernel", "self_attn.v_proj.weight", "KA D", "LDKA", valued=True)
+    if model.qkv_bias:
+        out += layer("attn/q/bias", "self_attn.q_proj.bias", of_q, f"L{of_q}")
+        out += layer("attn/k/bias", "self_attn.k_proj.bias", "KA", "LKA", keyed=True)
+        out += layer("attn/v/bias", "self_attn.v_proj.bias", "KA", "LKA", valued=True)
+    return out + (layer("attn/sinks", "self_attn.sinks", "H", "LH") if model.sinks else [])
+
+
+def _latent(model: ModelConfig, layer: Rows) -> list[Entry]:
+    assert model.latent is not None
+    out = [
+        *layer("attn/kv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "J D", "LDJ"),
+        *layer("attn/kv_norm/scale", "self_attn.kv_a_layernorm.weight", "C", "LC"),
+        *layer("attn/kv_b/kernel", "self_attn.kv_b_proj.weight", "HU C", "LCHU"),
+        *layer("attn/o/kernel", "self_attn.o_proj.weight", "D HW", "LHWD"),
+    ]
+    if model.qkv_bias:
+        out += layer("attn/kv_a/bias", "self_attn.kv_a_proj_with_mqa.bias", "J", "LJ")
+    if model.latent.query_rank is None:
+        return out + layer("attn/q/kernel", "self_attn.q_proj.weight", "HA D", "LDHA")
+    if model.qkv_bias:
+        out += layer("attn/q_a/bias", "self_attn.q_a_proj.bias", "P", "LP")
+    out += layer("attn/q_a/kernel", "self_attn.q_a_proj.weight", "P D", "LDP")
+    out += layer("attn/q_norm/scale", "self_attn.q_a_layernorm.weight", "I", "LI")
+    return out + layer("attn/q_b/kernel", "self_attn.q_b_proj.weight", "HA I", "LIHA")
+
+
+def _delta(spec: Delta, layer: Rows) -> list[Entry]:
+    rows = [
+        *layer("delta/conv", "linear_attn.conv1d.weight", "Z 1 T", "LZ1T"),
+        *layer("delta/a_log", "linear_attn.A_log", "O", "LO"),
+        *layer("delta/dt_bias", "linear_attn.dt_bias", "O", "LO"),
+        *layer("delta/scale", "linear_attn.norm.weight", "W", "LW"),
+        *layer("delta/out/kernel", "linear_attn.out_proj.weight", "D OW", "LOWD"),
+    ]
+    if spec.joined:
+        return [
+            *layer("delta/qkvz/kernel", "linear_attn.in_proj_qkvz.weight", "RX D", "LDRX"),
+            *layer("delta/ba/kernel", "linear_attn.in_proj_ba.weight", "RY D", "LDRY"),
+            *rows,
+        ]
+    return [
+        *layer("delta/qkv/kernel", "linear_attn.in_proj_qkv.weight", "Z D", "LDZ"),
+        *layer("delta/z/kernel", "linear_attn.in_proj_z.weight", "OW D", "LDOW"),
+        *layer("delta/b/kernel", "linear_attn.in_proj_b.weight", "O D", "LDO"),
+        *layer("delta/a/kernel", "linear_attn.in_proj_a.weight", "O D", "LDO"),
+        *rows,
+    ]
+
+
+def _gemma4(spec: Gemma4, layer: Rows) -> list[Entry]:
+    rows = layer("scalar", "layer_scalar", "1", "L1")
+    if spec.per_layer:
+        rows += layer("per_layer_gate/kernel", "per_layer_input_gate.weight", "p D", "LDp")
+        rows += layer("per_layer_out/kernel", "per_layer_projection.weight", "D p", "LpD")
+        rows += layer("per_layer_norm/scale", "post_per_layer_input_norm.weight", "D", "LD")
+    return rows
+
+
+def _experts(spec: Experts, layer: Rows) -> list[Entry]:
+    names = spec.names
+    module = f"{names.module}." if names.module else ""
+    each = f"{module}experts.{{expert}}"
+    rows = layer("experts/router", f"{module}{names.router}.weight", "E D", "LDE", sparse=True)
+    if names.fused is not None:
+        gate_up, down = names.fused
+        rows += layer("experts/gate_up", f"{module}experts.gate_up_proj", gate_up, "LNEDM", sparse=True)
+        rows += layer("experts/down", f"{module}experts.down_proj", down, "LEDM", sparse=True)
+        if names.beside:
+            rows += layer("experts/router_norm/scale", "router.scale", "D", "LD", sparse=True)
+            rows += layer("experts/expert_scale", "router.per_expert_scale", "E", "LE", sparse=True)
+            rows += layer("mlp_own_norm/scale", "post_feedforward_layernorm_1.weight", "D", "LD", sparse=True)
+            rows += layer("experts_norm/scale", "pre_feedforward_layernorm_2.weight", "D", "LD", sparse=True)
+            rows += layer("experts_post_norm/scale", "post_feedforward_layernorm_2.weight", "D", "LD", sparse=True)
+        if names.biased:
+            rows += layer("experts/router_bias", f"{module}{names.router}.bias", "E", "LE", sparse=True)
+            rows += layer("experts/gate_up_bias", f"{module}experts.gate_up_proj_bias", "E MN", "LNEM", sparse=True)
+            rows += layer("experts/down_bias", f"{module}experts.down_proj_bias", "E D", "LED", sparse=True)
+        return rows
+    rows += layer("experts/gate", f"{each}.{names.gate}.weight", "M D", "LEDM", sparse=True)
+    rows += layer("experts/up", f"{each}.{names.up}.weight", "M D", "LEDM", sparse=True)
+    rows += layer("experts/down", f"{each}.{names.down}.weight", "D M", "LEDM", sparse=True)
+    if spec.routing.corrected:
+        rows += layer("experts/correction", f"{module}gate.e_score_correction_bias", "E", "LE", sparse=True)
+    if spec.shared_width:
+        shared = f"{module}{names.shared}"
+        rows += layer("experts/shared/gate/kernel", f"{shared}.gate_proj.weight", "S D", "LDS", sparse=True)
+        rows += layer("experts/shared/up/kernel", f"{shared}.up_proj.weight", "S D", "LDS", sparse=True)
+        rows += layer("experts/shared/down/kernel", f"{shared}.down_proj.weight", "D S", "LSD", sparse=True)
+    if names.shared_gate:
+        rows += layer("experts/shared_gate", f"{module}shared_expert_gate.weight", "1 D", "LD1", sparse=True)
+    return rows
+
+
+def _mlp(model: ModelConfig, layer: Rows) -> list[Entry]:
     rows = layer("mlp/down/kernel", "mlp.down_proj.weight", "D F", "LFD", dense=True)
     if model.fused:
         rows += layer("mlp/gate_up/kernel", "mlp.gate_up_proj.weight", "NF D", "LDNF", dense=True)

@@ -1,42 +1,175 @@
-"""The router of a mixture: each token's experts and their weights, from its logits alone."""
+"""Routers of mixtures: each token's experts and weights from its logits; losses and metrics from sums over tokens.
+
+The layers leave sums and choices in flax collections, which `apply(..., mutable=[...])` returns. Experts that a rollout
+engine has chosen may be replayed in place of the router's.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jppo.models.config_experts import Experts
+from jppo.models.config import Experts, ModelConfig
+from jppo.models.layer_groups import Group
+from jppo.models.params import get
+from jppo.types import Array
+
+SUMS, SUMS_NAME = "router", "sums"  # the collection of `RouterSums`, and their name in a layer
+CHOICES, CHOICES_NAME = "routing", "chosen"  # of the routers' own choices, and their name: [R, T, active] i16
+LOAD = "expert_load"  # the sum, [layers, E], of which metrics are made
+Given = jax.Array | None  # experts in place of the routers' choices, -1 for none
+Givens = tuple[Given, ...]
 
 
-def choose(
-    logits: jax.Array, how: Experts, correction: jax.Array | None = None, given: jax.Array | None = None
+def choose_experts(
+    logits: jax.Array, spec: Experts, correction: jax.Array | None = None, given: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the experts of tokens with logits [..., E]; returns their weights, f32, and indices: [..., active] each.
 
     `correction` [E] is added to the scores for the choice alone. Experts that are `given` [..., active] replace
     the choice, but not where they are -1.
     """
-    chex.assert_shape(logits, (..., how.count))
-    of = how.routing
+    chex.assert_shape(logits, (..., spec.count))
+    of = spec.routing
     score = jax.nn.sigmoid(logits) if of.scoring == "sigmoid" else jax.nn.softmax(logits)
-    preferred = _of_best_groups(score if correction is None else score + jnp.broadcast_to(correction, score.shape), how)
-    weight, chosen = jax.lax.top_k(preferred, how.active)
+    preferred = _of_best_groups(
+        score if correction is None else score + jnp.broadcast_to(correction, score.shape), spec
+    )
+    weight, chosen = jax.lax.top_k(preferred, spec.active)
     if given is not None:
         chex.assert_equal_shape([given, chosen])
         chosen = jnp.where(given < 0, chosen, given)
     if of.scoring == "sigmoid" or given is not None:
         weight = jnp.take_along_axis(score, chosen, axis=-1)
-    if how.normalized:
+    if spec.normalized:
         weight /= jnp.sum(weight, axis=-1, keepdims=True) + (1e-20 if of.scoring == "sigmoid" else 0.0)
     return weight if of.scale == 1.0 else weight * of.scale, chosen
 
 
-def _of_best_groups(score: jax.Array, how: Experts) -> jax.Array:
+def _of_best_groups(score: jax.Array, spec: Experts) -> jax.Array:
     """Masks the scores [..., E] of experts outside of each token's best groups."""
-    of = how.routing
+    of = spec.routing
     if of.best_groups == of.groups:
         return score
-    grouped = score.reshape(*score.shape[:-1], of.groups, how.count // of.groups)
+    grouped = score.reshape(*score.shape[:-1], of.groups, spec.count // of.groups)
     counted, outside = (2, -jnp.inf) if of.scoring == "sigmoid" else (1, 0.0)
     best = jax.lax.top_k(jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1), of.best_groups)[1]  # [..., best]
     inside = jnp.any(jax.nn.one_hot(best, of.groups, dtype=bool), axis=-2)
     return jnp.where(inside[..., None], grouped, outside).reshape(score.shape)
+
+
+class RouterSums(NamedTuple):
+    """Sums over counted tokens, for each layer with experts."""
+
+    load: jax.Array  # [..., E], tokens of each expert
+    prob: jax.Array  # [..., E], probabilities of each expert
+    z: jax.Array  # [...], squares of log Σ exp(logits)
+    entropy: jax.Array  # [...]
+
+
+def sums_by_row(logits: jax.Array, spec: Experts, chosen: jax.Array, counted: jax.Array) -> RouterSums:
+    """Sums over the counted tokens of each row, from logits [R, T, E], experts [R, T, active], counted [R, T].
+
+    An expert's probability is its share of the token's scores, which for a softmax is the score.
+    """
+    chex.assert_rank([logits, chosen, counted], [3, 3, 2])
+    E = logits.shape[-1]
+    log_prob = jax.nn.log_softmax(jax.nn.log_sigmoid(logits) if spec.routing.scoring == "sigmoid" else logits)
+    prob, counts = jnp.exp(log_prob), counted.astype(logits.dtype)
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(counted.reshape(*counted.shape, *(1,) * (x.ndim - 2)), x, 0), axis=1)
+
+    used = jnp.sum(chosen[..., None] == jnp.arange(E)[None, None, None], axis=2, dtype=counts.dtype)  # [R, T, E]
+    return RouterSums(
+        load=total(used),
+        prob=total(prob),
+        z=total(jax.nn.logsumexp(logits, axis=-1) ** 2),
+        entropy=-total(jnp.sum(prob * log_prob, axis=-1)),
+    )
+
+
+def collected_sums(variables: Any, cfg: ModelConfig) -> RouterSums:
+    """Joins the sums of a decoder's layers, [layers with experts, ...] by stack, over all rows."""
+    paths = [stack.path for stack in cfg.stacks if stack.modules.sparse]
+    stacks = [get(variables[SUMS], (*path, "experts", SUMS_NAME)) for path in paths]
+    sums: RouterSums = jax.tree.map(lambda *parts: jnp.concatenate([jnp.sum(x, axis=1) for x in parts]), *stacks)
+    return sums
+
+
+def balance_loss(sums: RouterSums, load: Array, tokens: Array) -> jax.Array:
+    """Computes a micro-batch's part of the load-balancing loss (Fedus et al., arXiv:2101.03961), mean over layers.
+
+    A layer's loss is E Σ_e F_e P_e with F_e the share of tokens that use expert e and P_e its mean probability; with
+    an even load it is the number of active experts. `load` [layers, E] and `tokens` are of the whole mini-batch, so
+    that the parts of its micro-batches add up.
+    """
+    chex.assert_equal_shape([sums.load, load])
+    E = load.shape[-1]
+    return E * jnp.mean(jnp.sum(jax.lax.stop_gradient(load) * sums.prob, axis=-1)) / tokens**2
+
+
+def z_loss(sums: RouterSums, tokens: Array) -> jax.Array:
+    """Computes a micro-batch's part of the router's z-loss (Zoph et al., arXiv:2202.08906), mean over layers."""
+    return jnp.mean(sums.z) / tokens
+
+
+def router_metrics(sums: RouterSums, tokens: Array) -> dict[str, Array]:
+    """Returns a micro-batch's part of the metrics: the load of each expert, and the entropy."""
+    return {
+        LOAD: sums.load / tokens,
+        "actor/router_entropy": jnp.mean(sums.entropy) / tokens,
+    }
+
+
+def load_metrics(load: np.ndarray) -> dict[str, float]:
+    """Returns the largest and smallest load [layers, E] of an expert, relative to an even one.
+
+    And the share of dropped tokens, which is 0 by construction (`dispatch.py`).
+    """
+    relative = load / np.maximum(np.mean(load, axis=1, keepdims=True), 1e-30)
+    return {
+        "actor/expert_load_max": float(np.max(relative)),
+        "actor/expert_load_min": float(np.min(relative)),
+        "actor/experts_dropped": 0.0,
+    }
+
+
+def load_shape(cfg: ModelConfig) -> tuple[int, int]:
+    """Returns the number of layers with experts, and of experts."""
+    return (0, 0) if cfg.experts is None else (sum(cfg.experts.sparse), cfg.experts.count)
+
+
+def given_by_stack(given: Given, group: Group) -> Givens:
+    """Splits given experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] of those with experts."""
+    if given is None:
+        return (None,) * len(group)
+    return tuple(jnp.moveaxis(given[:, :, one.layers], 2, 0) if one.modules.sparse else None for one in group)
+
+
+def layer_choice(left: Any) -> jax.Array | None:
+    """Returns a layer's choice [R, T, active] from what its `apply` left; None for a layer without experts."""
+    choice = left.get(CHOICES, {}).get("experts")
+    return None if choice is None else choice[CHOICES_NAME]
+
+
+def stacked_choices(layers: Sequence[jax.Array | None]) -> jax.Array | None:
+    """Stacks the layers' choices to [R, T, L, active], 0 in a layer without experts; None if no layer has any."""
+    known = next((one for one in layers if one is not None), None)
+    return None if known is None else jnp.stack([jnp.zeros_like(known) if x is None else x for x in layers], axis=2)
+
+
+def differing_share(left: Any, given: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Returns the share of a token's given experts [R, T, L, active] that the routers did not choose, [R, T] f32.
+
+    `left` is what the decoder's `apply` left. Tokens without given experts have 0.
+    """
+    stacks = [stack for stack in cfg.stacks if stack.modules.sparse]
+    choices = [get(left[CHOICES], (*stack.path, "experts", CHOICES_NAME)) for stack in stacks]
+    own = jnp.concatenate(choices)  # [layers, R, T, active]
+    replayed = jnp.concatenate([given[:, :, stack.layers] for stack in stacks], axis=2)
+    chosen = jnp.any(replayed[..., None] == jnp.moveaxis(own, 0, 2)[..., None, :], axis=-1)
+    return jnp.mean(~chosen & (replayed >= 0), axis=(2, 3), dtype=jnp.float32)

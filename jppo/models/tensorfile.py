@@ -1,10 +1,11 @@
 """Safetensors files, read as memory maps and written one tensor at a time. Used by `hf.py` and `hf_write.py`.
 
 A file is eight bytes of header length, a JSON header of dtype, shape and offsets by name, and the bytes. This
-reader, unlike the safetensors package, gives bfloat16 without torch and errors that name the tensor.
+reader, unlike the safetensors package's, copies nothing, so that a device reads only its shard, and names a bad tensor.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -17,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo import tensorheader
-from jppo.models import mxfp4
 from jppo.settings import UserError
 
 DTYPES = {code: jnp.dtype(name) for name, code in tensorheader.CODES.items()}
 _SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()} | {"U8": 1}
+BLOCK = 32  # numbers of MXFP4 with one scale, two in a byte
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -41,8 +42,8 @@ def read(slot: Slot, name: str) -> np.ndarray:
     """Reads the tensor as a read-only memory map; decodes it if it is MXFP4."""
     if slot.scales is not None:
         E, I, O = slot.shape
-        parts = (slot, (E, O, I // mxfp4.BLOCK, mxfp4.BLOCK // 2)), (slot.scales, slot.scales.shape)
-        return mxfp4.decode(*(np.memmap(s.file, np.uint8, mode="r", offset=s.offset, shape=n) for s, n in parts))
+        parts = (slot, (E, O, I // BLOCK, BLOCK // 2)), (slot.scales, slot.scales.shape)
+        return decode_mxfp4(*(np.memmap(s.file, np.uint8, mode="r", offset=s.offset, shape=n) for s, n in parts))
     if slot.code not in DTYPES:
         raise UserError(f"{slot.file}: {name} has dtype {slot.code}; only {', '.join(DTYPES)} are weights")
     return np.memmap(slot.file, DTYPES[slot.code], mode="r", offset=slot.offset, shape=slot.shape)
@@ -62,21 +63,21 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
         raise UserError(f"{index} is no JSON object with a weight_map: {e}; fetch it again") from e
     if not fit:
         raise UserError(f"{index}: its weight_map must give the name of a file in its folder for each tensor")
-    found: dict[str, Slot] = {}
+    slots: dict[str, Slot] = {}
     for shard in sorted(set(weight_map.values())):
         if not (directory / shard).is_file():
             raise UserError(f"{index} names {shard}, which is not in {directory}; fetch the missing file")
-        found |= _file_slots(directory / shard)
-    absent = sorted(set(weight_map) - set(found))
+        slots |= _file_slots(directory / shard)
+    absent = sorted(set(weight_map) - set(slots))
     if absent:
         raise UserError(f"{directory / weight_map[absent[0]]} lacks {absent[0]}, which {index.name} puts there")
-    return found
+    return slots
 
 
-def split_experts(found: Mapping[str, Slot]) -> dict[str, Slot]:
+def split_experts(stored: Mapping[str, Slot]) -> dict[str, Slot]:
     """Replaces a layer's experts in two tensors, gate_up_proj [E, 2M, D] and down_proj [E, D, M], by each one's own."""
-    out = dict(found)
-    for name, slot in found.items():
+    out = dict(stored)
+    for name, slot in stored.items():
         module, _, last = name.rpartition(".experts.")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
         if not parts or len(slot.shape) != 3 or slot.shape[1] % len(parts):
@@ -90,20 +91,20 @@ def split_experts(found: Mapping[str, Slot]) -> dict[str, Slot]:
     return out
 
 
-def unpacked(found: Mapping[str, Slot]) -> dict[str, Slot]:
+def unpacked(stored: Mapping[str, Slot]) -> dict[str, Slot]:
     """Replaces each pair X_blocks and X_scales of MXFP4 by X, with the shape that `read` returns."""
-    out = dict(found)
-    for name in [name for name in found if name.endswith("_blocks")]:
+    out = dict(stored)
+    for name in [name for name in stored if name.endswith("_blocks")]:
         whole = name.removesuffix("_blocks")
         blocks, scales = out.pop(name), out.pop(f"{whole}_scales", None)
         if scales is None:
             raise UserError(f"{blocks.file}: {name} has no {whole}_scales; fetch the missing file")
-        fit = len(blocks.shape) == 4 and blocks.shape[3] == mxfp4.BLOCK // 2 and blocks.shape[:3] == scales.shape
+        fit = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and blocks.shape[:3] == scales.shape
         if not fit or (blocks.code, scales.code) != ("U8", "U8"):
-            said = f"{blocks.code}{list(blocks.shape)}, its scales {scales.code}{list(scales.shape)}"
-            raise UserError(f"{blocks.file}: {name} is {said}; MXFP4 is U8 [E, O, I/32, 16] and [E, O, I/32]")
+            form = f"{blocks.code}{list(blocks.shape)}, its scales {scales.code}{list(scales.shape)}"
+            raise UserError(f"{blocks.file}: {name} is {form}; MXFP4 is U8 [E, O, I/32, 16] and [E, O, I/32]")
         E, O, G, _ = blocks.shape
-        out[whole] = dataclasses.replace(blocks, shape=(E, G * mxfp4.BLOCK, O), scales=scales)
+        out[whole] = dataclasses.replace(blocks, shape=(E, G * BLOCK, O), scales=scales)
     return out
 
 
@@ -121,21 +122,21 @@ def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
     if not isinstance(header, dict):
         raise UserError(f"{file} is no safetensors file: its header is a JSON {type(header).__name__}, not an object")
     header.pop("__metadata__", None)
-    found = {}
+    slots = {}
     for name, item in header.items():
         code, shape, first, last = _described(file, name, item)
         if 8 + length + last > size:
             raise UserError(f"{file} is cut: {name} ends at byte {8 + length + last} of {size}; fetch it again")
         if code in _SIZES and last - first != _SIZES[code] * math.prod(shape):
             raise UserError(f"{file}: {name} has {last - first} bytes, which is not {code} of shape {list(shape)}")
-        found[name] = Slot(file, code, shape, 8 + length + first)
-    return found
+        slots[name] = Slot(file, code, shape, 8 + length + first)
+    return slots
 
 
 def _described(file: pathlib.Path, name: str, item: object) -> tuple[str, tuple[int, ...], int, int]:
     """Reads a tensor's dtype, shape, first byte and end from the header; raises UserError if it lacks one."""
-    said = item if isinstance(item, dict) else {}
-    code, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    entry = item if isinstance(item, dict) else {}
+    code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if isinstance(code, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2:
         whole = all(type(n) is int and n >= 0 for n in (*shape, *offsets))
         if whole and offsets[0] <= offsets[1]:
@@ -160,3 +161,28 @@ def write(file: pathlib.Path, announced: Mapping[str, jax.ShapeDtypeStruct], ten
             if tensor.shape != x.shape or tensor.dtype != x.dtype:
                 raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, announced as {x.dtype}{x.shape}")
             f.write(np.ascontiguousarray(tensor).view(np.uint8).data)
+
+
+@functools.cache
+def _mxfp4_tables() -> tuple[np.ndarray, np.ndarray]:
+    """Computes the bfloat16 number in the low and in the high four bits of a byte, by 256 * its scale + byte."""
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values = np.array([*positive, *(-x for x in positive)], np.float32)
+    byte, exponent = np.arange(256), np.arange(256, dtype=np.int32)[:, None] - 127
+    with np.errstate(over="ignore"):
+        low, high = (np.ldexp(values[four], exponent).astype(jnp.bfloat16) for four in (byte & 15, byte >> 4))
+    return low.reshape(-1), high.reshape(-1)
+
+
+def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Decodes MXFP4 (OCP Microscaling Formats 1.0) to bfloat16.
+
+    Experts' matrices: blocks [E, O, I/32, 16] and exponents plus 127 [E, O, I/32], u8, to [E, I, O]."""
+    E, O, G, _ = blocks.shape
+    out = np.empty((E, G, BLOCK // 2, 2, O), jnp.bfloat16)
+    low, high = _mxfp4_tables()
+    for e in range(E):
+        byte = np.ascontiguousarray(blocks[e].transpose(1, 2, 0))  # transposed first: it is the smallest
+        index = scales[e].T.astype(np.uint16)[:, None] << 8 | byte
+        out[e, :, :, 0], out[e, :, :, 1] = low[index], high[index]
+    return out.reshape(E, G * BLOCK, O)

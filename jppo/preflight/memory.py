@@ -17,7 +17,7 @@ from jppo.learner import offloading, packing, ppo, sharding, state, update
 from jppo.learner.make import Trained, make_apply, make_passes, shares_trunk
 from jppo.learner.optimizers import make_optimizer
 from jppo.learner.plan import plan_of_run
-from jppo.models import cost, hf_write, router_sums
+from jppo.models import cost, hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
@@ -193,7 +193,7 @@ def _reference(c: Settings, inputs: Inputs, mesh: Any, policy: Trained) -> tuple
 
 def _load(cfg: ModelConfig, mesh: Any) -> Any:
     """Returns the abstract load of the experts of a model."""
-    return jax.ShapeDtypeStruct(router_sums.shape(cfg), jnp.float32, sharding=sharding.replicated(mesh))
+    return jax.ShapeDtypeStruct(router.load_shape(cfg), jnp.float32, sharding=sharding.replicated(mesh))
 
 
 def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:

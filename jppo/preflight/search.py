@@ -14,7 +14,7 @@ from jppo import settings
 from jppo.forecast.machines import GIB, Machine
 from jppo.learner.make import make_mesh
 from jppo.learner.sharding import AXES
-from jppo.models.config_experts import Experts
+from jppo.models.config import Experts
 from jppo.preflight import described_machine, memory, preview
 from jppo.preflight import table as forecast
 from jppo.preflight.auto import REMATS, arguments

@@ -11,7 +11,7 @@ from jppo.data.tokenizer import decode, load_tokenizer
 from jppo.distributed.hosts import ALONE, Hosts, own_folder
 from jppo.errors import expanded
 from jppo.learner import sharding, state
-from jppo.models import fused, hf, spread
+from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
 from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.function import FunctionPart
@@ -180,7 +180,7 @@ def _by_jax(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib
         dtype=m.dtype,
         shardings=state.weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
         rows=sharding.whole_rows_sharding(mesh),
-        attend=fused.make(kernel, needs, mesh=mesh, split=spread.WHOLE),
+        attend=fused.make(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
     )
 
 

@@ -74,7 +74,7 @@ class Programs:
 def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
     """Makes the function that allocates free rows; returns also the shardings of its result."""
     shape = dict[str, Any](rows=s.rows, length=s.max_model_len, dtype=s.dtype, experts=s.experts)
-    empty = functools.partial(generate.empty, s.cfg, **shape)
+    empty = functools.partial(generate.empty_slots, s.cfg, **shape)
     places: Any = jax.tree.map(lambda _: s.by_row, jax.eval_shape(empty))
     return empty, dataclasses.replace(places, cache=jax.tree.map(lambda _: s.of_cache, places.cache))
 

@@ -83,7 +83,7 @@ def publish_policy(
         _load(c, sampler, learner.policy(now), learner.cfg, hosts, version=version, mode=mode)
         return
     save = functools.partial(
-        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, how=adapters, base=c.model.path
+        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, spec=adapters, base=c.model.path
     )
     hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
 

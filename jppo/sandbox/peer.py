@@ -18,6 +18,7 @@ import json
 import operator
 import os
 import sys
+from typing import Any
 
 _LINE_BYTES = 2**26  # of a message
 _OWN = (
@@ -65,7 +66,7 @@ _SHARED = (
     "types",
     "typing",
 )  # modules whose functions are equal on both sides
-_MUTABLE = {
+_MUTABLE: dict[type, str] = {
     list: "list",
     dict: "dict",
     set: "set",
@@ -99,7 +100,7 @@ _BINARY = (
     "ne",
 )
 _PREDICATES = ("count", "startswith", "endswith", "isdisjoint", "issubset", "issuperset", "all", "any")
-_UNARY = {
+_UNARY: dict[str, Any] = {
     "len": len,
     "bool": bool,
     "str": str,
@@ -184,7 +185,8 @@ class Peer:
             name = operands[1]
             if not self._trusting and str(name).startswith("__"):
                 raise AttributeError(name)
-            return {"get": getattr, "set": setattr, "del": delattr}[op](*operands)
+            changes: dict[str, Any] = {"get": getattr, "set": setattr, "del": delattr}
+            return changes[op](*operands)
         if op == "name" and self._look_up is not None:
             return self._look_up(*operands)
         if op == "plain":
@@ -299,7 +301,7 @@ class Peer:
         return ["class", self._exported(kind), str(kind.__name__), [one for one in bases if one is not None]]
 
     def _drained(self, memo):
-        heap = []
+        heap: list[list[Any]] = []
         while len(heap) < len(memo.objects):  # encoding one may add others
             value = memo.objects[len(heap)]
             kind = type(value)
@@ -322,12 +324,13 @@ class Peer:
             objects = [known[i] if i < len(known) else _empty(one) for i, one in enumerate(heap)]
             for target, one in zip(objects, heap, strict=True):
                 if one is not None:
-                    self._fill(target, *one, objects)
+                    self._fill(target, one, objects)
         except (TypeError, ValueError, LookupError) as e:
             raise Gone("no heap") from e
         return objects
 
-    def _fill(self, target, name, body, more, objects):
+    def _fill(self, target, one, objects):
+        name, body, more = one
         if type(target) is not _MADE[name]:
             raise ValueError(name)
         if name == "bytearray":
@@ -387,9 +390,9 @@ class Peer:
         if tag == "shared":
             return _shared(*rest)
         if tag == "numpy":
-            return self._made_numpy(*rest, objects)
+            return self._made_numpy(rest, objects)
         if tag == "subclass":
-            return self._made_subclass(*rest, objects)
+            return self._made_subclass(rest, objects)
         if tag == "yours":
             return self._objects[rest[0]]
         if tag == "class":
@@ -402,14 +405,16 @@ class Peer:
             return self._remotes.setdefault(int(rest[0]), made)
         raise ValueError(tag)
 
-    def _made_numpy(self, dtype, shape, array, flat, objects):
+    def _made_numpy(self, rest, objects):
+        dtype, shape, array, flat = rest
         numpy = _imported("numpy")
         if numpy.dtype(dtype).hasobject:
             raise ValueError(dtype)
         made = numpy.array([self._decoded(one, objects) for one in flat], dtype=dtype).reshape(shape)
         return made if array else made[()]
 
-    def _made_subclass(self, base, name, fields, value, objects):
+    def _made_subclass(self, rest, objects):
+        base, name, fields, value = rest
         plain = self._decoded(value, objects)
         if fields is not None:
             key = (name, *fields)
@@ -451,7 +456,7 @@ class Peer:
             made = kind(*args)
         except Exception:
             made = kind.__new__(kind)
-        made.from_program = True
+        made.__dict__["from_program"] = True
         return made
 
 
@@ -621,7 +626,7 @@ class Captured:
 def _plain(value):
     """Returns the value of an instance of a subclass of a builtin, read past its methods; None of others."""
     if isinstance(value, (str, bytes)):
-        return (str if isinstance(value, str) else bytes).__getitem__(value, slice(None))
+        return str.__str__(value) if isinstance(value, str) else bytes.__getitem__(value, slice(None))
     for base in (frozenset, tuple, list, set, bytearray):
         if isinstance(value, base):
             return base(base.__iter__(value))  # type: ignore[arg-type]

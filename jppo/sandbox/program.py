@@ -10,6 +10,7 @@ import ast
 import builtins
 import os
 import sys
+import types
 
 PASSED, FAILED = "passed", "failed"
 
@@ -94,7 +95,7 @@ class _Names(dict):
         return found
 
 
-class _Main(type(sys)):
+class _Main(types.ModuleType):
     """The module of the tests, as unittest looks for it."""
 
     def __getattr__(self, name):
@@ -112,7 +113,7 @@ def _fresh(name):
     for word in ("exit", "quit"):  # as the module site has them
         if not hasattr(builtins, word):
             setattr(builtins, word, sys.exit)
-    made = type(sys)(name)
+    made = types.ModuleType(name)
     sys.modules[name] = made
     made.__dict__["__builtins__"] = builtins
     return made.__dict__

@@ -13,7 +13,7 @@ import pytest
 
 from jppo.algorithms import advantage, losses
 from jppo.learner import batch, estimate, estimators, optim, packing, ppo, sharding, state, update
-from jppo.models import embedding, experts, families, spread
+from jppo.models import config_reader, embedding, experts, sequence_parallel
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.types import Reward, Trajectory
@@ -170,13 +170,13 @@ class Learner:
             KL_COEF,
             ADAMW,
         )
-        self.cfg = families.from_hf(self.hf, path="config.json")
+        self.cfg = config_reader.parse_config(self.hf, path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
         plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
         decoder = Decoder(
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),
-            attend=spread.exchanged(plain, self.mesh),
+            attend=sequence_parallel.exchanged(plain, self.mesh),
             lookup=embedding.make_lookup(self.mesh),
             remat=self.remat,
             mix=experts.make_mix(self.mesh),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jppo.learner import devices, sharding, utilisation
-from jppo.models import cost, families
+from jppo.models import config_reader, cost
 from jppo.models.lora import Lora
 
-CFG = families.from_hf(
+CFG = config_reader.parse_config(
     {
         "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12,
         "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10, "max_position_embeddings": 64,
@@ -104,7 +104,7 @@ def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
     found = utilisation.utilisation(config, inputs, None, both, seconds, step=0)
     assert found == {
         "perf/mfu/actor": 2 * cost.update(CFG, [5, 9], head_tokens=6) / 0.5 / 1e6,
-        "perf/mfu/critic": 3 * cost.update(CFG, [5, 9], head_tokens=0, how=inputs.critic_adapters) / 0.25 / 1e6,
+        "perf/mfu/critic": 3 * cost.update(CFG, [5, 9], head_tokens=0, adapters=inputs.critic_adapters) / 0.25 / 1e6,
         "perf/mfu/actor_infer": cost.forward(CFG, [5, 9], head_tokens=6) / 0.125 / 1e6,
     }
     assert list(utilisation.utilisation(config, inputs, None, both, {"update_critic": 1.0}, step=0)) == [

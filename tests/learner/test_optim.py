@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jppo.learner import optim, sharding, state
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.models.config import pad_vocab
 from tests.models.conftest import config_of
 
@@ -242,7 +242,7 @@ def test_padding_stays_zero_whatever_the_optimizer():
 
 
 def test_weight_decay_leaves_a_buffer_of_the_model_alone():
-    cfg = families.from_hf(config_of("deepseek3-halves"), path="here")
+    cfg = config_reader.parse_config(config_of("deepseek3-halves"), path="here")
     what = state.weights(cfg, sharding.make_mesh((1, 1, 1)), head="lm", param_dtype=jnp.bfloat16)
     params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), what.shapes)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -264,7 +264,7 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
         num_key_value_heads=2, vocab_size=1001, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4,
         hidden_act="silu",
     )  # fmt: skip
-    cfg = pad_vocab(families.from_hf(shape, path="here"), mesh.shape["tensor"])
+    cfg = pad_vocab(config_reader.parse_config(shape, path="here"), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
     tx = make(name, matrices=what.matrices if name == "muon" else None)
     opt, places = state.abstract_optimizer(tx, what)

@@ -12,7 +12,7 @@ import transformers
 from jppo import settings
 from jppo.learner import packing, score
 from jppo.learner.plan import replayed
-from jppo.models import decoder, families, hf_write, params
+from jppo.models import config_reader, decoder, hf_write, params
 from jppo.runlog import trajectories as saved
 from jppo.settings import UserError
 from jppo.types import Trajectory
@@ -49,7 +49,7 @@ def made(normalized=True, layers=LAYERS):
     theirs = transformers.AutoModelForCausalLM.from_config(
         config(normalized, layers), attn_implementation="eager"
     ).eval()
-    cfg = families.from_hf(theirs.config.to_dict(), path="config.json")
+    cfg = config_reader.parse_config(theirs.config.to_dict(), path="config.json")
     rng = np.random.default_rng(2)
 
     def draw(entry):

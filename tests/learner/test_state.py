@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jppo.learner import optim, sharding, state
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import init_params
 
@@ -34,7 +34,7 @@ def on_each(tree):
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_random_weights_and_moments_are_drawn_in_their_shards(mesh_shape, head):
     mesh = sharding.make_mesh(mesh_shape)
-    cfg = pad_vocab(families.from_hf(SHAPE, path="here"), mesh.shape["tensor"])
+    cfg = pad_vocab(config_reader.parse_config(SHAPE, path="here"), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head=head, param_dtype=jnp.float32)
     whole, largest = nbytes(what.shapes), max(map(nbytes, jax.tree.leaves(what.shapes)))
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from jppo.models import cost, families, lora
+from jppo.models import config_reader, cost, lora
 
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 10, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-QWEN = families.from_hf(SHAPE | {"model_type": "qwen2", "rope_theta": 1e4, "hidden_act": "silu"}, path="here")
-SLIDING = families.from_hf(
+QWEN = config_reader.parse_config(SHAPE | {"model_type": "qwen2", "rope_theta": 1e4, "hidden_act": "silu"}, path="here")
+SLIDING = config_reader.parse_config(
     SHAPE | {"model_type": "mistral", "sliding_window": 3, "head_dim": 4, "rope_theta": 1e4, "hidden_act": "silu"},
     path="here",
 )
@@ -41,7 +41,7 @@ def test_a_token_costs_its_active_experts_and_the_router():
     # The MLP's 3 products of 8 by 12 give way in one layer: 2 experts of 3 of 8 by 7, a shared one of 3 of 8 by 3, the
     # router's of 8 by 5 and the shared one's gate, 8 by 1.
     saved = 2 * 4 * (3 * 8 * 12 - (2 * 3 * 8 * 7 + 3 * 8 * 3 + 8 * 5 + 8))
-    found = cost.forward(families.from_hf(mixture, path="here"), [4], head_tokens=1)
+    found = cost.forward(config_reader.parse_config(mixture, path="here"), [4], head_tokens=1)
     assert found == cost.forward(QWEN, [4], head_tokens=1) - saved
 
 
@@ -51,13 +51,15 @@ def test_latent_attention_costs_its_projections_and_pairs_of_two_sizes():
         qk_rope_head_dim=2, v_head_dim=7, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
         n_shared_experts=1, first_k_dense_replace=2, n_group=1, topk_group=1,
     )  # fmt: skip
-    latent = families.from_hf(SHAPE | config, path="here")
+    latent = config_reader.parse_config(SHAPE | config, path="here")
     # Queries by 8 to 3 to 2 heads of 6, latents and the rotary key by 8 to 5 + 2, keys and values by 5 to 2 heads of
     # 4 + 7, the output by 2 heads of 7 to 8; 9 tokens see 45 keys.
     kernels = 8 * 3 + 3 * 12 + 8 * 7 + 5 * 22 + 14 * 8
     expected = 2 * (2 * 9 * (kernels + 3 * 8 * 12) + 2 * 45 * 2 * (6 + 7)) + 2 * 10 * 8
     assert cost.forward(latent, [9], head_tokens=1) == expected
-    sparse = families.from_hf(SHAPE | config | {"first_k_dense_replace": 1, "n_shared_experts": 3}, path="here")
+    sparse = config_reader.parse_config(
+        SHAPE | config | {"first_k_dense_replace": 1, "n_shared_experts": 3}, path="here"
+    )
     saved = 2 * 9 * (3 * 8 * 12 - 3 * 8 * (2 * 6 + 3 * 6) - 8 * 4)
     assert cost.forward(sparse, [9], head_tokens=1) == expected - saved
 
@@ -75,20 +77,24 @@ def test_an_update_of_all_weights_is_three_forward_passes_and_one_of_adapters_le
     # A and B of q: 8*2 + 2*8, of down: 12*2 + 2*8; 2 layers, 4 tokens, a product and a sum.
     beside = 2 * 2 * 4 * (32 + 40)
     plain = cost.forward(QWEN, [4], head_tokens=3)
-    assert cost.forward(QWEN, [4], head_tokens=3, how=how) == plain + beside
+    assert cost.forward(QWEN, [4], head_tokens=3, adapters=how) == plain + beside
     assert cost.update(QWEN, [4], head_tokens=3) == 3 * plain
     kernels = plain - cost.attention(QWEN, [4])
-    assert cost.update(QWEN, [4], head_tokens=3, how=how) == 2 * kernels + 3 * cost.attention(QWEN, [4]) + 3 * beside
+    assert (
+        cost.update(QWEN, [4], head_tokens=3, adapters=how) == 2 * kernels + 3 * cost.attention(QWEN, [4]) + 3 * beside
+    )
 
 
 def test_adapters_of_experts_are_merged_so_that_their_kernels_have_gradients():
     config = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=7, norm_topk_prob=True, head_dim=4)
-    mixture = families.from_hf(SHAPE | config | {"model_type": "qwen3_moe", "mlp_only_layers": [1]}, path="here")
+    mixture = config_reader.parse_config(
+        SHAPE | config | {"model_type": "qwen3_moe", "mlp_only_layers": [1]}, path="here"
+    )
     how = lora.Lora(2, 16.0, ("q_proj", "down_proj"))
     # Beside the kernels: A and B of q in both layers, 8*2 + 2*8, and of the dense layer's down, 12*2 + 2*8.
     beside = 2 * 4 * (2 * 32 + 40)
     plain = cost.forward(mixture, [4], head_tokens=3)
-    assert cost.forward(mixture, [4], head_tokens=3, how=how) == plain + beside
+    assert cost.forward(mixture, [4], head_tokens=3, adapters=how) == plain + beside
     merged = 2 * 4 * 2 * 7 * 8  # the active experts' down in one layer
     expected = 2 * plain + cost.attention(mixture, [4]) + merged + 3 * beside
-    assert cost.update(mixture, [4], head_tokens=3, how=how) == expected
+    assert cost.update(mixture, [4], head_tokens=3, adapters=how) == expected

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import cache, decoder, families, heads, hf, params
+from jppo.models import cache, config_reader, decoder, heads, hf, params
 from tests.models.conftest import BY_FAMILY
 
 RECURRENT = ("qwen3.5-periods", "qwen3.5-runs", "qwen3-next-periods")
 REAL = ("stories260k", "stories260k-hd32", "tinystories-656k", "tinystories-656k-hd64")
-CFG = families.from_hf(
+CFG = config_reader.parse_config(
     dict(
         model_type="qwen2",
         vocab_size=37,

@@ -9,7 +9,7 @@ import pytest
 
 from jppo.learner import sharding
 from jppo.learner.mesh_checks import require_divisible
-from jppo.models import cache, cost, decoder, delta, families, hf_write, lora
+from jppo.models import cache, config_reader, cost, decoder, delta, hf_write, lora
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.unserved import require_delta_nets
 from jppo.settings import UserError
@@ -82,7 +82,7 @@ def test_the_convolution_sees_no_other_segment(rng):
     np.testing.assert_allclose(found[0], np.concatenate(expected), atol=1e-5)
 
 
-CFG = families.from_hf(config_of("qwen3.5-periods") | dict(initializer_range=0.2), path="config.json")
+CFG = config_reader.parse_config(config_of("qwen3.5-periods") | dict(initializer_range=0.2), path="config.json")
 
 
 def test_packing_changes_no_gradient(rng):
@@ -135,7 +135,7 @@ def test_a_token_costs_its_products_with_the_state_and_no_pairs():
     config = dict(hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
     config |= dict(vocab_size=10, num_hidden_layers=2, full_attention_interval=2, max_position_embeddings=64)
     config |= dict(linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=5, linear_value_head_dim=7)
-    cfg = families.from_hf(config | dict(model_type="qwen3_5_text", partial_rotary_factor=0.5), path="here")
+    cfg = config_reader.parse_config(config | dict(model_type="qwen3_5_text", partial_rotary_factor=0.5), path="here")
     # q with its gate, k, v, o; q k v, z, b, a, out, and three with each state of 5 by 7; two MLPs; the head
     attention = 8 * 16 + 2 * 8 * 4 + 8 * 8
     recurrent = 8 * (2 * 5 + 21) + 8 * 21 + 2 * 8 * 3 + 21 * 8 + 3 * 3 * 5 * 7
@@ -175,7 +175,7 @@ def test_adapters_are_those_of_attention_and_mlps():
 )
 def test_delta_nets_that_cannot_be_read_are_refused_by_field(changes, said):
     with pytest.raises(UserError, match=rf"config\.json: .*{said}") as e:
-        families.from_hf(config_of("qwen3.5-periods") | changes, path="config.json")
+        config_reader.parse_config(config_of("qwen3.5-periods") | changes, path="config.json")
     assert "\n" not in str(e.value)
 
 
@@ -186,7 +186,7 @@ def test_a_row_on_several_devices_is_refused():
 
 
 def served(name, dtype, python):
-    cfg = families.from_hf(config_of(name), path="config.json")
+    cfg = config_reader.parse_config(config_of(name), path="config.json")
     server = ServerSettings(python, 1, 0, dtype, 20, 2, True, 0.3, 1 << 26, 1, 9.0, delta=cfg.delta_kind)
     require_delta_nets(server, "cpu")
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jppo.learner import sharding
-from jppo.models import families
+from jppo.models import config_reader
 from jppo.models.decoder import Decoder, init_params
 from jppo.models.embedding import lookup, make_lookup
 from tests.learner.conftest import hf_config
@@ -73,7 +73,7 @@ def test_over_a_mesh_it_is_the_same(rng):
 
 def test_the_decoder_learns_a_frequent_tokens_row():
     """Of a row of 2,048 times the same token, by parameters in bfloat16 and in f32."""
-    cfg = families.from_hf(hf_config() | {"max_position_embeddings": 4096}, path="config.json")
+    cfg = config_reader.parse_config(hf_config() | {"max_position_embeddings": 4096}, path="config.json")
     tokens = jnp.full((1, 2048), 3)
     segment, position = jnp.repeat(jnp.arange(1, 257), 8)[None], jnp.tile(jnp.arange(8), 256)[None]
     params = init_params(cfg, jax.random.key(0), head="value", param_dtype=jnp.bfloat16)

@@ -11,19 +11,18 @@ from jax.sharding import PartitionSpec
 
 from jppo.learner import sharding, state
 from jppo.models import (
+    config_reader,
     decoder,
     dispatch,
     embedding,
     expert_products,
     experts,
-    families,
-    grouped,
     heads,
     hf,
     hf_write,
     lora,
     router,
-    spread,
+    sequence_parallel,
 )
 from jppo.models.attention import make_plain
 from jppo.settings import UserError
@@ -41,7 +40,7 @@ FORMS = {"cpu": dict(cpu=True), "accelerator": dict(cpu=False), "accelerator, in
 def form(request, monkeypatch):
     """The forms for CPUs and accelerators; the last has copies of two groups' small kernels at a time."""
     if request.param.endswith("chunks"):
-        monkeypatch.setattr(grouped, "COPIES", 300)
+        monkeypatch.setattr(expert_products, "COPIES", 300)
     return FORMS[request.param]
 
 
@@ -54,7 +53,7 @@ def test_blocks_compute_what_rows_one_by_one_do(rng, form, sizes):
 
     def of_blocks(kernel, rows):
         x, weight = rows
-        return weight * grouped.product(jnp.tanh(grouped.product(x, kernel)), kernel, True)
+        return weight * expert_products.block_product(jnp.tanh(expert_products.block_product(x, kernel)), kernel, True)
 
     def expected(kernel, x, weight):
         own = kernel[group]
@@ -67,8 +66,10 @@ def test_blocks_compute_what_rows_one_by_one_do(rng, form, sizes):
 
     @jax.jit
     def found(given, *args):
-        how = grouped.Mapped(of_blocks, (1, 1))
-        return grouped.outputs(how, *args, **form), grouped.gradients(how, *args, given, **form)
+        how = expert_products.GroupedMap(of_blocks, (1, 1))
+        return expert_products.grouped_outputs(how, *args, **form), expert_products.grouped_gradients(
+            how, *args, given, **form
+        )
 
     same, (slope, slopes) = found(jnp.asarray(given[back]), *args)
     np.testing.assert_allclose(same[order], out, rtol=1e-4, atol=1e-5)
@@ -81,7 +82,7 @@ def test_blocks_compute_what_rows_one_by_one_do(rng, form, sizes):
 @pytest.mark.parametrize("chosen", [5, 2], ids=["all", "two"])
 def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
     """Each row in three pairs; experts without biases and with them, and such as no row has chosen."""
-    cfg = families.from_hf(config_of(name), path="config.json")
+    cfg = config_reader.parse_config(config_of(name), path="config.json")
     E, N, D, M = 5, 14, 6, 4
     shapes = [(E, D, M)] * 3 + ([(E, 1, M), (E, 1, M), (E, D, 1)] if cfg.experts.names.fused else [])
     kernels = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
@@ -89,11 +90,13 @@ def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
     expert = rng.integers(0, chosen, 3 * N)
     sizes, order = np.bincount(expert, minlength=E), np.argsort(expert, kind="stable")
 
-    args = expert_products.joined(kernels), (rows, weight), jnp.asarray(sizes), jnp.asarray(order)
-    how = expert_products.mapped((cfg, None), 3)
+    args = expert_products.joined_kernels(kernels), (rows, weight), jnp.asarray(sizes), jnp.asarray(order)
+    how = expert_products.expert_function((cfg, None), 3)
 
     def run(cpu, *args):
-        return grouped.outputs(how, *args, cpu=cpu), *grouped.gradients(how, *args, given, cpu=cpu)
+        return expert_products.grouped_outputs(how, *args, cpu=cpu), *expert_products.grouped_gradients(
+            how, *args, given, cpu=cpu
+        )
 
     found, expected = (jax.jit(functools.partial(run, cpu))(*args) for cpu in (False, True))
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -103,10 +106,10 @@ def test_the_form_for_accelerators_is_that_for_cpus(rng, name, chosen):
 def test_a_narrow_product_is_summed_in_f32(rng):
     x = jnp.asarray(rng.normal(size=(40, 64)), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(3, 64, 8)), jnp.float32)
-    how = grouped.Mapped(lambda kernel, rows: grouped.product(rows[0], kernel), (1,))
+    how = expert_products.GroupedMap(lambda kernel, rows: expert_products.block_product(rows[0], kernel), (1,))
 
     def run(kernel):
-        return grouped.mapped(how, kernel, (x,), jnp.asarray([11, 9, 20]), jnp.arange(40))
+        return expert_products.grouped_map(how, kernel, (x,), jnp.asarray([11, 9, 20]), jnp.arange(40))
 
     found, pull = jax.vjp(run, kernel)
     narrow = np.asarray(kernel.astype(jnp.bfloat16), np.float32)
@@ -220,14 +223,14 @@ MIXTURES |= {"beside": BESIDE, "kept": KEPT}  # the last one has no experts
 
 def graded(config, mesh_shape, tokens, segment, position, **settings):
     """The loss of a model on a mesh, and its gradient."""
-    cfg, mesh = families.from_hf(config, path="config.json"), sharding.make_mesh(mesh_shape)
+    cfg, mesh = config_reader.parse_config(config, path="config.json"), sharding.make_mesh(mesh_shape)
     what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
     values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
     values = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), values)
     model = decoder.Decoder(
         cfg,
         constrain=sharding.constrain_to_rows(mesh),
-        attend=spread.exchanged(make_plain(**decoder.attention_settings(cfg)), mesh),
+        attend=sequence_parallel.exchanged(make_plain(**decoder.attention_settings(cfg)), mesh),
         lookup=embedding.make_lookup(mesh),
         mix=experts.make_mix(mesh),
         **settings,
@@ -342,13 +345,13 @@ def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
 
 def test_padding_and_neighbours_change_no_token(rng):
     """Tokens are routed one by one: no expert is ever full."""
-    cfg = families.from_hf(MESHED, path="config.json")
+    cfg = config_reader.parse_config(MESHED, path="config.json")
     kernels = [jnp.asarray(rng.normal(size=(8, 32, 24)), jnp.float32) for _ in range(3)]
     x, logits = (jnp.asarray(rng.normal(size=(2, 30, n)), jnp.float32) for n in (32, 8))
     logits = logits.at[:, :20].set(
         jnp.asarray([9.0, 5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     )  # most tokens go to three experts
-    chosen = router.choose(logits, cfg.experts)
+    chosen = router.choose_experts(logits, cfg.experts)
     together = experts.mix(tuple(kernels), x, *chosen, cfg)
     apart = [experts.mix(tuple(kernels), *(a[i : i + 1, 13:] for a in (x, *chosen)), cfg) for i in range(2)]
     np.testing.assert_allclose(together[:, 13:], np.concatenate(apart), rtol=1e-4, atol=1e-4)
@@ -356,12 +359,12 @@ def test_padding_and_neighbours_change_no_token(rng):
 
 def test_no_array_has_tokens_by_experts_by_width():
     config = MESHED | dict(num_experts=64, moe_intermediate_size=64)
-    cfg = families.from_hf(config, path="config.json")
+    cfg = config_reader.parse_config(config, path="config.json")
     shapes = [jax.ShapeDtypeStruct((64, 32, 64), jnp.float32)] * 3
     x, logits = (jax.ShapeDtypeStruct((4, 512, n), jnp.float32) for n in (32, 64))
 
     def loss(kernels, x, logits):
-        return jnp.sum(experts.mix(kernels, x, *router.choose(logits, cfg.experts), cfg) ** 2)
+        return jnp.sum(experts.mix(kernels, x, *router.choose_experts(logits, cfg.experts), cfg) ** 2)
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tuple(shapes), x, logits).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 512) * 64 * 64 / 2
@@ -405,17 +408,17 @@ def test_no_array_has_tokens_by_experts_by_width():
 )
 def test_experts_that_cannot_be_read_are_refused_by_field(name, changes, said):
     with pytest.raises(UserError, match=rf"config\.json: {said}") as e:
-        families.from_hf(config_of(name) | changes, path="config.json")
+        config_reader.parse_config(config_of(name) | changes, path="config.json")
     assert "\n" not in str(e.value)
 
 
 def test_a_model_without_a_sparse_layer_has_no_experts():
-    cfg = families.from_hf(config_of("qwen2-moe-mixed") | dict(decoder_sparse_step=6), path="config.json")
+    cfg = config_reader.parse_config(config_of("qwen2-moe-mixed") | dict(decoder_sparse_step=6), path="config.json")
     assert cfg.experts is None and [stack.path for stack in cfg.stacks] == [("layers",)]
 
 
 def test_adapters_of_fused_experts_are_refused():
-    cfg = families.from_hf(config_of("gpt-oss-clamped"), path="config.json")
+    cfg = config_reader.parse_config(config_of("gpt-oss-clamped"), path="config.json")
     with pytest.raises(UserError, match="a gpt_oss model has no down_proj; use all-linear, or some of q_proj, k") as e:
         lora.table(cfg, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")
     assert "\n" not in str(e.value)

@@ -4,20 +4,20 @@ import math
 
 import pytest
 
-from jppo.models import families
-from jppo.models.config import Kind
+from jppo.models import config_reader
+from jppo.models.config import AttentionKind
 from jppo.models.rotary import Rotary
 from jppo.settings import UserError
 
 
 def test_fields_are_read(hf_config):
-    cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
+    cfg = config_reader.parse_config(hf_config("llama-biased"), path="config.json")
     assert (cfg.family, cfg.vocab_size, cfg.hidden_size, cfg.intermediate_size) == ("llama", 71, 36, 50)
     assert (cfg.num_layers, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim) == (2, 4, 1, 14)
-    assert cfg.kinds == (Kind(None, Rotary(5e5)),) and cfg.layer_kinds == (0, 0)
+    assert cfg.kinds == (AttentionKind(None, Rotary(5e5)),) and cfg.layer_kinds == (0, 0)
     assert (cfg.rms_norm_eps, cfg.max_position_embeddings) == (1e-5, 128)
     assert (cfg.qkv_bias, cfg.o_bias, cfg.mlp_bias, cfg.tie_word_embeddings) == (True, True, True, False)
-    qwen = families.from_hf(hf_config("qwen2-untied"), path="config.json")
+    qwen = config_reader.parse_config(hf_config("qwen2-untied"), path="config.json")
     assert (qwen.qkv_bias, qwen.o_bias, qwen.mlp_bias, qwen.head_dim) == (True, False, False, 12)
     hash(qwen)
 
@@ -33,7 +33,7 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
         "initializer_range",
     ):
         config.pop(key, None)
-    cfg = families.from_hf(config, path="config.json")
+    cfg = config_reader.parse_config(config, path="config.json")
     theirs = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2)
     assert cfg.num_kv_heads == theirs.num_key_value_heads and cfg.head_dim == theirs.head_dim
     assert cfg.tie_word_embeddings == theirs.tie_word_embeddings and cfg.rms_norm_eps == theirs.rms_norm_eps
@@ -47,10 +47,10 @@ def test_absent_kv_heads_are_as_transformers_has_them_or_refused(hf_config, name
     transformers = pytest.importorskip("transformers")
     config = {k: v for k, v in hf_config(name).items() if k != "num_key_value_heads"}
     if transformers.AutoConfig.for_model(**config).num_key_value_heads == config["num_attention_heads"]:
-        assert families.from_hf(config, path="config.json").num_kv_heads == config["num_attention_heads"]
+        assert config_reader.parse_config(config, path="config.json").num_kv_heads == config["num_attention_heads"]
     else:
         with pytest.raises(UserError, match=r"^config\.json: num_key_value_heads is missing"):
-            families.from_hf(config, path="config.json")
+            config_reader.parse_config(config, path="config.json")
 
 
 def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_config):
@@ -58,13 +58,13 @@ def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_confi
     left_out = ("norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "rope_interleave", "rms_norm_eps")
     for name, theirs in (("2-lite", transformers.DeepseekV2Config()), ("3-halves", transformers.DeepseekV3Config())):
         config = hf_config(f"deepseek{name}") | {"num_hidden_layers": 5}
-        cfg = families.from_hf({k: v for k, v in config.items() if k not in left_out}, path="config.json")
+        cfg = config_reader.parse_config({k: v for k, v in config.items() if k not in left_out}, path="config.json")
         assert cfg.experts.normalized == theirs.norm_topk_prob and cfg.rms_norm_eps == theirs.rms_norm_eps
         assert cfg.experts.routing.scale == theirs.routed_scaling_factor
         assert cfg.experts.sparse.count(False) == theirs.first_k_dense_replace
         assert cfg.latent.interleaved == getattr(theirs, "rope_interleave", True)
     null = hf_config("deepseek3-grouped") | dict(norm_topk_prob=None, rope_interleave=None)  # false in transformers
-    cfg = families.from_hf(null, path="config.json")
+    cfg = config_reader.parse_config(null, path="config.json")
     assert (cfg.experts.normalized, cfg.latent.interleaved) == (False, False)
 
 
@@ -81,7 +81,7 @@ def test_the_published_deepseek_models_are_read():
         tie_word_embeddings=False, topk_group=1, topk_method="greedy", v_head_dim=128, vocab_size=102400,
         rope_scaling=rope | dict(mscale=0.707, mscale_all_dim=0.707),
     )  # fmt: skip
-    cfg = families.from_hf(lite, path="config.json")
+    cfg = config_reader.parse_config(lite, path="config.json")
     assert (cfg.head_dim, cfg.latent.cached_dim, cfg.kernel_dim) == (192, 576, 192)
     assert cfg.experts.widths == (1408, 2816) and cfg.unread is None
     assert cfg.query_scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
@@ -90,7 +90,7 @@ def test_the_published_deepseek_models_are_read():
         q_lora_rank=1536, n_routed_experts=256, norm_topk_prob=True, num_attention_heads=128, num_key_value_heads=128,
         num_hidden_layers=61, num_nextn_predict_layers=1, scoring_func="sigmoid", topk_method="noaux_tc",
     )  # fmt: skip
-    cfg = families.from_hf(large, path="config.json")
+    cfg = config_reader.parse_config(large, path="config.json")
     assert (cfg.experts.routing.groups, cfg.experts.routing.best_groups, cfg.experts.routing.corrected) == (8, 4, True)
     assert cfg.unread == "1 multi-token prediction layer(s) after layer 60 are not read"
 
@@ -106,7 +106,7 @@ def test_the_published_deepseek_models_are_read():
     ],
 )
 def test_rope_theta_in_every_place_of_it(hf_config, rope):
-    assert families.from_hf(hf_config("llama-tied") | rope, path="config.json").kinds[0].rotary == Rotary(7e5)
+    assert config_reader.parse_config(hf_config("llama-tied") | rope, path="config.json").kinds[0].rotary == Rotary(7e5)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_rope_theta_in_every_place_of_it(hf_config, rope):
 )
 def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value):
     with pytest.raises(UserError) as e:
-        families.from_hf(hf_config("qwen2-tied") | {field: value}, path="some/config.json")
+        config_reader.parse_config(hf_config("qwen2-tied") | {field: value}, path="some/config.json")
     assert "some/config.json" in str(e.value) and field in str(e.value) and "\n" not in str(e.value)
     if value is not None:
         shown = str(value) if not isinstance(value, dict) else next(iter(value))
@@ -177,7 +177,7 @@ def test_unsupported_is_refused_by_file_field_and_value(hf_config, field, value)
 )
 def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
     with pytest.raises(UserError, match=rf"config\.json: .*({field}|factor|head_dim=0)") as e:
-        families.from_hf(hf_config("llama-tied") | {field: value}, path="config.json")
+        config_reader.parse_config(hf_config("llama-tied") | {field: value}, path="config.json")
     assert "\n" not in str(e.value)
 
 
@@ -214,7 +214,7 @@ def test_numbers_that_no_model_has_are_refused_by_name(hf_config, field, value):
 )
 def test_a_familys_own_fields_are_refused_by_name(hf_config, name, field, value):
     with pytest.raises(UserError, match=rf"^config\.json: {field}") as e:
-        families.from_hf(hf_config(name) | {field: value}, path="config.json")
+        config_reader.parse_config(hf_config(name) | {field: value}, path="config.json")
     assert "\n" not in str(e.value)
 
 
@@ -226,9 +226,9 @@ def test_layers_of_gemma_4_have_the_sizes_of_transformers(hf_config, changes):
     transformers = pytest.importorskip("transformers")
     config = {k: v for k, v in (hf_config("gemma4-experts") | changes).items() if v is not None}
     theirs = transformers.AutoConfig.for_model(**config)
-    cfg = families.from_hf(config, path="config.json")
+    cfg = config_reader.parse_config(config, path="config.json")
     each = [theirs.per_layer_config[i] for i in range(cfg.num_layers)]
-    assert [cfg.heads_of(sort) for sort in cfg.sorts] == [(one.num_key_value_heads, one.head_dim) for one in each]
+    assert [cfg.heads_of(one) for one in cfg.layer_modules] == [(one.num_key_value_heads, one.head_dim) for one in each]
     slides = [cfg.kinds[kind].window is not None for kind in cfg.layer_kinds]
     assert slides == [kind == "sliding_attention" for kind in theirs.layer_types]
 
@@ -238,7 +238,7 @@ def test_fields_of_gemma_3_count_only_there(hf_config, name):
     transformers = pytest.importorskip("transformers")
     config = hf_config(name) | dict(sliding_window_pattern=3, rope_local_base_freq=2e3)
     theirs = transformers.AutoConfig.for_model(**config)
-    cfg = families.from_hf(config, path="config.json")
+    cfg = config_reader.parse_config(config, path="config.json")
     slides = [cfg.kinds[kind].window is not None for kind in cfg.layer_kinds]
     assert slides == [kind == "sliding_attention" for kind in theirs.layer_types]
     if name in ("gemma3-long", "olmo3-long"):

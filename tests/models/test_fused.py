@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jppo.learner.sharding import make_mesh
-from jppo.models import decoder, families, fused
+from jppo.models import config_reader, decoder, fused
 from jppo.models.fused import Needs
 from jppo.settings import UserError
 
@@ -134,7 +134,7 @@ def test_a_mesh_changes_nothing(rng, kernel, shape):
 
 
 def test_a_whole_model_with_two_kinds_of_layers(hf_config, rng, quick_compilation):
-    cfg = families.from_hf(hf_config("gemma2-capped"), path="config.json")
+    cfg = config_reader.parse_config(hf_config("gemma2-capped"), path="config.json")
     asked = Needs(
         **decoder.attention_settings(cfg), head_dim=cfg.head_dim, dtype="float32", one_segment=False, longest=70
     )

@@ -8,7 +8,7 @@ import pytest
 from jppo.models import generate, heads
 from jppo.models.generate import Choice
 
-choose = jax.jit(generate.choose, static_argnames="cut")
+choose = jax.jit(generate.sample, static_argnames="cut")
 
 
 def choice(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0):

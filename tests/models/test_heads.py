@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import families, heads
+from jppo.models import config_reader, heads
 
-CFG = families.from_hf(
+CFG = config_reader.parse_config(
     dict(
         model_type="llama",
         vocab_size=19,

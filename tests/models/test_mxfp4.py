@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jppo.models import hf, hf_write, mxfp4, tensorfile
+from jppo.models import hf, hf_write, tensorfile
 from jppo.preflight import parity
 from jppo.settings import UserError
 from tests.models.conftest import config_of
@@ -32,7 +32,7 @@ def theirs(blocks, scales):
 def test_every_byte_at_every_scale_is_transformers_to_the_bit():
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16), (1, 256, 16, 16)).copy()
     scales = np.broadcast_to(np.arange(256, dtype=np.uint8)[None, :, None], (1, 256, 16)).copy()
-    found, expected = mxfp4.decode(blocks, scales), theirs(blocks, scales)
+    found, expected = tensorfile.decode_mxfp4(blocks, scales), theirs(blocks, scales)
     assert found.shape == (1, 512, 256) and found.dtype == jnp.bfloat16
     assert np.array_equal(found.view(np.uint16), expected.view(np.uint16))
 

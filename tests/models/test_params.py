@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import decoder, families, params
+from jppo.models import config_reader, decoder, params
 
 NAMES = (
     "qwen2-tied",
@@ -24,7 +24,7 @@ LATENT = ("deepseek2-grouped", "deepseek3-grouped")
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("name", NAMES + LATENT)
 def test_table_is_what_the_module_makes(hf_config, name, head):
-    cfg = families.from_hf(hf_config(name), path="config.json")
+    cfg = config_reader.parse_config(hf_config(name), path="config.json")
     made = jax.eval_shape(
         lambda key: decoder.init_params(cfg, key, head=head, param_dtype=jnp.bfloat16), jax.random.key(0)
     )
@@ -35,7 +35,7 @@ def test_table_is_what_the_module_makes(hf_config, name, head):
 
 
 def test_names_are_unique_and_axes_are_the_legends(hf_config):
-    cfg = families.from_hf(hf_config("llama-biased"), path="config.json")
+    cfg = config_reader.parse_config(hf_config("llama-biased"), path="config.json")
     entries = params.table(cfg, head="lm")
     names = [name for entry in entries for name in entry.hf_names]
     assert len(set(names)) == len(names) and "model.layers.1.self_attn.o_proj.bias" in names
@@ -45,7 +45,7 @@ def test_names_are_unique_and_axes_are_the_legends(hf_config):
     assert by_path["layers/mlp_norm/scale"].axes == ("layers", "norm")
     assert by_path["layers/mlp/down/kernel"].axes == ("layers", "mlp", "embed")
     assert by_path["lm_head/kernel"].axes == ("vocab", "embed")
-    latent = params.table(families.from_hf(hf_config(LATENT[1]), path="config.json"), head="lm")
+    latent = params.table(config_reader.parse_config(hf_config(LATENT[1]), path="config.json"), head="lm")
     axes = {entry.path[-2:]: entry.axes for entry in latent}
     assert axes["q_b", "kernel"] == ("layers", "embed", "heads", None) and axes["q_norm", "scale"] == ("layers", "norm")
     for entry in (*entries, *latent):  # a mesh axis may shard one axis of an array only
@@ -55,7 +55,7 @@ def test_names_are_unique_and_axes_are_the_legends(hf_config):
 
 def test_matrices_are_those_of_the_layers(hf_config):
     """Muon's inputs and outputs: a gate and an up of an expert are matrices of their own, and a bias is none."""
-    cfg = families.from_hf(hf_config("gpt-oss-clamped"), path="config.json")
+    cfg = config_reader.parse_config(hf_config("gpt-oss-clamped"), path="config.json")
     found = {"/".join(e.path[1:]): e.matrix and [[e.letters[i] for i in axes] for axes in e.matrix]
              for e in params.table(cfg, head="lm") if e.stacked}  # fmt: skip
     assert {path: axes for path, axes in found.items() if axes} == {
@@ -66,7 +66,7 @@ def test_matrices_are_those_of_the_layers(hf_config):
 
 
 def test_heads_are_cut_out_of_hfs_rows(hf_config, rng):
-    cfg = families.from_hf(hf_config("qwen2-tied"), path="config.json")  # H 6, A 10, D 40
+    cfg = config_reader.parse_config(hf_config("qwen2-tied"), path="config.json")  # H 6, A 10, D 40
     q = next(e for e in params.table(cfg, head="lm") if e.path == ("layers", "attn", "q", "kernel"))
     o = next(e for e in params.table(cfg, head="lm") if e.path == ("layers", "attn", "o", "kernel"))
     theirs = rng.normal(size=(60, 40))
@@ -79,7 +79,7 @@ def test_heads_are_cut_out_of_hfs_rows(hf_config, rng):
     "name, head", [("llama-biased", "lm"), ("llama-biased", "value"), ("qwen2-moe-mixed", "lm"), (LATENT[1], "lm")]
 )
 def test_to_hf_inverts_from_hf(hf_config, rng, name, head):
-    cfg = families.from_hf(hf_config(name), path="config.json")
+    cfg = config_reader.parse_config(hf_config(name), path="config.json")
     for entry in params.table(cfg, head=head):
         theirs = rng.normal(size=(len(entry.hf_names), *entry.hf_shape)).astype(np.float32)
         ours = np.stack([params.from_hf(entry, x) for x in theirs]).reshape(entry.shape)
@@ -88,7 +88,7 @@ def test_to_hf_inverts_from_hf(hf_config, rng, name, head):
 
 
 def test_tied_and_value_models_have_no_language_head(hf_config):
-    cfg = families.from_hf(hf_config("qwen2-untied"), path="config.json")
+    cfg = config_reader.parse_config(hf_config("qwen2-untied"), path="config.json")
     tied = dataclasses.replace(cfg, tie_word_embeddings=True)
     tops = lambda cfg, head: {e.path[0] for e in params.table(cfg, head=head)}  # noqa: E731
     assert tops(cfg, "lm") == {"embed", "layers", "norm", "lm_head"}

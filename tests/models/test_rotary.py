@@ -6,7 +6,7 @@ import pytest
 from jppo import settings
 from jppo.learner.model_configs import read_models
 from jppo.learner.sharding import make_mesh
-from jppo.models import decoder, families, heads, hf
+from jppo.models import config_reader, decoder, heads, hf
 from jppo.models.rotary import frequencies
 from jppo.rollout.make import inprocess_settings
 from tests.make import typed
@@ -26,7 +26,7 @@ def stretched(scaling, longest=None, **changes):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = config_of("llama-llama3") | dict(head_dim=64, rope_scaling=scaling) | changes
-    cfg = families.from_hf(config, path="config.json", longest=longest)
+    cfg = config_reader.parse_config(config, path="config.json", longest=longest)
     theirs = transformers.LlamaConfig(**{k: v for k, v in config.items() if k != "model_type"})
     of_kind = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
     expected, scale = of_kind(theirs, torch.device("cpu"), seq_len=longest)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jppo.models import decoder, families, heads, params
+from jppo.models import config_reader, decoder, heads, params
 
 RULES = {"vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 
@@ -14,7 +14,7 @@ RULES = {"vocab": "tensor", "embed": "fsdp", "heads": "tensor", "kv_heads": "ten
 @pytest.fixture(params=["qwen2-tied", pytest.param("phi3-grouped", marks=pytest.mark.slow)])
 def cfg(hf_config, request):
     shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=4096)
-    return families.from_hf(hf_config(request.param) | shape, path="config.json")
+    return config_reader.parse_config(hf_config(request.param) | shape, path="config.json")
 
 
 def test_eight_devices_give_the_numbers_of_one(cfg, rng):

@@ -9,7 +9,8 @@ from jppo import plan, settings
 from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account
 from jppo.forecast.seconds import Forecast
-from jppo.models.config_experts import QWEN3, Experts, Routing
+from jppo.models.config import Experts, Routing
+from jppo.models.families import QWEN3
 from jppo.preflight import described_machine, search
 from jppo.preflight.memory import Estimate, Moment
 from jppo.preflight.table import Executions, Outlook

@@ -365,6 +365,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jppo import settings
 from jppo.rollout import publish
 from jppo.models import decoder, families, hf_write, placing
+from jppo.rollout import publish
+from jppo.models import decoder, config_reader, hf_write, placing
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import buckets
@@ -373,7 +375,7 @@ from jppo.rollout.vllm.client import start_vllm
 from tests.rollout import test_buckets as t
 from tests.rollout.conftest import FakeServer, INFO
 
-cfg = families.from_hf(dict(model_type="qwen2", vocab_size=64, hidden_size=16, intermediate_size=32,
+cfg = config_reader.parse_config(dict(model_type="qwen2", vocab_size=64, hidden_size=16, intermediate_size=32,
     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
     rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=True, hidden_act="silu"), path="m")
 values = decoder.init_params(cfg, jax.random.key(3), head="lm", param_dtype="float32")

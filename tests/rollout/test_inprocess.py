@@ -13,7 +13,7 @@ import pytest
 
 from jppo import train
 from jppo.learner import packing, score, sharding, state
-from jppo.models import decoder, families, heads, lora, params
+from jppo.models import config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
 from jppo.rollout import continuous_batching, conversations
@@ -39,7 +39,7 @@ def quick(quick_compilation):
 def model_of(name, mesh_shape=(1, 1, 1)):
     """A random model on a mesh, the same on every mesh, with weights that matter; rows that are no token shout."""
     mesh = sharding.make_mesh(mesh_shape)
-    cfg = pad_vocab(families.from_hf(config_of(name), path="config.json"), mesh.shape["tensor"])
+    cfg = pad_vocab(config_reader.parse_config(config_of(name), path="config.json"), mesh.shape["tensor"])
     rng = np.random.default_rng(1)
 
     def draw(entry):
@@ -357,7 +357,7 @@ def replayed(name, dtype="float32", mesh_shape=(1, 1, 1), tied=0.0):
     """Samples of a mixture with their experts, for the functions above; `tied`: its routers nearly are."""
     cfg, mesh, values = model_of(name, mesh_shape)
     for stack in cfg.stacks:
-        if stack.sort.sparse and tied:
+        if stack.modules.sparse and tied:
             of_layers = params.get(values, (*stack.path, "experts"))
             of_layers["router"] = of_layers["router"][..., :1] + tied * of_layers["router"]
     sampler = engine_of(cfg, mesh, rows=8, dtype=dtype, experts=True)

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo.models import families, hf_write, lora
+from jppo.models import config_reader, hf_write, lora
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.test_real_vllm import GREEDY, PROMPTS, SAMPLING, gap, make_model, random_weights
@@ -30,7 +30,7 @@ def random_adapters(cfg, seed):
 def test_adapters_beside_the_base_are_what_peft_makes_of_both(settings, tmp_path):
     peft = pytest.importorskip("peft")
     config = make_model(tmp_path / "model", "tied")
-    cfg = families.from_hf(config.to_dict(), path="config.json")
+    cfg = config_reader.parse_config(config.to_dict(), path="config.json")
     base, tensors = random_weights(config, 1)
     engine = start_vllm(
         str(tmp_path / "model"),

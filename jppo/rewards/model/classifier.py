@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jppo.models import family_table, hf
+from jppo.models import families, hf
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError
 
@@ -104,10 +104,10 @@ def refused(path: str, why: str) -> UserError:
 def choose_engine(engine: str, model_type: str) -> str:
     """Selects the engine: `auto` is jax for supported families, otherwise transformers."""
     if engine == "auto":
-        return "jax" if model_type in family_table.FAMILIES else "transformers"
-    if engine == "jax" and model_type not in family_table.FAMILIES:
+        return "jax" if model_type in families.FAMILIES else "transformers"
+    if engine == "jax" and model_type not in families.FAMILIES:
         raise UserError(
-            f"reward.model.engine='jax' supports {', '.join(family_table.FAMILIES)}, but the model is a {model_type}; "
+            f"reward.model.engine='jax' supports {', '.join(families.FAMILIES)}, but the model is a {model_type}; "
             "set it to 'transformers'"
         )
     return engine

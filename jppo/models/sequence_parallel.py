@@ -28,8 +28,8 @@ _DIVIDED: Any = jax.make_user_context(())
 
 def divided(axis: str) -> AbstractContextManager[None]:
     """Traces for one group of devices along a mesh axis; the caller's vmap has that axis as its `spmd_axis_name`."""
-    found: AbstractContextManager[None] = _DIVIDED((axis,))
-    return found
+    context: AbstractContextManager[None] = _DIVIDED((axis,))
+    return context
 
 
 def row_axes(axes: tuple[str, ...] = ROWS) -> tuple[str, ...]:
@@ -142,8 +142,8 @@ def _by_group(fn: Callable[..., Any], count: int, batched: Any, kernels: Any, *a
     arrays = jax.tree.map(
         lambda x, there: x if there else jnp.broadcast_to(x, (count, *x.shape)), arrays, tuple(batched[1:])
     )
-    found = fn(kernels, *arrays)
-    return found, jax.tree.map(lambda _: True, found)
+    result = fn(kernels, *arrays)
+    return result, jax.tree.map(lambda _: True, result)
 
 
 def gathered(kernels: Sequence[jax.Array], columns: Sequence[tuple[str, ...]], dtype: Any) -> list[jax.Array]:

@@ -17,7 +17,7 @@ class Heads(NamedTuple):
     head_dim: int  # A
 
 
-class Sort(NamedTuple):
+class LayerModules(NamedTuple):
     """The modules of a layer."""
 
     sparse: bool  # it has experts
@@ -51,7 +51,7 @@ class Stack:
     first: int
     step: int
     count: int
-    sort: Sort
+    modules: LayerModules
 
     @property
     def layers(self) -> slice:
@@ -62,17 +62,17 @@ class Stack:
 Group = tuple[Stack, ...]  # stacks of one scan, whose layers take turns
 
 
-def groups(sorts: tuple[Sort, ...]) -> tuple[Group, ...]:
+def groups(layer_modules: tuple[LayerModules, ...]) -> tuple[Group, ...]:
     """Returns the scans of a model: one over the periods of a repeated pattern, else one for each run of equal layers.
 
     The parameters are in `layers` if all layers are alike, in `layers/0`, `layers/1`, ... by their place in the period,
     or in `layers0`, `layers1`, ... by run.
     """
-    L = len(sorts)
-    period = next(n for n in range(1, L + 1) if L % n == 0 and sorts == sorts[:n] * (L // n))
+    L = len(layer_modules)
+    period = next(n for n in range(1, L + 1) if L % n == 0 and layer_modules == layer_modules[:n] * (L // n))
     if period == 1:
-        return ((Stack(("layers",), 0, 1, L, sorts[0]),),)
+        return ((Stack(("layers",), 0, 1, L, layer_modules[0]),),)
     if period < L:
-        return (tuple(Stack(("layers", str(i)), i, period, L // period, sorts[i]) for i in range(period)),)
-    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(sorts), key=lambda pair: pair[1])]
-    return tuple((Stack((f"layers{n}",), run[0], 1, len(run), sorts[run[0]]),) for n, run in enumerate(runs))
+        return (tuple(Stack(("layers", str(i)), i, period, L // period, layer_modules[i]) for i in range(period)),)
+    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(layer_modules), key=lambda pair: pair[1])]
+    return tuple((Stack((f"layers{n}",), run[0], 1, len(run), layer_modules[run[0]]),) for n, run in enumerate(runs))

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import decoder, families, router, router_sums
-from jppo.models.config_experts import QWEN3, Experts, Routing
+from jppo.models import config_reader, decoder, router
+from jppo.models.config import Experts, Routing
+from jppo.models.families import QWEN3
 from tests.models.conftest import config_of
 
 torch = pytest.importorskip("torch")
@@ -23,7 +24,7 @@ def routed(rng):
 
 def sums_of(logits, counted, how=HOW):
     """The sums of both layers."""
-    rows = [router_sums.by_row(x, how, router.choose(x, how)[1], counted) for x in logits]
+    rows = [router.sums_by_row(x, how, router.choose_experts(x, how)[1], counted) for x in logits]
     return jax.tree.map(lambda *parts: jnp.stack([jnp.sum(x, axis=0) for x in parts]), *rows)
 
 
@@ -37,7 +38,7 @@ def test_the_load_balancing_loss_and_its_gradient_are_those_of_transformers(rout
 
     def loss(logits):
         sums, tokens = sums_of(logits, counted), np.float32(counted.sum())
-        return router_sums.balance(sums, sums.load, tokens)
+        return router.balance_loss(sums, sums.load, tokens)
 
     value, slope = jax.value_and_grad(loss)(jnp.asarray(logits))
     np.testing.assert_allclose(value, float(sum(each).detach()) / 2, rtol=1e-6)
@@ -49,19 +50,19 @@ def test_the_z_loss_is_that_of_transformers(routed):
     switch = pytest.importorskip("transformers.models.switch_transformers.modeling_switch_transformers")
     logits, counted = routed
     expected = [float(switch.router_z_loss_func(torch.from_numpy(x[counted][None]))) for x in logits]
-    found = router_sums.z_loss(sums_of(logits, counted), np.float32(counted.sum()))
+    found = router.z_loss(sums_of(logits, counted), np.float32(counted.sum()))
     np.testing.assert_allclose(found, np.mean(expected), rtol=1e-6)
 
 
 def test_metrics_are_relative_to_an_even_load(routed):
     logits, counted = routed
     tokens = np.float32(counted.sum())
-    found = router_sums.metrics(sums_of(logits, counted), tokens)
+    found = router.router_metrics(sums_of(logits, counted), tokens)
     p = np.asarray(jax.nn.softmax(logits))[:, counted].astype(np.float64)
     np.testing.assert_allclose(found["actor/router_entropy"], -np.sum(p * np.log(p), -1).mean(), rtol=1e-5)
     chosen = np.argsort(-logits[:, counted], axis=-1)[..., :2]
     load = np.stack([np.bincount(layer.reshape(-1), minlength=6) for layer in chosen]) / (tokens * 2 / 6)
-    extremes = router_sums.of_load(np.asarray(found[router_sums.LOAD]))
+    extremes = router.load_metrics(np.asarray(found[router.LOAD]))
     assert extremes == {
         "actor/expert_load_max": pytest.approx(load.max(), rel=1e-6),
         "actor/expert_load_min": pytest.approx(load.min(), rel=1e-6),
@@ -82,15 +83,15 @@ def test_the_probability_of_a_sigmoid_router_is_an_experts_share_of_the_scores(r
     "how", [dict(remat="full"), *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, dict(scan_layers=False)))]
 )
 def test_every_sparse_layer_of_a_decoder_leaves_its_sums_and_the_output_is_the_same(rng, how):
-    cfg = families.from_hf(config_of("qwen2-moe-mixed"), path="config.json")
+    cfg = config_reader.parse_config(config_of("qwen2-moe-mixed"), path="config.json")
     tokens = rng.integers(0, cfg.vocab_size, (2, 9)).astype(np.int32)
     rows = tokens, np.ones_like(tokens), np.broadcast_to(np.arange(9, dtype=np.int32), tokens.shape)
     counted = np.arange(9) < np.array([[9], [4]])
     model = decoder.Decoder(cfg, **how)
     values = {"params": decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)}
-    hidden, left = model.apply(values, *rows, counted, mutable=[router_sums.COLLECTION])
+    hidden, left = model.apply(values, *rows, counted, mutable=[router.SUMS])
     np.testing.assert_array_equal(hidden, model.apply(values, *rows))
-    sums = router_sums.collected(left, cfg)
-    assert sums.load.shape == router_sums.shape(cfg) and sums.z.shape == sums.load.shape[:1]
+    sums = router.collected_sums(left, cfg)
+    assert sums.load.shape == router.load_shape(cfg) and sums.z.shape == sums.load.shape[:1]
     np.testing.assert_array_equal(sums.load.sum(axis=1), 13 * cfg.experts.active)
     np.testing.assert_allclose(sums.prob.sum(axis=1), 13, rtol=1e-6)

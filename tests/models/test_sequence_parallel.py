@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import sharding, state
-from jppo.models import decoder, families, fused, spread
+from jppo.models import config_reader, decoder, fused, sequence_parallel
 from tests.models.conftest import config_of
 
 T = 24
@@ -19,7 +19,7 @@ T = 24
 @functools.cache
 def drawn(name):
     """A model of that shape, its parameters, and rows: two trajectories, one, and two with an empty end."""
-    cfg = families.from_hf(config_of(name) | {"initializer_range": 0.4}, path="config.json")
+    cfg = config_reader.parse_config(config_of(name) | {"initializer_range": 0.4}, path="config.json")
     values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
     rng = np.random.default_rng(0)
     lengths = [(11, 13, 0), (24, 0, 0), (9, 12, 3), (1, 20, 3)]
@@ -35,7 +35,7 @@ def states(cfg, mesh, how, kernel="xla"):
     )
     attend = fused.make(kernel, needs, mesh=mesh, interpret=True)
     model = decoder.Decoder(
-        cfg, constrain=sharding.constrain_to_rows(mesh), attend=spread.exchanged(attend, mesh), **how
+        cfg, constrain=sharding.constrain_to_rows(mesh), attend=sequence_parallel.exchanged(attend, mesh), **how
     )
     return lambda values, *rows: model.apply({"params": values}, *rows)
 
@@ -100,5 +100,5 @@ def test_q_k_v_and_what_comes_of_them_are_all_that_is_exchanged(scan_layers):
 def test_keys_are_repeated_no_more_than_is_needed():
     x = jnp.arange(3.0).reshape(1, 1, 3, 1)
     for parts, expected in ((1, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 0, 1, 1, 2, 2]), (4, [0] * 4 + [1] * 4 + [2] * 4)):
-        assert spread.repeated(x, 12, parts).reshape(-1).tolist() == expected
-    assert spread.repeated(x, 6, 4).shape[2] == 3  # 4 divides no number of copies that 6 query heads share
+        assert sequence_parallel.repeated(x, 12, parts).reshape(-1).tolist() == expected
+    assert sequence_parallel.repeated(x, 6, 4).shape[2] == 3  # 4 divides no number of copies that 6 query heads share

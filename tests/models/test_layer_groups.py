@@ -2,7 +2,7 @@
 
 import pytest
 
-from jppo.models.stacks import Sort, groups
+from jppo.models.layer_groups import LayerModules, groups
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ from jppo.models.stacks import Sort, groups
     ],
 )
 def test_a_repeated_pattern_is_one_scan_and_another_one_a_run(pattern, expected):
-    found = groups(tuple(Sort(letter == "s") for letter in pattern))
+    found = groups(tuple(LayerModules(letter == "s") for letter in pattern))
     layers = [{stack.path: list(range(len(pattern)))[stack.layers] for stack in group} for group in found]
     assert layers == expected
     for group in found:
         for stack in group:
-            assert {pattern[i] for i in range(len(pattern))[stack.layers]} == {"s" if stack.sort.sparse else "d"}
+            assert {pattern[i] for i in range(len(pattern))[stack.layers]} == {"s" if stack.modules.sparse else "d"}

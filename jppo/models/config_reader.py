@@ -1,0 +1,321 @@
+"""A parsed config.json to one frozen dataclass for the decoder and the parameter table, by the table of families.
+
+An unsupported field that changes the mathematics is an error that names it: nothing is dropped.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jppo.models import config_fields, families
+from jppo.models.config import AttentionKind, Delta, DeltaLayout, Latent, ModelConfig
+from jppo.models.config_fields import Fields
+from jppo.models.families import FAMILIES, Family
+from jppo.models.layer_groups import Heads
+from jppo.models.rotary import STILL, Rotary
+from jppo.settings import UserError
+
+MOST_LAYERS = 10_000  # more than any model has; a loop visits each
+
+# Fields that change the mathematics, and the values without effect. An absent field is None.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "pretraining_tp": (None, 1),
+    "partial_rotary_factor": (None, 1.0),
+    "attention_dropout": (None, 0.0),
+    "resid_pdrop": (None, 0.0),
+    "embd_pdrop": (None, 0.0),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "per_layer_config": (None,),
+    "clip_qkv": (None,),
+    "router_jitter_noise": (None, 0.0),
+}
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_RELATIVES = {  # models that users try, and their errors
+    "gemma3": "it reads pictures too; its text model alone is gemma3_text",
+    "qwen3_5": "it reads pictures too; its text model alone is qwen3_5_text",
+    "qwen3_5_moe": "it reads pictures too; its text model alone is qwen3_5_moe_text",
+    "gemma3n": "it reads pictures and sound too, and its text model is not supported either",
+    "gemma3n_text": "embeddings in every layer, alternating updates, and layers that share keys and values",
+    "gemma4": "it reads pictures too; its text model alone is gemma4_text",
+    "granitemoe": "a mixture of experts with fused kernels",
+    "olmo": "layer norms without weights",
+    "phi": "layer norms, and attention and MLP side by side",
+}
+
+
+def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest: int | None = None) -> ModelConfig:
+    """Reads the model from the parsed `config`; `path` is its file, for the errors.
+
+    `longest` is the largest number of tokens of a row, which chooses the factors of `longrope`; None: short ones.
+    """
+    fields = Fields(config, str(path))
+    name, family = _family(fields)
+    _refuse_unsupported(fields, family)
+    attention_bias = fields.get(family.bias_field, bool, family.biased)
+    hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
+    num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, family, num_heads)
+    latent = _latent(fields, num_heads) if family.latent else None
+    head_dim = latent.head_dim if latent is not None else _head_dim(fields, family, hidden_size, num_heads)
+    windows = _windows(fields, family, num_layers)
+    whole = (
+        config_fields.read_whole_heads(fields, windows, num_heads, num_kv_heads, head_dim) if family.gemma4 else None
+    )
+    turned = head_dim if latent is None else latent.rotary_dim
+    rotary, local = config_fields.read_rotary(fields, family, turned, longest, whole)
+    layers = _layers(fields, family, windows, rotary, local, whole)
+    kinds = tuple(dict.fromkeys(layers))
+    vocab_size = fields.get("vocab_size", int)
+    return ModelConfig(
+        family=name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.get(_width_field(family), int),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        kinds=kinds,
+        layer_kinds=tuple(kinds.index(kind) for kind in layers),
+        rms_norm_eps=fields.above_zero("rms_norm_eps", family.rms_norm_eps),
+        norm_offset=1.0 if family.gemma or family.centred else 0.0,
+        qk_norm=family.qk_norm,
+        pre_norms=family.pre_norms,
+        post_norms=family.post_norms,
+        fused=family.fused,
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
+        activation=_activation(fields, family),
+        embed_scale=_embed_scale(fields, family, hidden_size),
+        residual_scale=_multiplier(fields, family, "residual_multiplier"),
+        query_scale=_query_scale(fields, family, head_dim, rotary),
+        sinks=family.sinks,
+        attn_softcap=_softcap(fields, "attn_logit_softcapping", family.attn_softcap),
+        logit_divisor=_multiplier(fields, family, "logits_scaling"),
+        logit_softcap=_softcap(fields, "final_logit_softcapping", family.logit_softcap),
+        tie_word_embeddings=fields.get("tie_word_embeddings", bool, family.tie_word_embeddings),
+        max_position_embeddings=config_fields.context_length(fields, rotary),
+        initializer_range=fields.above_zero("initializer_range", 0.02),
+        padded_vocab_size=vocab_size,
+        experts=config_fields.read_experts(fields, family.experts, num_layers),
+        quantization=fields.get("quantization_config", dict, {}).get("quant_method"),
+        latent=latent,
+        further_layers=fields.from_zero("num_nextn_predict_layers", 0),
+        gated=family.gated,
+        delta=None if family.delta is None else _delta(fields, family.delta, num_layers),
+        gemma4=config_fields.read_gemma4(fields, windows, vocab_size) if family.gemma4 else None,
+    )
+
+
+def _num_layers(fields: Fields) -> int:
+    layers: int = fields.get("num_hidden_layers", int)
+    if layers > MOST_LAYERS:
+        raise fields.refuse("num_hidden_layers", f"must be at most {MOST_LAYERS}")
+    return layers
+
+
+def _num_kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
+    given = family.all_kv_heads or "num_key_value_heads" in fields.config
+    heads: int = fields.get("num_key_value_heads", int, num_heads) if given else fields.get("num_key_value_heads", int)
+    if num_heads % heads:
+        raise fields.refuse("num_key_value_heads", f"must divide num_attention_heads={num_heads}")
+    return heads
+
+
+def _family(fields: Fields) -> tuple[str, Family]:
+    name = fields.config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        why = f" ({_RELATIVES[name]})" if isinstance(name, str) and name in _RELATIVES else ""
+        raise UserError(f"{fields.path}: model_type={name!r} is not supported{why}; use one of {', '.join(FAMILIES)}")
+    return name, FAMILIES[name]
+
+
+def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
+    size: int = fields.get("head_dim", int, hidden_size // num_heads if family.head_dim is None else family.head_dim)
+    if size % 2 or not size:
+        raise UserError(f"{fields.path}: head_dim={size} must be even and above 0: rotary embedding turns pairs")
+    return size
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    packed = fields.get("quantization_config", dict, {})
+    if packed and (family.quantization is None or packed.get("quant_method") != family.quantization):
+        only = "absent" if family.quantization is None else f"absent or quant_method={family.quantization}"
+        raise fields.refuse("quantization_config", f"is not supported; only {only}: use a bfloat16 checkpoint")
+    neutral = dict(_NEUTRAL)
+    if family.partial_rotary:
+        del neutral["partial_rotary_factor"]
+    if family.gemma4:
+        neutral["use_bidirectional_attention"] = (None, False, "vision")  # texts are causal
+        del neutral["per_layer_config"]
+    if family.bare_layers:  # SmolLM3's file has a 2, which its class does not read
+        del neutral["pretraining_tp"]
+    if family.attn_softcap is None:
+        neutral["attn_logit_softcapping"] = (None,)
+    if family.experts is not None or family.bare_layers:
+        neutral["use_sliding_window"] = (None, False)
+    if family.latent:
+        neutral["mlp_bias"] = (None, False)
+    if family.experts is families.DEEPSEEK_V2:
+        neutral["rope_interleave"] = (None, True)
+    if not (family.query_pre_attn_scalar or family.gemma4):
+        neutral["final_logit_softcapping"] = (None,)
+    for key, values in neutral.items():
+        if fields.config.get(key) not in values:
+            allowed = " or ".join("absent" if v is None else repr(v) for v in values)
+            raise fields.refuse(key, f"changes the mathematics and is not supported; only {allowed}")
+
+
+def _width_field(family: Family) -> str:
+    """Returns the field of the MLP's width; of the experts' where no layer has an MLP."""
+    names = family.experts
+    return "intermediate_size" if names is None or names.mixed or names.beside else names.width
+
+
+def _activation(fields: Fields, family: Family) -> str:
+    key = "hidden_activation" if family.query_pre_attn_scalar or family.gemma4 else "hidden_act"
+    name: str = fields.get(key, str, family.activation)
+    if family.gemma and key == "hidden_act" and name == "gelu":  # Gemma 1's old files mean the approximation
+        name = family.activation
+    if name not in ACTIVATIONS:
+        raise fields.refuse(key, f"changes the mathematics and is not supported; only {' or '.join(ACTIVATIONS)}")
+    return name
+
+
+def _multiplier(fields: Fields, family: Family, key: str) -> float:
+    return fields.above_zero(key, 1.0) if family.multipliers else 1.0
+
+
+def _embed_scale(fields: Fields, family: Family, hidden_size: int) -> float:
+    if family.gemma or family.gemma4:
+        return float(hidden_size**0.5)
+    return _multiplier(fields, family, "embedding_multiplier")
+
+
+def _query_scale(fields: Fields, family: Family, head_dim: int, rotary: Rotary) -> float:
+    if family.gemma4:
+        return 1.0
+    if family.latent:
+        return _latent_scale(fields, head_dim, rotary)
+    if family.multipliers:
+        return _multiplier(fields, family, "attention_multiplier")
+    scalar = fields.above_zero("query_pre_attn_scalar", 256.0) if family.query_pre_attn_scalar else head_dim
+    return float(scalar**-0.5)
+
+
+def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
+    cap: float | None = fields.or_null(key, float, default)
+    if cap is not None and cap <= 0:
+        raise fields.refuse(key, "must be above 0, or null for none")
+    return cap
+
+
+def _layers(
+    fields: Fields, family: Family, windows: list[int | None], rotary: Rotary, local: Rotary | None, whole: Heads | None
+) -> list[AttentionKind]:
+    """Returns the kind of each layer."""
+    bare = config_fields.read_bare_layers(fields, len(windows)) if family.bare_layers else [False] * len(windows)
+    turns = [rotary if window is None or local is None else local for window in windows]
+    return [
+        AttentionKind(window, STILL if one else turn, whole if window is None else None)
+        for window, turn, one in zip(windows, turns, bare, strict=True)
+    ]
+
+
+def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None]:
+    """Returns the window of each layer, or None."""
+    if family.delta is not None:
+        return [None] * num_layers
+    # transformers writes 0 for a mixture without windows.
+    window = None if family.slides == "never" else fields.or_null("sliding_window", int, family.window)
+    switch = family.slides == "late"  # qwen's, whose window counts only if switched on
+    if switch and not fields.get("use_sliding_window", bool, False):
+        window = None
+    types = fields.get("layer_types", list, None)
+    if types is None or family.slides == "always":
+        optional = switch or family.slides == "always"  # no window: no layer slides
+        slides = [_slides(fields, family, i) and not (optional and window is None) for i in range(num_layers)]
+    else:
+        slides = [kind == "sliding_attention" for kind in types]
+    implied = ["sliding_attention" if one else "full_attention" for one in slides]
+    if types is not None and implied != types:
+        raise fields.refuse(
+            "layer_types", f"must be {num_layers} of full_attention and sliding_attention, as {implied}"
+        )
+    if len(implied) != num_layers:
+        raise fields.refuse("layer_types", f"must have one entry for each of num_hidden_layers={num_layers}")
+    if any(slides) and (window is None or family.slides == "never"):
+        raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
+    if family.gemma4:  # transformers lets the last layer see all
+        slides[-1] = False
+    return [window if one else None for one in slides]
+
+
+def _slides(fields: Fields, family: Family, layer: int) -> bool:
+    """Whether a layer has a sliding window, if `layer_types` is absent."""
+    if family.slides == "late":
+        first = fields.config.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise fields.refuse("max_window_layers", "must be a whole number")
+        return layer >= first
+    if family.slides == "pattern" or isinstance(family.slides, int):
+        every = fields.get("sliding_window_pattern", int, 6) if family.slides == "pattern" else family.slides
+        return bool((layer + 1) % every != 0)
+    return family.slides == "always"
+
+
+def _latent(fields: Fields, num_heads: int) -> Latent:
+    """Reads the sizes of latent attention."""
+    kv_heads = fields.get("num_key_value_heads", int, num_heads)
+    if kv_heads != num_heads:
+        raise fields.refuse("num_key_value_heads", f"must be num_attention_heads={num_heads}: heads share one latent")
+    rotary_dim = fields.get("qk_rope_head_dim", int)
+    if rotary_dim % 2:
+        raise fields.refuse("qk_rope_head_dim", "must be even: rotary embedding turns pairs")
+    if fields.get("head_dim", int, rotary_dim) != rotary_dim:
+        raise fields.refuse("head_dim", f"must be qk_rope_head_dim={rotary_dim} or absent")
+    return Latent(
+        query_rank=fields.or_null("q_lora_rank", int, 1536),
+        rank=fields.get("kv_lora_rank", int),
+        plain_dim=fields.get("qk_nope_head_dim", int),
+        rotary_dim=rotary_dim,
+        value_dim=fields.get("v_head_dim", int),
+        interleaved=bool(fields.or_null("rope_interleave", bool, True)),
+    )
+
+
+def _latent_scale(fields: Fields, head_dim: int, rotary: Rotary) -> float:
+    """Returns the scale of scores; YaRN's `mscale_all_dim` raises it."""
+    rope = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
+    stretch = config_fields.mscale(rotary.factor, Fields(rope, fields.path).get("mscale_all_dim", float, 0.0))
+    return float(head_dim**-0.5 * stretch**2)
+
+
+def _delta(fields: Fields, layout: DeltaLayout, num_layers: int) -> Delta | None:
+    """Reads the delta nets; None if every layer has attention."""
+    linear = _linear(fields, num_layers)
+    if not any(linear):
+        return None
+    key_heads, value_heads = fields.get("linear_num_key_heads", int, 16), fields.get("linear_num_value_heads", int, 32)
+    if value_heads % key_heads:
+        raise fields.refuse("linear_num_value_heads", f"must be a multiple of linear_num_key_heads={key_heads}")
+    return Delta(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=fields.get("linear_key_head_dim", int, 128),
+        value_dim=fields.get("linear_value_head_dim", int, 128),
+        taps=fields.get("linear_conv_kernel_dim", int, 4),
+        joined=layout == "joined",
+        linear=linear,
+    )
+
+
+def _linear(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    types = fields.get("layer_types", list, None)
+    if types is None:
+        every = fields.get("full_attention_interval", int, 4)
+        return tuple((i + 1) % every != 0 for i in range(num_layers))
+    if len(types) != num_layers or not set(types) <= {"linear_attention", "full_attention"}:
+        raise fields.refuse("layer_types", f"must be {num_layers} of linear_attention and full_attention")
+    return tuple(kind == "linear_attention" for kind in types)
