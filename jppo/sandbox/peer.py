@@ -66,7 +66,7 @@ _SHARED = (
     "types",
     "typing",
 )  # modules whose functions are equal on both sides
-_MUTABLE: dict[type, str] = {
+_MUTABLE: dict[Any, str] = {
     list: "list",
     dict: "dict",
     set: "set",
@@ -76,7 +76,7 @@ _MUTABLE: dict[type, str] = {
     collections.Counter: "counter",
     collections.defaultdict: "default",
 }
-_MADE = {name: kind for kind, name in _MUTABLE.items()}
+_MADE: dict[str, Any] = {name: kind for kind, name in _MUTABLE.items()}
 _IMMUTABLE = (int, float, complex, str, bytes, tuple, frozenset)
 _BINARY = (
     "add",
@@ -338,7 +338,7 @@ class Peer:
             return
         if isinstance(target, dict):
             pairs = [(self._decoded(k, objects), self._decoded(v, objects)) for k, v in body]
-            if name == "default":
+            if isinstance(target, collections.defaultdict):
                 target.default_factory = self._decoded(more, objects)
             target.clear()
             for key, value in pairs:
