@@ -1,7 +1,6 @@
 """Names with which a program reaches into its interpreter; counted, with a warning.
 
-A program can hide such names, so no verdict relies on their absence. A program with one fails tests that run in its
-process; comparisons outside of its process are not affected.
+A program can hide such names, so no verdict relies on their absence.
 """
 
 import ast

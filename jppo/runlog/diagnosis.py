@@ -92,8 +92,7 @@ def reward_errors(past: Past) -> str | None:
 
 
 @_rule(
-    "read them in samples/; rewrite asserts as calls compared with values (docs/security.md), or disable the rule"
-    " with reward.weights"
+    "read them in samples/: no verdict depends on such names, but the policy may be looking for a way around the tests"
 )
 def suspicious_programs(past: Past) -> str | None:
     """Graded programs use names that reach into their interpreter."""
