@@ -92,7 +92,8 @@ def reward_errors(past: Past) -> str | None:
 
 
 @_rule(
-    "read them in samples/: no verdict depends on such names, but the policy may be looking for a way around the tests"
+    "read them in samples/: no verdict depends on such names, but the policy may be looking for a way around the tests;"
+    " reward.weights can leave the rule out"
 )
 def suspicious_programs(past: Past) -> str | None:
     """Graded programs use names that reach into their interpreter."""

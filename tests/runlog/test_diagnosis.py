@@ -41,6 +41,7 @@ FAULTS = {
     "all_truncated": lambda s, m: {"response_length/clip_ratio": 0.99} if s > 10 else {},
     "sampler_gap_growing": lambda s, m: {"rollout/logp_gap_mean": 1e-3 * 1.05**s},
     "host_memory_growing": lambda s, m: {"perf/cpu_memory_used_gb": 8 + 0.1 * s + 0.05 * NOISE[s]},
+    "filter_metric_missing": lambda s, m: {"training/filter_groups/without_metric": 1.0} if s > 10 else {},
     "slow_stage": slow,
 }
 
