@@ -70,7 +70,9 @@ def prepare(c: PairTraining, request: Request = preview.HERE) -> Task:
     held_out = read_pairs(c.data.val_files, **reading, setting="data.val_files")
     mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
-    cfg = pad_vocab(cfg, mesh.shape["tensor"])
+    # Random, unlike a critic's: nothing subtracts the first scores, and equal ones would order no pair.
+    std = (cfg.hidden_size + 1) ** -0.5
+    cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)
     value = score.make_value(make_decoder(c, cfg, mesh))
     return Task(
         pairs=pairs,

@@ -204,7 +204,7 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "remax", "critic.lam": 1.0}, ["critic.lam=1.0", "take gae"]),
         ({"algorithm.adv_estimator": "remax", "critic.value_norm_decay": 0.9}, ["critic.value_norm_decay=0.9", "None"]),
         ({"algorithm.adv_estimator": "remax", "critic.value_bins": 51}, ["critic.value_bins=51", "leave it at 0"]),
-        ({"algorithm.adv_estimator": "rloo", "critic.value_head_std": 0.02}, ["value_head_std=0.02", "at 0.0"]),
+        ({"algorithm.adv_estimator": "remax", "critic.value_head_std": 0.02}, ["head_std=0.02", "at 0.0"]),
         ({"critic.value_head_std": -0.02}, ["critic.value_head_std=-0.02", "at least 0"]),
         ({"critic.value_bins": 1}, ["critic.value_bins=1", "at least 2, or 0"]),
         ({"critic.value_bins": 51, "critic.value_range": (1.0, 1.0)}, ["critic.value_range=(1.0, 1.0)", "a lower and"]),

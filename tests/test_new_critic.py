@@ -39,7 +39,12 @@ def test_a_new_critic_explains_nothing_and_contradicts_nothing(
     c = changed(
         small_run,
         **{"reward.function": f"{tmp_path / 'reward.py'}:compute_score", "critic.value_norm_decay": 0.9},
-        **{"critic.lr": 0.0, "actor.lr": 0.0, "trainer.test_freq": -1},
+        **{
+            "critic.value_head_std": settings.default().critic.value_head_std,
+            "critic.lr": 0.0,
+            "actor.lr": 0.0,
+            "trainer.test_freq": -1,
+        },
         **changes,
     )
     train.train(c)

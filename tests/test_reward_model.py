@@ -136,7 +136,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     c.optim.max_tokens_per_device, c.loss.margin_column, c.loss.center_rewards_coefficient = tokens, "gap", 0.1
     c.mesh.fsdp, c.mesh.tensor, c.mesh.sequence = (8, 1, 1) if tokens == 8192 else (1, 2, 2)
     task = reward_model.prepare(typed(c))
-    cfg, pairs = dataclasses.replace(task.cfg, value_head_std=0.2), task.pairs.pairs[:12]
+    cfg, pairs = task.cfg, task.pairs.pairs[:12]
     how = dict(head="value", key=jax.random.key(3), adapters=task.adapters)
     trained = load_trained(typed(c), task.mesh, cfg, c.model.path, **how)
     descent, _ = make_descent(c.optim, "rm", task.accumulate, trained, 1)

@@ -91,10 +91,7 @@ def reward_errors(past: Past) -> str | None:
     return f"{sum(failed):.0f} of the {sum(asked):.0f} responses of the last {len(failed)} step(s) could not be graded"
 
 
-@_rule(
-    "read them in samples/: no verdict depends on such names, but the policy may be looking for a way around the tests;"
-    " reward.weights can leave the rule out"
-)
+@_rule("read them in samples/: no verdict depends on such names; reward.weights can leave the rule out")
 def suspicious_programs(past: Past) -> str | None:
     """Graded programs use names that reach into their interpreter."""
     count = past.now.get(SUSPICIOUS)
