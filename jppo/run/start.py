@@ -47,7 +47,6 @@ from jppo.samples.make import make_supply
 from jppo.samples.queue import Supply
 from jppo.sandbox.choice import describe_sandbox
 from jppo.settings import Settings
-from jppo.types import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,21 +72,24 @@ class Run:
     origin: dict[str, Any]  # identity for checkpoints that resume it
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a run has before it makes a mesh."""
+
+    folder: pathlib.Path  # of what it writes
+    logs: pathlib.Path  # of this host
+    inputs: Inputs
+    timer: Timers
+    profile: Profiler
+    watch: Watch
+
+
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
     """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
-    folder = expanded(c.trainer.run_dir)
-    require_shareable(c, hosts)
-    inputs = hosts.together(lambda: read(c))
-    require_alike(c, hosts, inputs)
-    logs = own_folder(hosts, folder)
-    profile = make_profiler(c, logs, inputs.total_steps)
-    timer, only_look = Timers(), c.trainer.val_only
-    written = folder / "val_only" if only_look else folder  # leaves the run's own files unchanged
-    hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
-    limits = dict[str, Any](stage_timeout_s=c.trainer.stage_timeout_s, stop_timeout_s=c.trainer.stop_timeout_s)
-    ends = dict[str, Any](hosts=hosts, stopped=c.trainer.stop_exit_code)
-    watch = stack.enter_context(Watch(timer, stacks=logs / "stacks.txt", **ends, **limits))
-    with timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
+    held = hold(stack, hosts, c)
+    inputs, only_look, laps = held.inputs, c.trainer.val_only, Laps()
+    with held.timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
+        folder = expanded(c.trainer.run_dir)
         kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
         checkpoints = stack.enter_context(kept)
         hosts.together(lambda: None)  # the checkpoint folder exists, without partial writes
@@ -105,13 +107,58 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         if c.algorithm.filter_groups:
             require_metric(c.algorithm.filter_groups_metric.partition("/")[0], panel.parts)
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-        parts = dict[str, Any](c=c, folder=written, hosts=hosts, inputs=inputs, panel=panel, checkpoints=checkpoints)
-        parts["reference"] = served_reference(c, inputs.tokenizer, hosts)
+        reference = served_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:
             stack.enter_context(traces.exporting())
-        run, begun, laps = start(stack, parts | dict(timer=timer, profile=profile, watch=watch), mesh, logs)
+        engine = hosts.together(lambda: open_engine(c, held.logs, hosts))  # it loads while JAX compiles
+        stack.callback(engine.close)
+        learner, begin = make_learner(c, inputs, mesh)
+        laps("models")
+        if not only_look:
+            compile_passes(c, learner, begin)
+            laps("compilation")
+        origin = resume.origin(c, inputs, learner)
+        begun = resume.resume(c, checkpoints, learner, begin, panel, origin)
+        del begin  # a resumed run must not hold two states
+        laps("checkpoint")
+        sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
+        laps("waiting for the sampler")
+        publish = functools.partial(publish_policy, c, learner, sampler, adapters=inputs.adapters, hosts=hosts)
+        publish_base(c, learner, sampler, int(begun.state.step), hosts)
+        publish(begun.state)
+        laps("publish")
+        hosts.together(panel.ready)
+        laps("graders")
+        logger = open_logger(c, held, hosts, learner, begun)
+        stack.enter_context(logger)
+        greedy = learner.recipe.estimator.greedy
+        supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, panel, begun.cursor, hosts)
+        early = learner.critic is not None and may_overlap(c, hosts)
+        handover = stack.enter_context(Handover(publish, early=early))
+        run = Run(
+            c, held.folder, hosts, inputs, learner, sampler, supply, panel, handover, checkpoints, logger, held.timer,
+            held.profile, held.watch, Match(c), reference, origin,
+        )  # fmt: skip
         introduce(run, begun, kernel, chosen, laps)
         return run, begun
+
+
+def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> Held:
+    """Reads the inputs, takes the run folder, and watches for signals."""
+    folder = expanded(c.trainer.run_dir)
+    require_shareable(c, hosts)
+    inputs = hosts.together(lambda: read(c))
+    require_alike(c, hosts, inputs)
+    logs = own_folder(hosts, folder)
+    profile = make_profiler(c, logs, inputs.total_steps)
+    timer, t = Timers(), c.trainer
+    written = folder / "val_only" if t.val_only else folder  # leaves the run's own files unchanged
+    hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
+    watch = Watch(
+        timer, stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s, stacks=logs / "stacks.txt",
+        hosts=hosts, stopped=t.stop_exit_code,
+    )  # fmt: skip
+    return Held(written, logs, inputs, timer, profile, stack.enter_context(watch))
 
 
 def read(c: Settings) -> Inputs:
@@ -131,47 +178,15 @@ def make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
     return Profiler(run / "profile", steps)
 
 
-def start(
-    stack: contextlib.ExitStack, parts: dict[str, Any], mesh: Mesh, logs: pathlib.Path
-) -> tuple[Run, Begun, Laps]:
-    """Loads and compiles while the engine starts, resumes, and publishes the first weights."""
-    c, hosts, inputs, panel = (parts[name] for name in ("c", "hosts", "inputs", "panel"))
-    laps, only_look = Laps(), c.trainer.val_only
-    engine = hosts.together(lambda: open_engine(c, logs, hosts))  # it loads while JAX compiles
-    stack.callback(engine.close)
-    learner, begin = make_learner(c, inputs, mesh)
-    laps("models")
-    if not only_look:
-        compile_passes(c, learner, begin)
-        laps("compilation")
-    origin = resume.origin(c, inputs, learner)
-    begun = resume.resume(c, parts["checkpoints"], learner, begin, panel, origin)
-    del begin  # a resumed run must not hold two states
-    laps("checkpoint")
-    sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
-    laps("waiting for the sampler")
-
-    def publish(now: TrainState) -> None:
-        publish_policy(c, learner, sampler, now, inputs.adapters, hosts)
-
-    publish_base(c, learner, sampler, int(begun.state.step), hosts)
-    publish(begun.state)
-    laps("publish")
-    hosts.together(panel.ready)
-    laps("graders")
+def open_logger(c: Settings, held: Held, hosts: Hosts, learner: Learner, begun: Begun) -> Logger | Silent:
+    """Opens the metrics loggers after the last step that was logged."""
     logged = begun.step
-    if begun.step is not None and (begun.pending is not None or only_look):
+    if begun.step is not None and (begun.pending is not None or c.trainer.val_only):
         logged = begun.step - 1  # its line is written now
     muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
-    logger = make_logger(c, parts["folder"], hosts, total_steps=inputs.total_steps, resumed_step=logged, muted=muted)
-    stack.enter_context(logger)
-    supply = make_supply(
-        c, inputs.train, inputs.total_steps, learner.recipe.estimator.greedy, sampler, panel, begun.cursor, hosts
-    )
-    early = learner.critic is not None and may_overlap(c, hosts)
-    handover = stack.enter_context(Handover(publish, early=early))
-    made = dict[str, Any](learner=learner, sampler=sampler, supply=supply, handover=handover, logger=logger)
-    return Run(**parts, **made, match=Match(c), origin=origin), begun, laps
+    return make_logger(
+        c, held.folder, hosts, total_steps=held.inputs.total_steps, resumed_step=logged, muted=muted
+    )  # fmt: skip
 
 
 def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
