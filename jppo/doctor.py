@@ -21,7 +21,7 @@ from jppo import settings
 from jppo.preflight import checks as run
 from jppo.preflight import machine
 from jppo.preflight.finding import GIB, Finding, check_room, report
-from jppo.preflight.rooms import available_memory
+from jppo.preflight.memory_budget import available_memory
 from jppo.settings import Settings, UserError
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU

@@ -115,7 +115,7 @@ def train(config: PairTraining | ConfigDict) -> None:
     task = prepare(c)
     pairs = task.pairs.pairs
 
-    def draw(descent: ppo.Descent, learned: Params, indices: np.ndarray) -> supervised.Batch:
+    def draw(descent: ppo.ModelUpdate, learned: Params, indices: np.ndarray) -> supervised.Batch:
         some = [pairs[i] for i in indices]
         rows = pack(some, task.plan)
         (_, judged), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
@@ -144,7 +144,7 @@ def train(config: PairTraining | ConfigDict) -> None:
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
+def scored(task: Task, descent: ppo.ModelUpdate, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = offload.to_device((descent.base, learned))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
@@ -154,7 +154,7 @@ def scored(task: Task, descent: ppo.Descent, learned: Any, rows: Sequence[Rows],
     return found
 
 
-def test(c: PairTraining, task: Task, descent: ppo.Descent, learned: Any) -> dict[str, float]:
+def test(c: PairTraining, task: Task, descent: ppo.ModelUpdate, learned: Any) -> dict[str, float]:
     """Returns loss and accuracy on held-out pairs."""
     pairs, size = task.held_out.pairs, c.data.train_batch_size
     sums = {"rm/loss": 0.0, "rm/accuracy": 0.0}

@@ -60,7 +60,7 @@ DRIVER = """
 import dataclasses, os, pathlib, signal, sys, threading, time
 from jppo import train
 from jppo.runlog.checkpoint import Checkpoints
-from jppo.samples.queue import Supply
+from jppo.samples.queue import SampleQueue
 mark = pathlib.Path({mark!r})
 def die():
     mark.touch()
@@ -70,12 +70,12 @@ if not mark.exists():
 train.main(sys.argv[1:])
 """
 IN_GENERATION = """
-    take = Supply.take
+    take = SampleQueue.take
     def broken(self, step):
         if step == 3:
             threading.Timer(0.005, die).start()
         return take(self, step)
-    Supply.take = broken
+    SampleQueue.take = broken
 """
 BETWEEN_UPDATES = """
     descend = train.ppo.descend
@@ -103,13 +103,13 @@ NAN_GRADIENT = """
     train.update_models = broken
 """
 STUCK_STAGE = """
-    take = Supply.take
+    take = SampleQueue.take
     def broken(self, step):
         if step == 3:
             mark.touch()
             time.sleep(600)
         return take(self, step)
-    Supply.take = broken
+    SampleQueue.take = broken
 """
 WORST_MOMENTS = {
     "kill -9 in generation": IN_GENERATION,

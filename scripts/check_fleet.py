@@ -32,7 +32,7 @@ from jppo import train
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import publisher
-from jppo.samples.queue import Supply
+from jppo.samples.queue import SampleQueue
 
 LIMIT_S = 300.0  # for one event
 SETTINGS = check_rollouts.SETTINGS | {"rollout.servers": 1, "rollout.kv_cache_memory_bytes": 1 << 26}
@@ -113,7 +113,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
                     found = {member.endpoint.url for member in fleet[0].members if member.up}
                 print(f"step {event.step}: {event.name}, after {time.monotonic() - began:.1f} s", flush=True)
 
-    ask_one, take, whole = Fleet._ask_one, Supply.take, publisher.Publisher.whole
+    ask_one, take, whole = Fleet._ask_one, SampleQueue.take, publisher.Publisher.whole
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         asked[0] += 1
@@ -132,7 +132,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
         happen("publish")
         return whole(self, tensors, version)
 
-    Fleet._ask_one, Supply.take = broken_ask_one, broken_take  # type: ignore[method-assign]
+    Fleet._ask_one, SampleQueue.take = broken_ask_one, broken_take  # type: ignore[method-assign]
     publisher.Publisher.whole = broken_whole  # type: ignore[method-assign]
     return answers
 

@@ -37,7 +37,7 @@ from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.guard import CHALLENGE_HEADER, PROOF_HEADER, proof
 from jppo.rollout.servers.member import Member
 from jppo.rollout.vllm import publisher
-from jppo.samples.queue import Supply
+from jppo.samples.queue import SampleQueue
 
 sys.path.append(str(check_faults.ROOT / "benchmarks"))
 import machine
@@ -261,7 +261,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
     def ready(member: Member) -> bool:
         return member.up and not member.mending
 
-    ask_one, take, whole, whole_take = Fleet._ask_one, Supply.take, publisher.Publisher.whole, publisher.Whole.take
+    ask_one, take, whole, whole_take = Fleet._ask_one, SampleQueue.take, publisher.Publisher.whole, publisher.Whole.take
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         sent[0] += 1
@@ -292,7 +292,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
         strike("publish")
         whole_take(self, endpoint)
 
-    Fleet._ask_one, Supply.take = broken_ask_one, broken_take  # type: ignore[method-assign]
+    Fleet._ask_one, SampleQueue.take = broken_ask_one, broken_take  # type: ignore[method-assign]
     publisher.Publisher.whole, publisher.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
 
 

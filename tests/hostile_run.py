@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from hostile_programs import NOTHING, PROGRAMS
 
 from jppo.rewards import code as rule
-from jppo.sandbox import outside, protections
+from jppo.sandbox import launcher, protections
 
 PLACES = ("/tmp", "/dev/shm", "/var/tmp")
 
@@ -40,7 +40,7 @@ def main(uid, without, out):
     try:
         with listeners(out) as (port, abstract, heard):
             guards = protections.probe(frozenset(filter(None, without.split(","))))
-            runner = functools.partial(outside.run, guards=guards)
+            runner = functools.partial(launcher.run, guards=guards)
             results = {}
             for group, name, program, truth, right in PROGRAMS:
                 for old, new in (
@@ -109,7 +109,7 @@ def there():
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"jppo.sandbox.inside" in path.read_bytes() and b"-c" in path.read_bytes():
+            if b"jppo.sandbox.child" in path.read_bytes() and b"-c" in path.read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
             pass

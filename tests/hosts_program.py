@@ -11,11 +11,11 @@ from jppo import train
 from jppo.rollout.protocol import RolloutError
 from jppo.run import export
 from jppo.run import start as opened
-from jppo.samples.queue import Supply
+from jppo.samples.queue import SampleQueue
 from jppo.settings import UserError
 
 what, _, host = sys.argv[1].partition("@")
-take, ask, read, write = Supply.take, Supply._take, opened.read_inputs, export.write_model
+take, ask, read, write = SampleQueue.take, SampleQueue._take, opened.read_inputs, export.write_model
 
 
 def taking(supply, step):
@@ -59,6 +59,6 @@ def writing(run, path, now):
 
 
 if what != "whole" and os.environ["NODE_RANK"] == host:
-    Supply.take, Supply._take, opened.read_inputs = taking, asking, reading
+    SampleQueue.take, SampleQueue._take, opened.read_inputs = taking, asking, reading
     train.write_model = export.write_model = writing
 train.main(sys.argv[2:])

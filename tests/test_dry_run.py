@@ -16,7 +16,7 @@ from jppo.learner import packing
 from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.plan import plan_of_run
 from jppo.models import decoder
-from jppo.preflight import memory, preview, rooms
+from jppo.preflight import memory, memory_budget, preview
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed
@@ -95,12 +95,13 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
 
 @pytest.mark.parametrize("has, verdict", [(None, "OK"), (1000, "OK"), (999, "WARN"), (900, "WARN"), (899, "FAIL")])
 def test_room_is_ok_tight_or_too_little(has, verdict):
-    room = rooms.Room("here", {"a": 600, "b": 300}, has)
+    room = memory_budget.MemoryBudget("here", {"a": 600, "b": 300}, has)
     assert (room.needs, room.verdict) == (900, verdict)
 
 
 ESTIMATE = memory.Estimate(
-    {"policy": 600, "batch": 0}, (memory.Moment("values", 0, 500), memory.Moment("actor gradient", 300, 250))
+    {"policy": 600, "batch": 0},
+    (memory.ProgramMemory("values", 0, 500), memory.ProgramMemory("actor gradient", 300, 250)),
 )
 
 
@@ -113,9 +114,9 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     devices = [SimpleNamespace(platform=platform, process_index=0, device_kind="H") for _ in range(count)]
     mesh = SimpleNamespace(devices=np.array(devices, object))
     monkeypatch.setattr("jppo.learner.devices.resident", lambda: 50)
-    monkeypatch.setattr(rooms, "host_room", lambda: 1000)
-    monkeypatch.setattr(rooms, "device_room", lambda mesh: 1200)
-    found = rooms.of_machine(ESTIMATE, mesh, host={"vLLM: cache": 7})
+    monkeypatch.setattr(memory_budget, "host_room", lambda: 1000)
+    monkeypatch.setattr(memory_budget, "device_room", lambda mesh: 1200)
+    found = memory_budget.of_machine(ESTIMATE, mesh, host={"vLLM: cache": 7})
     if platform == "cpu":
         assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57, 1050)]
     else:
@@ -127,12 +128,12 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
 def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
     inputs = read_inputs(typed(small_run))
     cpu, gpu = (SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)], object)) for name in ("cpu", "gpu"))
-    monkeypatch.setattr(rooms, "device_room", lambda mesh: 52 * 2**30)
+    monkeypatch.setattr(memory_budget, "device_room", lambda mesh: 52 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
-    assert rooms.of_servers(typed(small_run), inputs, cpu) is None  # on a CPU it is the host's
-    room = rooms.of_servers(typed(small_run), inputs, gpu)
+    assert memory_budget.of_servers(typed(small_run), inputs, cpu) is None  # on a CPU it is the host's
+    room = memory_budget.of_servers(typed(small_run), inputs, gpu)
     assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
-    assert set(rooms.host_parts(typed(small_run), inputs, gpu)) == {"published weights"}
+    assert set(memory_budget.host_parts(typed(small_run), inputs, gpu)) == {"published weights"}
 
 
 def test_what_a_server_holds(tiny_model):

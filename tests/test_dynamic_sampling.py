@@ -11,8 +11,8 @@ from jppo.data.stream import Cursor
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
-from jppo.samples.dynamic_sampling import DynamicSupply, Filter, differs, trains
-from jppo.samples.queue import Drawn
+from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter, differs, trains
+from jppo.samples.queue import StepSamples
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
 from tests.test_resume import again, broken_off, untimed, weights
@@ -44,7 +44,7 @@ class GenBatches:
         rewards, b, cursor = self.now
         prompts = [Prompt(f"{b}.{p}", "", "", np.zeros(1, np.int32), "", {}) for p in range(len(rewards))]
         best = [reward(10.0 * b + p) for p in range(len(rewards))] if self.baseline else None
-        return Drawn(
+        return StepSamples(
             prompts=prompts,
             trajectories=[
                 trajectory(f"{p.uid}/{i}") for p, group in zip(prompts, rewards, strict=True) for i in range(len(group))
@@ -61,7 +61,7 @@ class GenBatches:
 
 def supply(batches, *, prompts=2, most=0, metric="score", **how):
     gen_batch = GenBatches(batches, **how)
-    return DynamicSupply(Filter(prompts, 2, metric, most), gen_batch, Cursor()), gen_batch
+    return DynamicSampleQueue(Filter(prompts, 2, metric, most), gen_batch, Cursor()), gen_batch
 
 
 SAME, OTHER = [reward(1.0), reward(1.0)], [reward(1.0), reward(-1.0)]

@@ -10,7 +10,7 @@ from jppo import train
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import ppo
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.publish import Handover, may_overlap
+from jppo.rollout.publish import PolicyPublisher, may_overlap
 from tests.make import typed
 
 
@@ -74,7 +74,7 @@ def test_what_is_against_it(config):
 def test_each_state_is_published_once():
     published = []
     for early in (True, False):
-        with Handover(published.append, early=early) as handover:
+        with PolicyPublisher(published.append, early=early) as handover:
             for state in ("a", "b"):
                 handover.begin(state)
                 handover.finish(state)

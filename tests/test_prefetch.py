@@ -12,11 +12,11 @@ import pytest
 from jppo import train
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, Part, next_batch
-from jppo.rewards.panel import Grading
+from jppo.rewards.reward_sum import Grading
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.runlog import trajectories
 from jppo.samples.make import fresh
-from jppo.samples.queue import How, Supply, ages
+from jppo.samples.queue import How, SampleQueue, ages
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 from tests.make import typed
@@ -70,7 +70,7 @@ class Slow:
             done(number, sample(prompts[number // sampling.n], number, self.version, sampling.seed))
 
 
-class Panel:
+class RewardSum:
     """Grades by the length of the text."""
 
     def __init__(self):
@@ -106,7 +106,7 @@ class Graded(Grading):
 
 
 def supply(sampler, cursor=None, **changes):
-    return Supply(dataclasses.replace(HOW, **changes), TRAIN, sampler, Panel(), cursor or Cursor())
+    return SampleQueue(dataclasses.replace(HOW, **changes), TRAIN, sampler, RewardSum(), cursor or Cursor())
 
 
 def order(steps):
@@ -328,7 +328,7 @@ def test_staleness_0_is_synchronous_training_to_the_bit(small_run, quick_compila
 
 
 def test_samples_that_are_too_old_are_dropped_or_corrected(small_run):
-    drawn = dataclasses.make_dataclass("Drawn", ["trajectories", "sampling_s", "waited_s"])
+    drawn = dataclasses.make_dataclass("StepSamples", ["trajectories", "sampling_s", "waited_s"])
     old = [sample(PROMPTS[0], 0, version, 0) for version in (1, 2, 3)]
     small_run.rollout.mode, small_run.rollout.max_staleness = "async", 1
     graded = [Reward(1.0, {}, None), Reward(1.0, {}, None), Reward(1.0, {}, None, unusable="not graded")]

@@ -20,15 +20,15 @@ from jppo.rewards import parts
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer
-from jppo.rewards.panel import Grading, PartWeights
-from jppo.rewards.panel import Panel as Parts
+from jppo.rewards.reward_sum import Grading, PartWeights
+from jppo.rewards.reward_sum import RewardSum as Parts
 from jppo.runlog import sample_queue, trajectories
 from jppo.samples import make as build_prefetch
 from jppo.samples import queue as supply
 from jppo.samples import requests
 from jppo.types import Reward
 from tests.make import typed
-from tests.test_prefetch import HOW, TRAIN, Panel, Slow, order
+from tests.test_prefetch import HOW, TRAIN, RewardSum, Slow, order
 
 ANSWERS = "samples that the checkpoint has of the next steps are"
 
@@ -36,7 +36,7 @@ ANSWERS = "samples that the checkpoint has of the next steps are"
 def make(sampler, cursor=None, panel=None, hosts=None, **changes):
     how = dataclasses.replace(HOW, **changes)
     more = {} if hosts is None else {"hosts": hosts}
-    return supply.Supply(how, TRAIN, sampler, panel or Panel(), cursor or Cursor(), **more)
+    return supply.SampleQueue(how, TRAIN, sampler, panel or RewardSum(), cursor or Cursor(), **more)
 
 
 def saved(it):
@@ -145,7 +145,7 @@ def test_a_curriculum_with_prefetched_samples_resumes_to_the_bit(staleness, in_s
         order_of = Curriculum(spec, TRAIN.prompts, seed=1, batch_size=2)
         how = dataclasses.replace(HOW, staleness=staleness, total_steps=8)
         train = dataclasses.replace(TRAIN, order_of=order_of)
-        return supply.Supply(how, train, Slow(), Panel(), cursor or Cursor())
+        return supply.SampleQueue(how, train, Slow(), RewardSum(), cursor or Cursor())
 
     def step(it, number, finish=True):
         drawn = it.take(number)
@@ -176,7 +176,7 @@ def test_a_mismatch_drops_the_responses_and_keeps_the_prompts(staleness):
 
     def begin(cursor=None):
         how = dataclasses.replace(HOW, staleness=staleness, total_steps=6)
-        return supply.Supply(how, train, Slow(), Panel(), cursor or Cursor())
+        return supply.SampleQueue(how, train, Slow(), RewardSum(), cursor or Cursor())
 
     def steps(it, *numbers):
         out = []
@@ -200,7 +200,7 @@ def test_a_mismatch_drops_the_responses_and_keeps_the_prompts(staleness):
 
 def test_an_error_after_the_rewards_leaves_the_curriculum_as_it_was():
     order_of = Curriculum(f"{__name__}:Least", TRAIN.prompts, seed=1, batch_size=2)
-    it = supply.Supply(HOW, dataclasses.replace(TRAIN, order_of=order_of), Slow(), Panel(), Cursor())
+    it = supply.SampleQueue(HOW, dataclasses.replace(TRAIN, order_of=order_of), Slow(), RewardSum(), Cursor())
     drawn = it.take(0)
     before = saved(it)["cursor"]
     after = it.learned(drawn, drawn.grade()[0])
@@ -386,12 +386,12 @@ def test_responses_that_were_drawn_otherwise_are_drawn_again():
 @pytest.mark.parametrize("graders, count", [({}, 4 + 4 + 4), ({"reward.grader": "other"}, 100 + 4 + 4)])
 def test_what_was_graded_is_not_graded_again_by_the_same_graders(graders, count):
     """Judges may answer otherwise and cost; a normalizer would count a score twice."""
-    sampler, panel = Slow(), Panel()
+    sampler, panel = Slow(), RewardSum()
     it = make(sampler, panel=panel)
     it.take(0).grade()
     it.forget(0)
     state = saved(it)
-    resumed = Panel()
+    resumed = RewardSum()
     resumed.count = 100
     it = make(Slow(), panel=resumed, graders=graders)
     it.load(state, 1)

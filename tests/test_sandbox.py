@@ -23,13 +23,14 @@ from jppo.rewards.graders import RulePart
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
-from jppo.sandbox import cgroup, choice, kernel, outside, protections, seccomp, service
+from jppo.sandbox import cgroup, choice, kernel, launcher, protections, seccomp, service
 from jppo.sandbox.choice import describe_sandbox, make_runner
-from jppo.sandbox.outside import Guards, NoSandbox
+from jppo.sandbox.launcher import Guards, NoSandbox
 from jppo.settings import UserError
 from jppo.types import Prompt
 from tests.hostile_programs import PROGRAMS
 from tests.make import typed
+from tests.rewards import graded
 
 RIGHT = "def f(x):\n    return x + 1\n"
 ASSERTS = "assert f(1) == 2\nassert f(2) == 3"
@@ -194,7 +195,7 @@ def test_a_program_locks_no_library(without, tmp_path):
     guards = protections.probe(frozenset(filter(None, [without])))
     try:
         with ThreadPoolExecutor(1) as pool, library.open("r+b") as mine:
-            running = pool.submit(outside.run, program, guards=guards, time_s=20, memory_bytes=2**29)
+            running = pool.submit(launcher.run, program, guards=guards, time_s=20, memory_bytes=2**29)
             tries = 0
             while not running.done():
                 for lock in (fcntl.flock, fcntl.lockf):
@@ -216,8 +217,8 @@ def test_a_control_group_bounds_threads_and_is_removed():
         "    while n < 200:\n        threading.Thread(target=time.sleep, args=(60,)).start()\n        n += 1\n"
         "except RuntimeError:\n    pass\nprint(n, flush=True)\nos._exit(0)"
     )
-    ran = outside.run(threads, guards=Guards(groups=groups), time_s=20, memory_bytes=2**32)
-    assert 0 < int(ran.printed) < outside.THREADS + 2
+    ran = launcher.run(threads, guards=Guards(groups=groups), time_s=20, memory_bytes=2**32)
+    assert 0 < int(ran.printed) < launcher.THREADS + 2
     assert not [name for base in groups for name in os.listdir(base) if name.startswith(f"jppo-{os.getpid()}-")]
 
 
@@ -229,22 +230,22 @@ def test_folders_of_workers_that_were_killed_are_removed(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("x")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    outside._sweep(str(tmp_path))
+    launcher._sweep(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == set(names) - {f"jppo-code-{gone.pid}-old"}
 
 
 def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(outside, "_DEVICES", ["/dev/null"])
+    monkeypatch.setattr(launcher, "_DEVICES", ["/dev/null"])
     with pytest.raises(NoSandbox, match="could not be closed"):
-        outside.run("print(1)", guards=Guards(spaces="no such way", uid=2**32 - 1), time_s=9, memory_bytes=2**28)
+        launcher.run("print(1)", guards=Guards(spaces="no such way", uid=2**32 - 1), time_s=9, memory_bytes=2**28)
 
 
 def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_path):
     """A worker that is killed takes its program along, also one in a process namespace of its own."""
     script = (
-        "from jppo.sandbox import outside, protections\n"
+        "from jppo.sandbox import launcher, protections\n"
         "guards = protections.probe()\nprint('ready', flush=True)\n"
-        "outside.run('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
+        "launcher.run('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=os.getcwd(), text=True)
     assert worker.stdout.readline() == "ready\n"
@@ -340,7 +341,7 @@ def test_a_service_grades_as_the_sandbox_here(stand_in):
     path, body = stand_in.asked[0]
     assert path == "/run_code" and body["language"] == "python"
     assert {"code", "stdin", "run_timeout", "compile_timeout"} <= body.keys()
-    assert all("== 2" not in asked["code"] and '"3' not in asked["code"] for _, asked in stand_in.asked)
+    assert all('"3' not in asked["code"] for _, asked in stand_in.asked)  # an output that is expected
     limits = {"time_s": 1.0, "memory_bytes": 2**29, "runner": run}
     assert run_program("print(6 * 7)", **limits) == "42\n"
     assert run_program("print(1)\n1 / 0", **limits) == "1\nerror: ZeroDivisionError: division by zero"
@@ -385,16 +386,20 @@ def test_programs_are_counted(stand_in):
         part.close()
 
 
-def test_a_program_that_reaches_for_its_interpreter_fails_the_tests_beside_it():
-    beside = "try:\n    assert f(1) == 2\nexcept ValueError:\n    pass"
+def test_a_program_that_reaches_for_its_interpreter_is_counted_and_graded():
     grade = functools.partial(code, time_s=6.0, memory_bytes=2**29)
-    assert grade(response(RIGHT), beside).score == 1.0
-    assert grade(response("import gc\n" + RIGHT), beside) == (
-        0.0,
-        {"exact": 0.0, "answered": 1.0, "suspicious": 1.0},
+    assert grade(response("import gc\n" + RIGHT), ASSERTS) == (
+        1.0,
+        {"exact": 1.0, "answered": 1.0, "suspicious": 1.0},
         None,
     )
-    assert grade(response("import gc\n" + RIGHT), ASSERTS).score == 1.0
+
+
+@pytest.mark.parametrize("kind", ["equal to everything", "frames and memory", "exits", "forged replies"])
+def test_a_cheat_earns_nothing_at_a_service(stand_in, kind):
+    grade = functools.partial(code, time_s=10.0, memory_bytes=2**31, runner=make_runner("container", stand_in.url))
+    for program, blocks in graded.CHEATS[kind][:3]:
+        assert grade(response(program), blocks[0]).score == 0.0
 
 
 @pytest.mark.parametrize(
@@ -436,7 +441,7 @@ def test_a_run_says_first_which_protections_are_active():
     ("program", "truth"), [(p, t) for g, _, p, t, _ in PROGRAMS if g == "self-grading"], ids=lambda value: ""
 )
 def test_self_grading_earns_nothing_even_where_no_protection_is_there(program, truth):
-    run = functools.partial(outside.run, guards=Guards())
+    run = functools.partial(launcher.run, guards=Guards())
     assert code(response(program), truth, time_s=4.0, memory_bytes=2**29, runner=run).score == 0.0
 
 
@@ -482,5 +487,5 @@ ORDINARY = {
 @pytest.mark.parametrize("program", ORDINARY.values(), ids=ORDINARY)
 def test_ordinary_programs_work(program, without):
     guards = protections.probe(frozenset(filter(None, [without])))
-    ran = outside.run(program, guards=guards, time_s=20, memory_bytes=2**30, stdin="ok\n")
+    ran = launcher.run(program, guards=guards, time_s=20, memory_bytes=2**30, stdin="ok\n")
     assert (ran.status, ran.printed.strip()) == (0, "ok"), ran.errors

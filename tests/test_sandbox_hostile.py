@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from jppo.sandbox.outside import NOBODY
+from jppo.sandbox.launcher import NOBODY
 from tests.hostile_programs import PROGRAMS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jppo.sandbox import outside, protections
+from jppo.sandbox import launcher, protections
 
 TAKES = """
 import ctypes, fcntl, mmap, os, struct, time
@@ -70,7 +70,7 @@ MOST = 8 * QUOTA  # what may have been written at the kill; before there was a b
 
 
 @functools.cache
-def found(without: str) -> outside.Guards:
+def found(without: str) -> launcher.Guards:
     return protections.probe(frozenset(filter(None, [without])))
 
 
@@ -78,7 +78,7 @@ def found(without: str) -> outside.Guards:
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_files_without_a_name_count(way, without):
     program = TAKES.replace("WAY", way)
-    ran = outside.run(program, guards=found(without), time_s=20, memory_bytes=2**29)
+    ran = launcher.run(program, guards=found(without), time_s=20, memory_bytes=2**29)
     taken = [int(line) for line in ran.printed.splitlines() if line.isdecimal()]
     assert max(taken, default=0) <= (MOST if ran.why else QUOTA), ran
     assert ran.why.startswith("wrote more than") or ran.status in (0, -signal.SIGBUS), ran
@@ -99,5 +99,5 @@ HONEST = {
 @pytest.mark.parametrize("without", ["", "namespaces"])
 @pytest.mark.parametrize("program", HONEST.values(), ids=HONEST)
 def test_honest_programs_are_below_the_quota(program, without):
-    ran = outside.run(program, guards=found(without), time_s=20, memory_bytes=2**29)
+    ran = launcher.run(program, guards=found(without), time_s=20, memory_bytes=2**29)
     assert (ran.status, ran.printed.strip().splitlines()[-1:]) == (0, ["ok"]), ran.errors

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jppo.rewards.graders import RulePart
-from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
+from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.rollout.protocol import greedy
 from jppo.run import validation
 from jppo.types import Prompt, Reward, Trajectory
@@ -51,7 +51,7 @@ class Answers:
 def rules(sources):
     """The rules of these sources as the only part of the reward."""
     part = RulePart(sources, pool=Pool(1, timeout_s=5.0, memory_bytes=2**31))
-    return Panel({"rule_score": part}, parse_weights("", ["rule_score"]), score_on_error=None)
+    return RewardSum({"rule_score": part}, parse_weights("", ["rule_score"]), score_on_error=None)
 
 
 def prompt(source, truth):
@@ -125,7 +125,7 @@ def test_a_source_in_which_nobody_looks_for_answers_has_no_majority():
             future.set_result(Reward(float(len(sample.text)), {}, None))
             return future
 
-    panel = Panel({"length": Length()}, parse_weights("", ["length"]), score_on_error=None)
+    panel = RewardSum({"length": Length()}, parse_weights("", ["length"]), score_on_error=None)
     tested = validation.evaluate(
         Answers(["a", "bb", "ccc", "dddd"]), [prompt("x", "1")], panel, sampling=FOUR, version=0
     )

@@ -33,8 +33,8 @@ class Learner:
     shape: tuple[int, int]  # of a step's flat batch, [B, L]
     recipe: ppo.Recipe
     passes: ppo.Passes
-    actor: ppo.Descent
-    critic: ppo.Descent | None
+    actor: ppo.ModelUpdate
+    critic: ppo.ModelUpdate | None
     reference: Params | None
 
     def policy(self, now: TrainState) -> Weights:
@@ -266,7 +266,7 @@ def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, ke
 
 def make_descent(
     section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int
-) -> tuple[ppo.Descent, Any]:
+) -> tuple[ppo.ModelUpdate, Any]:
     """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
     tx = make_optimizer(section, name, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
@@ -275,7 +275,7 @@ def make_descent(
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
     opt = offload.to_host(opt) if section.optimizer_offload else opt
     exchange = update.make_exchange(trained.what.shardings)
-    return ppo.Descent(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
+    return ppo.ModelUpdate(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
 
 
 def make_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:

@@ -155,7 +155,7 @@ def _advantages(r: Recipe) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Descent:
+class ModelUpdate:
     """The update of one model: its compiled gradient, optimizer step and accumulator."""
 
     accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
@@ -239,7 +239,7 @@ def with_advantages(
 
 
 def descend(
-    how: Descent, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any
+    how: ModelUpdate, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any
 ) -> tuple[Params, Any, dict[str, float]]:
     """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
 

@@ -20,8 +20,8 @@ def compile_all(
     *,
     now: TrainState,
     reference: Weights | None,
-    actor: ppo.Descent,
-    critic: ppo.Descent | None,
+    actor: ppo.ModelUpdate,
+    critic: ppo.ModelUpdate | None,
     shape: tuple[int, int],
 ) -> None:
     """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned.
@@ -30,7 +30,7 @@ def compile_all(
     """
     whole = actor.model(now.policy)
     judge = None if critic is None else critic.model(now.value)
-    descents: list[tuple[ppo.Descent, Params, Any, tuple[Any, ...]]] = [
+    descents: list[tuple[ppo.ModelUpdate, Params, Any, tuple[Any, ...]]] = [
         (actor, now.policy, now.policy_opt, (recipe.in_loss(reference),))
     ]
     if critic is not None:

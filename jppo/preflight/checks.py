@@ -15,7 +15,7 @@ from jppo.errors import expanded
 from jppo.learner import sharding
 from jppo.learner.make import Learner, make_learner, make_mesh
 from jppo.models.params import Head
-from jppo.preflight import machine, memory, models_and_data, parity, preview, resources, rooms
+from jppo.preflight import machine, memory, memory_budget, models_and_data, parity, preview, resources
 from jppo.preflight.described_machine import Request
 from jppo.preflight.finding import Check, Finding, examine
 from jppo.preflight.table import Executions
@@ -54,7 +54,7 @@ class Read:
         return mesh
 
     @functools.cached_property
-    def estimate(self) -> tuple[list[str], memory.Estimate, list[rooms.Room]]:
+    def estimate(self) -> tuple[list[str], memory.Estimate, list[memory_budget.MemoryBudget]]:
         """The report's lines, the estimate, and needed against available memory."""
         return preview.here(self.c, self.inputs, self.mesh)
 
@@ -229,7 +229,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         start = time.monotonic()
         publish_base(c, trainer, sampler(), 0)
         publish_policy(c, trainer, sampler(), begin, read.inputs.adapters)
-        size = memory.served(read.inputs.policy, c.model.param_dtype) / rooms.MIB
+        size = memory.served(read.inputs.policy, c.model.param_dtype) / memory_budget.MIB
         yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
 
     def agree() -> Iterator[Finding]:

@@ -5,14 +5,14 @@ from typing import Any
 import jax
 
 from jppo.learner import sharding, state
-from jppo.preflight.moments import Moment, account, size
+from jppo.preflight.program_memory import ProgramMemory, account, size
 from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
 from jppo.settings import Settings
 
 
-def own_engine(c: Settings, mesh: Any, *, brought: int) -> list[Moment]:
+def own_engine(c: Settings, mesh: Any, *, brought: int) -> list[ProgramMemory]:
     """Accounts for prefill of the largest prompts and decode, each with its cache and weights."""
     s = inprocess_settings(c, mesh)
     programs = make_programs(s, (0,), turns=TURNS)

@@ -22,7 +22,7 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
 from jppo.preflight.inprocess_engine import own_engine
-from jppo.preflight.moments import Estimate, Moment, account, global_size, size
+from jppo.preflight.program_memory import Estimate, ProgramMemory, account, global_size, size
 from jppo.run.inputs import Inputs
 from jppo.settings import Common, Optimizer, Settings, Supervised, optimizers
 from jppo.types import Counts, Params, Rows, Scored
@@ -84,7 +84,7 @@ def update_moments(
     useful: Sequence[int] = (),
     masked: float = 1.0,
     load: Any = None,
-) -> tuple[Any, list[Moment]]:
+) -> tuple[Any, list[ProgramMemory]]:
     """Returns a model's optimizer state and its update's moments; `micros` are abstract micro-batches.
 
     `brought` bytes are copied from the host for the whole update; the optimizer comes for its step. `useful` are the
@@ -156,7 +156,7 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
 
 
 def of_one_model(
-    c: Supervised, mesh: Any, trained: Trained, opt: Any, moments: Sequence[Moment], packed: Sequence[Rows]
+    c: Supervised, mesh: Any, trained: Trained, opt: Any, moments: Sequence[ProgramMemory], packed: Sequence[Rows]
 ) -> Estimate:
     """Estimates a run that trains one model; `packed` is its largest batch."""
     optimizer = {"its optimizer": size(opt)}
@@ -223,7 +223,7 @@ def _scoring(
     critic: Trained | None,
     rows: Sequence[Rows],
     coming: offloading.Brought,
-) -> Iterator[Moment]:
+) -> Iterator[ProgramMemory]:
     """Accounts for the passes without gradients."""
     actor = join(policy.learned, policy.base)
     for one in rows:

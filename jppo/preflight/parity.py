@@ -15,7 +15,7 @@ from jppo.interpreter import python_path
 from jppo.learner.model_configs import read_models
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
-from jppo.preflight import memory, rooms
+from jppo.preflight import memory, memory_budget
 from jppo.preflight.finding import GIB, Finding
 from jppo.settings import Settings, UserError
 from jppo.types import Params
@@ -32,7 +32,7 @@ def check(c: Settings) -> Iterator[Finding]:
     if c.model.init == "random":
         yield Finding("parity", "OK", "skipped: random weights")
         return
-    needs, free = memory.served(policy, "float32") + PROGRAM, rooms.host_room()
+    needs, free = memory.served(policy, "float32") + PROGRAM, memory_budget.host_room()
     if free is not None and needs > free:
         said = f"skipped: it takes {needs / GIB:.1f} GiB, and {free / GIB:.1f} are free"
         yield Finding("parity", "WARN", said, "run scripts/check_parity.py on a larger machine")

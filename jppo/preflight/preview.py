@@ -17,7 +17,7 @@ from jppo.forecast.machines import Machine
 from jppo.learner import packing, ppo, update
 from jppo.learner.make import make_passes
 from jppo.learner.plan import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
-from jppo.preflight import auto, described_machine, memory, rooms
+from jppo.preflight import auto, described_machine, memory, memory_budget
 from jppo.preflight import table as forecast
 from jppo.preflight.described_machine import Request
 from jppo.preflight.memory import Estimate
@@ -141,12 +141,12 @@ def shapes(plan: packing.Plan) -> str:
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
-def look(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
-    """Returns the sizes of a PPO run on this machine as lines, its estimate and its rooms."""
+def look(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
+    """Returns the sizes of a PPO run on this machine as lines, its estimate and its memory_budget."""
     lines, step = sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
-    share = rooms.of_servers(c, inputs, mesh)
-    places = rooms.of_machine(found, mesh, host=rooms.host_parts(c, inputs, mesh))
+    share = memory_budget.of_servers(c, inputs, mesh)
+    places = memory_budget.of_machine(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
     return lines, found, [*places, *filter(None, [share])]
 
 
@@ -173,22 +173,27 @@ def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = No
 
 
 def report(
-    lines: Sequence[str], found: Estimate, places: Sequence[rooms.Room], outlook: forecast.Outlook | None = None
+    lines: Sequence[str],
+    found: Estimate,
+    places: Sequence[memory_budget.MemoryBudget],
+    outlook: forecast.Outlook | None = None,
 ) -> str:
     """Formats the report."""
-    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(rooms.table, places)]
+    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(memory_budget.table, places)]
     blocks += [forecast.step(outlook)] if outlook is not None else []
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def here(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[rooms.Room]]:
+def here(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
     """Does `look` with `auto` resolved for this machine."""
     c, chosen = settled(c, inputs, mesh)
     lines, found, places = look(c, inputs, mesh)
     return [*lines, *chosen], found, places
 
 
-def report_here(request: Request, lines: Sequence[str], found: Estimate, places: Sequence[rooms.Room]) -> str:
+def report_here(
+    request: Request, lines: Sequence[str], found: Estimate, places: Sequence[memory_budget.MemoryBudget]
+) -> str:
     """Formats the report for this machine; writes the file of --json."""
     request.write(forecast.as_dict(found, None))
     return report(lines, found, places)
@@ -225,10 +230,12 @@ def of_estimate(
     """
     machine = request.machine
     if machine is None:
-        return report_here(request, lines, found, rooms.of_machine(found, mesh, host={}))
+        return report_here(request, lines, found, memory_budget.of_machine(found, mesh, host={}))
     outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)
     request.write(forecast.as_dict(found, outlook))
-    text = report([f"machine          {machine}", *lines], found, rooms.described_rooms(c, machine, found), outlook)
+    text = report(
+        [f"machine          {machine}", *lines], found, memory_budget.described_rooms(c, machine, found), outlook
+    )
     if not described_machine.fits(found, described_machine.capacity(c, machine)[0]):
         print(escaped(text), end="", flush=True)
         described_machine.require_room(c, machine, found, estimate)

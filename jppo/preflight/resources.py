@@ -12,7 +12,7 @@ import jppo
 from jppo import settings
 from jppo.errors import expanded
 from jppo.preflight.finding import GIB, Finding, Verdict
-from jppo.preflight.rooms import Room
+from jppo.preflight.memory_budget import MemoryBudget
 from jppo.rollout.servers.process import check_ports
 from jppo.run.resume import require_own, require_resumable
 from jppo.runlog import atomic_file
@@ -87,7 +87,7 @@ def shared_memory(publish_dir: str, *, named: bool, weights: int) -> Iterator[Fi
     yield Finding("publish room", "OK" if enough else "FAIL", said, "" if enough else remedy)
 
 
-def rooms(found: Sequence[Room]) -> Iterator[Finding]:
+def rooms(found: Sequence[MemoryBudget]) -> Iterator[Finding]:
     """Compares the estimate with the memory of devices and host."""
     for room in found:
         largest = sorted(room.parts.items(), key=lambda part: -part[1])[:3]

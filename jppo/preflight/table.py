@@ -8,7 +8,7 @@ from jppo.forecast import collectives
 from jppo.forecast import seconds as forecast
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.forecast.seconds import Forecast
-from jppo.preflight.memory import Estimate, Moment
+from jppo.preflight.memory import Estimate, ProgramMemory
 
 NOTE = "forecast by the compiler, not measured"
 
@@ -21,7 +21,7 @@ class Executions:
     entries: Mapping[str, int] = dataclasses.field(default_factory=dict)  # total row entries, other shapes included
     sampled: int = 0  # tokens that the rollout generates
 
-    def of(self, moment: Moment) -> float:
+    def of(self, moment: ProgramMemory) -> float:
         """Returns the executions per step; rows of other shapes count by their entries."""
         times = self.by_program.get(moment.name, 0)
         return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
@@ -32,7 +32,7 @@ class Outlook:
     """The forecast of each program on a machine, and of a step."""
 
     machine: Machine
-    programs: tuple[tuple[Moment, Forecast], ...]
+    programs: tuple[tuple[ProgramMemory, Forecast], ...]
     executions: Executions
     rollout_tokens_per_s: float = 0.0  # of all engines, set by the user; 0: unknown
 

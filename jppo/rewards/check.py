@@ -13,8 +13,8 @@ from jppo import process, settings
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.rewards.make import make_panel
-from jppo.rewards.panel import Panel
 from jppo.rewards.parts import Sample
+from jppo.rewards.reward_sum import RewardSum
 from jppo.run.inputs import read_inputs
 from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward
@@ -43,7 +43,7 @@ class SourceCheck:
         return not self.errors and self.truth > self.wrong
 
 
-def check(panel: Panel, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[SourceCheck]:
+def check(panel: RewardSum, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
     return [_source(panel, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
@@ -56,7 +56,7 @@ def solutions(prompt: Prompt) -> list[str]:
     return worked + [form.format(prompt.ground_truth) for form in FORMS]
 
 
-def _source(panel: Panel, prompts: list[Prompt]) -> SourceCheck:
+def _source(panel: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     """Uses the form of solution with the highest score, because the format is up to the rule."""
     forms = [solutions(prompt) for prompt in prompts]
     truths = [prompt.ground_truth for prompt in prompts]
@@ -81,7 +81,7 @@ def _source(panel: Panel, prompts: list[Prompt]) -> SourceCheck:
     )
 
 
-def _grade(panel: Panel, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
+def _grade(panel: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
     said = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
     return panel.grade(Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, said, strict=True))
 

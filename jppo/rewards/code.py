@@ -17,7 +17,7 @@ from typing import Any
 from jppo.rewards.rules import Verdict
 from jppo.rewards.suspicion import suspicious
 from jppo.sandbox.choice import Runner, make_runner
-from jppo.sandbox.outside import TOO_LONG, Ran
+from jppo.sandbox.launcher import TOO_LONG, Ran
 from jppo.sandbox.program import PASSED
 
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0

@@ -26,9 +26,9 @@ from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, loca
 from jppo.rewards.model.convert import converted
 from jppo.rewards.model.part import ModelPart, Normalizer
 from jppo.rewards.model.steps import StepPart
-from jppo.rewards.panel import Panel, PartWeights, parse_weights
 from jppo.rewards.parts import Part
 from jppo.rewards.pool import Pool
+from jppo.rewards.reward_sum import PartWeights, RewardSum, parse_weights
 from jppo.rewards.shape import FormatPart, OverlongPart
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import Settings, UserError
@@ -44,7 +44,7 @@ def make_panel(
     tokenizer: Any,
     sources: Sequence[str],
     tool_rewards: bool = False,
-) -> Panel:
+) -> RewardSum:
     """Makes every configured part and starts some processes; raises UserError for missing requirements.
 
     Each host grades its own samples on its own part of the mesh.
@@ -100,9 +100,9 @@ def make_panel(
         for name in wanted:
             made[name] = makers[name]()
     except BaseException:
-        Panel(made, weights, score_on_error=None).close()
+        RewardSum(made, weights, score_on_error=None).close()
         raise
-    return Panel(made, weights, score_on_error=r.score_on_error)
+    return RewardSum(made, weights, score_on_error=r.score_on_error)
 
 
 def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -32,7 +32,7 @@ def may_overlap(c: Settings, hosts: Hosts) -> bool:
     return hosts.count == 1 and served and c.rollout.mode == "sync" and not c.rollout.sleep_level
 
 
-class Handover:
+class PolicyPublisher:
     """A call of `publish` with a step's final policy: started early by `begin`, or made by `finish`."""
 
     def __init__(self, publish: Callable[[TrainState], None], *, early: bool):

@@ -17,7 +17,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import optim
 from jppo.learner.make import Learner
-from jppo.rewards.panel import Panel
+from jppo.rewards.reward_sum import RewardSum
 from jppo.run.inputs import Inputs
 from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
@@ -99,7 +99,7 @@ def frozen_weights(learner: Learner) -> dict[str, Any]:
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
-def kept(cursor: Cursor, panel: Panel) -> dict[str, Any]:
+def kept(cursor: Cursor, panel: RewardSum) -> dict[str, Any]:
     """Returns the mutable state outside the train state, as JSON types."""
     return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
 
@@ -129,7 +129,7 @@ def save(
 
 
 def resume(
-    c: Settings, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: Panel, now: dict[str, Any]
+    c: Settings, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: RewardSum, now: dict[str, Any]
 ) -> Begun:
     """Resumes, or begins with `begin`; `now` is this run's `origin`."""
     found = read_checkpoint(c, checkpoints, learner.portable(begin), now)

@@ -24,9 +24,9 @@ from jppo.preflight.sampling_notes import forewarn
 from jppo.process import share_gpu
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_panel
-from jppo.rewards.panel import Panel
+from jppo.rewards.reward_sum import RewardSum
 from jppo.rollout.make import Source, open_engine, served_reference
-from jppo.rollout.publish import Handover, may_overlap, publish_base, publish_policy
+from jppo.rollout.publish import PolicyPublisher, may_overlap, publish_base, publish_policy
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
@@ -42,9 +42,9 @@ from jppo.runlog.make import make_logger, require_loggers
 from jppo.runlog.profile import Profiler
 from jppo.runlog.timers import Laps, Timers
 from jppo.runlog.watchdog import Watch
-from jppo.samples.dynamic_sampling import DynamicSupply, require_metric
+from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
 from jppo.samples.make import make_supply
-from jppo.samples.queue import Supply
+from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
 from jppo.settings import Settings
 
@@ -59,9 +59,9 @@ class Run:
     inputs: Inputs
     learner: Learner
     sampler: Source
-    supply: Supply | DynamicSupply
-    panel: Panel
-    handover: Handover
+    supply: SampleQueue | DynamicSampleQueue
+    panel: RewardSum
+    handover: PolicyPublisher
     checkpoints: Checkpoints
     logger: Logger | Silent
     timer: Timers
@@ -134,7 +134,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         greedy = learner.recipe.estimator.greedy
         supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, panel, begun.cursor, hosts)
         early = learner.critic is not None and may_overlap(c, hosts)
-        handover = stack.enter_context(Handover(publish, early=early))
+        handover = stack.enter_context(PolicyPublisher(publish, early=early))
         run = Run(
             c, held.folder, hosts, inputs, learner, sampler, supply, panel, handover, checkpoints, logger, held.timer,
             held.profile, held.watch, Match(c), reference, origin,

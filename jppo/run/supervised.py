@@ -68,8 +68,8 @@ class Objective:
     checksum: int  # of the examples in order: a resume rejects others
     columns: Columns
     opening: str  # first console line
-    draw: Callable[[ppo.Descent, Params, np.ndarray], Batch]  # returns the batch of these indices
-    test: Callable[[ppo.Descent, Params], dict[str, float]] | None = None
+    draw: Callable[[ppo.ModelUpdate, Params, np.ndarray], Batch]  # returns the batch of these indices
+    test: Callable[[ppo.ModelUpdate, Params], dict[str, float]] | None = None
     test_freq: int = -1
     changes: Mapping[str, Any] | None = None  # to the model's config.json
 
@@ -103,7 +103,7 @@ class Run:
     c: Supervised
     task: Task
     objective: Objective
-    descent: ppo.Descent
+    descent: ppo.ModelUpdate
     checkpoints: Checkpoints
     logger: Logger | Silent
     timer: Timers
@@ -168,7 +168,7 @@ def begin(
     c: Supervised,
     checkpoints: Checkpoints,
     objective: Objective,
-    descent: ppo.Descent,
+    descent: ppo.ModelUpdate,
     first: Progress,
     origin: dict[str, Any],
 ) -> tuple[Progress, list[str], int | None]:
@@ -195,7 +195,7 @@ def field_of(objective: Objective) -> str:
     return "policy" if objective.head == "lm" else "value"
 
 
-def arrays_of(objective: Objective, descent: ppo.Descent, now: Progress) -> Saved:
+def arrays_of(objective: Objective, descent: ppo.ModelUpdate, now: Progress) -> Saved:
     """Returns parameters and optimizer without mesh padding."""
     learned, opt = (
         state.portable(tree, spare) if any(jax.tree.leaves(spare)) else tree
@@ -279,7 +279,7 @@ def save(run: Run, now: Progress, drawn: Batch | None) -> None:
         run.checkpoints.save(now.step, arrays_of(run.objective, run.descent, now), meta)
 
 
-def require_finite(descent: ppo.Descent, learned: Params, drawn: Batch) -> None:
+def require_finite(descent: ppo.ModelUpdate, learned: Params, drawn: Batch) -> None:
     """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
     params, base, further = offload.to_device((learned, descent.base, drawn.further))
     rows = placing.put(drawn.mini.micros[0], drawn.mini.place)

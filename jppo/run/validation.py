@@ -11,8 +11,8 @@ import numpy as np
 from jppo import statistics
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import escaped
-from jppo.rewards.panel import Grading, Panel
 from jppo.rewards.parts import sample_of
+from jppo.rewards.reward_sum import Grading, RewardSum
 from jppo.rollout.make import val_sampling
 from jppo.rollout.protocol import Sampler
 from jppo.runlog import trajectories as of_hosts
@@ -35,7 +35,7 @@ class Tested:
 def evaluate(
     sampler: Sampler,
     prompts: Sequence[Prompt],
-    panel: Panel,
+    panel: RewardSum,
     *,
     sampling: Sampling,
     version: int,
@@ -62,7 +62,7 @@ def evaluate(
 def sample(
     sampler: Sampler,
     prompts: Sequence[Prompt],
-    panel: Panel,
+    panel: RewardSum,
     sampling: Sampling,
     *,
     version: int,

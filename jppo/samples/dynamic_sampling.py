@@ -16,7 +16,7 @@ from jppo.data.stream import Cursor
 from jppo.learner.batch import filtered
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import sample_queue
-from jppo.samples.queue import Drawn, Supply
+from jppo.samples.queue import SampleQueue, StepSamples
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
 
@@ -68,16 +68,16 @@ def require_metric(metric: str, parts: Collection[str]) -> None:
         )
 
 
-class DynamicSupply:
-    """The samples of a synchronous run with dynamic sampling, in place of a `Supply`."""
+class DynamicSampleQueue:
+    """The samples of a synchronous run with dynamic sampling, in place of a `SampleQueue`."""
 
-    def __init__(self, how: Filter, gen_batch: Callable[[int, Cursor], Supply], cursor: Cursor):
+    def __init__(self, how: Filter, gen_batch: Callable[[int, Cursor], SampleQueue], cursor: Cursor):
         """`gen_batch` makes the supply of one gen batch from its index within the step and the position in the data."""
         self._how = how
         self._gen_batch = gen_batch
         self._cursor = cursor
 
-    def take(self, step: int) -> Drawn:
+    def take(self, step: int) -> StepSamples:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
         how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
         kept, rewards, lacking = list[Group](), list[Reward](), 0
@@ -115,7 +115,7 @@ class DynamicSupply:
         }
         chosen = [reward for group in used for reward in group.rewards]
         best = [group.baseline for group in used if group.baseline is not None]
-        return Drawn(
+        return StepSamples(
             prompts=[group.prompt for group in used],
             trajectories=[t for group in used for t in group.trajectories],
             after=after,
@@ -128,7 +128,7 @@ class DynamicSupply:
     def settle(self) -> None:
         """Does nothing: no request is in flight between steps."""
 
-    def learned(self, drawn: Drawn, rewards: Sequence[Reward]) -> Cursor:
+    def learned(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
         """Returns the position in the data after a step: the order of the prompts knows the rewards already."""
         return drawn.after
 
@@ -151,7 +151,7 @@ class DynamicSupply:
         return said
 
 
-def _groups(drawn: Drawn, n: int) -> list[Group]:
+def _groups(drawn: StepSamples, n: int) -> list[Group]:
     """Waits for the rewards of a gen batch."""
     rewards, best = drawn.grade()
     return [

@@ -12,11 +12,11 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
-from jppo.rewards.panel import Panel
+from jppo.rewards.reward_sum import RewardSum
 from jppo.rollout.make import Source, sampling
 from jppo.rollout.protocol import RolloutError
-from jppo.samples.dynamic_sampling import DynamicSupply, Filter
-from jppo.samples.queue import Drawn, How, Supply, ages
+from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
+from jppo.samples.queue import How, SampleQueue, StepSamples, ages
 from jppo.settings import Settings, table
 from jppo.types import Reward
 
@@ -38,10 +38,10 @@ def make_supply(
     total_steps: int,
     baseline: bool,
     sampler: Source,
-    panel: Panel,
+    panel: RewardSum,
     cursor: Cursor,
     hosts: Hosts = ALONE,
-) -> Supply | DynamicSupply:
+) -> SampleQueue | DynamicSampleQueue:
     """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response."""
     how = How(
         batch_size=c.data.train_batch_size,
@@ -59,14 +59,14 @@ def make_supply(
     metric, most = a.filter_groups_metric, a.max_num_gen_batches
     of_step = Filter(c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated)
     if not a.filter_groups:
-        return Supply(how, train, sampler, panel, cursor, hosts)
+        return SampleQueue(how, train, sampler, panel, cursor, hosts)
     how = dataclasses.replace(how, batch_size=prompts_per_batch(c))
 
-    def gen_batch(index: int, at: Cursor) -> Supply:
+    def gen_batch(index: int, at: Cursor) -> SampleQueue:
         drawn = functools.partial(sampling, c, gen_batch=index)
-        return Supply(dataclasses.replace(how, draw=drawn), train, sampler, panel, at, hosts)
+        return SampleQueue(dataclasses.replace(how, draw=drawn), train, sampler, panel, at, hosts)
 
-    return DynamicSupply(of_step, gen_batch, cursor)
+    return DynamicSampleQueue(of_step, gen_batch, cursor)
 
 
 def graders(c: Settings) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def graders(c: Settings) -> dict[str, Any]:
     return found
 
 
-def fresh(c: Settings, drawn: Drawn, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
+def fresh(c: Settings, drawn: StepSamples, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
     """Marks the rewards of samples that are too stale as unusable and returns staleness metrics.
 
     With a log-prob correction, stale samples are kept: it weights them.

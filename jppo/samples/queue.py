@@ -22,7 +22,7 @@ import numpy as np
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, next_batch, seen
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.rewards.panel import Panel
+from jppo.rewards.reward_sum import RewardSum
 from jppo.rollout.protocol import Sampler, greedy
 from jppo.runlog import sample_queue, trajectories
 from jppo.samples.requests import Asked, Draws, Queue, rewards_of
@@ -48,7 +48,7 @@ class How:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class StepSamples:
     """The samples that a step trains on."""
 
     prompts: list[Prompt]
@@ -60,11 +60,11 @@ class Drawn:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of dynamic sampling
 
 
-class Supply:
+class SampleQueue:
     """The samples of a run."""
 
     def __init__(
-        self, how: How, train: PromptSet, sampler: Sampler, panel: Panel, cursor: Cursor, hosts: Hosts = ALONE
+        self, how: How, train: PromptSet, sampler: Sampler, panel: RewardSum, cursor: Cursor, hosts: Hosts = ALONE
     ):
         self._how = how
         self._hosts = hosts
@@ -78,7 +78,7 @@ class Supply:
         self._settling_s = 0.0
         self._learned: str | None = None  # the state of a curriculum after the step's rewards
 
-    def take(self, step: int) -> Drawn:
+    def take(self, step: int) -> StepSamples:
         """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
         return self._drawn(*self._hosts.together(lambda: self._take(step)))
 
@@ -102,7 +102,7 @@ class Supply:
         )
         self._settling_s += time.monotonic() - began
 
-    def learned(self, drawn: Drawn, rewards: Sequence[Reward]) -> Cursor:
+    def learned(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
         """Passes the step's rewards to a sampler that learns from them; returns the position in the data after it.
 
         `state` has them from `forget` on: a step that breaks off is repeated.
@@ -264,12 +264,12 @@ class Supply:
                 self._changed.wait(POLL_S)
         return what
 
-    def _drawn(self, groups: list[tuple[Asked, int]], waited: float) -> Drawn:
+    def _drawn(self, groups: list[tuple[Asked, int]], waited: float) -> StepSamples:
         own = [(a, g) for a, g in groups if g in self._groups]
         samples, best = ([(a.draws[i], g) for a, g in own if i < len(a.draws)] for i in (0, 1))
         used = [draws for a, _ in groups for draws in a.draws]
         found = [draws.found[number] for draws, group in samples for number in draws.numbers(group)]
-        return Drawn(
+        return StepSamples(
             prompts=[self._train.prompts[asked.indices[group]] for asked, group in groups],
             trajectories=trajectories.of_all(self._hosts, found),
             after=max((asked for asked, _ in groups), key=lambda asked: asked.step).after,

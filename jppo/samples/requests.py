@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from jppo.data.stream import Cursor
-from jppo.rewards.panel import Grading, Panel
 from jppo.rewards.parts import sample_of
+from jppo.rewards.reward_sum import Grading, RewardSum
 from jppo.runlog import sample_queue
 from jppo.types import Prompt, Reward, Trajectory
 
@@ -19,7 +19,7 @@ from jppo.types import Prompt, Reward, Trajectory
 class Draws:
     """The responses to the prompts of one step, in flight; `done` may come from any thread."""
 
-    def __init__(self, prompts: list[Prompt], n: int, panel: Panel, changed: threading.Condition):
+    def __init__(self, prompts: list[Prompt], n: int, panel: RewardSum, changed: threading.Condition):
         self.n = n
         self.found: dict[int, Trajectory] = {}
         self.grading: Grading = panel.begin()

@@ -1,6 +1,6 @@
 """Programs that a model wrote, confined by the kernel: graded answers, and the tool `python`.
 
-`choice.py` picks the sandbox and describes it. `outside.py` starts a program and waits for it; `inside.py` restricts
+`choice.py` picks the sandbox and describes it. `launcher.py` starts a program and waits for it; `child.py` restricts
 the child process by namespaces (`spaces.py`), Landlock, seccomp and cgroups, then runs it. Imports nothing of jppo but
-itself: its processes start often. Read `outside.py` first.
+itself: its processes start often. Read `launcher.py` first.
 """

@@ -3,10 +3,10 @@
 import functools
 from collections.abc import Callable
 
-from jppo.sandbox import outside, service
+from jppo.sandbox import launcher, service
 from jppo.sandbox.protections import BASIC, CONTAINER, STRICT, lacks, probe, summary
 
-Runner = Callable[..., outside.Ran]  # as outside.run, without its `guards`
+Runner = Callable[..., launcher.Ran]  # as launcher.run, without its `guards`
 
 
 def make_runner(mode: str = STRICT, url: str = "") -> Runner:
@@ -19,7 +19,7 @@ def make_runner(mode: str = STRICT, url: str = "") -> Runner:
             f"reward.sandbox='strict': {why}; start where they are, set reward.sandbox=container with"
             " reward.sandbox_url, or, for a model that you trust, reward.sandbox=basic"
         )
-    return functools.partial(outside.run, guards=guards)
+    return functools.partial(launcher.run, guards=guards)
 
 
 def describe_sandbox(mode: str, url: str = "") -> str:

@@ -8,8 +8,8 @@ import functools
 import os
 from collections.abc import Collection, Iterator
 
-from jppo.sandbox import cgroup, landlock, outside, quota, seccomp, spaces
-from jppo.sandbox.outside import Guards
+from jppo.sandbox import cgroup, landlock, launcher, quota, seccomp, spaces
+from jppo.sandbox.launcher import Guards
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
 _PROBE = "import bisect, json, random, threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()"
@@ -29,8 +29,8 @@ def probe(without: Collection[str] = frozenset()) -> Guards:
     """Finds the strongest guards that work here; `without` names protections to treat as missing."""
     for guards in _candidates(frozenset(without)):
         try:
-            ran = outside.run(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
-        except (outside.NoSandbox, OSError):
+            ran = launcher.run(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+        except (launcher.NoSandbox, OSError):
             continue
         if ran.status == 0 and ran.printed.strip() == "1":
             guards = guards if "folder quota" in without or guards.spaces != spaces.NONE else _counted(guards)
@@ -42,8 +42,8 @@ def _counted(guards: Guards) -> Guards:
     """Adds the quota by the kernel's counter, where that stops a program."""
     counted = dataclasses.replace(guards, counted=True)
     try:
-        ran = outside.run(_HOARD, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
-    except (outside.NoSandbox, OSError):
+        ran = launcher.run(_HOARD, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+    except (launcher.NoSandbox, OSError):
         return guards
     return counted if ran.why == quota.TOO_MUCH else guards
 
@@ -52,8 +52,8 @@ def _grouped(guards: Guards) -> Guards:
     """Adds control groups to the guards, where these can be made."""
     grouped = dataclasses.replace(guards, groups=cgroup.bases())
     try:
-        ran = outside.run("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
-    except (outside.NoSandbox, OSError):
+        ran = launcher.run("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+    except (launcher.NoSandbox, OSError):
         return guards
     return grouped if ran.status == 0 else guards
 
@@ -61,7 +61,7 @@ def _grouped(guards: Guards) -> Guards:
 def _candidates(without: Collection[str]) -> Iterator[Guards]:
     abi = 0 if "landlock" in without else landlock.abi()
     filtered = "seccomp" not in without and seccomp.supported()
-    nobody = [outside.NOBODY, None] if os.geteuid() == 0 and "user" not in without else [None]
+    nobody = [launcher.NOBODY, None] if os.geteuid() == 0 and "user" not in without else [None]
     places = [(spaces.AS_ROOT, uid) for uid in nobody] if os.geteuid() == 0 else []
     places = [] if "namespaces" in without else [*places, (spaces.AS_USER, None)]
     for files, calls in ((abi, filtered), (abi, False), (0, filtered), (0, False)):

@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 from jppo.sandbox import peer, program
-from jppo.sandbox.outside import TOO_LONG, NoSandbox, Ran
+from jppo.sandbox.launcher import TOO_LONG, NoSandbox, Ran
 
 RETRIES = 4
 FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
@@ -70,7 +70,7 @@ def run(
     stdin: str = "",
     tests: str | None = None,
 ) -> Ran:
-    """Runs a program as `outside.run` does, on the service. Raises NoSandbox after more than RETRIES failures."""
+    """Runs a program as `launcher.run` does, on the service. Raises NoSandbox after more than RETRIES failures."""
     code = text
     if tests is not None:
         sides = inspect.getsource(peer) + inspect.getsource(program)

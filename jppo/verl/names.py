@@ -5,11 +5,11 @@
 
 import fnmatch
 
+from jppo.verl.keys_engines import ENGINES
+from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA
+from jppo.verl.keys_running import MODEL, REF, ROLLOUT
+from jppo.verl.keys_service import REWARD, TRAINER
 from jppo.verl.name import Name, key_of
-from jppo.verl.of_engines import ENGINES
-from jppo.verl.of_learning import ACTOR, ALGORITHM, CRITIC, DATA
-from jppo.verl.of_running import MODEL, REF, ROLLOUT
-from jppo.verl.of_service import REWARD, TRAINER
 
 TABLE: tuple[Name, ...] = (*DATA, *MODEL, *ACTOR, *CRITIC, *REF, *ENGINES, *ROLLOUT, *ALGORITHM, *REWARD, *TRAINER)
 

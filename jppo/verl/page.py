@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 
-from jppo.verl.following import FOLLOWING
+from jppo.verl.derived import FOLLOWING
 from jppo.verl.name import Name
 from jppo.verl.names import OLDER, TABLE
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jppo.settings import UserError
-from jppo.verl.following import FOLLOWING, OF_CONFIG, UNCHANGED
-from jppo.verl.look import Moot, Unfit
+from jppo.verl.derived import FOLLOWING, OF_CONFIG, UNCHANGED
+from jppo.verl.lookup import Moot, Unfit
 from jppo.verl.name import Name, key_of
 from jppo.verl.names import TABLE, find, today
 from jppo.verl.overrides import flat, read_value

@@ -14,8 +14,8 @@ from jppo.agent.partners import make_environment
 from jppo.agent.tools import Limits, Toolbox
 from jppo.learner import batch, estimate, estimators
 from jppo.rewards.conversation import ConversationPart
-from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import sample_of
+from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.runlog import trajectories
 from jppo.types import Prompt
 
@@ -40,7 +40,7 @@ class Paying:
 
 def graded(t, weights="environment_score=1,tool_score=1"):
     parts = {"environment_score": ConversationPart(), "tool_score": ConversationPart(tools=True)}
-    panel = Panel(parts, parse_weights(weights, PARTS), score_on_error=None)
+    panel = RewardSum(parts, parse_weights(weights, PARTS), score_on_error=None)
     (reward,) = panel.grade([sample_of(PROMPT, t)])
     return reward
 

@@ -224,7 +224,7 @@ class Learner:
         if (name, lr, tx) not in self.applies:
             schedule = optim.make_schedule("constant", lr=lr, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
             self.applies[name, lr, tx] = update.make_apply(tx, schedule, shardings=(what.shardings, places))
-        how = ppo.Descent(
+        how = ppo.ModelUpdate(
             accumulate=getattr(self.passes, name),
             apply=self.applies[name, lr, tx],
             zeros=self.zeros[name],

@@ -11,7 +11,7 @@ from jppo import settings
 from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account
 from jppo.preflight import described_machine
-from jppo.preflight.memory import Estimate, Moment
+from jppo.preflight.memory import Estimate, ProgramMemory
 from jppo.settings import UserError
 
 NO_GPU = not (compilers.folder("gpu") / compilers.READY).is_file()
@@ -56,7 +56,7 @@ def test_a_trainers_share_of_a_gpu_is_what_its_servers_leave(changes, share):
 
 
 def estimate_of(peak, error=None):
-    return Estimate({}, (Moment("actor gradient", 0, int(peak), account=Account(error=error)),))
+    return Estimate({}, (ProgramMemory("actor gradient", 0, int(peak), account=Account(error=error)),))
 
 
 def test_a_machine_that_is_too_small_names_the_moment_and_the_first_change_that_fits():

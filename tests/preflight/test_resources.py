@@ -11,7 +11,7 @@ import pytest
 from jppo import settings
 from jppo.preflight import resources
 from jppo.preflight.finding import GIB
-from jppo.preflight.rooms import Room
+from jppo.preflight.memory_budget import MemoryBudget
 from jppo.settings import UserError
 from tests.make import typed
 
@@ -57,7 +57,7 @@ def test_two_copies_of_the_weights_must_fit_where_they_are_handed_over(monkeypat
 
 def test_memory_is_said_by_its_largest_parts():
     parts = {"policy": GIB, "cache": 3 * GIB, "batch": 1, "temporaries": 2 * GIB}
-    found = list(resources.rooms([Room("here", parts, 4 * GIB), Room("there", parts, None)]))
+    found = list(resources.rooms([MemoryBudget("here", parts, 4 * GIB), MemoryBudget("there", parts, None)]))
     assert [one.verdict for one in found] == ["FAIL", "OK"]
     assert "6.0 GiB of 4.0; most of it cache 3.00, temporaries 2.00, policy 1.00" in found[0].found
     assert "model.remat" in found[0].remedy

@@ -12,28 +12,28 @@ import pytest
 
 from jppo import doctor, settings, train
 from jppo.preflight import checks as run
-from jppo.preflight import machine, memory, rooms
+from jppo.preflight import machine, memory, memory_budget
 from jppo.preflight.finding import GIB, Finding, examine
-from jppo.preflight.moments import Estimate, Moment
-from jppo.preflight.rooms import Room
+from jppo.preflight.memory_budget import MemoryBudget
+from jppo.preflight.program_memory import Estimate, ProgramMemory
 from jppo.rollout import make as rollout
 from jppo.rollout.protocol import RolloutError
 from tests.make import typed
 
-ESTIMATE = Estimate(parts={"all": 1}, moments=(Moment("log-probs", 0, 0),))
+ESTIMATE = Estimate(parts={"all": 1}, moments=(ProgramMemory("log-probs", 0, 0),))
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
 
 @pytest.fixture(autouse=True)
 def ample(monkeypatch):
     """A machine with room, whatever else it runs."""
-    monkeypatch.setattr(rooms, "host_room", lambda: 2**40)
+    monkeypatch.setattr(memory_budget, "host_room", lambda: 2**40)
 
 
 @pytest.fixture
 def unmeasured(monkeypatch):
     """No estimate of memory, which takes a compiler's time."""
-    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [Room("here", {"all": 1}, 2)]))
+    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [MemoryBudget("here", {"all": 1}, 2)]))
 
 
 def all_of(c, *, server):
@@ -67,7 +67,7 @@ def test_what_depends_on_a_fault_is_skipped_and_the_rest_is_looked_at(small_run,
 
 
 def test_too_little_memory_keeps_the_server_from_being_started(small_run, quick_compilation, monkeypatch):
-    monkeypatch.setattr(rooms, "host_room", lambda: -GIB)
+    monkeypatch.setattr(memory_budget, "host_room", lambda: -GIB)
     found = {one.about: one for one in all_of(small_run, server=True)}
     assert found["memory"].verdict == "FAIL" and "model.remat" in found["memory"].remedy
     assert found["server"].found == "skipped: because of memory"
@@ -153,7 +153,7 @@ def full_disk(c, tmp_path, monkeypatch):
 
 
 def small_memory(c, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [Room("here", {"all": 2**31}, 1)]))
+    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [MemoryBudget("here", {"all": 2**31}, 1)]))
     return "memory"
 
 

@@ -12,7 +12,7 @@ from jppo.forecast.seconds import Forecast
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
 from jppo.preflight import described_machine, search
-from jppo.preflight.memory import Estimate, Moment
+from jppo.preflight.memory import Estimate, ProgramMemory
 from jppo.preflight.table import Executions, Outlook
 
 GIB = 2**30
@@ -29,7 +29,7 @@ def config():
 
 
 def candidate(changes, seconds, peak, links=0.0):
-    moment = Moment("actor gradient", 0, int(peak * GIB), account=Account())
+    moment = ProgramMemory("actor gradient", 0, int(peak * GIB), account=Account())
     one = Forecast(compute=seconds, hbm=0.0, links=links)
     outlook = Outlook(MACHINE, ((moment, one),), Executions({"actor gradient": 1}))
     return search.Candidate(changes, Estimate({}, (moment,)), outlook, room=60 * GIB)

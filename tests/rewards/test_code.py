@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jppo.rewards.code import code, read_tests
-from jppo.sandbox import outside
+from jppo.sandbox import launcher
 from jppo.sandbox.protections import probe
 
 SUMS = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "3 4", "output": "7"}])
@@ -123,5 +123,5 @@ def test_a_program_sees_neither_the_environment_nor_its_arguments(monkeypatch):
     "harm", ["import socket\nsocket.socket()", "import os\nos.fork()", "while True: pass", "b = [0] * 10**9"]
 )
 def test_harm_is_stopped_where_unshare_is_not_permitted(harm):
-    runner = functools.partial(outside.run, guards=probe(frozenset({"namespaces"})))
+    runner = functools.partial(launcher.run, guards=probe(frozenset({"namespaces"})))
     assert score(f"{harm}\n{RIGHT}", time_s=2.0, runner=runner) == 0.0 and score(RIGHT, runner=runner) == 1.0

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jppo.rewards import earned, pool_tasks
 from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.function import FunctionPart
-from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import sample_of
 from jppo.rewards.pool import Pool
+from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.runlog import trajectories
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 
@@ -56,7 +56,7 @@ def graded(tmp_path_factory):
             source = f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {returned}\n"
         file.write_text(source)
         part = FunctionPart(f"{file}:f", pool=pool, decode=bytes_as_text)
-        panel = Panel({"function_score": part}, parse_weights("", ["function_score"]), score_on_error=None)
+        panel = RewardSum({"function_score": part}, parse_weights("", ["function_score"]), score_on_error=None)
         return panel.grade(sample_of(PROMPT, t) for t in trajectories)
 
     yield grade
@@ -181,7 +181,9 @@ def test_scores_of_partners_are_earned_at_the_ends_of_their_turns():
 def test_amounts_have_the_weight_of_their_part(graded):
     exchange = Exchange(0, 0, 0.0, 0.75, None, earned=((1, 0.5), (4, 0.25)))
     part = ConversationPart()
-    panel = Panel({"a": part, "b": part, "c": part}, parse_weights("a=2,b=-1,c=0", ["a", "b", "c"]), score_on_error=0.0)
+    panel = RewardSum(
+        {"a": part, "b": part, "c": part}, parse_weights("a=2,b=-1,c=0", ["a", "b", "c"]), score_on_error=0.0
+    )
     t = conversation("a", b"x", "b", exchange=exchange)
     (found,) = panel.grade([sample_of(PROMPT, t)])
     assert found.score == 0.75

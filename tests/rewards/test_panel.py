@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jppo.rewards.conversation import ConversationPart
-from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import Part, Sample, failed
+from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward
 
@@ -44,7 +44,7 @@ class Table(Part):
 
 
 def panel(parts, weights="", on_error=None):
-    return Panel(parts, parse_weights(weights, list(parts)), score_on_error=on_error)
+    return RewardSum(parts, parse_weights(weights, list(parts)), score_on_error=on_error)
 
 
 def test_a_reward_is_the_weighted_sum_and_keeps_every_part():

@@ -18,8 +18,8 @@ from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.classifier import Texts, read_classifier
 from jppo.rewards.model.convert import converted
 from jppo.rewards.model.steps import StepPart
-from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import Sample
+from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.settings import UserError
 from jppo.types import Prompt
 from tests.rewards.test_model import WORDS, edit, load_tokenizer, make_model
@@ -218,7 +218,7 @@ def test_certain_scores_a_text_without_steps_and_one_without_tokens(folder):
     assert certain.score == 1.0 and certain.earned == ((1, 1.0), (5, 0.0))
     assert (empty.score, empty.earned, empty.parts, empty.error) == (0.0, (), {"steps": 0.0}, None)
     assert (check.score, check.earned) == (0.5, ())
-    panel = Panel({"rm_score": part}, parse_weights("rm_score=2", ["rm_score"]), score_on_error=None)
+    panel = RewardSum({"rm_score": part}, parse_weights("rm_score=2", ["rm_score"]), score_on_error=None)
     part._steps.odds = [[0.0, 0.0]]
     (found,) = panel.testing().grade([sample("w1\n\nw2")])
     assert (found.score, found.earned) == (2.0, ((1, 1.0), (5, 1.0)))

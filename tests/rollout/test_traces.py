@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from jppo import traces, train
-from jppo.rewards.panel import Panel, parse_weights
 from jppo.rewards.parts import sample_of
+from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.runlog.make import require_loggers
 from jppo.settings import UserError, check
 from jppo.types import Reward
@@ -54,7 +54,7 @@ class Counts:
 
 def test_a_sample_has_its_requests_and_its_reward(recorded, fakes_that_know_their_weights, fakes):
     sampler, part = fakes_that_know_their_weights(), Counts()
-    grading = Panel({"length": part}, parse_weights("", ["length"]), score_on_error=None).begin()
+    grading = RewardSum({"length": part}, parse_weights("", ["length"]), score_on_error=None).begin()
     test_fleet.failing(fakes[0], 1)
 
     def done(number, t):

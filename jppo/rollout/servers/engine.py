@@ -18,10 +18,10 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, Taken
 from jppo.rollout.servers.fleet import Fleet
-from jppo.rollout.servers.kind import Delivery, Dialect
 from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.membership import LOOKUP_S
 from jppo.rollout.servers.process import Server, stop_all
+from jppo.rollout.servers.server_api import Delivery, ServerApi
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 
@@ -120,7 +120,7 @@ class Engine:
         servers: Sequence[Server],
         urls: Sequence[str] | Lookup,
         publisher: Publisher,
-        speak: Callable[[Sequence[int]], Dialect],
+        speak: Callable[[Sequence[int]], ServerApi],
         limits: ServerLimits,
         *,
         start_timeout_s: float,
@@ -170,13 +170,13 @@ class Engine:
         )
         return self._sampler
 
-    def _member(self, server: Server | None, endpoint: Endpoint, dialect: Dialect) -> Member:
+    def _member(self, server: Server | None, endpoint: Endpoint, dialect: ServerApi) -> Member:
         try:
             return Member(endpoint, server, *dialect.inspect(endpoint), self._limits.connections)
         except RolloutError as e:
             raise UserError(f"{e}; {dialect.how}") from e
 
-    def _attach(self, key: guard.Key, dialect: Dialect, url: str, ours: bool = False) -> Member:
+    def _attach(self, key: guard.Key, dialect: ServerApi, url: str, ours: bool = False) -> Member:
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str)
         if _guarded(endpoint.within(self._limits.health_timeout_s), dialect):
             endpoint.move(url, key.leased())
@@ -220,7 +220,7 @@ def attached_key() -> guard.Key:
     return guard.Key(token)
 
 
-def _guarded(endpoint: Endpoint, dialect: Dialect) -> bool:
+def _guarded(endpoint: Endpoint, dialect: ServerApi) -> bool:
     """Whether the server wants a token; otherwise warns, and it gets none."""
     try:
         guarded = endpoint.guarded()
@@ -232,7 +232,7 @@ def _guarded(endpoint: Endpoint, dialect: Dialect) -> bool:
     return guarded
 
 
-def _require_awake(endpoint: Endpoint, dialect: Dialect, *, ours: bool) -> None:
+def _require_awake(endpoint: Endpoint, dialect: ServerApi, *, ours: bool) -> None:
     deadline = time.monotonic() + guard.LEASE_S + 2 * guard.TICK_S  # of a trainer that was killed just now
     while True:
         try:

@@ -22,12 +22,12 @@ from jppo import traces
 from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, wait_s
-from jppo.rollout.servers.kind import Completion, Delivery, Dialect
 from jppo.rollout.servers.member import Cut, Member, ServerLimits
 from jppo.rollout.servers.membership import Membership
 from jppo.rollout.servers.process import stop_all
 from jppo.rollout.servers.repair import Delivered, Repairs
 from jppo.rollout.servers.router import Router
+from jppo.rollout.servers.server_api import Completion, Delivery, ServerApi
 from jppo.rollout.stop_texts import begun, cut_at
 from jppo.settings import UserError
 from jppo.types import Sampling
@@ -44,7 +44,7 @@ class Fleet:
     def __init__(
         self,
         members: Sequence[Member],
-        dialect: Dialect,
+        dialect: ServerApi,
         limits: ServerLimits,
         *,
         start_timeout_s: float,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
-from jppo.rollout.servers.kind import Delivery, Dialect, WeightsGone
 from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.router import Router
+from jppo.rollout.servers.server_api import Delivery, ServerApi, WeightsGone
 
 PROBE_S = 2.0  # between two health checks
 POLL_S = 0.5
@@ -51,7 +51,7 @@ class Repairs:
     """The repairs of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
 
     def __init__(
-        self, router: Router, dialect: Dialect, delivered: Delivered, limits: ServerLimits, *, start_timeout_s: float
+        self, router: Router, dialect: ServerApi, delivered: Delivered, limits: ServerLimits, *, start_timeout_s: float
     ):
         self.restarts = 0
         self.closed = False

@@ -15,9 +15,9 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine
-from jppo.rollout.servers.kind import Completion, sampling_params
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
+from jppo.rollout.servers.server_api import Completion, sampling_params
 from jppo.rollout.sglang import arguments
 from jppo.rollout.sglang import publisher as folders
 from jppo.rollout.vllm.arguments import ServerSettings
@@ -31,7 +31,7 @@ AWAKE_S = 60.0  # it gives up after 20 by itself
 
 @dataclasses.dataclass(frozen=True)
 class Sglang:
-    """SGLang's `Dialect`."""
+    """SGLang's `ServerApi`."""
 
     eos_token_ids: Sequence[int]
     how: str  # command that starts a suitable server

@@ -18,7 +18,7 @@ import numpy as np
 from jppo import tensorheader
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.kind import Offers
+from jppo.rollout.servers.server_api import Offers
 from jppo.rollout.vllm import buffers, layout
 from jppo.settings import UserError
 

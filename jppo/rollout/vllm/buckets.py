@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.servers.kind import Delivery, Offers, WeightsGone
+from jppo.rollout.servers.server_api import Delivery, Offers, WeightsGone
 from jppo.rollout.vllm import layout, transfer
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.rollout.vllm.layout import TensorEntry

@@ -24,9 +24,9 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine
-from jppo.rollout.servers.kind import Completion, sampling_params
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.process import Server, check_ports
+from jppo.rollout.servers.server_api import Completion, sampling_params
 from jppo.rollout.vllm import arguments, buckets, ipc_carrier, nccl_carrier, publisher, unserved
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.buffers import Buffers
@@ -39,7 +39,7 @@ ADAPTER = "/v1/load_lora_adapter"
 
 @dataclasses.dataclass(frozen=True)
 class Vllm:
-    """vLLM's `Dialect`."""
+    """vLLM's `ServerApi`."""
 
     eos_token_ids: Sequence[int]
     how: str  # command that starts a suitable server

@@ -16,7 +16,7 @@ import numpy as np
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.kind import Delivery, Offers
+from jppo.rollout.servers.server_api import Delivery, Offers
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.settings import UserError
 

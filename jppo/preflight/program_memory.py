@@ -12,7 +12,7 @@ from jppo.forecast.account import Account
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class ProgramMemory:
     """A running program; bytes on one device."""
 
     name: str
@@ -28,7 +28,7 @@ class Moment:
         """All of its bytes."""
         return self.gradients + self.temporaries + self.brought
 
-    def beside(self, held: int) -> "Moment":
+    def beside(self, held: int) -> "ProgramMemory":
         """Returns it with more bytes for this program alone."""
         return dataclasses.replace(self, temporaries=self.temporaries + held)
 
@@ -38,16 +38,16 @@ class Estimate:
     """The bytes of a run on one device: permanent parts, and per program."""
 
     parts: dict[str, int]
-    moments: tuple[Moment, ...]
+    moments: tuple[ProgramMemory, ...]
     host: dict[str, int] = dataclasses.field(default_factory=dict)  # offloaded from this device
 
     @property
-    def worst(self) -> Moment:
+    def worst(self) -> ProgramMemory:
         """The moment that needs most."""
         return max(self.moments, key=lambda moment: moment.needs)
 
     @property
-    def refused(self) -> list[Moment]:
+    def refused(self) -> list[ProgramMemory]:
         """Programs that fail to compile; on a TPU also for lack of memory."""
         return [one for one in self.moments if one.account is not None and one.account.error is not None]
 
@@ -85,13 +85,13 @@ def account(
     useful: int = 0,
     masked: float = 1.0,
     entries: int = 0,
-) -> Moment:
+) -> ProgramMemory:
     """Compiles `fn` for these arguments and returns XLA's memory account.
 
     `masked` is the share of its rows' `entries` that are in the mask.
     """
     found = accounts.of_program(fn.lower(*args), _axes(args), share=masked)
-    return Moment(name, gradients, found.temporaries + found.results, brought, found, useful, entries)
+    return ProgramMemory(name, gradients, found.temporaries + found.results, brought, found, useful, entries)
 
 
 def _axes(args: Any) -> dict[str, int]:

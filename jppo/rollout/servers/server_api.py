@@ -25,7 +25,7 @@ class Completion:
     experts: np.ndarray | None = None  # as in Answer
 
 
-class Dialect(Protocol):
+class ServerApi(Protocol):
     """The HTTP interface of one kind of server. Unexpected answers are ServerFaults."""
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jppo.verl.look import MICRO, Look, longest, off_or, on_each, reward_model
+from jppo.verl.lookup import MICRO, Look, longest, off_or, on_each, reward_model
 from jppo.verl.name import key_of
 
 

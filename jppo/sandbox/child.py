@@ -1,6 +1,6 @@
 """The sandboxed process: it restricts itself, then runs the program.
 
-    python -I -S -c '...' JOB_FD: started by `outside.py`, which writes the job to JOB_FD by marshal.
+    python -I -S -c '...' JOB_FD: started by `launcher.py`, which writes the job to JOB_FD by marshal.
 
 Where there are tests, this process becomes the program's, and a child of it the tests': the program's process never
 reads them, and cannot look into the other one, which alone can send a verdict.

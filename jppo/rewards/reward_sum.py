@@ -85,7 +85,7 @@ def _weight(value: str, said: str) -> float | None:
     return weight
 
 
-class Panel:
+class RewardSum:
     """All parts of a run's reward."""
 
     def __init__(self, parts: Mapping[str, Part], weights: PartWeights, *, score_on_error: float | None):
@@ -109,10 +109,10 @@ class Panel:
         for part in self.parts.values():
             part.ready()
 
-    def testing(self) -> "Panel":
+    def testing(self) -> "RewardSum":
         """Returns the same panel for held-out samples, without updating running statistics."""
         parts = {name: part.testing() for name, part in self.parts.items()}
-        return Panel(parts, self.weights, score_on_error=self.score_on_error)
+        return RewardSum(parts, self.weights, score_on_error=self.score_on_error)
 
     def metrics(self) -> dict[str, float]:
         """Returns the parts' counters since the last call."""
@@ -140,7 +140,7 @@ class Panel:
 class Grading:
     """The samples of one batch that are being graded."""
 
-    def __init__(self, panel: Panel):
+    def __init__(self, panel: RewardSum):
         self._panel = panel
         self._waiting: dict[int, dict[str, tuple[float, Future[Reward]]]] = {}
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ class Grading:
         return compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
 
 
-def compose(found: Mapping[str, tuple[float, Reward]], panel: Panel) -> Reward:
+def compose(found: Mapping[str, tuple[float, Reward]], panel: RewardSum) -> Reward:
     """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
 
     Amounts earned inside the response have their part's weight. The answer comes from the rule or the custom function.

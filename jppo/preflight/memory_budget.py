@@ -20,7 +20,7 @@ Verdict = Literal["OK", "WARN", "FAIL"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The bytes needed in one memory, by part, against its capacity."""
 
     where: str
@@ -48,7 +48,7 @@ def device_parts(found: Estimate) -> dict[str, int]:
     return {about: count for about, count in parts.items() if count}
 
 
-def of_machine(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room]:
+def of_machine(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
     """Returns the rooms of devices and host; on a CPU they are one."""
     parts = device_parts(found)
     device, taken, free = mesh.devices.flat[0], devices.resident(), host_room()
@@ -59,19 +59,19 @@ def of_machine(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Room
     if device.platform == "cpu":
         here = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
-        return [Room(where, here | program | host, room)]
+        return [MemoryBudget(where, here | program | host, room)]
     return [
-        Room(f"each of {count} {device.device_kind}", parts, device_room(mesh)),
-        Room("this machine", program | host, room),
+        MemoryBudget(f"each of {count} {device.device_kind}", parts, device_room(mesh)),
+        MemoryBudget("this machine", program | host, room),
     ]
 
 
-def described_rooms(c: Common, machine: Machine, found: Estimate) -> list[Room]:
+def described_rooms(c: Common, machine: Machine, found: Estimate) -> list[MemoryBudget]:
     """Returns the rooms of a described machine's devices, and its host's needs."""
     room, why = described_machine.capacity(c, machine)
-    places = [Room(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
+    places = [MemoryBudget(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
     waiting = {f"{about}, waiting": count for about, count in found.host.items()}
-    return [*places, *([Room("its host, for each device", waiting, None)] if waiting else [])]
+    return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
 
 
 def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
@@ -92,7 +92,7 @@ def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
     return parts
 
 
-def of_servers(c: Settings, inputs: Inputs, mesh: Any) -> Room | None:
+def of_servers(c: Settings, inputs: Inputs, mesh: Any) -> MemoryBudget | None:
     """Returns the servers' share of a GPU; None without one."""
     limit = device_room(mesh)
     share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -101,10 +101,10 @@ def of_servers(c: Settings, inputs: Inputs, mesh: Any) -> Room | None:
         return None
     weights = memory.served(inputs.policy, c.rollout.dtype)
     has = int(c.rollout.gpu_memory_utilization * limit / float(share))
-    return Room(f"{name}'s share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
+    return MemoryBudget(f"{name}'s share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
 
 
-def table(room: Room) -> list[str]:
+def table(room: MemoryBudget) -> list[str]:
     """Formats a room, its sum and its verdict last."""
     widest = max(len(about) for about in room.parts)
     lines = [f"memory of {room.where}, MiB"]

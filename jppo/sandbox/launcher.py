@@ -1,4 +1,4 @@
-"""The trusted side of the sandbox: starts a program, watches it, and removes it. `inside.py` is the other side.
+"""The trusted side of the sandbox: starts a program, watches it, and removes it. `child.py` is the other side.
 
 The program is one process with threads. It gets its own text, its input, and the tests' requests. The only file
 descriptors that it shares with its parent are pipes that are read here.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jppo.sandbox import cgroup, quota, spaces
-from jppo.sandbox.inside import CLOSED
+from jppo.sandbox.child import CLOSED
 
 FILE_BYTES = 2**24  # of each file that a program writes
 OUTPUT_BYTES = 2**24  # of its output, and of its replies
@@ -34,7 +34,7 @@ TOO_LONG = "took too long"
 _PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the minimum age of a leftover
 _TICK_S = 0.05  # how often a folder without a quota is measured
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
-_BOOT = f"import sys; sys.path.insert(0, {_ROOT!r}); from jppo.sandbox.inside import main; main(int(sys.argv[1]))"
+_BOOT = f"import sys; sys.path.insert(0, {_ROOT!r}); from jppo.sandbox.child import main; main(int(sys.argv[1]))"
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
 Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
@@ -87,7 +87,7 @@ def run(
     try:
         if guards.groups:
             most = memory_bytes + quota.BYTES + _OF_PYTHON
-            groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 3)
+            groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
         if guards.uid is not None and guards.spaces == spaces.NONE:
             os.chown(folder, guards.uid, guards.uid)
         job = {
