@@ -41,7 +41,7 @@ def useful(
     """Counts the useful FLOP over rows full of the longest sequences: of a gradient, or of what `count` counts."""
     entries, length = math.prod(shape), min(c.data.max_prompt_length + c.data.max_response_length, shape[1])
     read = int(entries * sampled_share(c)) if head else 0
-    found: int = count(cfg, [length] * max(1, entries // length), head_tokens=read, how=how)
+    found: int = count(cfg, [length] * max(1, entries // length), head_tokens=read, adapters=how)
     return found
 
 

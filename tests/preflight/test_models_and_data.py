@@ -18,7 +18,7 @@ from tests.make import typed
 @pytest.fixture(autouse=True)
 def ample(monkeypatch):
     """A machine with room, whatever else it runs."""
-    monkeypatch.setattr(parity.rooms, "host_room", lambda: 2**40)
+    monkeypatch.setattr(parity.memory_budget, "host_room", lambda: 2**40)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp
     real.rollout.python = str(bare)
     (found,) = looked(parity.check, real)
     assert found.verdict == "OK" and "skipped: no torch" in found.found
-    monkeypatch.setattr(parity.rooms, "host_room", lambda: 1)
+    monkeypatch.setattr(parity.memory_budget, "host_room", lambda: 1)
     (found,) = looked(parity.check, real)
     assert found.verdict == "WARN" and "skipped: it takes" in found.found
     real.model.init = "random"

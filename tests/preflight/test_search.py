@@ -14,6 +14,7 @@ from jppo.models.families import QWEN3
 from jppo.preflight import described_machine, search
 from jppo.preflight.memory import Estimate, ProgramMemory
 from jppo.preflight.table import Executions, Outlook
+from tests.make import typed
 
 GIB = 2**30
 MACHINE = machines.parse("8xH100")
@@ -48,7 +49,7 @@ def searched(config, monkeypatch, cost):
     monkeypatch.setattr(search, "try_settings", attempt)
     monkeypatch.setattr(described_machine, "devices_of", lambda machine: [])
     said = []
-    return search.search(config, INPUTS, MACHINE, rate=0.0, say=said.append), tried, said
+    return search.search(typed(config), INPUTS, MACHINE, rate=0.0, say=said.append), tried, said
 
 
 def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
