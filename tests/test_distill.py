@@ -8,6 +8,7 @@ import pytest
 from examples import arithmetic
 from jppo import settings, train
 from jppo.run.inputs import read_inputs
+from tests.make import typed, write_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -22,6 +23,7 @@ def student(small_run, tmp_path):
     arithmetic.write_model(tmp_path / "teacher")
     about = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "teacher/config.json").write_text(json.dumps(about | {"initializer_range": 0.2}))
+    write_weights(tmp_path / "teacher")
     small_run.ref.path, small_run.rollout.name = str(tmp_path / "teacher"), "inprocess"
     small_run.data.train_batch_size = small_run.actor.ppo_mini_batch_size = 8
     small_run.trainer.test_freq = small_run.trainer.save_freq = 1000
@@ -67,11 +69,12 @@ def test_a_teacher_of_another_vocabulary_is_refused(student, change, said):
     teacher = pathlib.Path(student.ref.path)
     if isinstance(change, dict):
         (teacher / "config.json").write_text(json.dumps(json.loads((teacher / "config.json").read_text()) | change))
+        write_weights(teacher)
     else:
         arithmetic.write_model(teacher, change)
     student.update_from_flattened_dict(REWARD)
     with pytest.raises(settings.UserError) as e:
-        read_inputs(student)
+        read_inputs(typed(student))
     assert student.ref.path in str(e.value) and "\n" not in str(e.value)
     assert all(part in str(e.value) for part in said), e.value
 
@@ -80,4 +83,4 @@ def test_a_teacher_needs_no_tokenizer(student):
     for file in pathlib.Path(student.ref.path).glob("tokenizer*"):
         file.unlink()
     student.update_from_flattened_dict(REWARD)
-    assert read_inputs(student).reference is not None
+    assert read_inputs(typed(student)).reference is not None

@@ -31,6 +31,7 @@ def full(small_run, made):
     """A run whose checkpoints have their models beside them; they differ by much, and the first is called the best."""
     if "full" not in made:
         small_run.actor.lr, small_run.trainer.save_contents = 1e-2, "model,optimizer,extra,hf_model"
+        small_run.critic.value_head_std = 0.2  # most scores are 0: a critic of zeros would leave the policy as it is
         settings.check(small_run)
         train.train(small_run)
         run = made["full"] = pathlib.Path(small_run.trainer.run_dir)
@@ -45,7 +46,7 @@ def adapted(full, small_run, made):
     if "adapted" not in made:
         small_run.model.path, small_run.model.init = str(full / "hf"), "pretrained"
         small_run.trainer.run_dir += "-adapted"  # the folder of one test may have both
-        small_run.model.lora_rank, small_run.actor.lr = 4, 1e-1
+        small_run.model.lora_rank, small_run.actor.lr, small_run.critic.value_head_std = 4, 1e-1, 0.2
         settings.check(small_run)
         train.train(small_run)
         made["adapted"] = pathlib.Path(small_run.trainer.run_dir)

@@ -8,6 +8,7 @@ from jppo.learner.make import make_learner, make_mesh
 from jppo.models import hf
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
+from tests.make import typed
 
 
 def assert_read(found, path, cfg):
@@ -22,15 +23,15 @@ def test_a_random_policy_has_the_teacher_and_the_critic_that_their_paths_name(sm
     c = small_run
     assert c.model.init == "random"
     c.ref.path, c.critic.path, c.algorithm.use_kl_in_reward = str(tiny_model), str(tiny_model), True
-    inputs = read_inputs(c)
-    learner, begin = make_learner(c, inputs, make_mesh(c))
+    inputs = read_inputs(typed(c))
+    learner, begin = make_learner(typed(c), inputs, make_mesh(typed(c)))
     assert_read(learner.reference, tiny_model, inputs.reference)
     assert_read(begin.value, tiny_model, inputs.critic)
 
 
 def test_a_random_policys_critic_is_random_as_well(small_run):
     """Its directory has no weights."""
-    _, begin = make_learner(small_run, read_inputs(small_run), make_mesh(small_run))
+    _, begin = make_learner(typed(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(begin.value))
 
 
@@ -45,4 +46,4 @@ def test_a_path_without_weights_is_refused_beside_a_random_policy(small_run, tmp
             (bare / file).write_bytes(source.read_bytes())
     small_run[section][name], small_run.algorithm.use_kl_in_reward = str(bare), True
     with pytest.raises(UserError, match=r"bare.*safetensors"):
-        read_inputs(small_run)
+        read_inputs(typed(small_run))

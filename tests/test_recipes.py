@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jppo.rewards import graders
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples import make as prefetch
 from jppo.types import Reward
-from tests.make import typed
+from tests.make import typed, write_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -126,8 +127,9 @@ def test_correction_reports_what_it_did(learn):
 
 
 def test_a_reference_of_its_own(learn, small_run, tmp_path):
-    other = small_run.model.path
-    metrics = learn({"algorithm.use_kl_in_reward": True, "ref.path": other, "algorithm.kl_penalty": "full"})
+    other = shutil.copytree(small_run.model.path, tmp_path / "other")
+    write_weights(other)
+    metrics = learn({"algorithm.use_kl_in_reward": True, "ref.path": str(other), "algorithm.kl_penalty": "full"})
     a_token, a_response = (metrics[1][f"actor/reward_kl_penalty{what}"] for what in ("", "_seq"))
     assert a_token > 1e-3, "drawn at random from another key than the policy"
     assert a_token < a_response < 6 * a_token  # responses have up to 6 tokens, and the exact KL is nowhere below 0

@@ -40,7 +40,7 @@ def models(c: Settings) -> Iterator[Finding]:
 
 def reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Asks the server of ref.url for its model."""
-    server = served_reference(c, inputs)
+    server = served_reference(c, inputs.tokenizer)
     if server is not None:
         yield Finding("teacher", "OK", f"{server.model} at {c.ref.url}")
 

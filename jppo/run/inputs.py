@@ -37,7 +37,7 @@ def read_inputs(c: Settings) -> Inputs:
     """Reads and checks all files before a device or a server is used."""
     require_optimizers(c)
     policy, critic, reference = read_models(c)
-    _require_publishable(c, policy)
+    require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     if reference is not None and c.ref.path != "policy":
         _check_reference_tokens(c.ref.path, tokenizer)
@@ -81,7 +81,7 @@ def total_steps(c: Common, examples: int) -> int:
 def read_test(c: Settings) -> Inputs:
     """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
     _, policy = hf.read_config(c.model.path, longest=longest_row(c))
-    _require_publishable(c, policy)
+    require_publishable(c, policy)
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
@@ -150,7 +150,7 @@ def columns_of(c: Settings) -> dict[str, str]:
     return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
 
 
-def _require_publishable(c: Settings, policy: ModelConfig) -> None:
+def require_publishable(c: Settings, policy: ModelConfig) -> None:
     """Raises UserError for layers that no SGLang was tried with: its load keeps the old values of tensors silently."""
     parts = {"experts": policy.experts, "latent attention": policy.latent_sizes, "gated delta nets": policy.delta_kind}
     untried = [part for part, found in parts.items() if found is not None]

@@ -95,6 +95,8 @@ def test_the_metrics_of_conversations(trajectories):
     assert found["perf/total_num_tokens"] == sum(prompt + sum(turns) for prompt, turns in CONVERSATIONS)
     found = turn_metrics.metrics(trajectories)
     assert found == {
+        "agent/branches/mean": 1.0,
+        "agent/branches_left_out": 0.0,
         "agent/turns/mean": (2 + 3 + 1 + 2 + 3) / 5,
         "agent/turns/max": 3.0,
         "agent/tool_calls": 6.0,

@@ -492,7 +492,7 @@ def test_a_training_samples_from_what_it_learned(small_run, engine, mesh, own):
     file.write_text(json.dumps(json.loads(file.read_text()) | own))
     small_run.rollout.name, small_run.rollout.logp_tolerance = "inprocess", 1e-4  # which train.agree holds it to
     small_run.rollout.temperature, small_run.actor.use_kl_loss, small_run.actor.ppo_mini_batch_size = 0.6, True, 8
-    small_run.actor.lr, small_run.rollout.n = 1e-2, 2
+    small_run.actor.lr, small_run.rollout.n, small_run.critic.value_head_std = 1e-2, 2, 0.2
     small_run.mesh.data, small_run.mesh.fsdp, small_run.mesh.tensor, small_run.mesh.sequence = mesh
     train.train(small_run)
     assert not engine.asked  # the other engine was not there

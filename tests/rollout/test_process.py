@@ -7,9 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
-from ml_collections import ConfigDict
 
 import jppo
 from jppo.rollout.make import require_routing
@@ -19,7 +19,6 @@ from jppo.rollout.servers.process import Server, check_ports, telling
 from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
 from jppo.rollout.vllm.unserved import require_latent
 from jppo.settings import UserError, rules_rollout
-from tests.make import typed
 from tests.models.conftest import config_of
 
 # What `python -m vllm.entrypoints.openai.api_server` does in an interpreter made for these tests.
@@ -328,15 +327,15 @@ def test_latent_attention_on_a_cpu_has_its_kernels_or_is_refused(settings):
 def test_a_config_from_which_vllm_would_route_otherwise_is_refused(tmp_path, key, value):
     """transformers writes neither field."""
     whole = config_of("deepseek3-grouped") | dict(scoring_func="sigmoid", topk_method="noaux_tc")
-    c = ConfigDict({"model": {"path": str(tmp_path)}})
+    c = types.SimpleNamespace(model=types.SimpleNamespace(path=str(tmp_path)))
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    require_routing(typed(c))
+    require_routing(c)
     del whole[key]
     (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(UserError, match=f"no {key}, and vLLM would choose other experts; add {key}='{value}'"):
-        require_routing(typed(c))
+        require_routing(c)
     (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek2-lite")))
-    require_routing(typed(c))
+    require_routing(c)
 
 
 def test_only_a_server_on_a_gpu_can_sleep(settings):

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from jppo import train
-from jppo.learner.model_configs import read_models
+from jppo.models import hf
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import publisher
 from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
 from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
+from jppo.run.inputs import require_publishable
 from jppo.settings import UserError, check
 from jppo.types import Prompt
 from tests.make import typed
@@ -355,12 +356,12 @@ def test_models_that_sglang_was_not_tried_with_are_refused_before_anything_start
     (tmp_path / "config.json").write_text(json.dumps(config_of(name)))
     config.model.path, config.model.init, config.rollout.name = str(tmp_path), "random", "sglang"
     if UNTRIED[name] is None:
-        read_models(typed(config))
+        require_publishable(typed(config), hf.read_config(str(tmp_path))[1])
         return
     with pytest.raises(UserError, match=f"publishing {UNTRIED[name]} model to SGLang is untested.*vllm or inprocess$"):
-        read_models(typed(config))
+        require_publishable(typed(config), hf.read_config(str(tmp_path))[1])
     config.rollout.name = "vllm"
-    read_models(typed(config))
+    require_publishable(typed(config), hf.read_config(str(tmp_path))[1])
 
 
 def test_a_training(small_run, python, quick_compilation):
