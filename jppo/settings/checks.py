@@ -23,14 +23,29 @@ def typed(config: ml_collections.ConfigDict | C, kind: type[C], *, training: boo
 def typed(
     config: ml_collections.ConfigDict | Common, kind: type[Common] = Settings, *, training: bool = True
 ) -> Common:
-    """Checks a config and returns it as frozen sections; checked settings are returned as they are.
+    """Checks a config and returns it as frozen sections; sections are returned as they are.
 
     Raises a UserError at the first value, or combination of values, that is not allowed. Without `training`, rules
     between settings that only training reads are skipped.
     """
     if not isinstance(config, ml_collections.ConfigDict):
         return config
-    found = values(config)
+    _check_values(values(config), training=training)
+    made = sections(config, kind)
+    _check_rules(made, training=training)
+    return made
+
+
+def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) -> None:
+    """Raises a UserError at the first value, or combination of values, that is not allowed."""
+    if isinstance(config, ml_collections.ConfigDict):
+        typed(config, kind_of(config), training=training)
+    else:
+        _check_values(values(config), training=training)
+        _check_rules(config, training=training)
+
+
+def _check_values(found: dict[str, Any], *, training: bool) -> None:
     for name, value in found.items():
         if name not in TABLE:
             raise UserError(f"there is no setting {name!r}; remove it from the config{did_you_mean(name, TABLE)}")
@@ -38,19 +53,15 @@ def typed(
     for name in found:
         if training or not TABLE[name].only.startswith("rollout.name"):
             _check_read(name, found)
-    made = sections(config, kind)
+
+
+def _check_rules(made: Common, *, training: bool) -> None:
     if isinstance(made, Settings):
         rules_rollout.check(made, training=training)
     if training:
         if not made.data.train_files:
             raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
         rules_training.check(made)
-    return made
-
-
-def check(config: ml_collections.ConfigDict, *, training: bool = True) -> None:
-    """Raises a UserError at the first value, or combination of values, that is not allowed."""
-    typed(config, kind_of(config), training=training)
 
 
 def _check_read(name: str, found: dict[str, Any]) -> None:
