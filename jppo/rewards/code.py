@@ -104,7 +104,8 @@ def _asserts(tree: ast.Module) -> bool:
         node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in named
     ]
     idle = {id(inner) for node in unused for inner in ast.walk(node)}
-    return bool(named & {"unittest", "pytest"}) or any(isinstance(n, ast.Assert) and id(n) not in idle for n in nodes)
+    framework = named & {"unittest", "pytest", "testing"}  # numpy.testing
+    return bool(framework) or any(isinstance(n, ast.Assert) and id(n) not in idle for n in nodes)
 
 
 class _Counted:

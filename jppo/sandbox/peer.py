@@ -10,6 +10,7 @@ sandbox service gets this file as text.
 import builtins
 import collections
 import contextlib
+import copy
 import datetime
 import decimal
 import fractions
@@ -18,6 +19,7 @@ import json
 import operator
 import os
 import sys
+import types
 from typing import Any
 
 _LINE_BYTES = 2**26  # of a message
@@ -47,6 +49,7 @@ _SHARED = (
     "collections",
     "collections.abc",
     "copy",
+    "dataclasses",
     "datetime",
     "decimal",
     "fractions",
@@ -99,8 +102,14 @@ _BINARY = (
     "eq",
     "ne",
 )
+_OPEN = (
+    "__name__", "__qualname__", "__doc__", "__dict__", "__module__", "__wrapped__", "__defaults__", "__members__",
+    "__mro__", "__dataclass_fields__", "__match_args__", "__enter__", "__exit__",
+)  # fmt: skip
 _PREDICATES = ("count", "startswith", "endswith", "isdisjoint", "issubset", "issuperset", "all", "any")
+_UNEXPORTED = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)  # lead to all of a process
 _UNARY: dict[str, Any] = {
+    "copy": copy.copy,
     "len": len,
     "bool": bool,
     "str": str,
@@ -133,7 +142,9 @@ class Peer:
         self._look_up = look_up  # (name) -> a global of this side
         self._objects, self._ids = [], {}  # what the other side may hold
         self._remotes, self._classes, self._subclasses = {}, {}, {}
+        self._told = set()  # shared names that both sides have named, or the trusting side has sent
         self.named = set()  # the other side's classes that this side asked for by name
+        self.given = set()  # numbers of objects that this side made by them, and that the other side never sent since
         self._base = _remote_base(self)
 
     def ask(self, op, *operands):
@@ -165,6 +176,8 @@ class Peer:
         try:
             objects = self._filled(sent, [])
             memo.start(objects)
+            if not (self._trusting or self._reaches(message)):
+                raise Gone("a request about none of this side's objects")
             operands = [self._decoded(one, objects) for one in message["args"]]
             reply["value"] = self._encoded(self._done(message["op"], operands), memo, kept=message["op"] == "iter")
         except Gone:
@@ -176,6 +189,12 @@ class Peer:
         if isinstance(sys.stdout, Captured):
             reply["printed"] = sys.stdout.taken()
         self._send(reply)
+
+    def _reaches(self, message):
+        """Whether a request is about an object that this side has sent; others would reach into this process."""
+        args = message["args"]
+        about = args if message["op"] in _BINARY else args[:1]
+        return any(isinstance(one, list) and one[:1] == ["yours"] for one in about)
 
     def _done(self, op, operands):
         if op == "call":
@@ -189,6 +208,10 @@ class Peer:
             return changes[op](*operands)
         if op == "name" and self._look_up is not None:
             return self._look_up(*operands)
+        if op == "deepcopy":
+            return copy.deepcopy(*operands)
+        if op == "format":
+            return format(*operands)
         if op == "plain":
             return _plain(*operands)
         if op in _UNARY:
@@ -256,17 +279,28 @@ class Peer:
             return ["fraction", hex(value.numerator), hex(value.denominator)]
         if kind is datetime.timedelta:
             return ["timedelta", value.days, value.seconds, value.microseconds]
-        if kind in (datetime.date, datetime.time, datetime.datetime) and getattr(value, "tzinfo", None) is None:
+        if kind in (datetime.date, datetime.time, datetime.datetime) and type(getattr(value, "tzinfo", None)) in (
+            type(None),
+            datetime.timezone,
+        ):
             return [kind.__name__, value.isoformat()]
         if value is Ellipsis or value is NotImplemented:
             return ["constant", repr(value)]
-        if isinstance(value, type(json)):
-            return ["module", value.__name__] if value.__name__ in _SHARED else None
-        if (shared := _shared_name(value)) is not None:
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__] if self._tells((value.__name__,), value.__name__ in _SHARED) else None
+        if (shared := _shared_name(value)) is not None and self._tells(shared):
             return ["shared", *shared]
+        if isinstance(value, BaseException):
+            return ["error", *self._described(value, memo)]
         if kind.__module__ == "numpy":
             return self._copied_numpy(value, memo)
         return self._copied_subclass(value, kind, memo)
+
+    def _tells(self, name, known=True):
+        """Whether a function or module goes by its name: the tests' side takes only names that it has sent itself."""
+        if not self._trusting and known:
+            self._told.add(name)
+        return known and name in self._told
 
     def _copied_numpy(self, value, memo):
         numpy = sys.modules["numpy"]
@@ -281,9 +315,13 @@ class Peer:
             return None
         fields = getattr(kind, "_fields", None) if base is tuple else None
         named = list(map(str, fields)) if isinstance(fields, tuple) and len(fields) == tuple.__len__(value) else None
+        if named and any(hasattr(tuple, one) for one in named):
+            return None
         return ["subclass", base.__name__, str(kind.__name__), named, self._encoded(_plain(value), memo)]
 
     def _exported(self, value):
+        if not self._trusting and isinstance(value, _UNEXPORTED):
+            raise TypeError(f"{type(value).__name__} cannot be given to a program")
         if id(value) not in self._ids:
             self._ids[id(value)] = len(self._objects)
             self._objects.append(value)  # and so its id stays its own
@@ -291,10 +329,10 @@ class Peer:
 
     def _encoded_class(self, kind, memo):
         shared = _shared_name(kind)
-        if shared is not None:
+        if shared is not None and _is_plain_class(kind):
             return ["shared", *shared]
-        if isinstance(kind, type) and issubclass(kind, self._base) and "_id" in kind.__dict__:
-            return ["yours", kind.__dict__["_id"]]
+        if isinstance(kind.__dict__.get("_class_id"), int) and self._classes.get(kind.__dict__["_class_id"]) is kind:
+            return ["yours", kind.__dict__["_class_id"]]
         if kind.__module__ == "builtins":
             return None  # a function, a generator, ...
         bases = [self._encoded_class(one, memo) for one in kind.__bases__ if one is not object]
@@ -386,9 +424,11 @@ class Peer:
         if tag == "constant":
             return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[rest[0]]
         if tag == "module":
-            return _imported(rest[0])
+            return self._named(tuple(rest), _imported(rest[0]))
         if tag == "shared":
-            return _shared(*rest)
+            return self._named(tuple(rest), _shared(*rest))
+        if tag == "error":
+            return self._exception(rest, objects)
         if tag == "numpy":
             return self._made_numpy(rest, objects)
         if tag == "subclass":
@@ -401,9 +441,20 @@ class Peer:
             kind = self._decoded(rest[1], objects)
             of = kind if isinstance(kind, type) and issubclass(kind, self._base) else self._base
             made = object.__new__(of)
+            if of is self._base and isinstance(kind, type):
+                object.__setattr__(made, "_kind", kind)  # a class of both sides, for isinstance
+            self.given.discard(int(rest[0]))
             object.__setattr__(made, "_id", int(rest[0]))
             return self._remotes.setdefault(int(rest[0]), made)
         raise ValueError(tag)
+
+    def _named(self, name, found):
+        """Takes what the other side has named: on the tests' side a class without effects, or what it sent itself."""
+        if self._trusting:
+            self._told.add(name)
+        elif name not in self._told and not _is_plain_class(found):
+            raise ValueError(name)
+        return found
 
     def _made_numpy(self, rest, objects):
         dtype, shape, array, flat = rest
@@ -417,6 +468,8 @@ class Peer:
         base, name, fields, value = rest
         plain = self._decoded(value, objects)
         if fields is not None:
+            if any(hasattr(tuple, one) for one in fields):
+                raise ValueError(fields)
             key = (name, *fields)
             kind = self._subclasses.setdefault(key, collections.namedtuple(name, fields))
             return kind._make(plain)
@@ -430,33 +483,56 @@ class Peer:
             above = [one for one in (self._decoded(base, []) for base in bases) if isinstance(one, type)]
             errors = [one for one in above if issubclass(one, BaseException)]
             if errors:
-                made = type(str(name), tuple(errors), {})
+                made = type(str(name), tuple(errors), self._error_methods(number))
             else:
                 above = [one for one in above if issubclass(one, self._base)] or [self._base]
-                made = type(self._base)(str(name), tuple(above), {"_id": int(number)})
+                made = type(self._base)(str(name), tuple(above), {"_class_id": int(number), "__slots__": ()})
             self._classes[number] = made
         return self._classes[number]
 
-    def _described(self, error, memo):
+    def _error_methods(self, number):
+        peer = self
+
+        def __init__(error, *args, **named):  # where the tests make one: its arguments and attributes are the program's
+            other = peer.ask("call", peer._classes[number], args, named)
+            error.args = other.args
+            error.__dict__.update(other.__dict__)
+
+        def __str__(error):
+            told = error.__dict__.get("_text")
+            return told if told is not None else super(peer._classes[number], error).__str__()
+
+        return {"_class_id": int(number), "__init__": __init__, "__str__": __str__}
+
+    def _described(self, error, memo, causes=4):
         kind, told = type(error), None
         while told is None:  # the nearest class that can be named
             told = self._encoded_class(kind, memo)
             kind = kind.__mro__[1]
         try:
             args = [self._encoded(one, memo) for one in error.args]
+            attributes = [[str(k), self._encoded(v, memo)] for k, v in vars(error).items() if k[:1] != "_"]
+            text = str(error) if self._trusting else None
         except BaseException:
-            args = []
-        return [told, args]
+            args, attributes, text = [], [], None
+        cause = error.__cause__
+        reason = self._described(cause, memo, causes - 1) if isinstance(cause, BaseException) and causes else None
+        return [told, args, attributes, text, reason]
 
     def _exception(self, told, objects):
         kind, args = self._decoded(told[0], objects), [self._decoded(one, objects) for one in told[1]]
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise Gone("no exception")
         try:
-            made = kind(*args)
+            made = kind.__new__(kind, *args) if "_class_id" in kind.__dict__ else kind(*args)
         except Exception:
             made = kind.__new__(kind)
-        made.__dict__["from_program"] = True
+        if "_class_id" in kind.__dict__:
+            made.args = tuple(args)
+        made.__dict__.update((str(k), self._decoded(v, objects)) for k, v in told[2])
+        made.__dict__.update(from_program=True, _text=told[3] if isinstance(told[3], str) else None)
+        if told[4] is not None:
+            made.__cause__ = self._exception(told[4], objects)
         return made
 
 
@@ -468,10 +544,15 @@ def _remote_base(peer):
 
     class Meta(type):
         def __call__(cls, *args, **named):
-            return peer.ask("call", cls, args, named)
+            made = peer.ask("call", cls, args, named)
+            if cls in peer.named and type(made) is cls:
+                peer.given.add(object.__getattribute__(made, "_id"))
+            return made
 
         def __getattr__(cls, name):
-            return peer.ask("get", cls, _open(name)) if "_id" in cls.__dict__ else object.__getattribute__(cls, name)
+            return (
+                peer.ask("get", cls, _open(name)) if "_class_id" in cls.__dict__ else object.__getattribute__(cls, name)
+            )
 
         def __setattr__(cls, name, value):
             peer.ask("set", cls, name, value)
@@ -486,12 +567,23 @@ def _remote_base(peer):
             return peer.ask("getitem", cls, key)
 
     class Remote(metaclass=Meta):
+        __slots__ = ("_id", "_kind")
+
+        @property  # type: ignore[misc]
+        def __class__(self):
+            try:
+                return object.__getattribute__(self, "_kind")
+            except AttributeError:
+                return type(self)
+
         __array_ufunc__ = None  # numpy leaves operators to Python
 
         def __getattr__(self, name):
-            unknown = not (peer._trusting or peer.named & set(type(self).__mro__))
+            unknown = not (peer._trusting or object.__getattribute__(self, "_id") in peer.given)
             if unknown and (name in _PREDICATES or (hasattr(str, name) and name.startswith("is"))):
-                raise AttributeError(name)  # the verdict of a class that the tests do not know, in place of a builtin's
+                raise AttributeError(
+                    name
+                )  # the verdict of an object that the tests did not make, in place of a builtin's
             return peer.ask("get", self, _open(name))
 
         def __setattr__(self, name, value):
@@ -524,13 +616,16 @@ def _remote_base(peer):
             return peer.ask("round", self, *digits)
 
         def __format__(self, spec):
-            return format(str(self), spec)
+            return peer.ask("format", self, spec)
+
+        def __deepcopy__(self, _):
+            return peer.ask("deepcopy", self)
 
         def __enter__(self):
             return peer.ask("get", self, "__enter__")()
 
-        def __exit__(self, *_):
-            peer.ask("get", self, "__exit__")(None, None, None)
+        def __exit__(self, kind, error, _):  # never ends an error: the asserts after it would not run
+            peer.ask("get", self, "__exit__")(kind, error, None)
 
     def unary(op):
         return lambda self: peer.ask(op, self)
@@ -560,8 +655,7 @@ def _remote_base(peer):
 
 def _open(name):
     """Returns the name of an attribute; protocols that Python looks for on its own are no attributes of a Remote."""
-    if name.startswith("__") and name not in ("__name__", "__qualname__", "__doc__", "__dict__", "__module__",
-                                              "__annotations__", "__wrapped__", "__enter__", "__exit__"):  # fmt: skip
+    if name.startswith("__") and name not in _OPEN:
         raise AttributeError(name)
     return name
 
@@ -663,6 +757,16 @@ def _shared(module, name):
     if name.startswith("_") or (module == "builtins" and name in _OWN):
         raise ValueError(name)
     return getattr(builtins if module == "builtins" else _imported(module), name)
+
+
+def _is_plain_class(found):
+    """Whether it is a class that a value may have, and whose instances do nothing."""
+    if not isinstance(found, type) or found.__module__ in ("types", "typing", "random"):
+        return False
+    if found.__module__.partition(".")[0] != "numpy":
+        return True
+    numpy = sys.modules["numpy"]
+    return issubclass(found, numpy.generic) or found is numpy.ndarray
 
 
 def _imported(name):

@@ -281,6 +281,37 @@ HONEST = (
             "a=[1]; a.append(a)\nb=same(a)\nassert b[1] is b",
         ),
     ),
+    (
+        "class Bank(Exception):\n    def __init__(self, need):\n        super().__init__(f'need {need}'); self.need = need\n"
+        "class Kw(Exception):\n    def __init__(self, *, code): self.code = code\n"
+        "class Text(Exception):\n    def __str__(self): return 'text'\n"
+        "class Log:\n    def __init__(self): self.log = []\n    def __enter__(self): return self\n"
+        "    def __exit__(self, kind, *_): self.log.append(kind and kind.__name__)\n"
+        "    def __format__(self, spec): return f'<{spec}>'\n"
+        "def pay(n): raise Bank(n)\ndef kw(): raise Kw(code=7)\ndef text(): raise Text(1)\n"
+        "def chain():\n    try: 1 / 0\n    except ZeroDivisionError as e: raise RuntimeError from e\n"
+        "def error(): return ValueError('a')\n"
+        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass F:\n    x: int\n"
+        "import datetime, re\ndef tz(): return datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)\n"
+        "def match(): return re.match('a', 'a')\n",
+        (
+            "try:\n    pay(9)\nexcept Bank as e:\n    assert e.need == 9 and str(e) == 'need 9'",
+            "try:\n    kw()\nexcept Kw as e:\n    assert e.code == 7",
+            "try:\n    text()\nexcept Text as e:\n    assert str(e) == 'text'",
+            "try:\n    raise Bank(1)\nexcept Exception as e:\n    assert e.need == 1",
+            "class My(Bank): pass\ntry:\n    raise My(3)\nexcept Bank as e:\n    assert e.need == 3",
+            "try:\n    chain()\nexcept RuntimeError as e:\n    assert isinstance(e.__cause__, ZeroDivisionError)",
+            "assert isinstance(error(), ValueError) and error().args == ('a',)",
+            "import pytest\nwith pytest.raises(Bank, match='need 9') as info:\n    pay(9)\nassert info.value.need == 9",
+            "x = Log()\ntry:\n    with x: raise KeyError\nexcept KeyError: pass\nassert x.log == ['KeyError']",
+            "assert f'{Log():.2f}' == '<.2f>' and vars(Log()) == {'log': []}",
+            "import copy\na = Log()\nb = copy.copy(a)\nb.log = 1\nassert a.log == [] and copy.deepcopy(b).log == 1",
+            "import dataclasses\ntry:\n    F(1).x = 2\n    assert False\nexcept dataclasses.FrozenInstanceError: pass",
+            "import datetime\nassert tz() == datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)",
+            "import re\nassert isinstance(match(), re.Match)",
+            "import numpy as np\nnp.testing.assert_allclose(F(2).x, 2)",
+        ),
+    ),
 )
 
 EQUAL = """class A{base}:
@@ -354,9 +385,43 @@ def spam(data):
         try: os.write(fd, data)
         except OSError: pass
 """
+_RAW = """import sys, json, re
+def peer():
+    frame = sys._getframe()
+    while type(frame.f_locals.get("self")).__name__ != "Peer": frame = frame.f_back
+    return frame.f_locals["self"]
+def raw(op, *args):
+    peer()._send({"op": op, "args": list(args), "heap": [["dict", [], None]]})
+    return peer()._receive()
+def mine(reply): return ["yours", reply["value"][1]]
+def calls(f, *args): return raw("call", f, ["tuple", list(args)], ["@", 0])
+def said(x): return int((re.findall(r"'expected': (\\d+)", json.dumps(x)) or [0])[0])
+"""
+_CALLED = ("expected = 7\ndef cb(x): return x\nassert f(cb) == expected",)
+_COUNTS = "    def __init__(self, *a): pass\n    def count(self, x): return 1\n"
 _SEARCH = "needle = ' '.join(['f(1)', '=='])\n"
 # by kind: programs and the tests that they must not pass
 CHEATS = {
+    "requests of the program": [
+        (_RAW + "def f(cb): return said(calls(mine(raw('get', '{0.__globals__}', 'format')), ['yours', 0]))\n", _CALLED),
+        (_RAW + "def f(cb):\n    g = calls(mine(calls(['shared', 'operator', 'attrgetter'], '__globals__')), ['yours', 0])\n"
+         "    return said(g)\n", _CALLED),
+        (_RAW + "def f(*a):\n    w = mine(raw('get', mine(raw('get', ['module', 'random'], '_os')), 'write'))\n"
+         "    for fd in range(3, 60): calls(w, fd, ['bytes', b'passed\\n'.hex()])\n    return 0\n", EXPECTING[:2]),
+        ("def f(g): return g.gi_frame.f_globals['expected']\n", ("expected = 7\nassert f(x for x in [1]) == expected",)),
+        ("def f(g): return g.cr_frame.f_globals['expected']\n",
+         ("expected = 7\nasync def c(): pass\nassert f(c()) == expected",)),
+    ],
+    "classes in place of functions": [
+        ("class f:\n" + _COUNTS, ("assert f(1).count(2)",)),
+        ("class Solution:\n" + _COUNTS + "    def f(self, x): return self\n", ("assert Solution().f(1).count(2)",)),
+        ("from collections import namedtuple\ndef f(x): return namedtuple('T', 'count')(lambda v: 1)\n",
+         ("assert f(1).count(2)",)),
+        ("class C:\n    def __enter__(self): return self\n    def __exit__(self, *a): return True\n"
+         "    def get(self): return 0\ndef f(*a): return C()\n", ("with f(1) as c:\n    assert c.get() == 7",)),
+        ("from typing import get_type_hints as f\nclass N:\n    __annotations__ = {'x': '1 // 0'}\ndef g(x): return N()\n",
+         ("assert f(g(1)) == 7",)),
+    ],
     "equal to everything": [(EQUAL.format(base=base), EXPECTING) for base in ("", "(int)", "(list)", "(dict)", "(float)")],
     "names": [
         (
