@@ -218,7 +218,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         old, new = then.get(about, now[about]), now[about]
         changed = [
             f"{name} {old.get(name)!r} → {new.get(name)!r}"
-            for name in dict.fromkeys((*old, *new))
+            for name in sorted({*old, *new})
             if old.get(name) != new.get(name) and name not in (*PASSING, *FIXED)
         ]
         if changed:
