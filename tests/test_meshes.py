@@ -61,7 +61,7 @@ def test_a_run_is_refused_before_a_server_starts(small_run, monkeypatch):
     small_run.mesh.data, small_run.mesh.sequence = 1, 8
     for command in (train.train, dry_run):
         with pytest.raises(UserError, match=r"mesh\.sequence=8 must divide the \d attention heads"):
-            command(small_run)
+            command(typed(small_run))
 
 
 def test_a_device_need_not_hold_what_several_share(small_run):

@@ -21,6 +21,7 @@ from jppo.settings import commandline, shipped
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Started by jppo itself, in processes of their own, or by make.
 WORKERS = {
+    "jppo.data.template_worker",
     "jppo.rollout.servers.launch",
     "jppo.rollout.sglang.guarded",
     "jppo.agent.gateway.forks",

@@ -112,12 +112,13 @@ SLOW = ("prints in loops", "a large number", "recursive")
 def test_a_template_without_end_is_one_line_in_bounded_time_and_memory(characters, template, monkeypatch):
     monkeypatch.setattr(template_module, "_WORKER", template_module._Worker())
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of a fork, before it is another program
     began = time.monotonic()
     with pytest.raises(UserError, match=r"the chat template (refuses the prompt|is invalid)") as e:
         render(characters, template)
     template_module._WORKER.close()
     assert "\n" not in str(e.value) and time.monotonic() - began < 60
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 2**21)  # KiB
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, own, 2**21)  # KiB
 
 
 @pytest.mark.slow
