@@ -406,22 +406,13 @@ CLASSES = {
     "loops": LOOPS,
 }
 
-# They read or write what the calls of their own tests need.
-BREAK = ("looks at inherited descriptors", "switches the sandbox off")
-
 PROGRAMS = [("self-grading", name, program, ASSERTS, {0.0}) for name, program in SELF_GRADING.items()]
 PROGRAMS += [
     ("self-grading", "searches for the expected value", SEARCH + "def f(x): return search()", NEEDLE, {0.0}),
     ("self-grading", "searches for the expected output", SEARCH + "print(search())", IO, {0.0}),
 ]
 PROGRAMS += [
-    (
-        group,
-        name,
-        program,
-        NOTHING,
-        {0.0, 1.0} if LATER in program or name in BREAK else {1.0} if PROBE in program else {0.0},
-    )
+    (group, name, program, NOTHING, {1.0} if program.startswith(PROBE) else {0.0, 1.0} if LATER in program else {0.0})
     for group, programs in CLASSES.items()
     for name, program in programs.items()
 ]

@@ -165,8 +165,10 @@ class Peer:
             return self._decoded(message["value"], objects)
 
     def serve(self):
-        """Answers requests until the other side ends."""
+        """Answers requests until the other side ends, which waits for this to begin."""
         with contextlib.suppress(Gone):
+            os.set_blocking(self._out, True)
+            os.write(self._out, b"\n")
             while True:
                 self._answer(self._receive())
 
@@ -222,6 +224,10 @@ class Peer:
 
     # Messages.
 
+    def wait(self):
+        """Returns whether the other side has begun to serve; False if it has ended before."""
+        return self._in.readline(_LINE_BYTES) == b"\n"
+
     def _send(self, message):
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         left = memoryview(line)
@@ -229,6 +235,7 @@ class Peer:
             left = left[os.write(self._out, left) :]
 
     def _receive(self):
+        os.set_blocking(self._in.fileno(), True)  # a program may have changed it
         line = self._in.readline(_LINE_BYTES)
         try:
             message = json.loads(line)

@@ -42,6 +42,8 @@ def check(tests, peer):
     main.__dict__["names"] = names
     sys.modules["__main__"] = main
     sys.argv = ["tests.py"]
+    if not peer.wait():  # the program reads its descriptors while it starts, and may end
+        return False
     try:
         exec(compile(tests, "tests.py", "exec"), names)
     except SystemExit as e:  # of unittest.main()
