@@ -226,6 +226,7 @@ def finished_run(tmp_path_factory):
     from jppo import train
 
     c, before = write_small_run(with_paths(), tmp_path_factory.mktemp("finished")), jax.config.read(QUICK)
+    c.critic.value_head_std = 0.2  # else its steps of equal scores have no gradient
     jax.config.update(QUICK, True)  # set up before quick_compilation is
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout, "start_vllm", lambda *_, **__: RandomEngine())

@@ -216,21 +216,15 @@ def test_a_step_whose_test_was_broken_off_is_saved_as_any_other_by_the_run_that_
     assert json.loads((run / "checkpoints/best.json").read_text())["step"] in (1, 2)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [dict(actor__lr=1e30, actor__entropy_coeff=0.1), pytest.param(dict(critic__lr=1e30), marks=pytest.mark.slow)],
-    ids=["actor", "critic"],
-)
-def test_a_run_that_diverges_leaves_the_checkpoint_before(whole, changes):
+@pytest.mark.parametrize("section, rate", [("actor", 1e30), pytest.param("critic", 1e30, marks=pytest.mark.slow)])
+def test_a_run_that_diverges_leaves_the_checkpoint_before(whole, section, rate):
     """Non-finite weights are not saved, and the same command with another rate resumes."""
     run = pathlib.Path(whole.trainer.run_dir)
-    wild = again(whole, trainer__total_training_steps=4, **changes)
-    with pytest.raises(
-        train.Diverged, match=r"step [34]: .* not finite numbers.*lower actor\.lr or critic\.lr"
-    ) as told:
+    before = {path.name for path in (run / "checkpoints").glob("[0-9]*")}
+    wild = again(whole, **{"trainer__total_training_steps": 4, f"{section}__lr": rate})
+    with pytest.raises(train.Diverged, match=r"step 3: .* not finite numbers.*lower actor\.lr or critic\.lr"):
         train.train(wild)
-    last = int(str(told.value).split()[1].rstrip(":"))  # equal scores give the critic nothing to learn from
-    assert max(int(path.name) for path in (run / "checkpoints").glob("[0-9]*")) == last - 1
+    assert {path.name for path in (run / "checkpoints").glob("[0-9]*")} == before
     train.train(again(whole, trainer__total_training_steps=4))
     assert [m["step"] for m in untimed(run)] == [0, 1, 2, 3, 4]
 

@@ -103,8 +103,6 @@ def test_a_run_writes_records_that_match_its_samples(finished_run):
             found += by_the_definition(array(record["reward"]), array(record["value"]), c.algorithm)
             written += [x for x in record["advantage"] if x is not None]
         assert len(found) == len(written) > 8
-        if np.ptp(found) < 1e-6:  # equal scores and a critic of zeros
-            continue
         slope, level = np.polyfit(found, written, 1)
         assert slope > 0
         np.testing.assert_allclose(np.multiply(found, slope) + level, written, atol=1e-4)
