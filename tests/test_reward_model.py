@@ -1,8 +1,10 @@
 """A reward model as a command: its gradient is torch's, it learns, and what it writes is a classifier."""
 
 import dataclasses
+import functools
 import json
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
+from jppo.settings import UserError, setting, table
 from tests.make import typed
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}
@@ -55,7 +57,44 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def trained(config):
+def seen(config, monkeypatch):
+    """The settings that a training reads, other than the settings' own code, by their dotted names."""
+    found, plain = set(), object.__getattribute__
+
+    def read(section, name):
+        value = plain(section, name)
+        reader = sys._getframe(1).f_globals["__name__"]
+        if reader.partition(".")[0] != "dataclasses" and not reader.startswith("jppo.settings"):
+            if name == "__dict__":  # vars(), of which parts take what their parameters name
+                return Reads(value, type(section), found)
+            found.add((type(section), name))
+        return value
+
+    monkeypatch.setattr(setting.Section, "__getattribute__", read, raising=False)
+    return found
+
+
+class Reads(dict):
+    def __init__(self, values, section, found):
+        super().__init__(values)
+        self._section, self._found = section, found
+
+    def __getitem__(self, name):
+        self._found.add((self._section, name))
+        return super().__getitem__(name)
+
+
+def sections(config):
+    """The dotted name of each setting by its section's class and its own name."""
+    c = typed(config)
+    return {
+        (type(functools.reduce(getattr, name.split(".")[:-1], c)), name.split(".")[-1]): name
+        for name in table.values(config)
+    }
+
+
+@pytest.fixture
+def trained(config, seen):
     """The folder of a training that has learned its preference."""
     config.trainer.total_training_steps, config.trainer.test_freq, config.mesh.sequence = 60, 30, 2
     config.loss.center_rewards_coefficient = 0.01
@@ -74,7 +113,10 @@ def theirs(path):
     return model.eval(), transformers.AutoTokenizer.from_pretrained(path)
 
 
-def test_it_learns_and_transformers_gives_the_same_scores(trained, config):
+def test_it_learns_and_transformers_gives_the_same_scores(trained, config, seen):
+    names = sections(config)
+    unread = set(names.values()) - {names.get(one) for one in seen}
+    assert unread == {"trainer.total_epochs"}, "which total_training_steps replaces"
     found = read_metrics(trained)
     assert [m["step"] for m in found if "rm/val_accuracy" in m] == [30, 60]
     assert abs(found[0]["rm/accuracy"] - 0.5) < 0.25 and found[-1]["rm/val_accuracy"] > 0.9
