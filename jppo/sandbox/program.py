@@ -93,7 +93,7 @@ class _Names(dict):
         except (KeyError, AttributeError):
             raise KeyError(name) from None
         if isinstance(found, type) and name[:1].isupper():  # a function of the tests may be a class of a cheat
-            self._peer.named.add(found)
+            self._peer.values.named.add(found)
         return found
 
 

@@ -10,17 +10,32 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from jppo.sandbox import peer, program
+from jppo.sandbox import peer, program, remote, shared, values
 from jppo.sandbox.launcher import TOO_LONG, NoSandbox, Ran
 
 RETRIES = 4
 FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
-# What follows peer.py and program.py in the process of the tests, whose standard output is the verdict, and in the
-# program's. The tests' own file is removed first; the program's process cannot look into theirs.
+_SIDES = (shared, remote, values, peer, program)  # each imports only those before it
+# Makes modules of their texts, in the process of the tests and in the program's.
+_MODULES = """
+import json, sys, types
+
+for name in ("jppo", "jppo.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+for name, text in json.loads({sides!r}):
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), vars(sys.modules[name]))
+"""
+# What follows in the process of the tests, whose standard output is the verdict, and in the program's. The tests' own
+# file is removed first; the program's process cannot look into theirs.
 _TESTS = """
 import ctypes
+import os
 import subprocess
+from jppo.sandbox.peer import Peer
+from jppo.sandbox.program import FAILED, PASSED, check, write_all
 
 text, tests, other = json.loads({job!r})
 try:
@@ -45,6 +60,9 @@ write_all(out, PASSED if passed else FAILED)
 os._exit(0)
 """
 _PROGRAM = """
+from jppo.sandbox.peer import Captured, Peer
+from jppo.sandbox.program import serve
+
 asked, answers = map(int, sys.argv[1:])
 text = sys.stdin.read()
 serve(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=look_up), Captured())
@@ -73,7 +91,7 @@ def run(
     """Runs a program as `launcher.run` does, on the service. Raises NoSandbox after more than RETRIES failures."""
     code = text
     if tests is not None:
-        sides = inspect.getsource(peer) + inspect.getsource(program)
+        sides = _MODULES.format(sides=json.dumps([[one.__name__, inspect.getsource(one)] for one in _SIDES]))
         code = sides + _TESTS.format(job=json.dumps([text, tests, sides + _PROGRAM]))
     body = {
         "code": code,
