@@ -1,7 +1,7 @@
 """The rule `code`: runs the program in a response against the row's tests, in a sandbox (`jppo/sandbox/`).
 
 The program's process has neither expected values nor a verdict. It receives the input of a test, whose output is
-compared here, or the calls of asserts, which run in a process of their own (`jppo/sandbox/program.py`). Runs in a
+compared here, or the calls of asserts, which run in another process (`jppo/sandbox/program.py`). Runs in a
 worker process; standard library only.
 """
 
@@ -18,7 +18,7 @@ from jppo.rewards.rules import Verdict
 from jppo.rewards.suspicion import suspicious
 from jppo.sandbox.choice import Runner, make_runner
 from jppo.sandbox.launcher import TOO_LONG, Ran
-from jppo.sandbox.program import PASSED
+from jppo.sandbox.program import IDLE, PASSED
 
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -49,7 +49,12 @@ def code(
     reaching = suspicious(blocks[-1])
     run = _Counted(runner or make_runner(), memory_bytes)
     if tests.asserts:
-        passed = run(blocks[-1], tests=tests.asserts, time_s=time_s / 2).replies == (PASSED,)
+        replies = run(blocks[-1], tests=tests.asserts, time_s=time_s / 2).replies
+        if replies == (IDLE,):
+            raise ValueError(
+                f"ground_truth={_shown(ground_truth)!r} has no assert that runs; give it assert statements"
+            )
+        passed = replies == (PASSED,)
     else:
         passed = _passes_io(blocks[-1], tests.io, run, time_s)
     counts = {SUSPICIOUS: float(bool(reaching)), RETRIES: float(run.retries)}
@@ -59,7 +64,7 @@ def code(
 def read_tests(ground_truth: str) -> Tests:
     """Parses the tests of a ground truth; raises ValueError if it has none."""
     text = ground_truth.strip()
-    shown = text if len(text) <= 60 else text[:60] + "..."
+    shown = _shown(text)
     if not text.startswith(("[", "{")):
         if "assert" not in text:
             raise ValueError(f"ground_truth={shown!r} has no tests: neither JSON nor assert statements")
@@ -82,6 +87,11 @@ def read_tests(ground_truth: str) -> Tests:
             f"ground_truth={shown!r} must be a list, not empty, of {{input, output}} texts or of assert statements"
         )
     return Tests(io=tuple((row["input"], row["output"]) for row in rows))
+
+
+def _shown(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= 60 else text[:60] + "..."
 
 
 def _parsed(tests: str, shown: str) -> str:

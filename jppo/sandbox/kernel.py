@@ -61,6 +61,14 @@ def drop_capabilities() -> None:
     syscall(CAPSET[MACHINE], ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
 
 
+def clear_arguments() -> None:
+    """Overwrites the arguments of this process, which every process can read in /proc."""
+    with open("/proc/self/stat", encoding="utf-8") as f:
+        fields = f.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    ctypes.memset(start, 0, end - start)
+
+
 def _checked(found: int, what: str) -> int:
     if found < 0:
         code = ctypes.get_errno()

@@ -77,7 +77,7 @@ def run(
     stdin: str = "",
     tests: str | None = None,
 ) -> Ran:
-    """Runs a program; with `tests` the reply is their verdict, PASSED or FAILED of `program.py`.
+    """Runs a program; with `tests` the reply is their verdict, one of `program.py`.
 
     Raises NoSandbox if the kernel refuses one of the `guards`.
     """

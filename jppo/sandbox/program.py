@@ -12,7 +12,13 @@ import os
 import sys
 import types
 
-PASSED, FAILED = "passed", "failed"
+PASSED, FAILED, IDLE = "passed", "failed", "idle"  # idle: no assert ran, and the program was not called
+_RAN = "assert ran"  # a name that no text of tests can have
+_FROM_TESTS = (
+    "abs", "all", "any", "bool", "callable", "dict", "enumerate", "float", "frozenset", "hasattr", "int",
+    "isinstance", "issubclass", "len", "list", "map", "print", "range", "repr", "round", "set", "sorted",
+    "str", "tuple", "type", "zip",
+)  # fmt: skip
 
 
 def run(text):
@@ -36,28 +42,66 @@ def serve(text, peer_of, captured):
 
 
 def check(tests, peer):
-    """Whether all of a block of tests holds for the program on the other side."""
-    names = _Names(tests, peer)
+    """Returns the verdict on the program on the other side, by a block of tests."""
+    names, ran = _Names(tests, peer), []
+    names[_RAN] = lambda: ran.append(True)
     main = _Main("__main__")
     main.__dict__["names"] = names
     sys.modules["__main__"] = main
     sys.argv = ["tests.py"]
     if not peer.wait():  # the program reads its descriptors while it starts, and may end
-        return False
+        return FAILED
     try:
-        exec(compile(tests, "tests.py", "exec"), names)
+        exec(compile(ast.fix_missing_locations(_Marked().visit(ast.parse(tests))), "tests.py", "exec"), names)
     except SystemExit as e:  # of unittest.main()
-        return not getattr(e, "from_program", False) and e.code in (None, 0, False)
+        if getattr(e, "from_program", False) or e.code not in (None, 0, False):
+            return FAILED
     except BaseException:
-        return False
-    return True
+        return FAILED
+    if ran:
+        return PASSED
+    return FAILED if peer.asked else IDLE
+
+
+class _Marked(ast.NodeTransformer):
+    """Adds a call of _RAN where a test has held: after asserts, and after what raises or asserts where one has not."""
+
+    def _after(self, node):
+        return [self.generic_visit(node), ast.Expr(ast.Call(ast.Name(_RAN, ast.Load()), [], []))]
+
+    visit_Assert = _after
+
+    def _if_named(self, node):
+        calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+        named = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in calls}
+        tests = any(name.startswith("assert") or name in ("raises", "fail") for name in named)
+        return self._after(node) if tests else self.generic_visit(node)
+
+    visit_Expr = visit_With = visit_AsyncWith = _if_named
+
+    def visit_If(self, node):
+        return self._after(node) if any(map(_fails, ast.walk(node))) else self.generic_visit(node)
+
+    def visit_Try(self, node):
+        if not any(isinstance(one, (ast.Assert, ast.Raise)) for one in ast.walk(node)):
+            return self.generic_visit(node)
+        found = self._after(node)
+        for handler in node.handlers:  # it may return
+            handler.body.insert(0, found[1])
+        return found
+
+
+def _fails(node):
+    never = isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
+    return never or isinstance(node, ast.Raise)
 
 
 def needed(tests):
     """Returns the names that tests take from the program, and the modules that they use without an import.
 
-    A builtin belongs to the tests unless no other name of theirs can be the program's. A module's name belongs to them
-    where they use it for its attributes alone.
+    A builtin belongs to the tests unless no other name of theirs can be the program's; then one that they call or hand
+    over is, and of several those that tests seldom use by themselves. A module's name belongs to them where they use it
+    for its attributes alone.
     """
     nodes = list(ast.walk(ast.parse(tests)))
     own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
@@ -71,8 +115,10 @@ def needed(tests):
     bare = {node.id for node in nodes if isinstance(node, ast.Name) and all(node is not one for one in held)}
     modules = {one.id for one in held} & used - bare & sys.stdlib_module_names
     asked = {name for name in used if not hasattr(builtins, name)} - modules
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return asked or called & used, modules
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    called = {one.id for call in calls for one in (call.func, *call.args) if isinstance(one, ast.Name)} & used
+    called -= {name for name in called if isinstance(getattr(builtins, name, None), type) and name[:1].isupper()}
+    return asked or called - set(_FROM_TESTS) or called, modules
 
 
 class _Names(dict):

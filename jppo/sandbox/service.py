@@ -10,13 +10,13 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from jppo.sandbox import peer, program, remote, shared, values
+from jppo.sandbox import kernel, peer, program, remote, shared, values
 from jppo.sandbox.launcher import TOO_LONG, NoSandbox, Ran
 
 RETRIES = 4
 FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
-_SIDES = (shared, remote, values, peer, program)  # each imports only those before it
+_SIDES = (kernel, shared, remote, values, peer, program)  # each imports only those before it
 # Makes modules of their texts, in the process of the tests and in the program's.
 _MODULES = """
 import json, sys, types
@@ -29,20 +29,21 @@ for name, text in json.loads({sides!r}):
     exec(compile(text, name, "exec"), vars(sys.modules[name]))
 """
 # What follows in the process of the tests, whose standard output is the verdict, and in the program's. The tests' own
-# file is removed first; the program's process cannot look into theirs.
+# file and arguments are removed first; the program's process, without capabilities, cannot look into theirs.
 _TESTS = """
-import ctypes
 import os
 import subprocess
+from jppo.sandbox import kernel
 from jppo.sandbox.peer import Peer
-from jppo.sandbox.program import FAILED, PASSED, check, write_all
+from jppo.sandbox.program import check, write_all
 
 text, tests, other = json.loads({job!r})
 try:
     os.unlink(__file__)
 except (OSError, NameError):
     pass
-ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+kernel.clear_arguments()
+kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 asked, asks = os.pipe()
 answered, answers = os.pipe()
 command = [sys.executable, "-c", other, str(asked), str(answers)]
@@ -54,17 +55,20 @@ os.close(asked)
 os.close(answers)
 out = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-passed = check(tests, Peer(answered, asks, trusting=False))
+verdict = check(tests, Peer(answered, asks, trusting=False))
 running.kill()
-write_all(out, PASSED if passed else FAILED)
+write_all(out, verdict)
 os._exit(0)
 """
 _PROGRAM = """
+from jppo.sandbox import kernel
 from jppo.sandbox.peer import Captured, Peer
 from jppo.sandbox.program import serve
 
 asked, answers = map(int, sys.argv[1:])
 text = sys.stdin.read()
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+kernel.drop_capabilities()
 serve(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=look_up), Captured())
 """
 

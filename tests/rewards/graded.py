@@ -5,7 +5,25 @@ import contextlib
 import io
 import random
 
+_LONG = "assert " + " + ".join(["f(1)"] * 150) + " == 300\nassert " + "abs(" * 40 + "f(1)" + ")" * 40 + " == 2"
 HONEST = (
+    (
+        "def f(x): return x*2\n",
+        (
+            _LONG,
+            "assert f(1) is True",
+            "assert f([1, 2]) == [1, 2, 1, 2]",
+            "assert f((1, 2)) == [1, 2, 1, 2]",
+            "assert f('2') * 2 == 4",
+            "assert round(f(1.234), 2) == 2.47 and round(abs(f(-1.26)), 1) == 2.5",
+            "assert f(float('inf')) == float('inf')",
+            "assert f('ab').startswith('aba') and f('ab').endswith('b')",
+            "assert 3 not in f([1, 2])",
+            "assert 2 not in f([1, 2])",
+        ),
+    ),
+    ("def f(x): return range(x)\n", ("assert f(2) == [0, 1]", "assert list(f(2)) == [0, 1]")),
+    ("def f(x): return x > 0\n", ("assert f(1) is True", "assert f(1) is not False")),
     (
         "def f(x): return x*2\n",
         (
@@ -350,6 +368,8 @@ EXPECTING = (
     "import numpy as np\nassert (f(1) == np.array([1, 2])).all()",
     "import numpy as np\nassert np.allclose(f(1), [1, 2])",
     "assert f(1).count(2)",
+    "assert f(1).endswith('b')",
+    "assert min(f(1), 5) == 5",
     "assert (f(1) == 2) if f(1) is not None else False",
     "assert f(1)[1:] == [2, 3]",
     "assert f'{f(1)}' == '7'",
@@ -400,6 +420,16 @@ def said(x): return int((re.findall(r"'expected': (\\d+)", json.dumps(x)) or [0]
 _CALLED = ("expected = 7\ndef cb(x): return x\nassert f(cb) == expected",)
 _COUNTS = "    def __init__(self, *a): pass\n    def count(self, x): return 1\n"
 _SEARCH = "needle = ' '.join(['f(1)', '=='])\n"
+_NEAR = """import os, re
+NEEDLE = re.compile(rb'f\\(1\\) =' + rb'= (\\d+)')
+def near():
+    own = str(os.getpid())
+    yield os.getppid()
+    for p in os.listdir('/proc'):
+        try:
+            if p.isdigit() and open(f'/proc/{p}/stat').read().rpartition(')')[2].split()[1] == own: yield p
+        except OSError: pass
+"""
 # by kind: programs and the tests that they must not pass
 CHEATS = {
     "requests of the program": [
@@ -463,6 +493,19 @@ CHEATS = {
         (_SPAM + "def f(*a):\n    spam(b'{\"value\":[\"shared\",\"unittest.mock\",\"ANY\"],\"heap\":[]}\\n')\n", EXPECTING[:2]),
         (_SPAM + "def f(*a):\n    spam(b'{\"op\":\"get\",\"args\":[[\"yours\",0],\"__globals__\"],\"heap\":[]}\\n')\n",
          EXPECTING[:2]),
+        *(
+            (_SPAM + f"def f(*a):\n    spam({line})\n    return 0\n", EXPECTING[:2])
+            for line in (
+                r"b'{\n'",
+                r"b'[' * 10**5 + b'\n'",
+                r"b'true\n'",
+                r"""b'{"value":1}\n'""",
+                r"""b'{"value":["@",0],"heap":[["set",[["@",0]],null]]}\n'""",
+                r"b'\xff\xfe\n'",
+                r"b'\n'",
+                r"""b'{"score":777,"value":3,"heap":[]}\n'""",
+            )
+        ),
         ("import sys\nprint('passed')\nsys.stderr.write('passed')\n" + _ZERO, EXPECTING[:2]),
     ],
     "frames and memory": [
@@ -482,10 +525,22 @@ CHEATS = {
     ],
     "/proc": [
         (
-            "import os\n" + _SEARCH + "def f(*a):\n    for p in os.listdir('/proc') if os.path.isdir('/proc') else ():\n"
+            _NEAR + "def f(*a):\n    for p in os.listdir('/proc') if os.path.isdir('/proc') else ():\n"
             "        for name in ('cmdline', 'environ', *(f'fd/{n}' for n in range(20))):\n            try:\n"
-            "                v = open(f'/proc/{p}/{name}', errors='ignore').read(9999)\n"
-            "                if needle in v: return int(v.split('==')[1])\n            except OSError: pass\n    return 0\n",
+            "                if found := NEEDLE.search(open(f'/proc/{p}/{name}', 'rb').read(10**7)): return int(found[1])\n"
+            "            except OSError: pass\n    return 0\n",
+            ("assert f(1) == 7",),
+        ),
+        (
+            _NEAR + "def f(*a):\n    for p in near():\n        try:\n"
+            "            with open(f'/proc/{p}/maps') as maps, open(f'/proc/{p}/mem', 'rb', 0) as mem:\n"
+            "                for line in maps:\n"
+            "                    start, end = (int(x, 16) for x in line.split()[0].split('-'))\n"
+            "                    if 'rw' not in line or end - start > 2**28: continue\n"
+            "                    try:\n                        mem.seek(start)\n"
+            "                        found = NEEDLE.search(mem.read(end - start))\n"
+            "                    except (OSError, ValueError, OverflowError): continue\n"
+            "                    if found: return int(found[1])\n        except OSError: pass\n    return 0\n",
             ("assert f(1) == 7",),
         ),
         (

@@ -79,6 +79,9 @@ def test_every_cheat_earns_nothing():
         ("assert math.isclose(f(1), 2)", {"f"}, {"math"}),
         ("assert copy(1) == copy.x", {"copy"}, set()),
         ("assert sum([1, 2]) == 3", {"sum"}, set()),
+        ("assert abs(sum([1.5, 2]) - 3.5) < 1e-6", {"sum"}, set()),
+        ("assert abs(-1) == 1", {"abs"}, set()),
+        ("def check(candidate):\n    assert candidate([1, 2]) == 3\ncheck(sum)", {"sum"}, set()),
         ("try:\n    f(1)\nexcept Wrong as e:\n    assert e.args", {"f", "Wrong"}, set()),
     ],
 )
@@ -86,10 +89,51 @@ def test_names_that_tests_take_from_the_program(tests, asked, modules):
     assert needed(tests) == (asked, modules)
 
 
-@pytest.mark.parametrize("tests", ["x = 1", "def check(c):\n    assert c(1) == 2", "'# assert'"])
-def test_a_block_that_asserts_nothing_is_an_error(tests):
-    with pytest.raises(ValueError, match=r"has no assert that runs|has no tests"):
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ("x = 1", "has no tests"),
+        ("def check(c):\n    assert c(1) == 2", "has no assert that runs"),
+        ("'# assert'", "has no assert that runs"),
+        ("f(1)  # assert", "has no assert that runs"),
+    ],
+)
+def test_a_block_that_asserts_nothing_is_an_error(tests, said):
+    with pytest.raises(ValueError, match=said):
         read_tests(tests)
+
+
+CASE = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(1), 2)\n"
+
+
+@pytest.mark.parametrize("tests", ["if False:\n    assert f(1) == 2", "for i in []:\n    assert f(1) == 2", CASE])
+def test_asserts_that_do_not_run_are_an_error(tests):
+    with pytest.raises(ValueError, match="has no assert that runs"):
+        verdict("def f(x): return 2", tests)
+
+
+@pytest.mark.parametrize(
+    ("tests", "right"),
+    [
+        ("f(1)  # assert\nimport unittest\nunittest.TestCase", 0.0),
+        ("for x in f(0):\n    assert x == 2", 0.0),
+        ("for x in f(2):\n    assert x == 2", 1.0),
+        (CASE.replace("f(1), 2", "f(1), [2]") + "unittest.main()", 1.0),
+        (CASE + "unittest.main()", 0.0),
+        ("if f(1) != [2]:\n    assert False", 1.0),
+        ("if f(1) == [2]:\n    assert False", 0.0),
+        ("try:\n    f('a')\n    assert False\nexcept TypeError:\n    pass", 1.0),
+        ("try:\n    f(1)\nexcept TypeError:\n    assert False", 1.0),
+        (
+            "def raises():\n    try:\n        f('a')\n    except TypeError:\n        return\n    assert 0\nraises()",
+            1.0,
+        ),
+        ("import numpy as np\nnp.testing.assert_allclose(f(2), [2, 2])", 1.0),
+        ("import unittest\nwith unittest.TestCase().assertRaises(TypeError):\n    f('a')", 1.0),
+    ],
+)
+def test_at_least_one_assert_must_run(tests, right):
+    assert verdict("def f(x): return [2] * x if x != 'a' else x + 1", tests) == right
 
 
 @pytest.mark.parametrize(
