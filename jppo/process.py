@@ -1,4 +1,4 @@
-"""Process-wide switches, all of them: XLA's flags, the compilation cache, the allocators, the precision of products.
+"""Process-wide switches of a run: XLA's flags, the compilation cache, the allocators, the precision of products.
 
 `prepare` and `share_gpu` are called once, where a command starts. Importing this module corrects XLA's sums.
 """

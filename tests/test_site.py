@@ -154,6 +154,7 @@ def test_every_page_is_in_the_navigation(reference):
     }
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | set(reference.pages())
     assert pages <= said, "name it under nav in mkdocs.yml"
+    assert {page for page in said if page.startswith("reference/")} == set(reference.pages()), "these are no packages"
 
 
 def test_a_broken_link_fails_the_build(tmp_path):

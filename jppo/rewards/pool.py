@@ -28,7 +28,7 @@ from jppo.rewards.pool_worker import LENGTH
 from jppo.settings import UserError
 from jppo.types import Reward
 
-Target = tuple[str, ...]  # as in targets.py
+Target = tuple[str, ...]  # the module, file or name of a task, and its arguments
 Read = Callable[[dict[str, Any]], Reward]  # an answer of a worker -> a reward; never raises
 
 START_TIMEOUT_S = 120.0  # for a worker to start and import a target's modules

@@ -1,4 +1,4 @@
-"""Prefetched samples: how far ahead, and which are too stale to train on."""
+"""The sample queue of a run from the settings; leaves out samples that are too stale to train on."""
 
 import dataclasses
 import functools
