@@ -301,6 +301,7 @@ def test_mixed_sources_are_drawn_by_weight_and_gone_on_with(learn, small_run, tm
 
 def test_the_entropy_is_left_out_where_nobody_wants_it(finished_run, small_run):
     small_run.actor.calculate_entropy = False
+    small_run.critic.value_head_std = finished_run.critic.value_head_std
     train.train(small_run)
     with_it, without = metrics_of(finished_run), metrics_of(small_run)
     assert with_it[1]["actor/entropy"] > 0 and "actor/entropy" not in without[1]

@@ -247,7 +247,7 @@ def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, name, value):
 def test_a_checkpoint_from_before_the_setting_of_a_new_value_head_resumes_as_it_is(whole, tmp_path, capsys):
     """Such a critic began with another head, so the setting of today says nothing about it."""
     name = "critic.value_head_std"
-    with pytest.raises(UserError, match=rf"{name}=0.5 was 0.0 when the checkpoint was written, whose critic's head"):
+    with pytest.raises(UserError, match=rf"{name}=0.5 was 0.2 when the checkpoint was written, whose critic's head"):
         train.train(again(whole, trainer__total_training_steps=3, critic__value_head_std=0.5))
     former = again(whole, trainer__run_dir=str(tmp_path / "former"), trainer__total_training_steps=3)
     shutil.copytree(whole.trainer.run_dir, former.trainer.run_dir)

@@ -404,8 +404,37 @@ def test_another_user_gets_no_route_of_it(served):
     assert nobody.statuses(member.endpoint.url, load) == [401]
 
 
+def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
+    """Eight requests are given up after a few of their 360 tokens; the server makes few more."""
+    sampler, *_ = served
+    fleet = sampler.fleet
+    (member,) = fleet.members
+    how = dataclasses.replace(greedy(360), ignore_eos=True)
+
+    def made() -> float:
+        metrics = member.endpoint._sent("GET", "/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:generation_tokens_total"))
+
+    async def ask_and_go() -> None:
+        asked = [asyncio.ensure_future(fleet.ask([5, i], sampling=how, seed=0, near=0)) for i in range(8)]
+        await asyncio.sleep(0.3)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    before = made()
+    fleet.start(ask_and_go()).result(60)
+    time.sleep(1.0)
+    some = made()
+    time.sleep(2.0)
+    assert made() == some and 0 < some - before < 8 * 360 / 2
+
+
 def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
-    """Killed where its embedding is tied, hung where it is not, in the middle of a rollout."""
+    """Killed where its embedding is tied, hung where it is not, in the middle of a rollout.
+
+    It ends the server, so it is the last test of `served`.
+    """
     sampler, config, _, engine = served
     long = dataclasses.replace(SAMPLING, n=16, max_tokens=80)
     before = sampler.generate(PROMPTS, long, version=1)
@@ -537,29 +566,3 @@ def test_a_trainer_that_is_killed_takes_its_server_with_it(tmp_path, settings, r
     trainer.communicate()
     wait_for_none(leader)
     assert list((tmp_path / "run").glob("jppo-weights-*")) == []
-
-
-def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
-    """Eight requests are given up after a few of their 360 tokens; the server makes few more."""
-    sampler, *_ = served
-    fleet = sampler.fleet
-    (member,) = fleet.members
-    how = dataclasses.replace(greedy(360), ignore_eos=True)
-
-    def made() -> float:
-        metrics = member.endpoint._sent("GET", "/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:generation_tokens_total"))
-
-    async def ask_and_go() -> None:
-        asked = [asyncio.ensure_future(fleet.ask([5, i], sampling=how, seed=0, near=0)) for i in range(8)]
-        await asyncio.sleep(0.3)
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
-
-    before = made()
-    fleet.start(ask_and_go()).result(60)
-    time.sleep(1.0)
-    some = made()
-    time.sleep(2.0)
-    assert made() == some and some - before < 8 * 360 / 2
