@@ -268,7 +268,8 @@ def test_a_command_loads_what_takes_seconds_only_where_it_needs_it():
 
 
 def test_the_modules_that_rules_name_are_there():
-    tables = (*ONLY_IN.values(), NO_MORE_THAN, BARE, OF_JPPO, MAKERS, NO_MODEL, BUT, PURE_ROOMS, COMMANDS_BELOW, BY_VLLM)
+    tables = (*ONLY_IN.values(), NO_MORE_THAN, BARE, OF_JPPO, MAKERS, NO_MODEL, BUT)
+    tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM)
     named = {name for table in tables for name in table} | {f"jppo.{place}" for row in LAYERS for place in row}
     assert {name for name in named - {"jppo.check"} if name not in FILES} == {"configs"}
 

@@ -18,7 +18,7 @@ import pytest
 from jppo.models import hf
 from jppo.rollout.protocol import Repeatable, RolloutError, greedy
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, publisher
+from jppo.rollout.vllm import arguments, buckets, publisher
 from jppo.rollout.vllm.buffers import Buffers
 from jppo.rollout.vllm.client import start_vllm
 from jppo.types import Prompt
@@ -160,6 +160,8 @@ def served(request, settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     config = make_model(folder / "model", request.param)
     latent = hf.read_config(folder / "model")[1].latent_sizes
+    counts, flags = pytest.MonkeyPatch(), arguments.flags  # a test reads the server's count of tokens
+    counts.setattr(arguments, "flags", lambda *a: [flag for flag in flags(*a) if flag != "--disable-log-stats"])
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),
@@ -183,6 +185,7 @@ def served(request, settings, tmp_path_factory):
         sampler.load(tensors.items(), version=1)
         yield sampler, config, model, engine
     finally:
+        counts.undo()
         engine.close()
 
 
@@ -417,7 +420,8 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
 
     async def ask_and_go() -> None:
         asked = [asyncio.ensure_future(fleet.ask([5, i], sampling=how, seed=0, near=0)) for i in range(8)]
-        await asyncio.sleep(0.3)
+        while made() == before:
+            await asyncio.sleep(0.05)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
@@ -427,7 +431,7 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
     time.sleep(1.0)
     some = made()
     time.sleep(2.0)
-    assert made() == some and 0 < some - before < 8 * 360 / 2
+    assert made() == some < before + 8 * 360 / 2
 
 
 def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
