@@ -11,6 +11,13 @@ class UserError(Exception):
     """A mistake that the user can correct, in one line: value, rule, remedy. Commands print it and exit with code 2."""
 
 
+class RunEnded(Exception):
+    """A run cannot go on, for a reason in one line that its command prints; the exit code is 1.
+
+    Every host raises it at the same place, so that the last complete state is saved.
+    """
+
+
 def escaped(text: str) -> str:
     """Escapes a terminal's control characters as \x1b and the like; lines and tabs stay."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)

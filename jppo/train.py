@@ -8,7 +8,7 @@ the derived sizes and the estimated memory, then exits. --dry_run --machine=8xH1
 
 import contextlib
 import dataclasses
-import sys
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,39 +17,31 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.agent import turn_metrics
 from jppo.data.stream import Cursor
-from jppo.distributed.hosts import Elsewhere
-from jppo.errors import expanded, one_line
-from jppo.learner import batch, devices, estimate, ppo
+from jppo.errors import expanded
+from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import Learner
 from jppo.learner.plan import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.step import advance, order, scalar
 from jppo.learner.utilisation import utilisation
 from jppo.preflight.checks import dry_run
 from jppo.report import report_line
-from jppo.rollout.protocol import RolloutError
-from jppo.run import command, resume
+from jppo.run import command, loop, resume
 from jppo.run.agreement import Mismatch, require_published
-from jppo.run.export import Unwritten, export, write_model
+from jppo.run.export import export, write_model
 from jppo.run.hosts import join_hosts, summed
+from jppo.run.loop import Diverged, Progress
 from jppo.run.reference import with_reference
-from jppo.run.resume import Begun, kept
+from jppo.run.resume import kept
 from jppo.run.start import Run, open_run
-from jppo.run.supervised import due
 from jppo.run.token_values import record_tokens
 from jppo.run.validation import samples, validate
-from jppo.runlog.checkpoint import NonFinite
 from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.runlog.sample_queue import unanswered
 from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
-from jppo.runlog.watchdog import Stopped
 from jppo.samples.make import fresh
 from jppo.settings import Settings
 from jppo.types import Batch, Reward, TrainState, Trajectory
-
-
-class Diverged(Exception):
-    """Non-finite losses or gradients, or failure of every grader; the run cannot continue."""
 
 
 def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, float]]:
@@ -145,67 +137,47 @@ def update_models(
     return now, metrics
 
 
-def learn(run: Run, begun: Begun) -> TrainState:
-    """Runs all remaining steps and logs each once, even if the run fails; returns the last state."""
-    c, timer, checkpoints = run.c, run.timer, run.checkpoints
-    now, pending = begun.state, begun.pending
-    step, place = int(now.step), kept(begun.cursor, run.panel)
-    for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
-        run.logger.note(line)
-    try:
-        run.watch.check()  # a signal since the start
-        while pending is not None or step < run.inputs.total_steps:
-            if pending is None:  # else the last step is not yet tested and logged
-                with run.profile(step + 1), timer("step", number=step + 1):
-                    after, cursor, found = ppo_step(run, now)
-                    run.supply.forget(step)
-                    now, step, place, pending = after, step + 1, kept(cursor, run.panel), found
-                    run.watch.check()
-                    if c.rollout.on_update == "wait":
-                        with timer("gen"):
-                            run.supply.settle()
-                    with timer("update_weights"):
-                        run.handover.finish(now)
-                        require_published(c, run.inputs, run.learner, now, run.sampler, run.hosts)
-            last = step == run.inputs.total_steps
-            if last or due(step, c.trainer.test_freq):
-                with timer("testing"):
-                    pending |= validate(run, step)
-            pending |= timer.next_step() | devices.memory()
-            pending["perf/throughput"] = pending["perf/total_num_tokens"] / pending["timing_s/step"]
-            run.logger.log(step, pending)
-            metrics, pending = pending, None
-            require_progress(run, now)
-            if last or due(step, c.trainer.save_freq):
-                try:
-                    save(run, now, place, metrics)
-                except NonFinite as e:
-                    said = f"step {step}: {e}; nothing was saved, the last checkpoint remains"
-                    raise Diverged(f"{said}: lower actor.lr or critic.lr, and give the command again") from e
-            run.watch.check()
-    except BaseException as e:  # the state may be fit, whatever ends the run
-        if isinstance(e, RolloutError | Diverged | Stopped) or run.hosts.shared(e):  # else the others are elsewhere
-            odd = isinstance(e, Mismatch)  # the queue may hold samples of a server with other weights
+def method(run: Run) -> loop.Method:
+    """Returns PPO as a method of the loop."""
+    c = run.c
 
-            def save_last() -> None:
-                queue = {"queue": unanswered(run.supply.state())} if odd else {}
-                waiting = None if pending is None else pending | timer.next_step()
-                save(run, now, place, {}, pending=waiting, **queue)
+    def step(now: Progress) -> Progress:
+        state, cursor, metrics = ppo_step(run, now.state)
+        run.supply.forget(now.step)
+        return Progress(state, kept(cursor, run.panel), metrics)
 
-            checkpoints.save_last(step, now, save_last, run.logger.note, run.hosts)
-        raise
-    return now
+    def finish(now: Progress) -> None:
+        if c.rollout.on_update == "wait":
+            with run.timer("gen"):
+                run.supply.settle()
+        with run.timer("update_weights"):
+            run.handover.finish(now.state)
+            require_published(c, run.inputs, run.learner, now.state, run.sampler, run.hosts)
+
+    return loop.Method(
+        step=step,
+        finish=finish,
+        test=lambda now: validate(run, now.step),
+        test_freq=c.trainer.test_freq,
+        require_progress=lambda now: require_progress(run, now.state),
+        save=functools.partial(save, run),
+        remedy="lower actor.lr or critic.lr, and give the command again",
+    )
 
 
-def save(run: Run, now: TrainState, place: dict[str, Any], metrics: dict[str, float], **more: Any) -> None:
+def save(run: Run, now: Progress, metrics: dict[str, float], ended_by: BaseException | None) -> None:
     """Starts writing a checkpoint; raises NonFinite if a model has NaN or infinities."""
     with run.timer("save"):
-        run.match.require_finite(run.learner, now)
+        run.match.require_finite(run.learner, now.state)
         run.logger.sync()
+        queue = run.supply.state()
+        if isinstance(ended_by, Mismatch):  # the queue may hold samples of a server with other weights
+            queue = unanswered(queue)
+        waiting = {} if now.pending is None else {"pending": now.pending | run.timer.next_step()}
         resume.save(
-            run.c, run.checkpoints, run.learner, now, run.origin | place | {"queue": run.supply.state()} | more,
+            run.c, run.checkpoints, run.learner, now.state, run.origin | now.place | {"queue": queue} | waiting,
             score=metrics.get(run.c.trainer.best_metric),
-            export=lambda path: run.hosts.alike(lambda: write_model(run, path, now)),
+            export=lambda path: run.hosts.alike(lambda: write_model(run, path, now.state)),
         )  # fmt: skip
 
 
@@ -223,12 +195,12 @@ def require_progress(run: Run, now: TrainState) -> None:
 def train(config: Settings | ConfigDict) -> None:
     """Runs a whole training on each host; when it returns, the state is on disk."""
     c = settings.typed(config, Settings)
-    with join_hosts(c, (RolloutError, Diverged, Unwritten)) as hosts:
+    with join_hosts(c) as hosts:
         with contextlib.ExitStack() as stack:
             opened = open_run(stack, hosts, c)
             if opened is not None:
                 run, begun = opened
-                step = int(begun.state.step)
+                step = begun.now.step
                 if c.trainer.val_only or (begun.step is None and c.trainer.val_before_train):
                     with run.timer("testing"):
                         metrics = validate(run, step)
@@ -236,10 +208,12 @@ def train(config: Settings | ConfigDict) -> None:
                 if c.trainer.val_only:
                     run.logger.note(f"nothing was trained; the samples and metrics of this test are in {run.folder}")
                     return
-                now = learn(run, begun)
+                for line in hosts.together(lambda: run.supply.load(begun.queue, step)):
+                    run.logger.note(line)
+                now = loop.learn(run, method(run), begun.now)
                 with run.timer("save"):
                     run.checkpoints.wait()  # `finished` compares the times of the two files
-                    hosts.together(lambda: export(run, now))
+                    hosts.together(lambda: export(run, now.state))
         if hosts.first:
             folder = expanded(c.trainer.run_dir)
             print_summary(folder, report_line(folder))
@@ -248,11 +222,7 @@ def train(config: Settings | ConfigDict) -> None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    try:
-        command.run(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
-    except (RolloutError, Diverged, Unwritten, Elsewhere) as e:
-        print(one_line(e), file=sys.stderr)
-        sys.exit(1)
+    command.run(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

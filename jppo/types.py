@@ -181,10 +181,10 @@ class Counts:
 class TrainState:
     """The state of a training; with the data cursor, all that a resume needs."""
 
-    step: Array  # [] i32, PPO steps done; also the version of the policy's weights
-    policy: Params
+    step: Array  # [] i32, steps done; also the version of the policy's weights
+    policy: Params  # None in the training of a reward model
     policy_opt: Any
-    value: Params | None  # None if the estimator needs no critic
+    value: Params | None  # None if the method needs no critic
     value_opt: Any
     kl_coef: Array  # [] f32
     bad_steps: Array  # [] i32, consecutive steps with a skipped update

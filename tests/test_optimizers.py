@@ -1,5 +1,6 @@
 """Each optimizer, a user-defined one too, trains and resumes to the bit; one that cannot be made is one line."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -12,7 +13,7 @@ import pytest
 from examples import arithmetic
 from jppo import reward_model, settings, sft
 from jppo.learner import optim
-from jppo.run import supervised
+from jppo.run import resume, supervised
 from jppo.run.inputs import read_inputs
 from jppo.run.resume import former_name
 from jppo.runlog.checkpoint import Checkpoints
@@ -120,22 +121,31 @@ class AdamState(NamedTuple):
     master: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FormerState:
+    """The arrays of a former checkpoint of fine-tuning: no step, no key."""
+
+    policy: Any
+    policy_opt: Any
+
+
 @pytest.mark.parametrize("changes", [{}, pytest.param(NARROW, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
 def test_an_adamw_checkpoint_of_the_former_layout_resumes_to_the_bit(folder, changes, monkeypatch):
     run = f"former-{len(changes)}"
     expected = trained(config(folder, f"{run}-new", **changes))
-    real = supervised.arrays_of
+    real = supervised.portable
 
-    def former(objective, descent, now):
-        saved = real(objective, descent, now)
+    def former(now, spare):
+        saved = real(now, spare)
         opt = saved.policy_opt
         master, opt = (opt.master, opt.inner) if isinstance(opt, optim.Master) else (None, opt)
         adam = (opt.inner if isinstance(opt, optim.Rounded) else opt)[1][0]
-        return supervised.Saved(saved.policy, AdamState(adam.count, adam.mu, adam.nu, master))
+        return FormerState(saved.policy, AdamState(adam.count, adam.mu, adam.nu, master))
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervised, "arrays_of", former)
-        patch.setattr(supervised, "read_checkpoint", lambda *_: None)
+        patch.setattr(supervised, "portable", former)
+        patch.setattr(resume, "read_checkpoint", lambda *_: None)
         trained(config(folder, run, **changes))
     metrics, model = resumed(folder, run, **changes)
     assert metrics == expected[0][SAVED:] and model == expected[1]
@@ -147,13 +157,13 @@ def test_each_leaf_of_a_former_checkpoint_can_be_donated(tmp_path):
     moments = jax.tree.map(jnp.ones_like, params)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         old = AdamState(jnp.int32(7), moments, moments, jax.tree.map(lambda p: p.astype(jnp.float32), params))
-        checkpoints.save(1, supervised.Saved(params, old), {})
+        checkpoints.save(1, FormerState(params, old), {})
         checkpoints.wait()
     tx = optim.make_optimizer(
         lambda rate: optim.adamw(rate, betas=(0.9, 0.9), weight_decay=0.0),
         grad_clip=1.0, moments_dtype="bfloat16", master=True,
     )  # fmt: skip
-    like = supervised.Saved(params, tx.init(params))
+    like = FormerState(params, tx.init(params))
     found = restore(tmp_path / "1", like, former_name=former_name).state
     assert found.policy_opt.inner.steps == found.policy_opt.inner.inner[1][0].count == 7
     donated = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(found)

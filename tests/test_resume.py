@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jppo import settings, train
+from jppo.learner import state
 from jppo.learner.make import make_learner, make_mesh
 from jppo.rollout.protocol import RolloutError
 from jppo.run.inputs import read_inputs
@@ -309,14 +310,14 @@ def test_a_state_is_the_same_on_any_mesh(config, small_run):
     learner, begin = make_learner(typed(small_run), inputs, make_mesh(typed(small_run)))
     vocabulary = inputs.policy.vocab_size
     assert learner.cfg.padded_vocab_size == vocabulary + vocabulary % 2
-    small = learner.portable(begin)
+    small = state.portable(begin, learner.spare())
     for tree in (small.policy, small.policy_opt, small.value, small.value_opt):
         embeddings = [x for path, x in jax.tree.leaves_with_path(tree) if "'embedding'" in jax.tree_util.keystr(path)]
         assert embeddings and all(x.shape[0] == vocabulary for x in embeddings)
-    there = learner.placed(small, begin)
+    there = state.placed(small, learner.spare(), begin)
     for one, other in zip(jax.tree.leaves(there), jax.tree.leaves(begin), strict=True):
         assert one.sharding == other.sharding and one.shape == other.shape
-    again = learner.portable(there)
+    again = state.portable(there, learner.spare())
     for one, other in zip(jax.tree.leaves(again.policy_opt), jax.tree.leaves(small.policy_opt), strict=True):
         np.testing.assert_array_equal(one, other)
     for one, other in zip(jax.tree.leaves(again.policy), jax.tree.leaves(small.policy), strict=True):

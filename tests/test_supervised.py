@@ -17,6 +17,7 @@ import pytest
 from examples import arithmetic
 from jppo import reward_model, settings, sft
 from jppo.run import supervised
+from jppo.run.loop import Diverged
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
@@ -107,7 +108,7 @@ class Lab:
         return sorted(path.name for path in (self.folder / run / "checkpoints").iterdir() if path.name != "best.json")
 
 
-# Both commands run the loop of jppo/run/supervised.py; the reward model's adds tests.
+# Both commands are objectives of jppo/run/supervised.py; the reward model's adds tests.
 @pytest.fixture(scope="module", params=["reward_model", pytest.param("sft", marks=pytest.mark.slow)])
 def lab(request, tmp_path_factory):
     return Lab(request.param, tmp_path_factory.mktemp(request.param))
@@ -169,7 +170,7 @@ def test_a_step_that_was_skipped_leaves_the_state_before_it(lab, small, monkeypa
             how = dataclasses.replace(how, exchange=poisoned)
         return real(how, *rest)
 
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"step 4: .* must be finite numbers"):
+    with monkeypatch.context() as patch, pytest.raises(Diverged, match=r"step 4: .* must be finite numbers"):
         patch.setattr(supervised.ppo, "descend", nan)
         lab.train("nan", trainer__save_freq=-1)
     assert lab.checkpoints("nan") == ["3"]
@@ -276,7 +277,7 @@ def test_the_model_of_an_earlier_end_is_replaced(lab, small, monkeypatch):
 
 
 def test_a_state_that_has_diverged_is_not_saved(lab, small):
-    with pytest.raises(UserError, match=r"step 1: .*not.* finite.*lower optim\.lr=1e\+30"):
+    with pytest.raises(Diverged, match=r"step 1: .*not.* finite.*lower optim\.lr=1e\+30"):
         lab.train("wild", optim__lr=1e30, optim__lr_scheduler_type="constant")
     assert lab.checkpoints("wild") == []
     assert lab.train("wild") == small

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
-from jppo import train
+from jppo import settings, train
 from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.types import Reward, Trajectory
 
@@ -197,4 +197,4 @@ def test_a_step_whose_graders_all_fail_ends_the_run():
 
 @pytest.mark.parametrize("step,every,now", [(10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)])
 def test_due(step, every, now):
-    assert train.due(step, every) is now
+    assert settings.due(step, every) is now

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jppo.errors import RunEnded
 from jppo.settings import UserError
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ LOST = 1  # exit code of a host in a run that another host ended by force
 
 
 class Elsewhere(Exception):
-    """Another host failed unexpectedly; the message has the reason."""
+    """Another host failed unexpectedly; the message has the reason. Not every host raises it, unlike `RunEnded`."""
 
 
 class Stopped(SystemExit):  # a SystemExit, which asyncio passes on
@@ -60,17 +61,14 @@ class Hosts:
         count: int = 1,
         *,
         store: Any = None,
-        faults: Sequence[type[Exception]] = (),
         timeout_s: float = 60.0,
         end_timeout_s: float = 120.0,
     ) -> None:
-        """Makes a single host by default. `faults`: errors that end every host like a single one."""
+        """Makes a single host by default."""
         self.rank = rank
         self.count = count
         self.working = count == 1  # a stop may interrupt the current work
         self._store = store
-        known: tuple[type[Exception], ...] = (UserError, *faults)
-        self._faults = {fault.__name__: fault for fault in known}
         self._timeout_s = timeout_s
         self._end_timeout_s = end_timeout_s
         self._turn = 0
@@ -136,7 +134,7 @@ class Hosts:
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if self.count == 1:
             return
-        if error is not None and not self._expected(error):
+        if error is not None and not isinstance(error, Stopped | Elsewhere | UserError | RunEnded):
             self._crash(error)
         if error is not None:
             self.tell(error)
@@ -196,12 +194,8 @@ class Hosts:
         if error["kind"] == Stopped.__name__:
             self._shared = Stopped(error["status"], error["said"] if error["heard"] else said)
         else:
-            self._shared = self._faults.get(error["kind"], Elsewhere)(said)
+            self._shared = _expected().get(error["kind"], Elsewhere)(said)
         raise self._shared from own
-
-    def _expected(self, error: BaseException) -> bool:
-        """Whether every host ends by this error."""
-        return isinstance(error, (Stopped, Elsewhere, *self._faults.values()))
 
     def _crash(self, error: BaseException) -> None:
         """Ends this host and tells the others; a collective whose peer is gone is the peer's fault."""
@@ -260,9 +254,17 @@ class Hosts:
         return {int(key.rsplit("/", 1)[1]): text for key, text in found}
 
 
+def _expected() -> dict[str, type[Exception]]:
+    """Returns the errors that every host raises where one does, by name."""
+    kinds: list[type[Exception]] = [UserError, RunEnded, *RunEnded.__subclasses__()]
+    return {kind.__name__: kind for kind in kinds}
+
+
 def _described(error: BaseException) -> dict[str, Any]:
     """Describes an error for the other hosts."""
-    said = {"kind": type(error).__name__, "said": _short(error), "status": LOST, "heard": False}
+    names = [kind.__name__ for kind in type(error).__mro__]
+    kind = next((name for name in names if name in _expected()), names[0])
+    said = {"kind": kind, "said": _short(error), "status": LOST, "heard": False}
     if isinstance(error, Stopped):
         said |= {"said": error.why, "status": error.status, "heard": error.heard}
     return said

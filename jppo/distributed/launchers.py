@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -72,7 +72,6 @@ def join(
     join_timeout_s: float,
     host_timeout_s: float,
     end_timeout_s: float,
-    faults: Sequence[type[Exception]] = (),
     env: Mapping[str, str] = os.environ,
 ) -> Hosts:
     """Returns the hosts of this run once all have joined; UserError if that fails."""
@@ -107,7 +106,6 @@ def join(
         state.process_id,
         place.count,
         store=state.client,
-        faults=faults,
         timeout_s=host_timeout_s,
         end_timeout_s=end_timeout_s,
     )

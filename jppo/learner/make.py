@@ -45,25 +45,18 @@ class Learner:
         """Returns the critic, its frozen base included."""
         return None if self.critic is None else self.critic.model(now.value)
 
-    def portable(self, now: TrainState) -> TrainState:
-        """Returns the state without mesh padding."""
-        return dataclasses.replace(
-            now, **{name: state.portable(getattr(now, name), spare) for name, spare in self._spare().items()}
-        )
+    def spare(self) -> state.Spare:
+        """Returns the rows of mesh padding by field of the train state; {} without any."""
+        return spare_rows(self.actor, self.critic)
 
-    def placed(self, now: TrainState, like: TrainState) -> TrainState:
-        """Shards a portable state over this mesh, laid out as `like`."""
-        fields = {
-            name: state.placed(getattr(now, name), spare, getattr(like, name)) for name, spare in self._spare().items()
-        }
-        return dataclasses.replace(now, **fields)
 
-    def _spare(self) -> dict[str, Any]:
-        """Returns the padding rows by field of the train state; {} without any."""
-        found = dict(zip(("policy", "policy_opt"), self.actor.spare, strict=True))
-        if self.critic is not None:
-            found |= dict(zip(("value", "value_opt"), self.critic.spare, strict=True))
-        return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
+def spare_rows(policy: ppo.ModelUpdate | None, value: ppo.ModelUpdate | None) -> state.Spare:
+    """Returns the rows of mesh padding of these models and their optimizers; {} without any."""
+    found: dict[str, Any] = {}
+    for name, model in (("policy", policy), ("value", value)):
+        if model is not None:
+            found |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
+    return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
 
 
 def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> Any:

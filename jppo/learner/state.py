@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.types import Params, TrainState
+
+Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,32 +118,38 @@ def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
     return map_state(spare, jax.eval_shape(tx.init, what.shapes), what.shapes, what.spare, other=lambda _: 0)
 
 
-def portable(tree: Any, spare: Any) -> Any:
-    """Removes the padding rows from the arrays, so that they fit any mesh."""
-    return jax.tree.map(lambda x, n: offload.to_device(x)[: x.shape[0] - n] if n else x, tree, spare)
+def portable(now: TrainState, spare: Spare) -> TrainState:
+    """Returns the state without mesh padding, so that it fits any mesh."""
+
+    def cut(x: jax.Array, n: int) -> jax.Array:
+        return offload.to_device(x)[: x.shape[0] - n] if n else x
+
+    fields = {name: jax.tree.map(cut, getattr(now, name), rows) for name, rows in spare.items()}
+    return dataclasses.replace(now, **fields)
 
 
-def placed(tree: Any, spare: Any, like: Any) -> Any:
+def placed(now: TrainState, spare: Spare, like: TrainState) -> TrainState:
     """Inverts `portable`: adds padding rows of zeros, and shards each array as in `like`."""
 
     def place(x: jax.Array, n: int, like: jax.Array) -> jax.Array:
         return jax.device_put(jnp.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1)), like.sharding) if n else x
 
-    return jax.tree.map(place, tree, spare, like)
+    fields = {n: jax.tree.map(place, getattr(now, n), rows, getattr(like, n)) for n, rows in spare.items()}
+    return dataclasses.replace(now, **fields)
 
 
 def begin(
-    policy: Params,
+    policy: Params | None,
     policy_opt: Any,
     value: Params | None,
     value_opt: Any,
     *,
-    kl_coef: float,
+    kl_coef: float = 0.0,
     seed: int,
     value_norm: bool = False,
 ) -> TrainState:
     """Makes the state before the first step."""
-    place = jax.tree.leaves(policy)[0].sharding
+    place = jax.tree.leaves((policy, value))[0].sharding
     assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
     whole = sharding.replicated(place.mesh)
     return TrainState(

@@ -12,12 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
+from jppo.errors import RunEnded
 from jppo.types import Prompt, Sampling, Trajectory
 
 Done = Callable[[int, Trajectory], None]
 
 
-class RolloutError(Exception):
+class RolloutError(RunEnded):
     """The engine died, hung, or violated its protocol; the run cannot continue with it."""
 
 

@@ -2,12 +2,13 @@
 
 import pathlib
 
+from jppo.errors import RunEnded
 from jppo.models import hf_write
 from jppo.run.start import Run
 from jppo.types import TrainState
 
 
-class Unwritten(Exception):
+class Unwritten(RunEnded):
     """A full disk at export; the last checkpoint has the model."""
 
 

@@ -3,7 +3,6 @@
 import pathlib
 import uuid
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 from jppo.distributed.hosts import Hosts
@@ -22,8 +21,8 @@ NOT_SHARED = {
 }
 
 
-def join_hosts(c: Settings, faults: Sequence[type[Exception]]) -> Hosts:
-    """Joins all hosts of the run and waits for them; `faults` end them together."""
+def join_hosts(c: Settings) -> Hosts:
+    """Joins all hosts of the run and waits for them."""
     t = c.trainer
     return join(
         t.nnodes,
@@ -32,7 +31,6 @@ def join_hosts(c: Settings, faults: Sequence[type[Exception]]) -> Hosts:
         join_timeout_s=t.join_timeout_s,
         host_timeout_s=t.host_timeout_s,
         end_timeout_s=t.stop_timeout_s,
-        faults=faults,
     )
 
 

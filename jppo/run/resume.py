@@ -15,10 +15,12 @@ from jppo import settings
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
-from jppo.learner import optim
+from jppo.learner import optim, state
 from jppo.learner.make import Learner
+from jppo.learner.step import scalar
 from jppo.rewards.reward_sum import RewardSum
 from jppo.run.inputs import Inputs
+from jppo.run.loop import Progress
 from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
@@ -39,6 +41,7 @@ PASSING = (
 )
 PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
 OPTIMIZERS = ("policy_opt", "value_opt")
+SCALARS = ("step", "kl_coef", "bad_steps", "key")
 ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu)\b")
 
 
@@ -46,12 +49,20 @@ ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu
 class Begun:
     """The start of a run."""
 
-    state: TrainState
-    cursor: Cursor
+    now: Progress
     step: int | None = None  # of the checkpoint; None: a new run
-    pending: dict[str, float] | None = None  # metrics of its last step, not logged yet
     queue: dict[str, Any] = dataclasses.field(default_factory=dict)  # prefetched samples
     said: tuple[str, ...] = ()  # lines for the console
+
+    @property
+    def logged(self) -> int | None:
+        """Returns the last step in the metrics of the checkpoint's run; None: a new run."""
+        return self.step if self.step is None or self.now.pending is None else self.step - 1
+
+    @property
+    def cursor(self) -> Cursor:
+        """Returns the position in the data."""
+        return Cursor(**self.now.place["cursor"])
 
 
 def origin(c: Settings, inputs: Inputs, learner: Learner) -> dict[str, Any]:
@@ -116,7 +127,7 @@ def save(
 ) -> None:
     """Writes a checkpoint by `trainer.save_contents`; `score` is `trainer.best_metric`, where known."""
     contents = settings.save_contents(c.trainer.save_contents)
-    whole = learner.portable(now)
+    whole = state.portable(now, learner.spare())
     if "optimizer" not in contents:
         whole = dataclasses.replace(whole, policy_opt=None, value_opt=None)
     checkpoints.save(
@@ -128,31 +139,33 @@ def save(
     )
 
 
-def resume(
-    c: Settings, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: RewardSum, now: dict[str, Any]
-) -> Begun:
-    """Resumes, or begins with `begin`; `now` is this run's `origin`."""
-    found = read_checkpoint(c, checkpoints, learner.portable(begin), now)
+def resume(c: Common, checkpoints: Checkpoints, spare: state.Spare, begin: TrainState, now: dict[str, Any]) -> Begun:
+    """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
+    found = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
     if found is None:
-        return Begun(begin, Cursor())
-    state = learner.placed(found.state, begin)
-    if found.missing:  # their initial values came from the old model
-        state = dataclasses.replace(
-            state,
-            policy_opt=optim.begun_anew(state.policy_opt, state.policy),
-            value_opt=optim.begun_anew(state.value_opt, state.value),
+        return Begun(Progress(begin, {"cursor": dataclasses.asdict(Cursor())}))
+    there = state.placed(found.state, spare, begin)
+    fresh = {*found.missing} & {*OPTIMIZERS}
+    if fresh:  # their initial values came from the old model
+        there = dataclasses.replace(
+            there,
+            policy_opt=optim.begun_anew(there.policy_opt, there.policy),
+            value_opt=optim.begun_anew(there.value_opt, there.value),
         )
-    if c.algorithm.kl_ctrl_type == "fixed":  # the config's, even if it changed before the resume
-        state = dataclasses.replace(state, kl_coef=begin.kl_coef)
-    if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
-        state = dataclasses.replace(state, bad_steps=begin.bad_steps)
-    panel.load(found.meta.get("reward", {}))
-    fresh = ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
-    said = (*differences(found.meta, now), *(fresh if found.missing else ()))
+    if "step" in found.missing:  # a format of fine-tuning and reward models that had only the model
+        there = dataclasses.replace(there, step=scalar(found.step, begin.step))
+    if isinstance(c, Settings):
+        if c.algorithm.kl_ctrl_type == "fixed":  # the config's, even if it changed before the resume
+            there = dataclasses.replace(there, kl_coef=begin.kl_coef)
+        if int(there.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
+            there = dataclasses.replace(there, bad_steps=begin.bad_steps)
+    line = "the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"
+    said = (*differences(found.meta, now), *([line] if fresh else ()))
     queue = found.meta.get("queue")
     if not isinstance(queue, dict):  # an older format, whose samples are requested again
         queue = {}
-    return Begun(state, Cursor(**found.meta["cursor"]), found.step, found.meta.get("pending"), queue, said)
+    place: dict[str, Any] = {name: found.meta[name] for name in ("cursor", "reward") if name in found.meta}
+    return Begun(Progress(there, place, found.meta.get("pending")), found.step, queue, said)
 
 
 def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
@@ -161,7 +174,8 @@ def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[st
     if mode == "disable":
         checkpoints.discard_after(-1)
         return None
-    checked: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, now), "optional": OPTIMIZERS}
+    optional = OPTIMIZERS if isinstance(c, Settings) else (*OPTIMIZERS, *SCALARS)
+    checked: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, now), "optional": optional}
     checked["former_name"] = former_name
     if mode == "auto":
         found = checkpoints.restore_latest(like, **checked)

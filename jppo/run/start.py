@@ -32,6 +32,7 @@ from jppo.run import resume
 from jppo.run.agreement import Match, agree
 from jppo.run.hosts import require_alike, require_shareable
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs, speaking
+from jppo.run.loop import Opened
 from jppo.run.resume import Begun, finished
 from jppo.runlog import atomic_file
 from jppo.runlog.checkpoint import Checkpoints
@@ -50,23 +51,17 @@ from jppo.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(Opened):
     """The parts of a run, once all of them exist."""
 
     c: Settings
     folder: pathlib.Path
-    hosts: Hosts
     inputs: Inputs
     learner: Learner
     sampler: Source
     supply: SampleQueue | DynamicSampleQueue
     panel: RewardSum
     handover: PolicyPublisher
-    checkpoints: Checkpoints
-    logger: Logger | Silent
-    timer: Timers
-    profile: Profiler
-    watch: Watch
     match: Match
     reference: ServedReference | None  # ref.url; None: on the mesh, or none
     origin: dict[str, Any]  # identity for checkpoints that resume it
@@ -118,14 +113,16 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             compile_passes(c, learner, begin)
             laps("compilation")
         origin = resume.origin(c, inputs, learner)
-        begun = resume.resume(c, checkpoints, learner, begin, panel, origin)
+        begun = resume.resume(c, checkpoints, learner.spare(), begin, origin)
+        if begun.step is not None:
+            panel.load(begun.now.place.get("reward", {}))
         del begin  # a resumed run must not hold two states
         laps("checkpoint")
         sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
         laps("waiting for the sampler")
         publish = functools.partial(publish_policy, c, learner, sampler, adapters=inputs.adapters, hosts=hosts)
-        publish_base(c, learner, sampler, int(begun.state.step), hosts)
-        publish(begun.state)
+        publish_base(c, learner, sampler, begun.now.step, hosts)
+        publish(begun.now.state)
         laps("publish")
         hosts.together(panel.ready)
         laps("graders")
@@ -136,8 +133,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         early = learner.critic is not None and may_overlap(c, hosts)
         handover = stack.enter_context(PolicyPublisher(publish, early=early))
         run = Run(
-            c, held.folder, hosts, inputs, learner, sampler, supply, panel, handover, checkpoints, logger, held.timer,
-            held.profile, held.watch, Match(c), reference, origin,
+            c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,
+            inputs, learner, sampler, supply, panel, handover, Match(c), reference, origin,
         )  # fmt: skip
         introduce(run, begun, kernel, chosen, laps)
         return run, begun
@@ -180,9 +177,9 @@ def make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
 
 def open_logger(c: Settings, held: Held, hosts: Hosts, learner: Learner, begun: Begun) -> Logger | Silent:
     """Opens the metrics loggers after the last step that was logged."""
-    logged = begun.step
-    if begun.step is not None and (begun.pending is not None or c.trainer.val_only):
-        logged = begun.step - 1  # its line is written now
+    logged = begun.logged
+    if begun.step is not None and c.trainer.val_only:
+        logged = begun.step - 1  # its line is written again
     muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
     return make_logger(
         c, held.folder, hosts, total_steps=held.inputs.total_steps, resumed_step=logged, muted=muted
@@ -192,7 +189,7 @@ def open_logger(c: Settings, held: Held, hosts: Hosts, learner: Learner, begun: 
 def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
     """Logs what the run will do, and compares the policies of engine and trainer."""
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
-    step = int(begun.state.step)
+    step = begun.now.step
     if run.hosts.first:
         atomic_file.write_text(run.folder / "config.json", settings.dump(c))
     lines = [
@@ -211,7 +208,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         logger.note(line)
     for finding in forewarn(c, step):
         logger.warn(finding)
-    logger.note(agree(c, inputs, run.learner, begun.state, run.sampler, step, run.hosts))
+    logger.note(agree(c, inputs, run.learner, begun.now.state, run.sampler, step, run.hosts))
 
 
 def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -> list[str]:

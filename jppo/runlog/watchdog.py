@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jppo.distributed.hosts import ALONE, Hosts, Stopped
+from jppo.distributed.hosts import ALONE, Elsewhere, Hosts, Stopped
+from jppo.errors import RunEnded, one_line
 from jppo.runlog.timers import Timers
 
 WAITING = ("start", "gen", "reward", "testing")
@@ -137,10 +138,28 @@ class Watch:
 
 @contextlib.contextmanager
 def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
-    """Wraps a whole command: a stop, an interruption and a full disk become one line and the exit code."""
+    """Wraps a whole command: whatever is expected to end a run becomes one line and the exit code.
+
+    | raised                           | exit code              | checkpoint of the last complete state |
+    |----------------------------------|------------------------|---------------------------------------|
+    | UserError                        | 2                      | yes                                   |
+    | RunEnded: RolloutError, Diverged | 1                      | yes                                   |
+    | RunEnded: Unwritten              | 1                      | yes, before the export                |
+    | Elsewhere: another host's error  | 1                      | if every host raised its counterpart  |
+    | OSError of a full disk           | 1                      | if there is room for it               |
+    | Stopped: SIGTERM, SIGHUP, Ctrl-C | trainer.stop_exit_code | yes                                   |
+    | Stopped: a stage is stuck        | 1                      | yes, unless the end is stuck, too     |
+    | a second Ctrl-C                  | 130                    | no                                    |
+    | anything else: a traceback       | 1                      | yes, on a single host                 |
+
+    `exit_on_user_error` prints a UserError. Only an update that was broken off leaves no complete state.
+    """
     resumes = f"the same command resumes from the last of {run_dir}/checkpoints"
     try:
         yield
+    except (RunEnded, Elsewhere) as e:
+        print(one_line(e), file=sys.stderr)
+        sys.exit(1)
     except OSError as e:
         if e.errno != errno.ENOSPC:
             raise

@@ -9,7 +9,7 @@ from jppo.settings.checks import check, typed
 from jppo.settings.commandline import Parser, describe, exit_on_user_error, natural, parse
 from jppo.settings.rules_rollout import cuts
 from jppo.settings.shipped import recipe
-from jppo.settings.steps import check_within, parse_steps
+from jppo.settings.steps import check_within, due, parse_steps
 from jppo.settings.table import (
     Common,
     FineTuning,
@@ -57,6 +57,7 @@ __all__ = [
     "cuts",
     "default",
     "describe",
+    "due",
     "dump",
     "exit_on_user_error",
     "importance_band",

@@ -24,3 +24,8 @@ def check_within(steps: tuple[range, ...], total: int, name: str) -> None:
     last = max((part[-1] for part in steps), default=0)
     if last > total:
         raise UserError(f"{name}: step {last} is none of this run, which has {total}; name steps from 1 to {total}")
+
+
+def due(step: int, every: int) -> bool:
+    """Whether a periodic action is due at `step`; -1 disables it."""
+    return every > 0 and step % every == 0

@@ -8,6 +8,8 @@ import pytest
 
 from jppo.distributed import hosts as module
 from jppo.distributed.hosts import ALONE, Elsewhere, Hosts, Stopped
+from jppo.rollout.protocol import RolloutError
+from jppo.run.agreement import Mismatch
 from jppo.settings import UserError
 
 
@@ -38,12 +40,12 @@ class Store:
             return [(name, text) for name, text in self.found.items() if name.startswith(key)]
 
 
-def both(*does, faults=(ZeroDivisionError,)):
+def both(*does):
     """What each of the hosts returned or raised."""
     store, out = Store(), [None] * len(does)
 
     def run(rank):
-        host = Hosts(rank, len(does), store=store, faults=faults)
+        host = Hosts(rank, len(does), store=store)
         try:
             out[rank] = does[rank](host)
         except (Exception, SystemExit) as e:
@@ -107,7 +109,8 @@ def test_what_each_keeps_need_not_be_sent():
     "raised, heard",
     [
         (UserError("no such file"), UserError),
-        (ZeroDivisionError("one of those that were named"), ZeroDivisionError),
+        (RolloutError("a run cannot go on"), RolloutError),
+        (Mismatch("of one kind"), RolloutError),
         (KeyError("nobody expects it"), Elsewhere),
     ],
 )
@@ -127,9 +130,9 @@ def test_who_only_heard_of_an_end_is_not_its_cause():
     heard = Stopped(1, "host 1: the server is gone", heard=True)
     out, _ = both(
         lambda host: host.together(lambda: fail(heard)),
-        lambda host: host.together(lambda: fail(ZeroDivisionError("the server is gone"))),
+        lambda host: host.together(lambda: fail(RolloutError("the server is gone"))),
     )
-    assert type(out[0]) is ZeroDivisionError and str(out[0]) == "host 1: the server is gone"
+    assert type(out[0]) is RolloutError and str(out[0]) == "host 1: the server is gone"
 
 
 def test_a_stop_of_one_stops_all_with_its_exit_code():

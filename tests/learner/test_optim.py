@@ -279,10 +279,11 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     optim.map_state(look, opt, what.shapes, state.abstract(what), other=lambda leaf: leaf.sharding.is_fully_replicated)
     factored = (True, True, True) in seen
     assert factored == (name == "adafactor") and ((False, True, True) in seen or factored)
-    spare = state.spare_of_optimizer(tx, what)
+    spare = {"policy_opt": state.spare_of_optimizer(tx, what)}
     values = jax.tree.map(lambda x, at: jax.device_put(jnp.ones(x.shape, x.dtype), at), opt, places)
-    cut = state.portable(values, spare)
-    back = state.placed(cut, spare, values)
+    whole = state.begin(state.load(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0)
+    portable = state.portable(whole, spare)
+    cut, back = portable.policy_opt, state.placed(portable, spare, whole).policy_opt
     assert all(
         a.shape == b.shape and a.sharding == b.sharding
         for a, b in zip(*map(jax.tree.leaves, (back, values)), strict=True)

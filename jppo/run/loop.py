@@ -1,0 +1,102 @@
+"""The loop of every training: step, test, log, save, stop.
+
+A command brings a `Method`: its step, its test and what its checkpoints hold. The state is `TrainState`. A run that
+ended early and resumes has the metrics and the models of an uninterrupted one, bit for bit.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jppo.distributed.hosts import Hosts, Stopped
+from jppo.errors import RunEnded
+from jppo.learner import devices
+from jppo.runlog.checkpoint import Checkpoints, NonFinite
+from jppo.runlog.logger import Logger, Silent
+from jppo.runlog.profile import Profiler
+from jppo.runlog.timers import Timers
+from jppo.runlog.watchdog import Watch
+from jppo.settings import Common, due
+from jppo.types import TrainState
+
+
+class Diverged(RunEnded):
+    """Non-finite losses, gradients or weights, or failure of every grader."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    state: TrainState
+    place: dict[str, Any]  # what changes outside the train state, as JSON types: the data cursor, for one
+    pending: dict[str, float] | None = None  # metrics of the last step, which is not tested and logged yet
+
+    @property
+    def step(self) -> int:
+        """Returns the number of steps done."""
+        return int(self.state.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """The parts that every run has, whatever it trains."""
+
+    c: Common
+    steps: int  # of the whole run
+    hosts: Hosts
+    checkpoints: Checkpoints
+    logger: Logger | Silent
+    timer: Timers
+    watch: Watch
+    profile: Profiler
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What a command brings."""
+
+    step: Callable[[Progress], Progress]  # takes a step; its metrics are `pending`
+    finish: Callable[[Progress], None]  # ends a step, as by publishing; raises where it was skipped
+    test: Callable[[Progress], dict[str, float]]
+    test_freq: int
+    require_progress: Callable[[Progress], None]  # after a step is logged; raises Diverged
+    save: Callable[[Progress, dict[str, float], BaseException | None], None]  # also as an error ends the run
+    remedy: str  # for values that are not finite
+
+
+def learn(run: Opened, method: Method, now: Progress) -> Progress:
+    """Runs all remaining steps and logs each once; whatever ends the run, a complete state is saved."""
+    timer = run.timer
+    try:
+        run.watch.check()  # a signal since the start
+        while now.pending is not None or now.step < run.steps:
+            if now.pending is None:  # else the last step is not yet tested and logged
+                with run.profile(now.step + 1), timer("step", number=now.step + 1):
+                    now = method.step(now)
+                    run.watch.check()
+                    method.finish(now)
+            metrics, last = dict(now.pending or {}), now.step == run.steps
+            if last or due(now.step, method.test_freq):
+                with timer("testing"):
+                    metrics |= method.test(now)
+            metrics |= timer.next_step() | devices.memory()
+            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+            run.logger.log(now.step, metrics)
+            now = dataclasses.replace(now, pending=None)
+            method.require_progress(now)
+            if last or due(now.step, run.c.trainer.save_freq):
+                try:
+                    method.save(now, metrics, None)
+                except NonFinite as e:
+                    said = f"step {now.step}: {e}; nothing was saved, the last checkpoint remains"
+                    raise Diverged(f"{said}: {method.remedy}") from e
+            run.watch.check()
+    except BaseException as e:  # the state may be fit, whatever ends the run
+        if isinstance(e, RunEnded | Stopped) or run.hosts.shared(e):  # else the other hosts are elsewhere
+            at, why = now, e
+            run.checkpoints.save_last(
+                at.step, at.state, lambda: method.save(at, {}, why), run.logger.note, run.hosts
+            )  # fmt: skip
+        raise
+    return now
