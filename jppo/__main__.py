@@ -7,6 +7,7 @@ from jppo import __version__
 COMMANDS = {
     "jppo.train": "PPO",
     "jppo.sft": "supervised fine-tuning",
+    "jppo.dpo": "trains a policy on preference pairs, without sampling",
     "jppo.reward_model": "trains a reward model from preference pairs",
     "jppo.evaluate": "tests a model",
     "jppo.export": "exports a trained model as a Hugging Face directory",

@@ -9,75 +9,57 @@ stops. --dry_run --machine=8xH100 does so for a described machine.
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
-from jppo.errors import escaped
-from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
+from jppo.data.preferences import Encode, PairSet
+from jppo.learner import compiler, preference, score, update
 from jppo.learner.make import make_decoder
 from jppo.learner.model_configs import longest_row, make_adapters
 from jppo.learner.plan import make_plan
-from jppo.models import cost, hf, hf_write, offload, placing
+from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
-from jppo.preflight import memory, preview
-from jppo.preflight.checks import dry_run_of_one_model
+from jppo.preflight import preview
 from jppo.preflight.described_machine import Request
 from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
-from jppo.run import command, supervised
+from jppo.run import command, pairs
 from jppo.run.inputs import read_tokenizer, total_steps
-from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
-from jppo.runlog.make import require_loggers
 from jppo.settings import PairTraining
-from jppo.types import Array, Params, Prompt, Rows, Trajectory, given_text
+from jppo.types import Prompt, Trajectory, given_text
 
 
-@dataclasses.dataclass(frozen=True)
-class Task(supervised.Task):
-    """The inputs of a run, before it loads the model; `accumulate` is the second pass."""
-
-    pairs: PairSet
-    held_out: PairSet
-    changes: dict[str, Any]  # to config.json, for a sequence classifier
-    scores: Callable[..., Array]  # the first pass, compiled
-    slope: Callable[..., Any]
-
-
-def prepare(c: PairTraining, request: Request = preview.HERE) -> Task:
+def prepare(c: PairTraining, request: Request = preview.HERE) -> pairs.Task:
     """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path, longest=longest_row(c))
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
-    reading = dict[str, Any](
+    found, held_out = pairs.read(
+        c,
+        tokenizer,
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
-        max_length=longest_row(c),
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
-        system_prompt=c.data.system_prompt,
-        custom_cls=c.data.custom_cls,
-        tokenizer=tokenizer,
     )
-    pairs = read_pairs(c.data.train_files, **reading)
-    held_out = read_pairs(c.data.val_files, **reading, setting="data.val_files")
     mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
     # Random, unlike a critic's: nothing subtracts the first scores, and equal ones would order no pair.
     std = (cfg.hidden_size + 1) ** -0.5
     cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)
     value = score.make_value(make_decoder(c, cfg, mesh))
-    return Task(
-        pairs=pairs,
+    return pairs.Task(
+        name="rm",
+        head="value",
+        pairs=found,
         held_out=held_out,
-        steps=total_steps(c, len(pairs.pairs)),
+        steps=total_steps(c, len(found.pairs)),
         mesh=mesh,
         plan=make_plan(
             c,
@@ -87,7 +69,8 @@ def prepare(c: PairTraining, request: Request = preview.HERE) -> Task:
             more=1,  # added by `as_trajectory`
         ),
         cfg=cfg,
-        changes=changes,
+        changes=changes,  # of a sequence classifier
+        sequence=as_trajectory,
         adapters=make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
@@ -110,114 +93,20 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 def train(config: PairTraining | ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
-    require_loggers(c)
-    require_resumable(c)
-    task = prepare(c)
-    pairs = task.pairs.pairs
-
-    def draw(descent: ppo.ModelUpdate, learned: Params, indices: np.ndarray) -> supervised.Batch:
-        some = [pairs[i] for i in indices]
-        rows = pack(some, task.plan)
-        (_, judged), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
-        return supervised.Batch(
-            batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh)),
-            tokens=sum(len(pair.chosen) + len(pair.rejected) for pair in some),
-            further=(slope,),
-            metrics={name: float(value) for name, value in judged.items()},
-        )
-
-    objective = supervised.Objective(
-        name="rm",
-        head="value",
-        examples=len(pairs),
-        checksum=checksum_of(array for one in pairs for array in (one.chosen, one.rejected, margins([one]))),
-        columns=REWARD_MODEL_COLUMNS,
-        opening=f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}",
-        draw=draw,
-        test=lambda descent, learned: test(c, task, descent, learned),
-        test_freq=c.trainer.test_freq,
-        changes=task.changes,
-    )
-    metrics = supervised.train(c, task, objective)
-    if "rm/val_accuracy" in metrics:
-        print(f"held-out accuracy {metrics['rm/val_accuracy']:.4f} on {len(task.held_out.pairs)} pairs")
-    print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
+    pairs.train(c, prepare, REWARD_MODEL_COLUMNS, given)
 
 
-def scored(task: Task, descent: ppo.ModelUpdate, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
-    """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
-    base, params = offload.to_device((descent.base, learned))
-    whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
-    found = placing.put(np.zeros(2 * pairs, np.float32), whole)
-    for one in rows:
-        found = task.scores(params, base, placing.put(one, place), found)
-    return found
-
-
-def test(c: PairTraining, task: Task, descent: ppo.ModelUpdate, learned: Any) -> dict[str, float]:
-    """Returns loss and accuracy on held-out pairs."""
-    pairs, size = task.held_out.pairs, c.data.train_batch_size
-    sums = {"rm/loss": 0.0, "rm/accuracy": 0.0}
-    for first in range(0, len(pairs), size):
-        some = pairs[first : first + size]
-        (_, found), _ = task.slope(scored(task, descent, learned, pack(some, task.plan), len(some)), margins(some))
-        sums = {name: so_far + len(some) * float(found[name]) for name, so_far in sums.items()}
-    return {"rm/val_loss": sums["rm/loss"] / len(pairs), "rm/val_accuracy": sums["rm/accuracy"] / len(pairs)}
+def given(_: pairs.Task, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:
+    """Returns the margins of these pairs."""
+    return (pairs.margins([of.pairs[i] for i in which]),)
 
 
 def dry_run(c: PairTraining, request: Request = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
-
-    def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
-        lines = [
-            f"pairs            {counted(task.pairs)}",
-            f"held out         {counted(task.held_out)}",
-            f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
-            f"rows             {preview.shapes(task.plan)}",
-            f"                 up to {micro_batches} micro-batches a step, each read twice",
-            f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
-        ]
-        return lines, {"rm gradient": micro_batches, "rm step": 1, "scores": micro_batches}
-
-    return dry_run_of_one_model(c, request, prepare, estimate, describe, head="value")
+    return pairs.dry_run(c, request, prepare)
 
 
-def estimate(c: PairTraining, task: Task) -> tuple[memory.Estimate, int]:
-    """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
-    plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
-    trained = memory.sketch(c, mesh, task.cfg, head="value", adapters=task.adapters)
-    shapes = memory.largest(plan)
-    rows = [memory.rows_of(shape, mesh) for shape in shapes]
-    scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
-    whole = [[length] * some for some, length in shapes]
-    flop = [cost.update(task.cfg, lengths, head_tokens=0, adapters=task.adapters) for lengths in whole]
-    opt, moments = memory.update_moments("rm", task.accumulate, c.optim, trained, rows, scores, useful=flop)
-    for one, lengths in zip(rows, whole, strict=True):
-        needed = cost.forward(task.cfg, lengths, head_tokens=0, adapters=task.adapters)
-        models = trained.learned, trained.base, one, scores
-        moments.append(memory.account("scores", 0, task.scores, *models, useful=needed))
-    longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
-    packed = pack(longest, plan)
-    return memory.of_one_model(c, mesh, trained, opt, moments, packed), len(packed)
-
-
-def counted(found: PairSet) -> str:
-    """Formats the number of pairs and of excluded ones."""
-    return f"{len(found.pairs):,} ({found.overlong} over-long ones and {found.alike} with equal halves left out)"
-
-
-def margins(pairs: Sequence[Pair]) -> np.ndarray:
-    """[N] f32."""
-    return np.array([pair.margin for pair in pairs], np.float32)
-
-
-def pack(pairs: Sequence[Pair], plan: packing.Plan) -> list[Rows]:
-    """Packs both halves of each pair in any row: of N pairs sequence i is chosen, N + i rejected."""
-    halves = [as_trajectory(ids) for ids in (*(p.chosen for p in pairs), *(p.rejected for p in pairs))]
-    return packing.pack(halves, range(len(halves)), plan)
-
-
-def as_trajectory(ids: np.ndarray) -> Trajectory:
+def as_trajectory(ids: np.ndarray, _: int = 0) -> Trajectory:
     """Converts a text to the layout of a sampled response, so that one packer serves both.
 
     The packer drops the last token, the prediction target. A score needs all tokens, so one is appended. Only its

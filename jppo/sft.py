@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
-from jppo.learner import batch, compiler, packing, ppo, score, sharding, update
-from jppo.learner.make import chunk_tokens, make_decoder
+from jppo.learner import batch, compiler, packing, ppo, sharding, update
+from jppo.learner.make import make_logprob
 from jppo.learner.model_configs import longest_row, make_adapters
 from jppo.learner.plan import make_plan
 from jppo.models import hf
@@ -58,14 +58,7 @@ def prepare(c: FineTuning, request: Request = preview.HERE) -> Task:
     mesh = request.mesh(c)
     options = compiler.options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    logprob = score.make_logprob(
-        make_decoder(c, cfg, mesh),
-        cfg,
-        temperature=1.0,
-        chunk_tokens=chunk_tokens(c.model, cfg),
-        with_entropy=False,
-        mesh=mesh,
-    )
+    logprob = make_logprob(c, cfg, mesh)
     return Task(
         demonstrations=found.demonstrations,
         overlong=found.overlong,

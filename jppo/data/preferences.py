@@ -1,8 +1,8 @@
-"""Preference pairs from rows, as token ids, for training a reward model.
+"""Preference pairs from rows, as token ids, for reward models and DPO.
 
 Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, as text or as messages that continue the
 prompt; or only the two as whole chats that end with the assistant's turn. A `prompt` next to whole chats must be their
-beginning. `encode` is the tokenisation that the reward model uses in scoring.
+beginning. `encode` is the tokenisation: of a reward model as it scores, of a policy as it samples.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ class Pair:
     chosen: np.ndarray  # [n] i32
     rejected: np.ndarray  # [m] i32
     margin: float  # required score difference
+    starts: tuple[int, int] = (0, 0)  # the first token of each response, where asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ def read_pairs(
     files: str,
     *,
     encode: Encode,
+    starts: Callable[[Messages], int] | None = None,
     max_length: int,
     margin: float = 0.0,
     margin_column: str = "",
@@ -50,13 +52,19 @@ def read_pairs(
     tokenizer: Any = None,
     setting: str = "data.train_files",
 ) -> PairSet:
-    """Reads, checks and tokenises comma-separated sources; `margin_column` is the column of margins ('': `margin`)."""
+    """Reads, checks and tokenises comma-separated sources; `margin_column` is the column of margins ('': `margin`).
+
+    `starts` counts the tokens of a prompt, where the run needs to know them.
+    """
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     pairs, overlong, alike = [], 0, 0
     most = None if tokenizer is None else enough(tokenizer, max_length)
     for row in (row for source in sources for row in source.rows):
-        chosen, rejected = (_tokens(row, half, encode, most, max_length) for half in _halves(row, system_prompt))
+        halves = _halves(row, system_prompt)
+        chosen, rejected = (_tokens(row, half, encode, most, max_length) for half in halves)
         pair = Pair(chosen, rejected, _margin(row, margin_column) if margin_column else margin)
+        if starts is not None and max(len(chosen), len(rejected)) <= max_length:
+            pair = dataclasses.replace(pair, starts=(starts(halves[0][0]), starts(halves[1][0])))
         if max(len(chosen), len(rejected)) > max_length:
             overlong += 1
         elif np.array_equal(chosen, rejected):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
-from jppo.learner import compiler, offloading, optim, packing, ppo, sharding, state, step, update, warmup
+from jppo.learner import compiler, offloading, optim, packing, ppo, score, sharding, state, step, update, warmup
 from jppo.learner.mesh_checks import require_divisible
 from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
 from jppo.learner.optimizers import make_optimizer
@@ -19,7 +19,7 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora, Weights
 from jppo.models.params import Head
-from jppo.settings import Common, Model, Optimizer, Settings, UserError
+from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings, UserError
 from jppo.types import Params, TrainState
 
 
@@ -111,6 +111,12 @@ def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
 def chunk_tokens(model: Model, cfg: ModelConfig) -> int:
     """Returns the number of tokens whose f32 logits are in memory at a time."""
     return max(1, model.logprob_chunk_bytes // (4 * cfg.vocab_size))
+
+
+def make_logprob(c: FineTuning | PreferenceTuning, cfg: ModelConfig, mesh: Any) -> score.LogProb:
+    """Makes log π(target) of a policy that is trained on given texts."""
+    decoder, chunk = make_decoder(c, cfg, mesh), chunk_tokens(c.model, cfg)
+    return score.make_logprob(decoder, cfg, temperature=1.0, chunk_tokens=chunk, with_entropy=False, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True)

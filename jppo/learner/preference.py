@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import masked
-from jppo.algorithms.preference import bradley_terry
+from jppo.algorithms.preference import bradley_terry, dpo, ipo
 from jppo.learner import sharding
 from jppo.learner.score import Value
 from jppo.learner.update import Loss
@@ -25,7 +25,8 @@ from jppo.types import Array, Counts, Params, Rows
 def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, Rows, Array], Array]:
     """Makes (learned, base, rows, scores [B]) -> scores plus the scores of the sequences in these rows.
 
-    A sequence's score is the value at its only entry in the mask, its last.
+    A sequence's score is the sum of the values in its mask: a reward model's at its last entry, a policy's log-probs of
+    its response.
     """
 
     def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
@@ -36,25 +37,54 @@ def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, R
     return jax.jit(scores, out_shardings=sharding.replicated(mesh))
 
 
-def make_slope(*, center: float) -> Callable[[Array, Array], tuple[tuple[Array, dict[str, Array]], Array]]:
+Metrics = dict[str, Array]
+Slope = Callable[..., tuple[tuple[Array, Metrics], Array]]
+
+
+def make_slope(*, center: float) -> Slope:
     """Makes (scores [2N], margin [N]) -> (the mean loss of the pairs, metrics), its slope by each score [2N].
 
     Scores are in the order of N chosen halves, then the N rejected ones.
     """
 
-    def loss(scores: Array, margin: Array) -> tuple[Array, dict[str, Array]]:
-        chex.assert_shape(scores, (2 * margin.shape[0],))
-        chosen, rejected = scores[: margin.shape[0]], scores[margin.shape[0] :]
-        out = jnp.mean(bradley_terry(chosen, rejected, margin, center=center))
-        return out, {
-            "rm/loss": out,
-            "rm/accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
-            "rm/margin": jnp.mean(chosen - rejected),
-            "rm/chosen": jnp.mean(chosen),
-            "rm/rejected": jnp.mean(rejected),
-        }
+    def loss(scores: Array, margin: Array) -> tuple[Array, Metrics]:
+        chosen, rejected = _halves(scores)
+        return _judged(bradley_terry(chosen, rejected, margin, center=center), chosen, rejected)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def make_dpo_slope(loss_type: str, *, beta: float) -> Slope:
+    """Makes (log-probs [2N], the reference's [2N], tokens [2N]) -> as `make_slope`.
+
+    The metrics are of the implicit reward, β (log π - log π_ref).
+    """
+
+    def loss(logp: Array, reference: Array, tokens: Array) -> tuple[Array, Metrics]:
+        ratio = logp - reference
+        if loss_type == "ipo":
+            losses = ipo(*_halves(ratio / jnp.maximum(tokens, 1.0)), beta=beta)
+        else:
+            losses = dpo(*_halves(ratio), beta=beta)
+        return _judged(losses, *_halves(beta * ratio))
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def _halves(scores: Array) -> tuple[Array, Array]:
+    chex.assert_rank(scores, 1)
+    return scores[: len(scores) // 2], scores[len(scores) // 2 :]
+
+
+def _judged(losses: Array, chosen: Array, rejected: Array) -> tuple[Array, Metrics]:
+    out = jnp.mean(losses)
+    return out, {
+        "loss": out,
+        "accuracy": jnp.mean((chosen > rejected).astype(jnp.float32)),
+        "margin": jnp.mean(chosen - rejected),
+        "chosen": jnp.mean(chosen),
+        "rejected": jnp.mean(rejected),
+    }
 
 
 def make_pulled(value: Value) -> Loss:

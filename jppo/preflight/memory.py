@@ -7,7 +7,8 @@ moments: a gradient, an optimizer step, or a scoring pass.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -156,14 +157,20 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
 
 
 def of_one_model(
-    c: Supervised, mesh: Any, trained: Trained, opt: Any, moments: Sequence[ProgramMemory], packed: Sequence[Rows]
+    c: Supervised,
+    mesh: Any,
+    trained: Trained,
+    opt: Any,
+    moments: Sequence[ProgramMemory],
+    packed: Sequence[Rows],
+    further: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Estimate:
-    """Estimates a run that trains one model; `packed` is its largest batch."""
+    """Estimates a run that trains one model; `packed` is its largest batch, `further` are other bytes that it keeps."""
     optimizer = {"its optimizer": size(opt)}
     there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
     model = size((trained.learned, trained.base))
     batch = 2 * max(size(rows_of(rows.inputs.shape, mesh)) for rows in packed)
-    return Estimate({"model": model, **there, "batch": batch}, tuple(moments), away)
+    return Estimate({"model": model, **further, **there, "batch": batch}, tuple(moments), away)
 
 
 def stored(c: Settings, inputs: Inputs, mesh: Any) -> int:

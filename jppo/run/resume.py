@@ -272,4 +272,5 @@ def command_of(config: Container[str]) -> str | None:
     """Returns the training command whose settings have these sections; None if there is none."""
     if "data" not in config:
         return None
-    return "jppo.train" if "rollout" in config else "jppo.reward_model" if "loss" in config else "jppo.sft"
+    of = {"rollout": "jppo.train", "loss": "jppo.reward_model", "dpo": "jppo.dpo"}
+    return next((command for section, command in of.items() if section in config), "jppo.sft")

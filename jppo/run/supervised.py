@@ -76,6 +76,7 @@ class Objective:
     columns: Columns
     opening: str  # first console line
     draw: Callable[[ppo.ModelUpdate, Params, np.ndarray], Batch]  # returns the batch of these indices
+    begin: Callable[[ppo.ModelUpdate, Params], None] | None = None  # sees the model before it is trained
     test: Callable[[ppo.ModelUpdate, Params], dict[str, float]] | None = None
     test_freq: int = -1
     changes: Mapping[str, Any] | None = None  # to the model's config.json
@@ -108,6 +109,8 @@ def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
             trained = load_trained(c, task.mesh, task.cfg, c.model.path, **how)
             descent, opt = make_descent(c.optim, objective.name, task.accumulate, trained, task.steps)
             origin = make_origin(c, task, objective, trained)
+            if objective.begin is not None:
+                objective.begin(descent, trained.learned)
             begun = begin(c, checkpoints, objective, descent, trained.learned, opt, origin)
             del trained, opt  # a resumed run must not hold two states
         logger = make_logger(c, run, total_steps=task.steps, columns=objective.columns, resumed_step=begun.logged)

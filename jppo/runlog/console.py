@@ -45,16 +45,22 @@ SFT_COLUMNS: Columns = (
     ("tok/s", "perf/throughput", ",.0f"),
     ("s/step", "timing_s/step", ".2f"),
 )
-REWARD_MODEL_COLUMNS: Columns = (
-    ("loss", "rm/loss", ".4f"),
-    ("accuracy", "rm/accuracy", ".3f"),
-    ("held out", "rm/val_accuracy", ".3f"),
-    ("margin", "rm/margin", ".2f"),
-    ("grad norm", "rm/grad_norm", ".3f"),
-    ("lr", "rm/lr", ".1e"),
-    ("tok/s", "perf/throughput", ",.0f"),
-    ("s/step", "timing_s/step", ".2f"),
-)
+
+
+def _of_pairs(name: str) -> Columns:
+    return (
+        ("loss", f"{name}/loss", ".4f"),
+        ("accuracy", f"{name}/accuracy", ".3f"),
+        ("held out", f"{name}/val_accuracy", ".3f"),
+        ("margin", f"{name}/margin", ".2f"),
+        ("grad norm", f"{name}/grad_norm", ".3f"),
+        ("lr", f"{name}/lr", ".1e"),
+        ("tok/s", "perf/throughput", ",.0f"),
+        ("s/step", "timing_s/step", ".2f"),
+    )
+
+
+REWARD_MODEL_COLUMNS, DPO_COLUMNS = _of_pairs("rm"), _of_pairs("dpo")
 LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # if the table is too wide
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}

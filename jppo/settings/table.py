@@ -22,6 +22,7 @@ from jppo.settings.table_training import (
     Critic,
     Data,
     Demonstrations,
+    Dpo,
     Loss,
     Mesh,
     Model,
@@ -75,11 +76,25 @@ class FineTuning(Supervised):
 
 
 @dataclasses.dataclass(frozen=True)
-class PairTraining(Supervised):
-    """The settings of reward model training."""
+class Paired(Supervised):
+    """The settings that reward models and DPO share."""
 
     data: TestedData = dataclasses.field(default_factory=TestedData)
     trainer: TestedRun = dataclasses.field(default_factory=TestedRun)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceTuning(Paired):
+    """The settings of DPO."""
+
+    model: Model = dataclasses.field(default_factory=Model)
+    dpo: Dpo = dataclasses.field(default_factory=Dpo)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairTraining(Paired):
+    """The settings of reward model training."""
+
     loss: Loss = dataclasses.field(default_factory=Loss)
 
 
@@ -90,7 +105,8 @@ C = TypeVar("C", bound=Common)
 PPO: Table = dict(table(Settings))
 SFT: Table = dict(table(FineTuning))
 REWARD_MODEL: Table = dict(table(PairTraining))
-TABLE: Table = PPO | SFT | REWARD_MODEL
+DPO: Table = dict(table(PreferenceTuning))
+TABLE: Table = PPO | SFT | REWARD_MODEL | DPO
 
 
 def config_of(kind: type[Common]) -> ml_collections.ConfigDict:
@@ -122,9 +138,17 @@ def reward_model_default() -> ml_collections.ConfigDict:
     return config_of(PairTraining)
 
 
+def dpo_default() -> ml_collections.ConfigDict:
+    """Returns all settings of DPO: fine-tuning, held-out pairs and the pair loss."""
+    return config_of(PreferenceTuning)
+
+
 def kind_of(config: ml_collections.ConfigDict) -> type[Common]:
     """Returns the type of the settings that a config of any training command has."""
-    return Settings if "rollout" in config else PairTraining if "loss" in config else FineTuning
+    for section, kind in (("rollout", Settings), ("loss", PairTraining), ("dpo", PreferenceTuning)):
+        if section in config:
+            return kind
+    return FineTuning
 
 
 def sections(config: ml_collections.ConfigDict, kind: type[S]) -> S:

@@ -283,7 +283,7 @@ class Mesh(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Optim(Optimizer):
-    """The optimizer of fine-tuning and reward models."""
+    """The optimizer of fine-tuning, reward models and DPO."""
 
     # fmt: off
     max_tokens_per_device: int = setting(16384, "Size of a micro-batch: affects memory, not results. -1: what fits"
@@ -300,4 +300,17 @@ class Loss(Section):
     margin_column: str = setting("", "Column with a margin for each pair. '': loss.margin for all")
     center_rewards_coefficient: float = setting(0.0, "Coefficient of (r_chosen + r_rejected)^2, which centers scores"
         " at 0", bounds="[0,")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Dpo(Section):
+    """The pair loss of DPO."""
+
+    # fmt: off
+    loss_type: str = setting("sigmoid", "Pair loss. sigmoid: DPO's; ipo: IPO's, of log-probs per token",
+        choices=("sigmoid", "ipo"))
+    beta: float = setting(0.1, "Strength of the pull to the reference: β of DPO, τ of IPO", bounds="(0,")
+    reference: str = setting("cached", "Log-probs by the initial policy. cached: of all pairs, at each start; mesh: of"
+        " each batch, by a second copy of what is trained", choices=("cached", "mesh"))
     # fmt: on

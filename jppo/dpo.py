@@ -1,0 +1,127 @@
+"""Direct preference optimisation: python -m jppo.dpo --config=configs/tinystories_dpo.py
+
+Trains a policy on preference pairs to prefer the chosen response, as far as `dpo.beta` lets it leave the initial
+policy, by DPO's loss or IPO's. No reward model and no sampling: a pair needs its log-probs by the policy and by the
+initial one. The result is an HF directory, RUN_DIR/hf. The same command resumes a killed run from its last checkpoint
+(trainer.save_freq). Settings are given as --config.SECTION.NAME=VALUE. --dry_run prints them with the run's derived
+sizes and memory, and stops. --dry_run --machine=8xH100 does so for a described machine.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from jppo import settings
+from jppo.data.preferences import Messages, PairSet
+from jppo.data.rows import Row
+from jppo.data.template import make_renderer
+from jppo.data.tokenizer import encode_all
+from jppo.learner import compiler, ppo, preference, update
+from jppo.learner.make import make_logprob
+from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.plan import make_plan
+from jppo.models import hf
+from jppo.models.config import pad_vocab
+from jppo.models.lora import Weights
+from jppo.preflight import preview
+from jppo.preflight.described_machine import Request
+from jppo.run import command, pairs
+from jppo.run.inputs import read_tokenizer, total_steps
+from jppo.runlog.console import DPO_COLUMNS
+from jppo.settings import PreferenceTuning
+from jppo.types import Array, Params, Rows, Trajectory, given_text
+
+
+def prepare(c: PreferenceTuning, request: Request = preview.HERE) -> pairs.Task:
+    """Reads the pairs and the model config."""
+    _, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    if c.model.init == "pretrained":
+        hf.check_weights(c.model.path, cfg, head="lm")
+    tokenizer = read_tokenizer(c, cfg)
+    if tokenizer.eos_token_id is None:
+        raise settings.UserError("the tokenizer has no end token to end responses with; set eos_token in its config")
+    render = make_renderer(tokenizer)
+
+    def asked(messages: Messages) -> list[int]:
+        text = messages if isinstance(messages, str) else render(messages, Row("a pair", 0, {}))
+        return encode_all(tokenizer, [text], add_special_tokens=isinstance(messages, str))[0]
+
+    def encode(messages: Messages, response: str) -> list[int]:
+        answer = encode_all(tokenizer, [response], add_special_tokens=False)[0]
+        return [*asked(messages), *answer, tokenizer.eos_token_id]
+
+    found, held_out = pairs.read(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
+    mesh = request.mesh(c)
+    cfg = pad_vocab(cfg, mesh.shape["tensor"])
+    logprob, options = make_logprob(c, cfg, mesh), compiler.options(mesh, c.model.compiler_options)
+
+    def logprobs(policy: Weights, rows: Rows) -> Array:
+        return logprob(policy, rows).logprob
+
+    return pairs.Task(
+        name="dpo",
+        head="lm",
+        pairs=found,
+        held_out=held_out,
+        steps=total_steps(c, len(found.pairs)),
+        mesh=mesh,
+        plan=make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=2 * c.data.train_batch_size),
+        cfg=cfg,
+        sequence=as_trajectory,
+        adapters=make_adapters(c),
+        scores=preference.make_scores(logprobs, mesh=mesh),
+        slope=preference.make_dpo_slope(c.dpo.loss_type, beta=c.dpo.beta),
+        accumulate=update.make_accumulate(preference.make_pulled(logprobs), mesh=mesh, options=options),
+    )
+
+
+def train(config: PreferenceTuning | ConfigDict) -> None:
+    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
+    c = settings.typed(config, PreferenceTuning)
+    initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
+
+    def begin(task: pairs.Task, model: ppo.ModelUpdate, params: Params) -> None:
+        def logprobs(of: PairSet, which: Sequence[int], params: Params) -> np.ndarray:
+            rows = pairs.pack(task, [of.pairs[i] for i in which])
+            return np.asarray(pairs.scored(task, model, params, rows, len(which)))
+
+        if c.dpo.reference == "mesh":
+            copy = jax.tree.map(jnp.copy, params)
+            initial[:] = [lambda of, which: logprobs(of, which, copy)]
+            return
+        known = {}
+        for of in (task.pairs, task.held_out):
+            found = [logprobs(of, some, params).reshape(2, -1) for some in pairs.blocks(c, len(of.pairs))]
+            known[id(of)] = np.concatenate(found, axis=1)
+        initial[:] = [lambda of, which: known[id(of)][:, list(which)].reshape(-1)]
+
+    def given(task: pairs.Task, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        some = [of.pairs[i] for i in which]
+        tokens = [len(p.chosen) - p.starts[0] for p in some] + [len(p.rejected) - p.starts[1] for p in some]
+        return initial[0](of, which), np.array(tokens, np.float32)
+
+    pairs.train(c, prepare, DPO_COLUMNS, given, begin)
+
+
+def dry_run(c: PreferenceTuning, request: Request = preview.HERE) -> str:
+    """Reports on a run with these settings; reads no weight."""
+    return pairs.dry_run(c, request, prepare)
+
+
+def as_trajectory(ids: np.ndarray, start: int) -> Trajectory:
+    """Converts prompt and response to the layout of a sampled response, so that one packer serves both."""
+    return given_text(ids, np.arange(len(ids)) >= start)
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
+    command.run(argv, "jppo.dpo", __doc__, PreferenceTuning, dry_run=dry_run, train=train)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Training on preference pairs, for reward models and DPO: the halves of a pair may be anywhere in a batch.
+
+A step takes two passes over its rows (`learner/preference.py`): one scores every half, one is the gradient. A command
+brings the scores, the loss of a batch's scores, and what the loss needs besides them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jppo.data.preferences import Pair, PairSet, read_pairs
+from jppo.errors import escaped
+from jppo.learner import batch, packing, ppo, sharding
+from jppo.learner.model_configs import longest_row
+from jppo.models import cost, offload, placing
+from jppo.models.params import Head
+from jppo.preflight import memory, preview
+from jppo.preflight.checks import dry_run_of_one_model
+from jppo.preflight.described_machine import Request
+from jppo.run import supervised
+from jppo.run.resume import checksum_of, require_resumable
+from jppo.runlog.console import Columns
+from jppo.runlog.make import require_loggers
+from jppo.settings import Paired, PairTraining, PreferenceTuning
+from jppo.types import Array, Params, Rows, Trajectory
+
+C = TypeVar("C", bound=Paired)
+Given = tuple[np.ndarray, ...]
+HEADS: dict[type[Paired], Head] = {PairTraining: "value", PreferenceTuning: "lm"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(supervised.Task):
+    """The inputs of a run, before it loads the model; `accumulate` is the second pass."""
+
+    name: str  # of its metrics: rm, dpo
+    head: Head
+    pairs: PairSet
+    held_out: PairSet
+    sequence: Callable[[np.ndarray, int], Trajectory]  # of tokens and the response's start; its mask is what is scored
+    scores: Callable[..., Array]  # the first pass, compiled
+    slope: Callable[..., Any]  # (scores [2N], *given) -> (loss, metrics), the loss's slope by each score
+    changes: dict[str, Any] | None = None  # to config.json
+
+
+def train(
+    c: C,
+    prepare: Callable[[C], Task],
+    columns: Columns,
+    given: Callable[[Task, PairSet, Sequence[int]], Given],
+    begin: Callable[[Task, ppo.ModelUpdate, Params], None] | None = None,
+) -> None:
+    """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model.
+
+    `given` is what the loss needs of these pairs besides their scores; `begin` sees the model before it is trained.
+    """
+    require_loggers(c)
+    require_resumable(c)
+    task = prepare(c)
+
+    def judged(model: ppo.ModelUpdate, params: Params, of: PairSet, which: Sequence[int], rows: list[Rows]) -> Any:
+        return task.slope(scored(task, model, params, rows, len(which)), *given(task, of, which))
+
+    def draw(model: ppo.ModelUpdate, params: Params, indices: np.ndarray) -> supervised.Batch:
+        some = [task.pairs.pairs[i] for i in indices]
+        rows = pack(task, some)
+        (_, metrics), slope = judged(model, params, task.pairs, [*indices], rows)
+        return supervised.Batch(
+            batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh)),
+            tokens=sum(len(pair.chosen) + len(pair.rejected) for pair in some),
+            further=(slope,),
+            metrics={f"{task.name}/{name}": float(value) for name, value in metrics.items()},
+        )
+
+    def test(model: ppo.ModelUpdate, params: Params) -> dict[str, float]:
+        pairs, sums = task.held_out.pairs, {"loss": 0.0, "accuracy": 0.0}
+        for some in blocks(c, len(pairs)):
+            rows = pack(task, [pairs[i] for i in some])
+            (_, found), _ = judged(model, params, task.held_out, some, rows)
+            sums = {name: so_far + len(some) * float(found[name]) for name, so_far in sums.items()}
+        return {f"{task.name}/val_{name}": value / len(pairs) for name, value in sums.items()}
+
+    objective = supervised.Objective(
+        name=task.name,
+        head=task.head,
+        examples=len(task.pairs.pairs),
+        checksum=checksum_of(array for one in task.pairs.pairs for array in (one.chosen, one.rejected, margins([one]))),
+        columns=columns,
+        opening=f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}",
+        begin=None if begin is None else lambda model, params: begin(task, model, params),
+        draw=draw,
+        test=test,
+        test_freq=c.trainer.test_freq,
+        changes=task.changes,
+    )
+    metrics = supervised.train(c, task, objective)
+    if (found := metrics.get(f"{task.name}/val_accuracy")) is not None:
+        print(f"held-out accuracy {found:.4f} on {len(task.held_out.pairs)} pairs")
+    print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
+
+
+def read(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
+    """Reads the pairs to train on and the held-out ones; `how` is the tokenisation."""
+    data = c.data
+    how |= dict(max_length=longest_row(c), system_prompt=data.system_prompt, custom_cls=data.custom_cls)
+    sets = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
+    found, held_out = (read_pairs(files, setting=name, tokenizer=tokenizer, **how) for name, files in sets)
+    return found, held_out
+
+
+def scored(task: Task, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
+    """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
+    base, params = offload.to_device((model.base, params))
+    whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
+    found = placing.put(np.zeros(2 * pairs, np.float32), whole)
+    for one in rows:
+        found = task.scores(params, base, placing.put(one, place), found)
+    return found
+
+
+def blocks(c: Paired, count: int) -> list[range]:
+    """Returns the numbers of so many pairs in blocks of a batch."""
+    size = c.data.train_batch_size
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def dry_run(c: C, request: Request, prepare: Callable[[C, Request], Task]) -> str:
+    """Reports on a run with these settings; reads no weight."""
+
+    def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+        lines = [
+            f"pairs            {counted(task.pairs)}",
+            f"held out         {counted(task.held_out)}",
+            f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
+            f"rows             {preview.shapes(task.plan)}",
+            f"                 up to {micro_batches} micro-batches a step, each read twice",
+            f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
+        ]
+        return lines, {f"{task.name} gradient": micro_batches, f"{task.name} step": 1, "scores": micro_batches}
+
+    return dry_run_of_one_model(c, request, prepare, estimate, describe, head=HEADS[type(c)])
+
+
+def estimate(c: Paired, task: Task) -> tuple[memory.Estimate, int]:
+    """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
+    plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
+    trained = memory.sketch(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
+    shapes, lm = memory.largest(plan), task.head == "lm"
+    rows = [memory.rows_of(shape, mesh) for shape in shapes]
+    scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
+    flop, needed = (
+        [memory.useful(c, task.cfg, shape, task.adapters, head=lm, count=of) for shape in shapes]
+        for of in (cost.update, cost.forward)
+    )
+    opt, moments = memory.update_moments(task.name, task.accumulate, c.optim, trained, rows, scores, useful=flop)
+    for one, least in zip(rows, needed, strict=True):
+        models = trained.learned, trained.base, one, scores
+        moments.append(memory.account("scores", 0, task.scores, *models, useful=least))
+    longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
+    packed = pack(task, longest)
+    copy = {"initial policy": memory.size(trained.learned)} if keeps_copy(c) else {}
+    return memory.of_one_model(c, mesh, trained, opt, moments, packed, further=copy), len(packed)
+
+
+def keeps_copy(c: Paired) -> bool:
+    """Whether a copy of the initial policy stays in memory."""
+    return isinstance(c, PreferenceTuning) and c.dpo.reference == "mesh"
+
+
+def counted(found: PairSet) -> str:
+    """Formats the number of pairs and of excluded ones."""
+    return f"{len(found.pairs):,} ({found.overlong} over-long ones and {found.alike} with equal halves left out)"
+
+
+def margins(pairs: Sequence[Pair]) -> np.ndarray:
+    """[N] f32."""
+    return np.array([pair.margin for pair in pairs], np.float32)
+
+
+def pack(task: Task, pairs: Sequence[Pair]) -> list[Rows]:
+    """Packs both halves of each pair in any row: of N pairs sequence i is chosen, N + i rejected."""
+    halves = [task.sequence(pair.chosen, pair.starts[0]) for pair in pairs]
+    halves += [task.sequence(pair.rejected, pair.starts[1]) for pair in pairs]
+    return packing.pack(halves, range(len(halves)), task.plan)
