@@ -21,7 +21,7 @@ from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
 from jppo.learner.make import make_decoder
-from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import make_plan
 from jppo.models import cost, hf, hf_write, offload, placing
 from jppo.models.config import pad_vocab
@@ -52,14 +52,14 @@ class Task(supervised.Task):
 
 def prepare(c: PairTraining, request: Request = preview.HERE) -> Task:
     """Reads the pairs and the model config."""
-    written, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     reading = dict[str, Any](
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
-        max_length=longest_row(c),
+        max_length=c.data.longest_row,
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
         system_prompt=c.data.system_prompt,

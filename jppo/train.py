@@ -72,8 +72,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     )
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    weights = [run.panel.weights.of(prompt.data_source) for prompt in asked]
-    trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, weights)
+    earned = [run.panel.earned(prompt.data_source) for prompt in asked]
+    trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)
     how["episode"] = index if recipe.branches else None
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
@@ -188,22 +188,25 @@ def learn(run: Run, begun: Begun) -> TrainState:
             odd = isinstance(e, Mismatch)  # the queue may hold samples of a server with other weights
 
             def save_last() -> None:
-                queue = {"queue": unanswered(run.supply.state())} if odd else {}
+                queue = unanswered(run.supply.state()) if odd else None
                 waiting = None if pending is None else pending | timer.next_step()
-                save(run, now, place, {}, pending=waiting, **queue)
+                save(run, now, place, {}, queue, pending=waiting)
 
             checkpoints.save_last(step, now, save_last, run.logger.note, run.hosts)
         raise
     return now
 
 
-def save(run: Run, now: TrainState, place: dict[str, Any], metrics: dict[str, float], **more: Any) -> None:
-    """Starts writing a checkpoint; raises NonFinite if a model has NaN or infinities."""
+def save(
+    run: Run, now: TrainState, place: dict[str, Any], metrics: dict[str, float], queue: Any = None, **more: Any
+) -> None:
+    """Starts writing a checkpoint, with the samples' queue as it is or as given; NonFinite for NaN and infinities."""
     with run.timer("save"):
         run.match.require_finite(run.learner, now)
         run.logger.sync()
+        queue = run.supply.state() if queue is None else queue
         resume.save(
-            run.c, run.checkpoints, run.learner, now, run.origin | place | {"queue": run.supply.state()} | more,
+            run.c, run.checkpoints, run.learner, now, run.origin | place | {"queue": queue} | more,
             score=metrics.get(run.c.trainer.best_metric),
             export=lambda path: run.hosts.alike(lambda: write_model(run, path, now)),
         )  # fmt: skip

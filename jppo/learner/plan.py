@@ -45,7 +45,7 @@ def make_plan(
             return cost.price(policy, attention.computed(length, shared) / length)
 
         how = dict(price=price, shared=shared)
-    longest = c.data.max_prompt_length + c.data.max_response_length + more
+    longest = c.data.longest_row + more
     return packing.make_plan(
         packing_kind(c, mesh),
         max_length=longest,

@@ -10,17 +10,17 @@ Samples are submitted as they are generated, so that slow parts overlap with sam
 import dataclasses
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from jppo import traces
-from jppo.rewards.conversation import ConversationPart
+from jppo.rewards.conversation import ConversationPart, weighted
 from jppo.rewards.parts import Part, Sample
 from jppo.settings import UserError
-from jppo.types import Reward
+from jppo.types import Reward, Trajectory
 
 FLOAT32 = float(np.finfo(np.float32).max)
 OFF = "off"  # weight of a part that is not computed for a source
@@ -103,6 +103,11 @@ class RewardSum:
         for number, sample in enumerate(samples):
             grading.submit(number, sample)
         return grading.collect()
+
+    def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
+        """Makes the function that returns the amounts which a branch of an episode earned at its turns."""
+        weights = self.weights.of(source)
+        return lambda branch: weighted(branch.exchange, weights)
 
     def ready(self) -> None:
         """Waits until all parts have started."""

@@ -71,6 +71,11 @@ class TrainingData(Section):
         " and response", unit="tokens", bounds="[1,", off=-1)
     # fmt: on
 
+    @property
+    def longest_row(self) -> int:
+        """Returns the tokens of the longest allowed prompt and response together."""
+        return self.max_prompt_length + self.max_response_length
+
 
 @dataclasses.dataclass(frozen=True)
 class TestedData(TrainingData):
