@@ -70,9 +70,9 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= (
         drawn.metrics | describe(trajectories, graded, baseline) | source_means(graded, [p.data_source for p in asked])
     )
-    metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
+    metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.reward_sum.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    earned = [run.panel.earned(prompt.data_source) for prompt in asked]
+    earned = [run.reward_sum.earned(prompt.data_source) for prompt in asked]
     trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)
     how["episode"] = index if recipe.branches else None
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
@@ -149,7 +149,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
     """Runs all remaining steps and logs each once, even if the run fails; returns the last state."""
     c, timer, checkpoints = run.c, run.timer, run.checkpoints
     now, pending = begun.state, begun.pending
-    step, place = int(now.step), kept(begun.cursor, run.panel)
+    step, place = int(now.step), kept(begun.cursor, run.reward_sum)
     for line in run.hosts.together(lambda: run.supply.load(begun.queue, step)):
         run.logger.note(line)
     try:
@@ -159,7 +159,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                 with run.profile(step + 1), timer("step", number=step + 1):
                     after, cursor, found = ppo_step(run, now)
                     run.supply.forget(step)
-                    now, step, place, pending = after, step + 1, kept(cursor, run.panel), found
+                    now, step, place, pending = after, step + 1, kept(cursor, run.reward_sum), found
                     run.watch.check()
                     if c.rollout.on_update == "wait":
                         with timer("gen"):

@@ -36,7 +36,7 @@ from jppo.settings import Settings, UserError
 RULES = "rule_score"
 
 
-def make_panel(
+def make_reward_sum(
     c: Settings,
     mesh: jax.sharding.Mesh,
     hosts: Hosts = ALONE,

@@ -28,7 +28,7 @@ class Inputs(ModelConfigs):
     agent: Agent | None = None  # None: single-turn
 
     def graded(self) -> dict[str, Any]:
-        """Returns the arguments of `make_panel`."""
+        """Returns the arguments of `make_reward_sum`."""
         tools = self.agent is not None and self.agent.toolbox.rewards
         return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=tools)
 

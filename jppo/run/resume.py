@@ -99,9 +99,9 @@ def frozen_weights(learner: Learner) -> dict[str, Any]:
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
-def kept(cursor: Cursor, panel: RewardSum) -> dict[str, Any]:
+def kept(cursor: Cursor, reward_sum: RewardSum) -> dict[str, Any]:
     """Returns the mutable state outside the train state, as JSON types."""
-    return {"cursor": dataclasses.asdict(cursor), "reward": panel.state()}
+    return {"cursor": dataclasses.asdict(cursor), "reward": reward_sum.state()}
 
 
 def save(
@@ -129,7 +129,12 @@ def save(
 
 
 def resume(
-    c: Settings, checkpoints: Checkpoints, learner: Learner, begin: TrainState, panel: RewardSum, now: dict[str, Any]
+    c: Settings,
+    checkpoints: Checkpoints,
+    learner: Learner,
+    begin: TrainState,
+    reward_sum: RewardSum,
+    now: dict[str, Any],
 ) -> Begun:
     """Resumes, or begins with `begin`; `now` is this run's `origin`."""
     found = read_checkpoint(c, checkpoints, learner.portable(begin), now)
@@ -146,7 +151,7 @@ def resume(
         state = dataclasses.replace(state, kl_coef=begin.kl_coef)
     if int(state.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
         state = dataclasses.replace(state, bad_steps=begin.bad_steps)
-    panel.load(found.meta.get("reward", {}))
+    reward_sum.load(found.meta.get("reward", {}))
     fresh = ["the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"]
     said = (*differences(found.meta, now), *(fresh if found.missing else ()))
     queue = found.meta.get("queue")
