@@ -1,7 +1,7 @@
-"""Checks by made-up conversations whether a chat template can hold those of a run. Pure.
+"""Checks by made-up conversations whether a chat template suits the conversations of a run. Pure.
 
-What a template does to earlier turns is no reason to refuse it: such turns begin new branches. What it hides from the
-policy is: tools, messages, and calls in another format than the run's parser reads.
+A template may change earlier turns, which then begin new branches. It is refused if it hides tools or messages from
+the policy, or writes calls in a format that the run's parser does not read.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ def check_template(
 
 
 def changes(render: Callable[..., str], roles: Sequence[str]) -> list[str]:
-    """Returns which turns of the policy the template changes when messages of which roles follow."""
+    """Returns the turns of the policy that the template changes, each with the role of the messages that follow."""
     found, before = [], render(_ASKED)
     for role in roles:
         for kind, thought in (("", ""), (" with a thought", "<think>\nhm\n</think>\n\n")):

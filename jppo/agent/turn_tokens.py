@@ -1,9 +1,9 @@
 """The tokens that a turn of the policy answers: the conversation so far, as the chat template renders it.
 
-Sampled tokens are never encoded again. If the rendering begins with what was asked and sampled before, its rest is
-encoded and appended. Otherwise the template has changed an earlier turn, for example by removing its thoughts, and
-the tokens of the whole rendering begin a new branch. With rollout.history=sampled earlier turns stay as they were
-sampled, whatever the template does to them.
+Sampled tokens are never encoded again. If the rendering begins with the text of the earlier prompt and answer, its rest
+is encoded and appended. Otherwise the template has changed an earlier turn, for example by removing its thoughts, and
+the tokens of the whole rendering begin a new branch. With rollout.history=sampled all turns stay as they were sampled,
+also where the template changes them.
 """
 
 import dataclasses

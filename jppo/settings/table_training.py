@@ -12,7 +12,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 @dataclasses.dataclass(frozen=True)
 class Trunk(Section):
-    """What all models of a run share: the policy's directory and how passes compute."""
+    """Settings of all models of a run: the policy's directory, and the computation of passes."""
 
     # fmt: off
     path: str = setting("", "HF directory or hub name of the policy", required=True)
