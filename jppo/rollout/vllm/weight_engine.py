@@ -102,9 +102,9 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self._leave()
 
     def _leave(self) -> None:
-        if self._communicator is not None:
-            self._communicator.destroy()
-        self._communicator, self.group = None, ""
+        communicator, self._communicator, self.group = self._communicator, None, ""
+        if communicator is not None:
+            communicator.destroy()  # ends a broadcast that waits in another thread
 
     def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
         if update_info.address is not None:
