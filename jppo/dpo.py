@@ -22,7 +22,7 @@ from jppo.data.template import make_renderer
 from jppo.data.tokenizer import encode_all
 from jppo.learner import compiler, ppo, preference, update
 from jppo.learner.make import make_logprob
-from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import make_plan
 from jppo.models import hf
 from jppo.models.config import pad_vocab
@@ -38,7 +38,7 @@ from jppo.types import Array, Params, Rows, Trajectory, given_text
 
 def prepare(c: PreferenceTuning, request: Request = preview.HERE) -> pairs.Task:
     """Reads the pairs and the model config."""
-    _, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="lm")
     tokenizer = read_tokenizer(c, cfg)

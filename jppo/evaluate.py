@@ -27,7 +27,7 @@ from jppo.errors import expanded, one_line
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.process import share_gpu
-from jppo.rewards.make import make_panel
+from jppo.rewards.make import make_reward_sum
 from jppo.rollout.make import open_engine, val_sampling
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_stored
@@ -75,20 +75,20 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
             stack.callback(inputs.agent.close)
         mesh = make_mesh(c)
         process.prepare(c, sharding.platform(mesh))
-        panel = make_panel(c, mesh, **inputs.graded())
-        stack.callback(panel.close)
+        reward_sum = make_reward_sum(c, mesh, **inputs.graded())
+        stack.callback(reward_sum.close)
         engine = open_engine(c, out)
         stack.callback(engine.close)
         atomic_file.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(**speaking(inputs))
         publish_stored(c, sampler, inputs.policy)
-        panel.ready()
+        reward_sum.ready()
         watch = stack.enter_context(watched(len(inputs.val.prompts) * sampling.n))
         tested = validation.evaluate(
             sampler,
             inputs.val.prompts,
-            panel.testing(),
+            reward_sum.testing(),
             sampling=sampling,
             version=0,
             batch_size=c.data.val_batch_size,

@@ -1,10 +1,13 @@
-"""Process-wide switches of a run: XLA's flags, the compilation cache, the allocators, the precision of products.
+"""Process-wide switches of a run: XLA's flags, the compilation cache, allocators, precision of products, open files.
 
-`prepare` and `share_gpu` are called once, where a command starts. Importing this module corrects XLA's sums.
+`prepare` and `share_gpu` are called once, where a command starts, `allow_files` before many connections are opened.
+Importing this module corrects XLA's sums.
 """
 
+import contextlib
 import ctypes
 import os
+import resource
 import sys
 
 import jax
@@ -15,6 +18,8 @@ from jppo.settings import Common, Settings
 
 # Shares of a GPU's memory: JAX's default, and the total of a trainer and its servers.
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
+
+FILES = 1 << 16  # open ones that are allowed at most: each request in flight has a connection
 
 # Parameters of glibc's malloc.h, and values by which the process keeps freed memory.
 _KEEP = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
@@ -101,3 +106,14 @@ def servers_apart(c: Settings) -> bool:
 def take_little() -> None:
     """Keeps JAX from preallocating GPU memory, which another run may use."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def allow_files() -> int:
+    """Raises the limit of open files, often 1024, as far as the system allows and up to `FILES`; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return FILES if soft == resource.RLIM_INFINITY else soft

@@ -19,7 +19,7 @@ from jppo import settings
 from jppo.data.preferences import Encode, PairSet
 from jppo.learner import compiler, preference, score, update
 from jppo.learner.make import make_decoder
-from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import make_plan
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
@@ -36,7 +36,7 @@ from jppo.types import Prompt, Trajectory, given_text
 
 def prepare(c: PairTraining, request: Request = preview.HERE) -> pairs.Task:
     """Reads the pairs and the model config."""
-    written, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)

@@ -16,7 +16,7 @@ from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
 from jppo.learner import batch, compiler, packing, ppo, sharding, update
 from jppo.learner.make import make_logprob
-from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import make_plan
 from jppo.models import hf
 from jppo.models.config import pad_vocab
@@ -42,7 +42,7 @@ class Task(supervised.Task):
 
 def prepare(c: FineTuning, request: Request = preview.HERE) -> Task:
     """Reads the demonstrations and the model config."""
-    longest = longest_row(c)
+    longest = c.data.longest_row
     _, cfg = hf.read_config(c.model.path, longest=longest)
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="lm")

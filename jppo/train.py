@@ -62,10 +62,10 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= (
         drawn.metrics | describe(trajectories, graded, baseline) | source_means(graded, [p.data_source for p in asked])
     )
-    metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
+    metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.reward_sum.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    weights = [run.panel.weights.of(prompt.data_source) for prompt in asked]
-    trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, weights)
+    earned = [run.reward_sum.earned(prompt.data_source) for prompt in asked]
+    trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)
     how["episode"] = index if recipe.branches else None
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
@@ -144,7 +144,7 @@ def method(run: Run) -> loop.Method:
     def step(now: Progress) -> Progress:
         state, cursor, metrics = ppo_step(run, now.state)
         run.supply.forget(now.step)
-        return Progress(state, kept(cursor, run.panel), metrics)
+        return Progress(state, kept(cursor, run.reward_sum), metrics)
 
     def finish(now: Progress) -> None:
         if c.rollout.on_update == "wait":

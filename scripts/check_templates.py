@@ -1,12 +1,12 @@
-"""Holds random conversations with chat templates, and compares the tokens that the policy is asked with renderings.
+"""Holds random conversations with chat templates, and compares the policy's prompts with the templates' renderings.
 
     python scripts/check_templates.py TOKENIZER_DIR TEMPLATE_OR_DIR... [--count 200] [--history template]
 
 A conversation has tools, a user or both; thoughts that are whole, empty, unfinished or absent; and several calls in a
 turn. Each request to the policy must be the template's own rendering of the conversation, in which the turns of the
 policy are messages with their calls as fields. With --history=sampled it may differ. For each template and kind of
-conversation the table has the outcome, the exact ones, and the trajectories of a conversation. PyPI's trl has published
-templates in trl/chat_templates. Exits with 1 if a request differs.
+conversation the table has the outcome, the number of exact requests, and the trajectories per conversation. PyPI's trl
+has published templates in trl/chat_templates. Exits with 1 if a request differs.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from jppo.learner import batch, correct, ppo
 from jppo.learner.make import make_learner, make_mesh
 from jppo.preflight import models_and_data
 from jppo.preflight.preview import dry_run
-from jppo.preflight.sampling_notes import forewarn
+from jppo.preflight.sampling_notes import sampling_warnings
 from jppo.rollout import make as rollout
 from jppo.rollout.make import open_engine
 from jppo.rollout.protocol import RolloutError
@@ -77,7 +77,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
 def test_a_run_that_learns_from_a_cut_policy_is_warned(config, changes, said):
     config.update_from_flattened_dict(changes)
     settings.check(config)
-    found = forewarn(typed(config), 3)
+    found = sampling_warnings(typed(config), 3)
     assert [one.found.split(":")[0] for one in found] == ([] if said is None else [said])
     for one in found:
         assert one.step == 3 and "algorithm.rollout_is=token" in one.remedy
@@ -86,10 +86,10 @@ def test_a_run_that_learns_from_a_cut_policy_is_warned(config, changes, said):
 
 def test_a_jump_that_nothing_would_notice_is_warned_of(config):
     config.algorithm.old_logprob = "bypass"
-    (found,) = forewarn(typed(config))
+    (found,) = sampling_warnings(typed(config))
     assert found.name == "mismatch_unchecked" and found.found.startswith("rollout.max_kl_jump=1:")
     config.rollout.name = "inprocess"  # whose weights nobody else reaches
-    assert forewarn(typed(config)) == []
+    assert sampling_warnings(typed(config)) == []
 
 
 def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compilation, capsys):

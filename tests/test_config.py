@@ -27,6 +27,7 @@ from jppo.settings.table import TABLE
 from tests.make import typed
 
 ROOT = pathlib.Path(__file__).parents[1]
+TALKS = {"rollout.multi_turn.enable": True, "rollout.multi_turn.interaction": "examples/second_try.py:SecondTry"}
 
 
 @pytest.fixture
@@ -218,10 +219,26 @@ def test_what_is_none_unless_given_may_be_given(config):
             {
                 "algorithm.gamma_by": "turn",
                 "algorithm.adv_estimator": "remax",
-                "rollout.multi_turn.enable": True,
-                "rollout.multi_turn.interaction": "examples/second_try.py:SecondTry",
+                **TALKS,
             },
             ["algorithm.gamma_by='turn'", "'remax' does not discount", "take gae"],
+        ),
+        *(
+            ({f"rollout.{name}": value}, [f"rollout.{name}={value!r} is read only with rollout.agent set", "leave"])
+            for name, value in (("history", "sampled"), ("agent_branches", 2))
+        ),
+        *(
+            (TALKS | {"rollout.multi_turn.format": "plain", f"rollout.{name}": value},
+             [f"rollout.{name}={value!r}", "rollout.multi_turn.format='plain'", "another format", f"at {usual!r}"])
+            for name, value, usual in (("history", "sampled", "template"), ("agent_branches", 2, 4))
+        ),
+        (
+            {"rollout.agent": "true", "rollout.agent_format": "plain", "rollout.history": "sampled"},
+            ["rollout.history='sampled'", "rollout.agent_format='plain'", "another format", "at 'template'"],
+        ),
+        (
+            TALKS | {"rollout.history": "sampled", "rollout.agent_branches": 2},
+            ["rollout.agent_branches=2", "has one with rollout.history='sampled'", "set that to 'template'", "at 4"],
         ),
         ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
         ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),
@@ -401,6 +418,21 @@ def test_settings_that_contradict_each_other(config, changes, said):
     assert "\n" not in str(e.value)
     for part in said:
         assert part in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        TALKS | {"rollout.history": "sampled"},
+        TALKS | {"rollout.agent_branches": 2},
+        {"rollout.agent": "true", "rollout.history": "sampled", "rollout.agent_branches": 2},
+        {"rollout.agent": "true", "rollout.agent_format": "plain", "rollout.agent_branches": 2},
+    ],
+)
+def test_the_history_of_conversations_may_be_set_where_it_is_read(config, changes):
+    for name, value in changes.items():
+        put(config, name, value)
+    settings.check(config)
 
 
 @pytest.mark.parametrize("via", ["tcp", "auto"])

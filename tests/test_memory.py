@@ -63,7 +63,7 @@ def test_a_run_whose_models_wait_on_the_host_is_the_same_to_the_bit(small_run, t
     train.train(changed(plain, waiting.trainer.run_dir))  # goes on from the same checkpoints
     assert kinds == [[{"pinned_host"}] * 5] * 2 + [[{"device"}] * 5]
     said = capsys.readouterr().out
-    assert "waiting in pinned_host memory between their uses: policy, policy's optimizer, critic" in said
+    assert "offloaded to pinned_host memory between their uses: policy, policy's optimizer, critic" in said
     assert outcome(waiting) == outcome(plain)
 
 

@@ -87,13 +87,13 @@ class RewardSum:
 
 
 class Graded(Grading):
-    def __init__(self, panel):
-        self.panel, self.texts = panel, {}
+    def __init__(self, reward_sum):
+        self.reward_sum, self.texts = reward_sum, {}
 
     def submit(self, number, sample):
         assert number not in self.texts
         self.texts[number] = sample.text
-        self.panel.count += 1
+        self.reward_sum.count += 1
 
     def collect(self, numbers=None):
         return [self.reward(number) for number in sorted(numbers)]

@@ -33,10 +33,10 @@ from tests.test_prefetch import HOW, TRAIN, RewardSum, Slow, order
 ANSWERS = "samples that the checkpoint has of the next steps are"
 
 
-def make(sampler, cursor=None, panel=None, hosts=None, **changes):
+def make(sampler, cursor=None, reward_sum=None, hosts=None, **changes):
     how = dataclasses.replace(HOW, **changes)
     more = {} if hosts is None else {"hosts": hosts}
-    return supply.SampleQueue(how, TRAIN, sampler, panel or RewardSum(), cursor or Cursor(), **more)
+    return supply.SampleQueue(how, TRAIN, sampler, reward_sum or RewardSum(), cursor or Cursor(), **more)
 
 
 def saved(it):
@@ -386,14 +386,14 @@ def test_responses_that_were_drawn_otherwise_are_drawn_again():
 @pytest.mark.parametrize("graders, count", [({}, 4 + 4 + 4), ({"reward.grader": "other"}, 100 + 4 + 4)])
 def test_what_was_graded_is_not_graded_again_by_the_same_graders(graders, count):
     """Judges may answer otherwise and cost; a normalizer would count a score twice."""
-    sampler, panel = Slow(), RewardSum()
-    it = make(sampler, panel=panel)
+    sampler, reward_sum = Slow(), RewardSum()
+    it = make(sampler, reward_sum=reward_sum)
     it.take(0).grade()
     it.forget(0)
     state = saved(it)
     resumed = RewardSum()
     resumed.count = 100
-    it = make(Slow(), panel=resumed, graders=graders)
+    it = make(Slow(), reward_sum=resumed, graders=graders)
     it.load(state, 1)
     rewards, _ = it.take(1).grade()
     assert resumed.count == count, "of steps 0 and 1 before, of step 2 since then"
@@ -424,7 +424,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
             scored.extend(map(tuple, texts))
             return super().score(texts)
 
-    def open_panel():
+    def open_reward_sum():
         part = ModelPart(Model(what, batch_size=4, max_length=16), Ids(), batch_size=4, normalizer=Normalizer())
         return Parts({"rm_score": part}, PartWeights({"rm_score": 1.0}, {}), score_on_error=0.0)
 
@@ -436,26 +436,26 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
             it.forget(step)
         return rewards
 
-    sampler, whole = Slow(), open_panel()
-    expected = steps(make(sampler, panel=whole, total_steps=3), sampler, 0, 1, 2)
+    sampler, whole = Slow(), open_reward_sum()
+    expected = steps(make(sampler, reward_sum=whole, total_steps=3), sampler, 0, 1, 2)
     times = len(scored)
     scored.clear()
-    sampler, first = Slow(), open_panel()
-    found = steps(it := make(sampler, panel=first, total_steps=3), sampler, 0)
+    sampler, first = Slow(), open_reward_sum()
+    found = steps(it := make(sampler, reward_sum=first, total_steps=3), sampler, 0)
     kept, remembered = saved(it), json.loads(json.dumps(first.state()))
     before = len(scored)
-    resumed = open_panel()
+    resumed = open_reward_sum()
     resumed.load(remembered)
     sampler = Slow()
     sampler.version = 1
-    it = make(sampler, panel=resumed, cursor=order(1)[0][1], total_steps=3)
+    it = make(sampler, reward_sum=resumed, cursor=order(1)[0][1], total_steps=3)
     it.load(kept, 1)
     found += steps(it, sampler, 1, 2)
     assert before == 8 and len(scored) == times, "steps 0 and 1 before; later steps once"
     assert found == expected and len(set(expected)) > 4
     assert resumed.state() == whole.state()
-    for panel in (whole, first, resumed):
-        panel.close()
+    for reward_sum in (whole, first, resumed):
+        reward_sum.close()
 
 
 class Told(parts.Part):

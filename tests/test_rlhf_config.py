@@ -13,7 +13,7 @@ from jppo import reward_model, settings
 from jppo.learner.make import make_mesh
 from jppo.models import decoder, hf, hf_write
 from jppo.preflight.preview import dry_run
-from jppo.rewards.make import make_panel
+from jppo.rewards.make import make_reward_sum
 from jppo.run.inputs import read_inputs
 from tests.make import typed
 
@@ -60,8 +60,8 @@ def test_ppo_against_a_reward_model(small, quick_compilation):
     c = parsed("rlhf", small, settings.default(), **files)
     said = dry_run(typed(c))
     assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
-    panel = make_panel(typed(c), make_mesh(typed(c)), **read_inputs(typed(c)).graded())
-    panel.close()
+    reward_sum = make_reward_sum(typed(c), make_mesh(typed(c)), **read_inputs(typed(c)).graded())
+    reward_sum.close()
     assert c.algorithm.kl_ctrl_type == "adaptive" and c.algorithm.use_kl_in_reward
 
 

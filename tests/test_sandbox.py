@@ -24,7 +24,7 @@ from jppo.rewards.graders import RulePart
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
-from jppo.sandbox import cgroup, choice, kernel, launcher, protections, seccomp, service
+from jppo.sandbox import cgroup, choice, kernel, launcher, protections, seccomp, service, values
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.launcher import Guards, NoSandbox
 from jppo.settings import UserError
@@ -498,3 +498,21 @@ def test_ordinary_programs_work(program, without):
     guards = protections.probe(frozenset(filter(None, [without])))
     ran = launcher.run(program, guards=guards, time_s=20, memory_bytes=2**30, stdin="ok\n")
     assert (ran.status, ran.printed.strip()) == (0, "ok"), ran.errors
+
+
+def test_an_error_that_cannot_be_looked_at_is_described_without_its_parts_unless_the_other_side_has_gone():
+    def ask(*_):
+        raise values.Gone("the other side has ended")
+
+    class Asks(Exception):
+        def __str__(self):
+            return ask("name", "x")
+
+    class Raises(Exception):
+        def __str__(self):
+            raise SystemExit(0)
+
+    side = values.Values(ask, trusting=True)
+    assert side.described(Raises(1), values.Memo())[1:4] == [[], [], None]
+    with pytest.raises(values.Gone):
+        side.described(Asks(1), values.Memo())

@@ -61,8 +61,8 @@ def prompt(source, truth):
 def evaluated(texts, prompts, sampling=None):
     """The metrics and rows of these answers, n of each prompt beside each other."""
     how = greedy(7) if sampling is None else sampling
-    panel = rules({p.data_source for p in prompts})
-    tested = validation.evaluate(Answers(texts), prompts, panel, sampling=how, version=4)
+    reward_sum = rules({p.data_source for p in prompts})
+    tested = validation.evaluate(Answers(texts), prompts, reward_sum, sampling=how, version=4)
     return validation.metrics(tested), validation.rows(tested)
 
 
@@ -125,9 +125,9 @@ def test_a_source_in_which_nobody_looks_for_answers_has_no_majority():
             future.set_result(Reward(float(len(sample.text)), {}, None))
             return future
 
-    panel = RewardSum({"length": Length()}, parse_weights("", ["length"]), score_on_error=None)
+    reward_sum = RewardSum({"length": Length()}, parse_weights("", ["length"]), score_on_error=None)
     tested = validation.evaluate(
-        Answers(["a", "bb", "ccc", "dddd"]), [prompt("x", "1")], panel, sampling=FOUR, version=0
+        Answers(["a", "bb", "ccc", "dddd"]), [prompt("x", "1")], reward_sum, sampling=FOUR, version=0
     )
     metrics = validation.metrics(tested)
     assert metrics["val/best@4"] == 4.0 and metrics["val/best@2"] == pytest.approx((2 + 3 * 2 + 4 * 3) / 6)

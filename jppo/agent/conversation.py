@@ -17,7 +17,7 @@ from jppo.agent.calls import OPENING, Parser, opened_thought
 from jppo.agent.gateway.history import nothing_said
 from jppo.agent.partners import Begin, PartnerError, Respond
 from jppo.agent.tools import Context, Toolbox, ToolReplies
-from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken
+from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken, as_messages
 from jppo.rollout.protocol import Answer, Ask, Talk, joined, of_tokens, sample_seed
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
 
@@ -220,7 +220,7 @@ def make_talk(
         return said, [] if reply.done or last else [{"role": "user", "content": reply.text}]
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
-        state = _State(prompt, _as_messages(prompt))
+        state = _State(prompt, as_messages(prompt.messages))
         room = len(prompt.ids) + sampling.max_tokens
         ids = state.begin(chat, await state.open(begin), room)
         while ids:
@@ -233,8 +233,3 @@ def make_talk(
         return state.trajectory(decode, branches)
 
     return talk
-
-
-def _as_messages(prompt: Prompt) -> list[dict[str, str]]:
-    said = prompt.messages
-    return [{"role": "user", "content": said}] if isinstance(said, str) else [dict(m) for m in said]

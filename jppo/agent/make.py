@@ -109,7 +109,7 @@ def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
         spell=spell,
         pieces=lambda ids: pieces(tokenizer, ids),
         ends=ends,
-        longest=enough(tokenizer, c.data.max_prompt_length + c.data.max_response_length),
+        longest=enough(tokenizer, c.data.longest_row),
     )
     rules = Rules(
         max_prompt_length=c.data.max_prompt_length,

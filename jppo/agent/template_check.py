@@ -1,7 +1,7 @@
-"""Checks by made-up conversations whether a chat template can hold those of a run. Pure.
+"""Checks by made-up conversations whether a chat template suits the conversations of a run. Pure.
 
-What a template does to earlier turns is no reason to refuse it: such turns begin new branches. What it hides from the
-policy is: tools, messages, and calls in another format than the run's parser reads.
+A template may change earlier turns, which then begin new branches. It is refused if it hides tools or messages from
+the policy, or writes calls in a format that the run's parser does not read.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from jppo.agent.calls import Call, Found, Parser, Schema, opened_thought, withou
 from jppo.settings import UserError
 
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "asked-first"}]
-_SAID = "said-by-the-assistant"
-_TEXT: dict[str, Any] = {"role": "assistant", "content": _SAID}
+SAID = "said-by-the-assistant"  # the text of a made-up turn, which no template has
+_TEXT: dict[str, Any] = {"role": "assistant", "content": SAID}
 _VALUES = {"string": "a b", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
 
@@ -72,7 +72,7 @@ def check_template(
         return Form(name)
     _check_named(render, schemas, setting)
     parsed, counts = False, range(1, 1 + min(parallel, 2))
-    for schema, count, text in itertools.product(schemas, counts, ("", _SAID)) if parse else ():
+    for schema, count, text in itertools.product(schemas, counts, ("", SAID)) if parse else ():
         calls = [_example(schema)] * count
         fields = call_fields(calls)
         said = _TEXT | {"content": text, "tool_calls": fields}
@@ -92,11 +92,11 @@ def check_template(
 
 
 def changes(render: Callable[..., str], roles: Sequence[str]) -> list[str]:
-    """Returns which turns of the policy the template changes when messages of which roles follow."""
+    """Returns the turns of the policy that the template changes, each with the role of the messages that follow."""
     found, before = [], render(_ASKED)
     for role in roles:
         for kind, thought in (("", ""), (" with a thought", "<think>\nhm\n</think>\n\n")):
-            text = thought.removeprefix(opened_thought(before)).lstrip() + _SAID
+            text = thought.removeprefix(opened_thought(before)).lstrip() + SAID
             with contextlib.suppress(UserError):  # a template may refuse tools' answers to a text
                 whole = render([*_ASKED, _TEXT | {"content": text}, *(m | {"role": role} for m in _answers(1))])
                 if not whole.startswith(before + text):
@@ -107,7 +107,7 @@ def changes(render: Callable[..., str], roles: Sequence[str]) -> list[str]:
 def _written(render: Callable[..., str], said: Mapping[str, Any]) -> str:
     """Returns the text of a turn without its head and end."""
     asked, whole, text = (render([*_ASKED, *turn], opened=False) for turn in ([], [said], [_TEXT]))
-    head, _, end = text[_same(asked, text) :].partition(_SAID)
+    head, _, end = text[_same(asked, text) :].partition(SAID)
     return whole[_same(asked, whole) :].removeprefix(head).removesuffix(end)
 
 

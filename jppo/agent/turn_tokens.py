@@ -1,9 +1,9 @@
 """The tokens that a turn of the policy answers: the conversation so far, as the chat template renders it.
 
-Sampled tokens are never encoded again. If the rendering begins with what was asked and sampled before, its rest is
-encoded and appended. Otherwise the template has changed an earlier turn, for example by removing its thoughts, and
-the tokens of the whole rendering begin a new branch. With rollout.history=sampled earlier turns stay as they were
-sampled, whatever the template does to them.
+Sampled tokens are never encoded again. If the rendering begins with the text of the earlier prompt and answer, its rest
+is encoded and appended. Otherwise the template has changed an earlier turn, for example by removing its thoughts, and
+the tokens of the whole rendering begin a new branch. With rollout.history=sampled all turns stay as they were sampled,
+also where the template changes them.
 """
 
 import dataclasses
@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jppo.agent.calls import Parser, Schema
-from jppo.agent.template_check import Form, changes, check_template
+from jppo.agent.template_check import SAID, Form, changes, check_template
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import spell, tokenize
 from jppo.settings import UserError
 
-_SAID = "said-by-the-assistant"
 _PLACE = Row("rollout.multi_turn", 1, {}, "made-up conversation")
 # of templates and tokenizers, in a conversation that cannot be rendered or encoded
 UNREADABLE = (UserError, UnicodeError, TypeError, ValueError, LookupError, RecursionError)
@@ -103,16 +102,16 @@ def templated(
         return encode(whole), False
 
     def append(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
-        whole = render([{"role": "user", "content": "anything"}, {"role": "assistant", "content": _SAID}, *new])
-        ids = encode(whole[whole.index(_SAID) + len(_SAID) :])
+        whole = render([{"role": "user", "content": "anything"}, {"role": "assistant", "content": SAID}, *new])
+        ids = encode(whole[whole.index(SAID) + len(SAID) :])
         return turn.ids + (ids[1:] if ids and ids[0] == turn.ids[-1] else ids), True
 
     def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        before = as_messages(prompt)
         if before[-1]["role"] == "user":  # many templates refuse two consecutive user turns
             before, text = before[:-1], f"{before[-1]['content']}\n{text}"
-        messages = [*before, {"role": "user", "content": text}]
-        return list(messages), encode(render(messages))
+        messages: list[Message] = [*before, {"role": "user", "content": text}]
+        return messages, encode(render(messages))
 
     @functools.lru_cache(maxsize=64)  # the samples of a prompt begin with the same messages
     def begun(messages: str) -> list[int]:
@@ -124,6 +123,11 @@ def templated(
         print(f"conversations: {said}", file=sys.stderr, flush=True)
     follows = append if kept else follow
     return Chat(follows, opening, lambda messages: [*begun(json.dumps(messages))], encode, form)
+
+
+def as_messages(prompt: Messages) -> list[dict[str, str]]:
+    """Returns a prompt's messages, copied; a text is a user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
 
 
 def plain(tokenizer: Any) -> Chat:
@@ -141,8 +145,7 @@ def plain(tokenizer: Any) -> Chat:
         return turn.ids + encode("".join(map(written, new))), True
 
     def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return [*before, {"role": "user", "content": text}], ids + encode(f"{text}\n")
+        return [*as_messages(prompt), {"role": "user", "content": text}], ids + encode(f"{text}\n")
 
     def whole(messages: Sequence[Message]) -> list[int]:
         return encode(messages[0]["content"] + "".join(map(written, messages[1:])), True)

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -22,8 +21,6 @@ from typing import Any
 from jppo.data.rows import Row
 from jppo.interpreter import python_path
 from jppo.settings import UserError
-
-_LENGTH = struct.Struct(">Q")
 
 
 class _Ended(Exception):
@@ -45,7 +42,7 @@ class _Worker:
                 self._start()
             assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
             try:
-                self._process.stdin.write(_LENGTH.pack(len(body)) + body)
+                self._process.stdin.write(body)
                 self._process.stdin.flush()
                 line = self._process.stdout.readline()
             except OSError:

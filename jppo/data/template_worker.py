@@ -3,8 +3,8 @@
     python -m jppo.data.template_worker
 
 A template is a program from a model's repository, and one loop or `'a' * 3000000000` would stop the trainer or exhaust
-its memory. Requests are pickled over stdin, each with its length before it; replies are lines of JSON. The kernel ends
-the process when a request takes too long.
+its memory. Requests are pickled over stdin; replies are lines of JSON. The kernel ends the process when a request takes
+too long.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import pickle
 import re
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ import jinja2
 from jinja2 import meta
 from transformers.utils.chat_template_utils import render_jinja_template
 
-LENGTH = struct.Struct(">Q")
 TIME_S = 5.0  # of the processor, for one conversation
 MEMORY_BYTES = 2**30  # more than the process has before the first request
 MOST = 2**26  # characters of a text
@@ -86,11 +84,12 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _bound_memory()
     answers: dict[str, Callable[..., Iterable[str]]] = {"render_all": render_all, "unknown_names": unknown_names}
-    while len(head := sys.stdin.buffer.read(LENGTH.size)) == LENGTH.size:
-        what, arguments = pickle.loads(sys.stdin.buffer.read(*LENGTH.unpack(head)))
-        reply = _reply(answers[what], arguments)
-        sys.stdout.write(reply + "\n")
-        sys.stdout.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            what, arguments = pickle.load(sys.stdin.buffer)
+            reply = _reply(answers[what], arguments)
+            sys.stdout.write(reply + "\n")
+            sys.stdout.flush()
 
 
 def _reply(answers: Callable[..., Iterable[str]], arguments: tuple[Any, ...]) -> str:

@@ -1,7 +1,7 @@
 """XLA's compilers for absent devices: their packages, installed in a separate folder, and device descriptions.
 
-The folder is `.targets/gpu` or `.targets/tpu` of a checkout, else of the user's cache. Only a process that compiles for
-such a machine sees it; JAX computes on the CPU there.
+The folder is `.targets/gpu` or `.targets/tpu` of a checkout, else `jppo/compilers/gpu` or `jppo/compilers/tpu` of the
+user's cache. Only a process that compiles for such a machine sees it; JAX computes on the CPU there.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ def folder(platform: str) -> pathlib.Path:
     """Returns the folder of a platform's compiler."""
     root = pathlib.Path(__file__).resolve().parents[2]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
-    return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/targets") / platform
+    return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/compilers") / platform
 
 
 def requirements(platform: str) -> list[str]:

@@ -6,7 +6,7 @@ layouts, by trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jppo.learner import packing, sharding
 from jppo.types import Batch, Counts, Reward, Rows, Scored, Trajectory
 
+Earned = tuple[tuple[int, float], ...]  # amounts by position, as in Reward
 _FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name != "rows"]
 
 
@@ -80,22 +81,16 @@ def with_branches(
     rewards: Sequence[Reward],
     group: np.ndarray,
     greedy: np.ndarray | None,
-    weights: Sequence[Mapping[str, float]],
+    earned: Sequence[Callable[[Trajectory], Earned]],
 ) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None, np.ndarray]:
     """Appends the other branches of episodes, each with its episode's reward and greedy score.
 
     Groups compare episodes: another branch is alone in its group. The last result is each trajectory's episode.
-    `weights` of the parts of a reward scale the amounts that a branch earned at its turns.
+    `earned`: of each episode, the function that returns the amounts which a branch earned at its turns.
     """
     others = [(i, t) for i, episode in enumerate(episodes) for t in episode.branches]
     index = np.array([*range(len(episodes)), *(i for i, _ in others)], np.int32)
-    graded = list(rewards)
-    for i, t in others:
-        weight = sum(weights[i].get(part, 0.0) for part in ("agent_score", "environment_score", "interaction_score"))
-        told = () if t.exchange is None else t.exchange.earned
-        tools = () if t.exchange is None else t.exchange.tool_earned
-        earned = [*((k, weight * x) for k, x in told), *((k, weights[i].get("tool_score", 0.0) * x) for k, x in tools)]
-        graded.append(dataclasses.replace(rewards[i], earned=tuple(earned)))
+    graded = [*rewards, *(dataclasses.replace(rewards[i], earned=earned[i](t)) for i, t in others)]
     group = np.concatenate([group, np.arange(len(episodes), len(index), dtype=group.dtype)])
     return [*episodes, *(t for _, t in others)], graded, group, None if greedy is None else greedy[index], index
 

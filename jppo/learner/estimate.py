@@ -123,7 +123,7 @@ def make_advantages(
 
 
 def of_episodes(sequences: Callable[..., Array], batch: Batch, total: Array) -> Array:  # [B]
-    """Returns the outcome of each row's episode, whose tokens and penalties are those of all its branches.
+    """Returns the outcome of each row's episode, with the tokens and penalties of all its branches.
 
     The length of a response is its kept tokens, or all that were sampled if none is kept: its score counts.
     """

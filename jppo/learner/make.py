@@ -84,7 +84,7 @@ def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str |
         dtype=c.model.compute_dtype,
         one_segment=packing_kind(c, mesh) in ("buckets", "none"),
         shared=shared_prompts(c, mesh),
-        longest=c.data.max_prompt_length + c.data.max_response_length,
+        longest=c.data.longest_row,
         sinks=cfg.sinks,
     )
     gpu = fused.capability(mesh.devices.flat[0])

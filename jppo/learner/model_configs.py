@@ -22,16 +22,11 @@ class ModelConfigs:
     total_steps: int = 0
 
 
-def longest_row(c: Common) -> int:
-    """Returns the tokens of the longest allowed prompt and response together."""
-    return int(c.data.max_prompt_length + c.data.max_response_length)
-
-
 def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
     """Reads the configs of policy, critic and reference and checks that their weights exist."""
 
     def read(path: str, head: Head, init: str) -> ModelConfig:
-        _, cfg = hf.read_config(path, longest=longest_row(c))
+        _, cfg = hf.read_config(path, longest=c.data.longest_row)
         if head == "value":
             cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
         if init == "pretrained":

@@ -47,8 +47,8 @@ def introduce(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str
         parts = [part for part in parts if part != "reference"]
     if not parts:
         return None
-    same = "; a CPU's is the same memory, so that nothing is gained" if device.platform == "cpu" else ""
-    return f"waiting in {offload.host_kind(device)} memory between their uses: {', '.join(parts)}{same}"
+    same = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
+    return f"offloaded to {offload.host_kind(device)} memory between their uses: {', '.join(parts)}{same}"
 
 
 @dataclasses.dataclass(frozen=True)

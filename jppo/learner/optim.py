@@ -49,8 +49,8 @@ def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float,
 def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, matrices: Params | None = None) -> Any:
     """Orthogonalized Nesterov momentum for the matrices of the layers, AdamW with Nesterov momentum for the others.
 
-    An orthogonalized update has the same size for any momentum: a matrix without a gradient, such as that of an expert
-    without tokens, moves on in its last direction until rounding ends it.
+    An orthogonalized update has the same size for any momentum: a matrix without a gradient, such as a kernel of an
+    expert without tokens, moves on in its last direction until rounding ends it.
 
     `matrices` has `contrib.MuonDimensionNumbers` for each matrix and None for other parameters. A single None makes all
     parameters with two axes matrices.

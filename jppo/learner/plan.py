@@ -6,7 +6,7 @@ from typing import Any
 from jppo.learner import packing, prefix, sharding
 from jppo.models import attention, cost
 from jppo.models.config import ModelConfig
-from jppo.settings import Common, Settings, UserError
+from jppo.settings import Common, Settings, UserError, has_branches
 
 
 def packing_kind(c: Common, mesh: Any) -> str:
@@ -45,7 +45,7 @@ def make_plan(
             return cost.price(policy, attention.computed(length, shared) / length)
 
         how = dict(price=price, shared=shared)
-    longest = c.data.max_prompt_length + c.data.max_response_length + more
+    longest = c.data.longest_row + more
     return packing.make_plan(
         packing_kind(c, mesh),
         max_length=longest,
@@ -98,13 +98,7 @@ def sequences_of_step(c: Settings) -> int:
 
 def most_sequences(c: Settings) -> int:
     """Returns the most trajectories of a step, the branches of episodes included."""
-    return sequences_of_step(c) * (c.rollout.agent_branches if has_branches(c) else 1)
-
-
-def has_branches(c: Settings) -> bool:
-    """Whether an episode may be several trajectories: an agent's, or one whose earlier turns the template changes."""
-    r = c.rollout
-    return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
+    return sequences_of_step(c) * (c.rollout.agent_branches if has_branches(c.rollout) else 1)
 
 
 def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:

@@ -69,7 +69,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The compiled functions of a step: those of the models, compiled for every shape of rows, and one of the batch."""
+    """The compiled functions of a step: the models' passes, compiled for every shape of rows, and one of the batch."""
 
     logprob: score.LogProb
     reference: Callable[..., tuple[Array | None, Array | None]] | None

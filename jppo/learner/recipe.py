@@ -9,9 +9,9 @@ import jax
 from jppo.algorithms import kl, losses
 from jppo.learner import correct, ppo
 from jppo.learner.estimate import Estimator
-from jppo.learner.plan import has_branches, sequences_of_step
+from jppo.learner.plan import sequences_of_step
 from jppo.learner.policy_losses import Objective
-from jppo.settings import Settings, importance_band, parts, rejection_rules
+from jppo.settings import Settings, has_branches, importance_band, parts, rejection_rules
 from jppo.types import Array
 
 
@@ -88,6 +88,6 @@ def make_recipe(c: Settings) -> ppo.Recipe:
         positive_lm_coef=a.positive_lm_coef,
         router_aux_loss_coef=a.router_aux_loss_coef,
         router_z_loss_coef=a.router_z_loss_coef,
-        branches=has_branches(c),
+        branches=has_branches(c.rollout),
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
     )

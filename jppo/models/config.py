@@ -123,7 +123,7 @@ class Delta:
 
     @property
     def channels(self) -> int:
-        """Returns the number of channels C of the convolution: those of q, k and v."""
+        """Returns the number of channels C of the convolution, over q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property

@@ -79,9 +79,9 @@ def _cut(sizes: jax.Array, size: int, count: int) -> tuple[jax.Array, jax.Array,
 
 
 class GroupedMap(NamedTuple):
-    """A position-wise function of blocks of rows with their kernels, and mapping many pairs each row of an array is in.
+    """A position-wise function of blocks of rows with their kernels, and the number of pairs of each array's rows.
 
-    `fn(kernels, rows)` gets those of blocks, [blocks, ...] and [blocks, n, ...], and returns [blocks, n, ...].
+    `fn(kernels, rows)` takes the blocks' kernels [blocks, ...] and rows [blocks, n, ...], and returns [blocks, n, ...].
     """
 
     fn: Callable[[Any, tuple[jax.Array, ...]], jax.Array]
@@ -134,7 +134,7 @@ def grouped_outputs(
 def grouped_gradients(
     mapping: GroupedMap, kernels: Any, rows: Any, sizes: jax.Array, order: jax.Array, given: jax.Array, *, cpu: bool
 ) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Computes the gradients of kernels and rows; those of kernels are summed in their dtype, f32 at least."""
+    """Computes the gradients of kernels and rows; kernels' gradients are summed in their dtype, f32 at least."""
     chunks, own = _chunks(kernels, sizes, order, cpu=cpu), _kernels_of_blocks(kernels, rows)
 
     def one(i: Any, so_far: Any) -> Any:
@@ -156,7 +156,7 @@ def grouped_gradients(
 
 
 def _added(total: jax.Array, group: jax.Array, new: jax.Array) -> jax.Array:
-    """Adds blocks' gradients to those of their groups."""
+    """Adds the gradients of blocks to their groups' sums."""
     if len(group) > 1:
         return total.at[group].add(new.astype(total.dtype))
     one: jax.Array = jax.lax.dynamic_update_index_in_dim(

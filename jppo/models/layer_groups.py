@@ -24,7 +24,7 @@ class LayerModules(NamedTuple):
     mixer: Mixer = "attention"
     beside: bool = False  # it has an MLP, too
     kind: int | None = None  # index of its kind, where kinds have heads of their own size
-    keys: Keys = "own"  # kept: later layers share its keys and values; shared: it takes those of a kept one
+    keys: Keys = "own"  # kept: later layers share its keys and values; shared: it takes a kept layer's
     joined: bool = False  # keys and values are one projection
 
     @property

@@ -28,7 +28,7 @@ def candidates(c: Settings) -> Iterator[dict[str, Any]]:
     remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
     tokens = [c.actor.max_tokens_per_device]
     if tokens == [-1]:
-        longest = max(c.data.max_prompt_length + c.data.max_response_length, c.data.max_tokens_per_row)
+        longest = max(c.data.longest_row, c.data.max_tokens_per_row)
         sizes = [longest]
         while sizes[0] * 2 <= MOST:
             sizes.insert(0, sizes[0] * 2)

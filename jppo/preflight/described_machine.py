@@ -116,7 +116,7 @@ def remedies(c: Common) -> Iterator[dict[str, Any]]:
         changes["model.remat"] = "full"
         yield dict(changes)
     section = "actor" if isinstance(c, Settings) else "optim"
-    longest = c.data.max_prompt_length + c.data.max_response_length
+    longest = c.data.longest_row
     tokens = settings.value(c, f"{section}.max_tokens_per_device")
     while tokens // 2 >= max(longest, SMALLEST):
         tokens //= 2

@@ -33,14 +33,14 @@ MANY = 1.1  # a row shape with this many times the tokens of the longest rows is
 
 def sampled_share(c: Common) -> float:
     """Returns the share of sampled tokens in the longest sequences."""
-    return float(c.data.max_response_length / (c.data.max_prompt_length + c.data.max_response_length))
+    return float(c.data.max_response_length / (c.data.longest_row))
 
 
 def useful(
     c: Common, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool, count: Any = cost.update
 ) -> int:
     """Counts the useful FLOP over rows full of the longest sequences: of a gradient, or of what `count` counts."""
-    entries, length = math.prod(shape), min(c.data.max_prompt_length + c.data.max_response_length, shape[1])
+    entries, length = math.prod(shape), min(c.data.longest_row, shape[1])
     read = int(entries * sampled_share(c)) if head else 0
     found: int = count(cfg, [length] * max(1, entries // length), head_tokens=read, adapters=how)
     return found

@@ -15,7 +15,7 @@ from jppo.settings import Common, Settings
 from jppo.settings.rules_rollout import publish_via
 
 MIB = 2**20
-TIGHT = 0.9  # warning threshold, of the room
+TIGHT = 0.9  # warning threshold, of the free memory
 Verdict = Literal["OK", "WARN", "FAIL"]
 
 
@@ -49,7 +49,7 @@ def device_parts(found: Estimate) -> dict[str, int]:
 
 
 def of_machine(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
-    """Returns the rooms of devices and host; on a CPU they are one."""
+    """Returns the budgets of devices and host; on a CPU they are one."""
     parts = device_parts(found)
     device, taken, free = mesh.devices.flat[0], devices.resident(), host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
@@ -67,7 +67,7 @@ def of_machine(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[Memo
 
 
 def described_rooms(c: Common, machine: Machine, found: Estimate) -> list[MemoryBudget]:
-    """Returns the rooms of a described machine's devices, and its host's needs."""
+    """Returns the budgets of a described machine's devices, and its host's needs."""
     room, why = described_machine.capacity(c, machine)
     places = [MemoryBudget(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
     waiting = {f"{about}, waiting": count for about, count in found.host.items()}
@@ -105,7 +105,7 @@ def of_servers(c: Settings, inputs: Inputs, mesh: Any) -> MemoryBudget | None:
 
 
 def table(room: MemoryBudget) -> list[str]:
-    """Formats a room, its sum and its verdict last."""
+    """Formats a budget, its sum and its verdict last."""
     widest = max(len(about) for about in room.parts)
     lines = [f"memory of {room.where}, MiB"]
     lines += [f"  {about:<{widest}}  {count / MIB:>10,.0f}" for about, count in room.parts.items()]

@@ -10,10 +10,10 @@ from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.learner.model_configs import critic_path, read_models
 from jppo.preflight import memory
 from jppo.preflight.finding import Finding
-from jppo.preflight.sampling_notes import describe_sampling, forewarn
+from jppo.preflight.sampling_notes import describe_sampling, sampling_warnings
 from jppo.rewards import check as reward_check
 from jppo.rewards.graders import grader_of
-from jppo.rewards.make import make_judge, make_panel
+from jppo.rewards.make import make_judge, make_reward_sum
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rollout.make import served_reference
 from jppo.run.inputs import Inputs, columns_of, read_tokenizer
@@ -57,7 +57,7 @@ def tokenizer(c: Settings) -> Iterator[Finding]:
 def sampling(c: Settings) -> Iterator[Finding]:
     """Checks how responses are sampled, and whether the trainer learns from that distribution."""
     yield Finding("sampling", "OK", describe_sampling(c))
-    for one in forewarn(c):
+    for one in sampling_warnings(c):
         yield Finding("sampling", "WARN", one.found, one.remedy)
 
 
@@ -128,10 +128,10 @@ def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         yield Finding("reward", "OK", f"from {source}: the data has no right answers to test")
         return
     with contextlib.ExitStack() as stack:
-        panel = make_panel(c, mesh, **inputs.graded())
-        stack.callback(panel.close)
-        panel.ready()
-        found = reward_check.check(panel, inputs.train.prompts)
+        reward_sum = make_reward_sum(c, mesh, **inputs.graded())
+        stack.callback(reward_sum.close)
+        reward_sum.ready()
+        found = reward_check.check(reward_sum, inputs.train.prompts)
     for one in found:
         said = f"{one.source}: right answers earn {one.truth:.3g}, others' {one.wrong:.3g} ({one.rows} rows)"
         if one.errors:

@@ -21,7 +21,7 @@ from jppo.preflight import auto, described_machine, memory, memory_budget
 from jppo.preflight import table as forecast
 from jppo.preflight.described_machine import Request
 from jppo.preflight.memory import Estimate
-from jppo.preflight.sampling_notes import describe_sampling, forewarn
+from jppo.preflight.sampling_notes import describe_sampling, sampling_warnings
 from jppo.preflight.table import Executions
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.settings import Common, Settings
@@ -127,7 +127,7 @@ def sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     lines += [
         *(f"weights          {said}" for said in [describe_decoding(inputs.policy)] if said),
         f"sampling         {describe_sampling(c)}",
-        *(f"                 warning: {one.found}; {one.remedy}" for one in forewarn(c)),
+        *(f"                 warning: {one.found}; {one.remedy}" for one in sampling_warnings(c)),
         f"rows             {shapes(plan)}",
         f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
         f"to compile       {count} programs for {len(plan.shapes)} shape(s)",

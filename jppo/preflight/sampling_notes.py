@@ -14,7 +14,7 @@ def describe_sampling(c: Settings) -> str:
     return f"{drawn}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
 
 
-def forewarn(c: Settings, step: int = 0) -> list[Alert]:
+def sampling_warnings(c: Settings, step: int = 0) -> list[Alert]:
     """Returns warnings on the sampling settings, before the run does anything.
 
     A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one. Importance

@@ -143,7 +143,7 @@ def _remat(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def _tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
-    longest = c.data.max_prompt_length + c.data.max_response_length
+    longest = c.data.longest_row
     for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
         if tokens >= longest:
             yield {"actor.max_tokens_per_device": tokens}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jppo import process, settings
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.rewards.make import make_panel
+from jppo.rewards.make import make_reward_sum
 from jppo.rewards.parts import Sample
 from jppo.rewards.reward_sum import RewardSum
 from jppo.run.inputs import read_inputs
@@ -43,10 +43,10 @@ class SourceCheck:
         return not self.errors and self.truth > self.wrong
 
 
-def check(panel: RewardSum, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[SourceCheck]:
+def check(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
-    return [_source(panel, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
+    return [_source(reward_sum, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
 
 
 def solutions(prompt: Prompt) -> list[str]:
@@ -56,7 +56,7 @@ def solutions(prompt: Prompt) -> list[str]:
     return worked + [form.format(prompt.ground_truth) for form in FORMS]
 
 
-def _source(panel: RewardSum, prompts: list[Prompt]) -> SourceCheck:
+def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     """Uses the form of solution with the highest score, because the format is up to the rule."""
     forms = [solutions(prompt) for prompt in prompts]
     truths = [prompt.ground_truth for prompt in prompts]
@@ -65,7 +65,9 @@ def _source(panel: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
     wrongs = [[None if j is None else right[j] for j in others] for right in rights]
     # All at once: a part that normalises scores uses the same scale for all.
-    found = iter(_grade(panel, list(prompts) * 2 * len(rights), [text for texts in rights + wrongs for text in texts]))
+    found = iter(
+        _grade(reward_sum, list(prompts) * 2 * len(rights), [text for texts in rights + wrongs for text in texts])
+    )
     graded = [[next(found) for _ in prompts] for _ in range(2 * len(rights))]
     means = [_mean(rewards) for rewards in graded[: len(rights)]]
     best = max(range(len(means)), key=lambda i: means[i])
@@ -81,9 +83,9 @@ def _source(panel: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     )
 
 
-def _grade(panel: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
+def _grade(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
     said = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
-    return panel.grade(Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, said, strict=True))
+    return reward_sum.grade(Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, said, strict=True))
 
 
 def _mean(rewards: Sequence[Reward]) -> float:
@@ -124,12 +126,12 @@ def run(c: Settings) -> bool:
     inputs = read_inputs(c)
     mesh = make_mesh(c)
     process.prepare(c, sharding.platform(mesh))
-    panel = make_panel(c, mesh, **inputs.graded())
+    reward_sum = make_reward_sum(c, mesh, **inputs.graded())
     try:
-        panel.ready()
-        findings = check(panel, inputs.train.prompts)
+        reward_sum.ready()
+        findings = check(reward_sum, inputs.train.prompts)
     finally:
-        panel.close()
+        reward_sum.close()
     print(report(findings))
     return all(f.good for f in findings)
 

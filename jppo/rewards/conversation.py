@@ -1,9 +1,13 @@
 """The reward part for scores given during a conversation: by an environment, a simulated user, or tools."""
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 from jppo.rewards.parts import Part, Sample, failed, graded
-from jppo.types import Reward
+from jppo.types import Exchange, Reward
+
+ENVIRONMENT, AGENT, INTERACTION, TOOLS = "environment_score", "agent_score", "interaction_score", "tool_score"
+TURNS = (ENVIRONMENT, AGENT, INTERACTION)  # parts that read the scores of turns
 
 
 class ConversationPart(Part):
@@ -24,3 +28,12 @@ class ConversationPart(Part):
         if self._tools:
             score, earned = sum(amount for _, amount in found.tool_earned), found.tool_earned
         return graded(Reward(score, {}, error=None, earned=earned))
+
+
+def weighted(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Returns what a branch of an episode earned at its turns, scaled by the weights of the parts."""
+    if exchange is None:
+        return ()
+    of_turns, of_tools = sum(weights.get(part, 0.0) for part in TURNS), weights.get(TOOLS, 0.0)
+    pairs = [(of_turns, exchange.earned), (of_tools, exchange.tool_earned)]
+    return tuple((k, weight * amount) for weight, earned in pairs for k, amount in earned)

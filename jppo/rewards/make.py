@@ -13,7 +13,7 @@ from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
-from jppo.rewards.conversation import ConversationPart
+from jppo.rewards.conversation import AGENT, ENVIRONMENT, INTERACTION, TOOLS, TURNS, ConversationPart
 from jppo.rewards.function import FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.judge.client import JudgeClient
@@ -36,7 +36,7 @@ from jppo.settings import Settings, UserError
 RULES = "rule_score"
 
 
-def make_panel(
+def make_reward_sum(
     c: Settings,
     mesh: jax.sharding.Mesh,
     hosts: Hosts = ALONE,
@@ -60,10 +60,10 @@ def make_panel(
         "rm_score": bool(r.model.path),
         "length_score": r.overlong_buffer_tokens > 0,
         "format_score": bool(r.format_regex),
-        "environment_score": bool(talk.environment),
-        "agent_score": bool(agent),
-        "interaction_score": bool(talk.interaction),
-        "tool_score": tool_rewards,
+        ENVIRONMENT: bool(talk.environment),
+        AGENT: bool(agent),
+        INTERACTION: bool(talk.interaction),
+        TOOLS: tool_rewards,
     }
     names = [name for name, there in asked.items() if there]
     weights = parse_weights(r.weights, names, optional=[RULES])
@@ -89,10 +89,8 @@ def make_panel(
             max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
         ),
         "format_score": lambda: FormatPart(r.format_regex, pool=pool()),
-        "environment_score": ConversationPart,
-        "agent_score": ConversationPart,
-        "interaction_score": ConversationPart,
-        "tool_score": lambda: ConversationPart(tools=True),
+        **dict.fromkeys(TURNS, ConversationPart),
+        TOOLS: lambda: ConversationPart(tools=True),
     }
     wanted = [name for name in names if any(name in parts for parts in used.values())]
     made: dict[str, Part] = {}

@@ -2,7 +2,7 @@
 
 Samples are submitted as they are generated, so that slow parts overlap with sampling:
 
-    grading = panel.begin()
+    grading = reward_sum.begin()
     grading.submit(number, sample)      # from any thread, in any order
     rewards = grading.collect()         # [B], in the order of the numbers
 """
@@ -10,17 +10,17 @@ Samples are submitted as they are generated, so that slow parts overlap with sam
 import dataclasses
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from jppo import traces
-from jppo.rewards.conversation import ConversationPart
+from jppo.rewards.conversation import ConversationPart, weighted
 from jppo.rewards.parts import Part, Sample
 from jppo.settings import UserError
-from jppo.types import Reward
+from jppo.types import Reward, Trajectory
 
 FLOAT32 = float(np.finfo(np.float32).max)
 OFF = "off"  # weight of a part that is not computed for a source
@@ -104,13 +104,18 @@ class RewardSum:
             grading.submit(number, sample)
         return grading.collect()
 
+    def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
+        """Makes the function that returns the amounts which a branch of an episode earned at its turns."""
+        weights = self.weights.of(source)
+        return lambda branch: weighted(branch.exchange, weights)
+
     def ready(self) -> None:
         """Waits until all parts have started."""
         for part in self.parts.values():
             part.ready()
 
     def testing(self) -> "RewardSum":
-        """Returns the same panel for held-out samples, without updating running statistics."""
+        """Returns the same sum for held-out samples, without updating running statistics."""
         parts = {name: part.testing() for name, part in self.parts.items()}
         return RewardSum(parts, self.weights, score_on_error=self.score_on_error)
 
@@ -140,14 +145,14 @@ class RewardSum:
 class Grading:
     """The samples of one batch that are being graded."""
 
-    def __init__(self, panel: RewardSum):
-        self._panel = panel
+    def __init__(self, reward_sum: RewardSum):
+        self._reward_sum = reward_sum
         self._waiting: dict[int, dict[str, tuple[float, Future[Reward]]]] = {}
         self._lock = threading.Lock()
 
     def submit(self, number: int, sample: Sample) -> None:
         """Submits a sample to every part that scores its source."""
-        weights, parts = self._panel.weights.of(sample.prompt.data_source), self._panel.parts
+        weights, parts = self._reward_sum.weights.of(sample.prompt.data_source), self._reward_sum.parts
         if sample.exchange is not None and sample.exchange.fault is not None:  # an error, whatever other parts say
             weights = {name: x for name, x in weights.items() if isinstance(parts[name], ConversationPart)} or weights
         futures = {name: (weight, parts[name].submit(sample)) for name, weight in weights.items()}
@@ -167,7 +172,7 @@ class Grading:
 
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
         """Waits for the rewards of `numbers` (None: all) and returns them in the order of their numbers."""
-        for part in self._panel.parts.values():
+        for part in self._reward_sum.parts.values():
             part.flush()
         with self._lock:  # more samples may be submitted meanwhile
             wanted = sorted(self._waiting if numbers is None else numbers)
@@ -175,10 +180,12 @@ class Grading:
         return [self._composed(futures) for futures in waiting]
 
     def _composed(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
-        return compose({name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._panel)
+        return compose(
+            {name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._reward_sum
+        )
 
 
-def compose(found: Mapping[str, tuple[float, Reward]], panel: RewardSum) -> Reward:
+def compose(found: Mapping[str, tuple[float, Reward]], reward_sum: RewardSum) -> Reward:
     """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
 
     Amounts earned inside the response have their part's weight. The answer comes from the rule or the custom function.
@@ -190,7 +197,7 @@ def compose(found: Mapping[str, tuple[float, Reward]], panel: RewardSum) -> Rewa
     answer = next((reward.answer for _, reward in found.values() if reward.answer is not None), None)
     errors = [f"{name}: {why}" for name, one in found.items() if (why := _error(*one)) is not None]
     if errors:
-        score, error = panel.score_on_error, "; ".join(errors)
+        score, error = reward_sum.score_on_error, "; ".join(errors)
         finite = {key: value for key, value in parts.items() if math.isfinite(value)}
         if score is None:
             return Reward(math.nan, finite, error, answer, unusable=f"not graded: {error}")

@@ -14,7 +14,6 @@ from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.learner.model_configs import longest_row
 from jppo.learner.plan import sequences_of_step
 from jppo.models import cache, hf
 from jppo.models.config import pad_vocab
@@ -67,7 +66,7 @@ def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> Serve
     if hosts.count > 1:
         raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
     timeout_s = c.rollout.request_timeout_s
-    return ServedReference(c.ref.url, longest=longest_row(c), tokenizer=tokenizer, timeout_s=timeout_s)
+    return ServedReference(c.ref.url, longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=timeout_s)
 
 
 def server_settings(c: Settings) -> ServerSettings:
@@ -78,7 +77,7 @@ def server_settings(c: Settings) -> ServerSettings:
         servers=r.servers,
         port=r.port,
         dtype=r.dtype,
-        max_model_len=longest_row(c),
+        max_model_len=c.data.longest_row,
         max_num_seqs=r.max_num_seqs,
         enforce_eager=r.enforce_eager,
         gpu_memory_utilization=r.gpu_memory_utilization,
@@ -162,9 +161,9 @@ def start_inprocess(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Inp
 def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
     """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
-    _, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
-    longest, share = longest_row(c), sharding.whole_row_multiple(mesh)
+    longest, share = c.data.longest_row, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
     if sharding.platform(mesh) == "cpu":
         rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))

@@ -59,7 +59,7 @@ def agree(
         )
     failed = f"; {len(faults)} of {len(drawn)} conversations failed, the first: {faults[0]}" if faults else ""
     tokens = sum(len(t.tokens) for t in drawn)
-    return f"engine and trainer agree: largest log-prob gap {gap:.1e} on {tokens} tokens{failed}"
+    return f"engine and trainer agree: largest log-prob mismatch {gap:.1e} on {tokens} tokens{failed}"
 
 
 def require_published(

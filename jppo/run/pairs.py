@@ -14,7 +14,6 @@ import numpy as np
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, packing, ppo, sharding
-from jppo.learner.model_configs import longest_row
 from jppo.models import cost, offload, placing
 from jppo.models.params import Head
 from jppo.preflight import memory, preview
@@ -105,7 +104,7 @@ def train(
 def read(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
     """Reads the pairs to train on and the held-out ones; `how` is the tokenisation."""
     data = c.data
-    how |= dict(max_length=longest_row(c), system_prompt=data.system_prompt, custom_cls=data.custom_cls)
+    how |= dict(max_length=c.data.longest_row, system_prompt=data.system_prompt, custom_cls=data.custom_cls)
     sets = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
     found, held_out = (read_pairs(files, setting=name, tokenizer=tokenizer, **how) for name, files in sets)
     return found, held_out

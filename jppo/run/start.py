@@ -20,10 +20,9 @@ from jppo.learner.mesh_checks import require_models_fit
 from jppo.learner.plan import replayed
 from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import auto, preview
-from jppo.preflight.sampling_notes import forewarn
-from jppo.process import share_gpu
+from jppo.preflight.sampling_notes import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
-from jppo.rewards.make import make_panel
+from jppo.rewards.make import make_reward_sum
 from jppo.rewards.reward_sum import RewardSum
 from jppo.rollout.make import Source, open_engine, served_reference
 from jppo.rollout.publish import PolicyPublisher, may_overlap, publish_base, publish_policy
@@ -60,7 +59,7 @@ class Run(Opened):
     learner: Learner
     sampler: Source
     supply: SampleQueue | DynamicSampleQueue
-    panel: RewardSum
+    reward_sum: RewardSum
     handover: PolicyPublisher
     match: Match
     reference: ServedReference | None  # ref.url; None: on the mesh, or none
@@ -68,8 +67,8 @@ class Run(Opened):
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """What a run has before it makes a mesh."""
+class HostParts:
+    """The parts of a run on this host that need no mesh."""
 
     folder: pathlib.Path  # of what it writes
     logs: pathlib.Path  # of this host
@@ -97,10 +96,10 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         require_models_fit(inputs, mesh)
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
         c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
-        panel = hosts.together(lambda: make_panel(c, mesh, hosts, **inputs.graded()))
-        stack.callback(panel.close)
+        reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
+        stack.callback(reward_sum.close)
         if c.algorithm.filter_groups:
-            require_metric(c.algorithm.filter_groups_metric.partition("/")[0], panel.parts)
+            require_metric(c.algorithm.filter_groups_metric.partition("/")[0], reward_sum.parts)
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
         reference = served_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:
@@ -115,7 +114,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         origin = resume.origin(c, inputs, learner)
         begun = resume.resume(c, checkpoints, learner.spare(), begin, origin)
         if begun.step is not None:
-            panel.load(begun.now.place.get("reward", {}))
+            reward_sum.load(begun.now.place.get("reward", {}))
         del begin  # a resumed run must not hold two states
         laps("checkpoint")
         sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
@@ -124,23 +123,23 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         publish_base(c, learner, sampler, begun.now.step, hosts)
         publish(begun.now.state)
         laps("publish")
-        hosts.together(panel.ready)
+        hosts.together(reward_sum.ready)
         laps("graders")
         logger = open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
         greedy = learner.recipe.estimator.greedy
-        supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, panel, begun.cursor, hosts)
+        supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts)
         early = learner.critic is not None and may_overlap(c, hosts)
         handover = stack.enter_context(PolicyPublisher(publish, early=early))
         run = Run(
             c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,
-            inputs, learner, sampler, supply, panel, handover, Match(c), reference, origin,
+            inputs, learner, sampler, supply, reward_sum, handover, Match(c), reference, origin,
         )  # fmt: skip
         introduce(run, begun, kernel, chosen, laps)
         return run, begun
 
 
-def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> Held:
+def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
     """Reads the inputs, takes the run folder, and watches for signals."""
     folder = expanded(c.trainer.run_dir)
     require_shareable(c, hosts)
@@ -155,13 +154,13 @@ def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> Held:
         timer, stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s, stacks=logs / "stacks.txt",
         hosts=hosts, stopped=t.stop_exit_code,
     )  # fmt: skip
-    return Held(written, logs, inputs, timer, profile, stack.enter_context(watch))
+    return HostParts(written, logs, inputs, timer, profile, stack.enter_context(watch))
 
 
 def read(c: Settings) -> Inputs:
     """Reads a host's inputs before it uses a device."""
     require_loggers(c)
-    share_gpu(c)
+    process.share_gpu(c)
     inputs = read_inputs(c)
     replayed(c, inputs.policy)  # raises before a server starts
     resume.require_resumable(c)
@@ -175,15 +174,13 @@ def make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
     return Profiler(run / "profile", steps)
 
 
-def open_logger(c: Settings, held: Held, hosts: Hosts, learner: Learner, begun: Begun) -> Logger | Silent:
+def open_logger(c: Settings, held: HostParts, hosts: Hosts, learner: Learner, begun: Begun) -> Logger | Silent:
     """Opens the metrics loggers after the last step that was logged."""
     logged = begun.logged
     if begun.step is not None and c.trainer.val_only:
         logged = begun.step - 1  # its line is written again
     muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
-    return make_logger(
-        c, held.folder, hosts, total_steps=held.inputs.total_steps, resumed_step=logged, muted=muted
-    )  # fmt: skip
+    return make_logger(c, held.folder, hosts, total_steps=held.inputs.total_steps, resumed_step=logged, muted=muted)
 
 
 def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
@@ -206,7 +203,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
     ]
     for line in (*filter(None, lines), *run.profile.introduce(step)):
         logger.note(line)
-    for finding in forewarn(c, step):
+    for finding in sampling_warnings(c, step):
         logger.warn(finding)
     logger.note(agree(c, inputs, run.learner, begun.now.state, run.sampler, step, run.hosts))
 

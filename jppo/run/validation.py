@@ -35,7 +35,7 @@ class Tested:
 def evaluate(
     sampler: Sampler,
     prompts: Sequence[Prompt],
-    panel: RewardSum,
+    reward_sum: RewardSum,
     *,
     sampling: Sampling,
     version: int,
@@ -52,7 +52,7 @@ def evaluate(
     for first in range(0, len(prompts), size):
         some = prompts[first : first + size]
         how = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
-        draw = functools.partial(sample, sampler, some, panel, how, version=version, watch=watch, hosts=hosts)
+        draw = functools.partial(sample, sampler, some, reward_sum, how, version=version, watch=watch, hosts=hosts)
         drawn, grading = hosts.together(draw)
         trajectories += of_hosts.of_all(hosts, drawn)
         rewards += of_hosts.rewards_of_all(hosts, grading.collect)
@@ -62,7 +62,7 @@ def evaluate(
 def sample(
     sampler: Sampler,
     prompts: Sequence[Prompt],
-    panel: RewardSum,
+    reward_sum: RewardSum,
     sampling: Sampling,
     *,
     version: int,
@@ -70,7 +70,7 @@ def sample(
     hosts: Hosts = ALONE,
 ) -> tuple[list[Trajectory], Grading]:
     """Samples this host's responses; grading starts with each response."""
-    grading = panel.begin()
+    grading = reward_sum.begin()
 
     def done(number: int, t: Trajectory) -> None:
         grading.submit(number, sample_of(prompts[number // sampling.n], t))
@@ -166,7 +166,7 @@ def validate(run: "Run", version: int) -> dict[str, float]:
     tested = evaluate(
         run.sampler,
         run.inputs.val.prompts,
-        run.panel.testing(),
+        run.reward_sum.testing(),
         sampling=val_sampling(c),
         version=version,
         batch_size=c.data.val_batch_size,

@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics, console, warnings, samples, checkpoints.
+"""The output of a run: metrics, console, warnings, samples, checkpoints.
 
 `logger.py` sends metrics to the sinks, `console.py` shows them, `diagnosis.py` warns, `checkpoint.py` saves and
 `restore.py` reads states; `watchdog.py` ends a run on a signal or when a stage is stuck. Read `logger.py` first.

@@ -38,7 +38,7 @@ def make_supply(
     total_steps: int,
     baseline: bool,
     sampler: Source,
-    panel: RewardSum,
+    reward_sum: RewardSum,
     cursor: Cursor,
     hosts: Hosts = ALONE,
 ) -> SampleQueue | DynamicSampleQueue:
@@ -59,12 +59,12 @@ def make_supply(
     metric, most = a.filter_groups_metric, a.max_num_gen_batches
     of_step = Filter(c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated)
     if not a.filter_groups:
-        return SampleQueue(how, train, sampler, panel, cursor, hosts)
+        return SampleQueue(how, train, sampler, reward_sum, cursor, hosts)
     how = dataclasses.replace(how, batch_size=prompts_per_batch(c))
 
     def gen_batch(index: int, at: Cursor) -> SampleQueue:
         drawn = functools.partial(sampling, c, gen_batch=index)
-        return SampleQueue(dataclasses.replace(how, draw=drawn), train, sampler, panel, at, hosts)
+        return SampleQueue(dataclasses.replace(how, draw=drawn), train, sampler, reward_sum, at, hosts)
 
     return DynamicSampleQueue(of_step, gen_batch, cursor)
 

@@ -64,14 +64,14 @@ class SampleQueue:
     """The samples of a run."""
 
     def __init__(
-        self, how: How, train: PromptSet, sampler: Sampler, panel: RewardSum, cursor: Cursor, hosts: Hosts = ALONE
+        self, how: How, train: PromptSet, sampler: Sampler, reward_sum: RewardSum, cursor: Cursor, hosts: Hosts = ALONE
     ):
         self._how = how
         self._hosts = hosts
         self._groups = hosts.share(how.batch_size)  # the share of a step's prompts sampled here
         self._train = train
         self._sampler = sampler
-        self._panel = panel
+        self._reward_sum = reward_sum
         self._now = Queue(cursor)
         self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of unfinished steps
         self._changed = threading.Condition()
@@ -128,9 +128,9 @@ class SampleQueue:
         if not self._how.staleness and not now.held and not any(asked.held for asked in now.queue):
             return {}
         while True:  # the graders' state must match the finished rewards
-            reward = self._panel.state()
+            reward = self._reward_sum.state()
             steps = [*(self._kept(asked) for asked in now.queue), *now.held]
-            if reward == self._panel.state():
+            if reward == self._reward_sum.state():
                 break
         about = {"next": now.next, "cursor": dataclasses.asdict(now.cursor), "reward": reward, **self._kind()}
         return sample_queue.state(about, steps)
@@ -157,7 +157,7 @@ class SampleQueue:
             state, self._kind(), first=step, staleness=self._how.staleness, partial=self._how.partial
         )
         if any(way.rewards for one in kept for way in one.found):
-            self._panel.load(state["reward"])
+            self._reward_sum.load(state["reward"])
         cursor = Cursor(**state["cursor"])
         if kept and len(kept[-1].indices) < self._how.batch_size and not self._how.partial:
             kept[-1], cursor = self._filled(kept[-1], cursor)
@@ -225,7 +225,7 @@ class SampleQueue:
         best = greedy(drawn.max_tokens, stop=drawn.stop, ignore_eos=drawn.ignore_eos)
         asked = []
         for i, way in enumerate([drawn, best] if how.greedy else [drawn]):
-            draws = Draws(prompts, way.n, self._panel, self._changed)
+            draws = Draws(prompts, way.n, self._reward_sum, self._changed)
             there = found[i] if found else sample_queue.Found(way.n, {}, {})
             own = [number for group in sorted(left) if group in self._groups for number in draws.numbers(group)]
             draws.graded |= there.rewards

@@ -19,10 +19,10 @@ from jppo.types import Prompt, Reward, Trajectory
 class Draws:
     """The responses to the prompts of one step, in flight; `done` may come from any thread."""
 
-    def __init__(self, prompts: list[Prompt], n: int, panel: RewardSum, changed: threading.Condition):
+    def __init__(self, prompts: list[Prompt], n: int, reward_sum: RewardSum, changed: threading.Condition):
         self.n = n
         self.found: dict[int, Trajectory] = {}
-        self.grading: Grading = panel.begin()
+        self.grading: Grading = reward_sum.begin()
         self.graded: dict[int, Reward] = {}  # before a resume
         self.future: Future[Any] | None = None
         self.began = self.ended = time.monotonic()

@@ -183,7 +183,7 @@ class Values:
         return heap
 
     def filled(self, heap, known):
-        """Makes the containers of a heap; the known ones, those of the request, get their new contents."""
+        """Makes the containers of a heap; known ones, which the request had, get their new contents."""
         try:
             objects = [known[i] if i < len(known) else _empty(one) for i, one in enumerate(heap)]
             for target, one in zip(objects, heap, strict=True):
@@ -339,7 +339,9 @@ class Values:
             args = [self.encoded(one, memo) for one in error.args]
             attributes = [[str(k), self.encoded(v, memo)] for k, v in vars(error).items() if k[:1] != "_"]
             text = str(error) if self.trusting else None
-        except BaseException:
+        except Gone:
+            raise
+        except BaseException:  # whatever an error of a program does when it is looked at
             args, attributes, text = [], [], None
         cause = error.__cause__
         reason = self.described(cause, memo, causes - 1) if isinstance(cause, BaseException) and causes else None
@@ -351,7 +353,7 @@ class Values:
             raise Gone("no exception")
         try:
             made = kind.__new__(kind, *args) if "_class_id" in kind.__dict__ else kind(*args)
-        except Exception:
+        except Exception:  # a class whose constructor takes other arguments than those it keeps in `args`
             made = kind.__new__(kind)
         if "_class_id" in kind.__dict__:
             made.args = tuple(args)

@@ -7,7 +7,7 @@ else reads the frozen sections that it returns. Start with `table.py`.
 from jppo.errors import UserError
 from jppo.settings.checks import check, typed
 from jppo.settings.commandline import Parser, describe, exit_on_user_error, natural, parse
-from jppo.settings.rules_rollout import cuts
+from jppo.settings.rules_rollout import cuts, has_branches
 from jppo.settings.shipped import recipe
 from jppo.settings.steps import check_within, due, parse_steps
 from jppo.settings.table import (
@@ -66,6 +66,7 @@ __all__ = [
     "due",
     "dump",
     "exit_on_user_error",
+    "has_branches",
     "importance_band",
     "loggers",
     "natural",

@@ -19,6 +19,11 @@ def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
     return {name: getattr(section, name) for name in CUTS if getattr(section, name) != PPO[f"rollout.{name}"].default}
 
 
+def has_branches(r: Rollout) -> bool:
+    """Whether an episode may be several trajectories: an agent's, or one whose earlier turns the template changes."""
+    return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
+
+
 def check(config: Settings, *, training: bool) -> None:
     """Raises a UserError at the first rule that is broken."""
     r = config.rollout
@@ -33,12 +38,7 @@ def check(config: Settings, *, training: bool) -> None:
             " rollout.multi_turn.enable=False, or leave rollout.agent empty"
         )
     _conversation(r.multi_turn)
-    for name in () if r.agent or r.multi_turn.enable else ("agent_branches", "history"):
-        if (value := getattr(r, name)) != PPO[f"rollout.{name}"].default:
-            raise UserError(
-                f"rollout.{name}={value!r} is read only with rollout.agent set or rollout.multi_turn.enable=True; set"
-                " one of them, or leave it out"
-            )
+    _history(r)
     _secrets(config)
     _publish(r)
     if training:
@@ -123,6 +123,31 @@ def _conversation(m: MultiTurn) -> None:
             f"{name}.enable=True, and nothing answers the policy; set one of {name}.tool_config_path, interaction,"
             " environment"
         )
+
+
+def _history(r: Rollout) -> None:
+    """Rejects settings of a conversation's history that nothing would read."""
+    form = "rollout.agent_format" if r.agent else "rollout.multi_turn.format"
+    plain = (r.agent_format if r.agent else r.multi_turn.format) == "plain"
+    for name, read in (("history", not plain), ("agent_branches", has_branches(r))):
+        value, usual = getattr(r, name), PPO[f"rollout.{name}"].default
+        if value == usual:
+            continue
+        if not (r.agent or r.multi_turn.enable):
+            raise UserError(
+                f"rollout.{name}={value!r} is read only with rollout.agent set or rollout.multi_turn.enable=True; set"
+                " one of them, or leave it out"
+            )
+        if not read and plain:
+            raise UserError(
+                f"rollout.{name}={value!r} is read only with a chat template, and {form}='plain' uses none; take"
+                f" another format, or leave rollout.{name} at {usual!r}"
+            )
+        if not read:
+            raise UserError(
+                f"rollout.{name}={value!r} limits the trajectories of a conversation, which has one with"
+                f" rollout.history={r.history!r}; set that to 'template', or leave rollout.{name} at {usual!r}"
+            )
 
 
 def publish_via(r: Rollout) -> str:

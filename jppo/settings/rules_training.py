@@ -211,7 +211,7 @@ def _packing(config: Common) -> None:
 
 def _lengths(config: Common) -> None:
     section = "actor" if isinstance(config, Settings) else "optim"
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.longest_row
     tokens, row = value(config, f"{section}.max_tokens_per_device"), config.data.max_tokens_per_row
     micro = f"{section}.max_tokens_per_device"
     if section == "optim" and config.model.remat == "auto":

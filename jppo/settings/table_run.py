@@ -64,7 +64,7 @@ class RewardModel(Section):
 
 @dataclasses.dataclass(frozen=True)
 class Reward(Section):
-    """What a response is worth."""
+    """The reward of a response."""
 
     # fmt: off
     grader: str = setting("", "Rule for all rows. '': each row's data_source names it", only="reward.function=")

@@ -12,7 +12,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 @dataclasses.dataclass(frozen=True)
 class Trunk(Section):
-    """What all models of a run share: the policy's directory and how passes compute."""
+    """Settings of all models of a run: the policy's directory, and the computation of passes."""
 
     # fmt: off
     path: str = setting("", "HF directory or hub name of the policy", required=True)
@@ -70,6 +70,11 @@ class TrainingData(Section):
     max_tokens_per_row: int = setting(-1, "Longest row for segments and prefix. -1: derived from the longest prompt"
         " and response", unit="tokens", bounds="[1,", off=-1)
     # fmt: on
+
+    @property
+    def longest_row(self) -> int:
+        """Returns the tokens of the longest allowed prompt and response together."""
+        return self.max_prompt_length + self.max_response_length
 
 
 @dataclasses.dataclass(frozen=True)

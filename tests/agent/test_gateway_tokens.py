@@ -15,6 +15,8 @@ from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import BadRequest
 from jppo.learner import batch
+from jppo.rewards.conversation import ConversationPart
+from jppo.rewards.reward_sum import PartWeights, RewardSum
 from jppo.rollout.protocol import Answer, greedy
 from jppo.runlog import trajectories
 from jppo.types import Exchange, Reward
@@ -173,9 +175,12 @@ def test_branches_are_packed_and_trained_with_their_episode(hermes):
     told = Exchange(0, 0, 0.0, 0.0, None, earned=((3, 0.5),), tool_earned=((4, 0.25),))
     branch = type(some)(**{**vars(some), "exchange": told})
     several[1] = type(some)(**{**vars(several[1]), "branches": (branch,)})
-    weights = [{"agent_score": 1.0}, {"agent_score": 2.0, "tool_score": 8.0}]
+    parts = {"agent_score": ConversationPart(), "tool_score": ConversationPart(tools=True)}
+    weights = PartWeights({"agent_score": 2.0, "tool_score": 8.0}, {("other", "tool_score"): None})
+    summed = RewardSum(parts, weights, score_on_error=None)
+    earned = [summed.earned("other"), summed.earned("gsm8k")]
     rows, graded, group, best, episode = batch.with_branches(
-        several, rewards, np.array([0, 1]), np.float32([5, 6]), weights
+        several, rewards, np.array([0, 1]), np.float32([5, 6]), earned
     )
     counts = [len(t.branches) for t in several]
     assert len(rows) == len(graded) == 2 + sum(counts) and rows[-1] is branch

@@ -40,8 +40,8 @@ class Paying:
 
 def graded(t, weights="environment_score=1,tool_score=1"):
     parts = {"environment_score": ConversationPart(), "tool_score": ConversationPart(tools=True)}
-    panel = RewardSum(parts, parse_weights(weights, PARTS), score_on_error=None)
-    (reward,) = panel.grade([sample_of(PROMPT, t)])
+    reward_sum = RewardSum(parts, parse_weights(weights, PARTS), score_on_error=None)
+    (reward,) = reward_sum.grade([sample_of(PROMPT, t)])
     return reward
 
 

@@ -44,7 +44,7 @@ def test_a_group_has_each_episode_once_with_all_its_branches(name):
         first, *others = (trajectory(rng.random(6) < 0.7, str(i)) for _ in range(1 + count))
         episodes.append(dataclasses.replace(first, branches=tuple(others)))
     rewards, group = [Reward(score, {}, None) for score in SCORES], np.zeros(4, np.int32)
-    rows, graded, group, _, episode = batch.with_branches(episodes, rewards, group, None, [{}] * 4)
+    rows, graded, group, _, episode = batch.with_branches(episodes, rewards, group, None, [lambda _: ()] * 4)
     data = batch.flatten(rows, graded, group, shape=(12, 6), episode=episode)
     penalty = rng.normal(size=data.mask.shape).astype(np.float32)
     how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)

@@ -56,8 +56,8 @@ def graded(tmp_path_factory):
             source = f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {returned}\n"
         file.write_text(source)
         part = FunctionPart(f"{file}:f", pool=pool, decode=bytes_as_text)
-        panel = RewardSum({"function_score": part}, parse_weights("", ["function_score"]), score_on_error=None)
-        return panel.grade(sample_of(PROMPT, t) for t in trajectories)
+        reward_sum = RewardSum({"function_score": part}, parse_weights("", ["function_score"]), score_on_error=None)
+        return reward_sum.grade(sample_of(PROMPT, t) for t in trajectories)
 
     yield grade
     pool.close()
@@ -181,15 +181,15 @@ def test_scores_of_partners_are_earned_at_the_ends_of_their_turns():
 def test_amounts_have_the_weight_of_their_part(graded):
     exchange = Exchange(0, 0, 0.0, 0.75, None, earned=((1, 0.5), (4, 0.25)))
     part = ConversationPart()
-    panel = RewardSum(
+    reward_sum = RewardSum(
         {"a": part, "b": part, "c": part}, parse_weights("a=2,b=-1,c=0", ["a", "b", "c"]), score_on_error=0.0
     )
     t = conversation("a", b"x", "b", exchange=exchange)
-    (found,) = panel.grade([sample_of(PROMPT, t)])
+    (found,) = reward_sum.grade([sample_of(PROMPT, t)])
     assert found.score == 0.75
     assert found.earned == ((1, 1.0), (4, 0.5), (1, -0.5), (4, -0.25))
     failed = dataclasses.replace(t, exchange=dataclasses.replace(exchange, fault="gone"))
-    (found,) = panel.grade([sample_of(PROMPT, failed)])
+    (found,) = reward_sum.grade([sample_of(PROMPT, failed)])
     assert (found.score, found.earned) == (0.0, ()) and found.error
 
 

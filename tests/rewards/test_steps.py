@@ -218,9 +218,9 @@ def test_certain_scores_a_text_without_steps_and_one_without_tokens(folder):
     assert certain.score == 1.0 and certain.earned == ((1, 1.0), (5, 0.0))
     assert (empty.score, empty.earned, empty.parts, empty.error) == (0.0, (), {"steps": 0.0}, None)
     assert (check.score, check.earned) == (0.5, ())
-    panel = RewardSum({"rm_score": part}, parse_weights("rm_score=2", ["rm_score"]), score_on_error=None)
+    reward_sum = RewardSum({"rm_score": part}, parse_weights("rm_score=2", ["rm_score"]), score_on_error=None)
     part._steps.odds = [[0.0, 0.0]]
-    (found,) = panel.testing().grade([sample("w1\n\nw2")])
+    (found,) = reward_sum.testing().grade([sample("w1\n\nw2")])
     assert (found.score, found.earned) == (2.0, ((1, 1.0), (5, 1.0)))
     part.close()
 

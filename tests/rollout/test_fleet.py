@@ -10,8 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from jppo import process
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.rollout.servers import endpoint, fleet, repair, router
+from jppo.rollout.servers import endpoint, repair, router
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.types import Prompt
@@ -329,7 +330,7 @@ def test_a_probe_reaches_a_server_that_has_far_more_to_do(made, fakes, monkeypat
 def test_more_files_are_allowed_than_a_shell_usually_does(made):
     """Of 1,024 connections, those of four servers, the last would fail, and its server would count as broken."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = before[1] if 0 <= before[1] < fleet.FILES else fleet.FILES
+    wanted = before[1] if 0 <= before[1] < process.FILES else process.FILES
     try:
         for soft, later in ((256, wanted), (wanted, wanted)):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))

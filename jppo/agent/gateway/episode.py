@@ -116,7 +116,7 @@ class Episode:
         return reply
 
     def post(self, body: Body) -> dict[str, Any]:
-        """Records a reward for a turn: that of the reply `id`, or the last one."""
+        """Records a reward for the turn of the reply `id`, or for the last turn."""
         amount, of = finite(body.get("reward")), r.get(body, "id", str)
         if amount is None:
             raise BadRequest(f"reward={short(body.get('reward'))} must be a finite number")

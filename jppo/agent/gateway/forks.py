@@ -95,7 +95,7 @@ def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], chann
 
 
 def _code_of(program: int) -> int:
-    """Returns the program's exit code, or that of a killed one at SIGTERM."""
+    """Returns the program's exit code; at SIGTERM, the code of a killed program."""
     while signal.sigwait(_AWAITED) != signal.SIGTERM:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # also orphans
             if ended[0] == program:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from jppo.agent.gateway import chat, completions, http, messages, process, responses
 from jppo.agent.gateway.episode import MODEL, Episode, Language, Rules
 from jppo.agent.gateway.request import BadRequest, Request
+from jppo.process import allow_files
 from jppo.rollout.protocol import Answer, Ask, RolloutError
-from jppo.rollout.servers.fleet import allow_files
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 

@@ -67,7 +67,7 @@ def turn(
     """Returns the turn of an answer to a request; `state` is the hash of its messages."""
     before, read = (0, 0) if parent is None else (parent.end, parent.read)
     if answer.experts is not None:
-        new = answer.experts[read:].copy()  # not a view: it would keep those of all tokens
+        new = answer.experts[read:].copy()  # not a view, which would keep the experts of all tokens
         answer, read = dataclasses.replace(answer, experts=new), read + len(new)
     ends, text = before + len(given) + len(answer.tokens), None
     if request.text is not None and choice.text:
@@ -157,9 +157,9 @@ def _number(text: str) -> float:
 
 
 def context(turns: Sequence[Turn], request: Request, chat: Chat, schemas: str) -> tuple[list[int], Turn | None, Any]:
-    """Returns the tokens to answer after those of a turn, the turn, and the hash of the messages.
+    """Returns the tokens to answer, the turn that they continue, and the hash of the messages.
 
-    There is no turn where the request repeats none, or the template changes what it repeats: then a branch begins.
+    The turn is None, and a branch begins, if the request repeats no turn or the template changes a repeated one.
     """
     state, parent, count = followed(turns, request.messages, schemas)
     if request.text is None:
@@ -193,7 +193,7 @@ def of_task(turns: Sequence[Turn], request: Request, task: str) -> bool:
 
 
 def branches(turns: Sequence[Turn], named: Turn | None) -> list[list[Turn]]:
-    """Returns the path from the root to each leaf: that of the episode's answer first, then by the latest leaf.
+    """Returns the path from the root to each leaf: first to the episode's answer, then by the latest leaf.
 
     The answer is the turn `named` by the agent, if any.
     """
@@ -225,7 +225,7 @@ def _answering(paths: Sequence[list[Turn]]) -> list[Turn]:
 
 
 def trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callable[[list[int]], str]) -> Trajectory:
-    """Returns a branch as a trajectory. `trained` has the ids of turns in earlier ones, and gets those of this one."""
+    """Returns a branch as a trajectory, and adds the ids of its turns to `trained`, the ids in earlier branches."""
     leaf = path[-1]
     ids, n = leaf.ids, leaf.end
     sampled, logprob, version = np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, -1, np.int32)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jppo import traces
+from jppo.process import allow_files
 from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
 from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, wait_s
@@ -35,7 +35,6 @@ from jppo.types import Sampling
 T = TypeVar("T")
 POLL_S = 0.05
 THREADS = 32  # of calls to servers that come and go
-FILES = 1 << 16  # open ones that are allowed at most: each request in flight has a connection
 
 
 class Fleet:
@@ -285,14 +284,3 @@ class Fleet:
         if refused:
             raise refused[0]
         return good
-
-
-def allow_files() -> int:
-    """Raises the limit of open files, often 1024, as far as the system allows and up to `FILES`; returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return FILES if soft == resource.RLIM_INFINITY else soft

@@ -102,9 +102,9 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self._leave()
 
     def _leave(self) -> None:
-        if self._communicator is not None:
-            self._communicator.destroy()
-        self._communicator, self.group = None, ""
+        communicator, self._communicator, self.group = self._communicator, None, ""
+        if communicator is not None:
+            communicator.destroy()  # ends a broadcast that waits in another thread
 
     def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
         if update_info.address is not None:
@@ -118,7 +118,6 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
                 self._copy(update_info.handles, data)
             else:
                 self._broadcast([part for part, _ in parts])
-            torch.accelerator.synchronize()
             for part, entry in parts:
                 layout.check_sum(entry, checksum(part, getattr(torch, entry.dtype).itemsize))
             return data if torch.accelerator.get_memory_info()[0] > 2 * len(data) else data.cpu()
@@ -129,7 +128,10 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             ) from e
 
     def _broadcast(self, parts: Sequence[torch.Tensor]) -> None:
-        """Receives all parts; leaves the communicator, which ends its calls, if the trainer was killed meanwhile."""
+        """Receives all parts and waits for them.
+
+        Leaves the communicator, which ends its calls, if the trainer was killed meanwhile.
+        """
         gave_up = threading.Event()
 
         def give_up() -> None:
@@ -153,7 +155,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             raise layout.WeightsRefused(f"{said}: the trainer was killed, or another server does not take part")
 
     def _copy(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
-        """Copies the trainer's buffer on this GPU."""
+        """Copies the trainer's buffer on this GPU and waits for it."""
         try:
             gpu = self._gpu = self._gpu or cuda_ipc.Gpu(self.device.index or 0)
             if gpu.uuid not in handles:

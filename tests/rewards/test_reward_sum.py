@@ -43,22 +43,22 @@ class Table(Part):
         self.closed += 1
 
 
-def panel(parts, weights="", on_error=None):
+def reward_sum(parts, weights="", on_error=None):
     return RewardSum(parts, parse_weights(weights, list(parts)), score_on_error=on_error)
 
 
 def test_a_reward_is_the_weighted_sum_and_keeps_every_part():
-    both = panel({"rule": Table({"x": 1.0}), "judge": Table({"x": 0.25}, late=True)}, "rule=2,judge=-0.5")
+    both = reward_sum({"rule": Table({"x": 1.0}), "judge": Table({"x": 0.25}, late=True)}, "rule=2,judge=-0.5")
     [found] = both.grade([sample("x")])
     assert found.score == 2 * 1.0 - 0.5 * 0.25 and found.error is None
     assert found.parts == {"rule": 1.0, "judge": 0.25, "rule/raw": 10.0, "judge/raw": 2.5}
-    [alone] = panel({"rule": Table({"x": 0.5})}).grade([sample("x")])
+    [alone] = reward_sum({"rule": Table({"x": 0.5})}).grade([sample("x")])
     assert alone.score == 0.5 and alone.parts == {"rule": 0.5, "rule/raw": 5.0}
 
 
 def test_sources_have_weights_of_their_own_and_may_leave_a_part_out():
     rule, judge = Table({"x": 1.0, "y": 1.0}), Table({"x": 0.5, "y": 0.5})
-    found = panel({"rule": rule, "judge": judge}, "rule=1,judge=2,b:judge=off,b:rule=3").grade(
+    found = reward_sum({"rule": rule, "judge": judge}, "rule=1,judge=2,b:judge=off,b:rule=3").grade(
         [sample("x", "a"), sample("y", "b")]
     )
     assert [r.score for r in found] == [2.0, 3.0]
@@ -67,31 +67,31 @@ def test_sources_have_weights_of_their_own_and_may_leave_a_part_out():
 
 def test_an_episode_that_failed_is_scored_by_no_other_part():
     judge, fault = Table({"x": 0.5, "y": 0.5}), Exchange(0, 0, 0.0, 0.0, "killed")
-    both = panel({"judge": judge, "agent_score": ConversationPart()})
+    both = reward_sum({"judge": judge, "agent_score": ConversationPart()})
     failed, found = both.grade([dataclasses.replace(sample("x"), exchange=fault), sample("y")])
     assert judge.asked == ["y"] and found.score == 0.5
     assert failed.error == "agent_score: killed" and math.isnan(failed.score)
-    panel({"judge": judge}).grade([dataclasses.replace(sample("x"), exchange=fault)])  # no part reads the failure
+    reward_sum({"judge": judge}).grade([dataclasses.replace(sample("x"), exchange=fault)])  # no part reads the failure
     assert judge.asked == ["y", "x"]
 
 
 def test_the_answer_is_that_of_the_part_that_looks_for_one():
     rule, judge = Table({"x": Reward(1.0, {}, None, "7")}), Table({"x": 0.5})
-    assert panel({"judge": judge, "rule": rule}).grade([sample("x")])[0].answer == "7"
-    assert panel({"judge": judge}).grade([sample("x")])[0].answer is None
+    assert reward_sum({"judge": judge, "rule": rule}).grade([sample("x")])[0].answer == "7"
+    assert reward_sum({"judge": judge}).grade([sample("x")])[0].answer is None
     failing = Table({"x": Reward(float("nan"), {}, "down")})
-    assert panel({"rule": rule, "judge": failing}).grade([sample("x")])[0].answer == "7"
+    assert reward_sum({"rule": rule, "judge": failing}).grade([sample("x")])[0].answer == "7"
 
 
 def test_a_weight_of_0_scores_and_counts_nothing():
-    [found] = panel({"rule": Table({"x": 1.0}), "judge": Table({"x": 0.5})}, "rule=1,judge=0").grade([sample("x")])
+    [found] = reward_sum({"rule": Table({"x": 1.0}), "judge": Table({"x": 0.5})}, "rule=1,judge=0").grade([sample("x")])
     assert found.score == 1.0 and found.parts["judge"] == 0.5
 
 
 @pytest.mark.parametrize("on_error,score", [(None, math.nan), (0.0, 0.0), (-1.0, -1.0)])
 def test_an_error_of_one_part_is_the_samples_and_no_zero(on_error, score):
     parts = {"rule": Table({"x": 1.0, "y": 1.0}), "judge": Table({"x": failed("no score"), "y": 0.5})}
-    bad, good = panel(parts, on_error=on_error).grade([sample("x"), sample("y")])
+    bad, good = reward_sum(parts, on_error=on_error).grade([sample("x"), sample("y")])
     np.testing.assert_equal(bad.score, score)
     assert bad.error == "judge: no score" and bad.parts == {"rule": 1.0, "rule/raw": 10.0}
     assert good.score == 1.5 and good.error is None
@@ -110,7 +110,7 @@ def test_samples_come_in_any_order_from_any_thread_and_each_is_scored_once():
             return submit(one)
 
     part.submit = guarded
-    grading = panel({"rule": part}).begin()
+    grading = reward_sum({"rule": part}).begin()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: grading.submit(i, sample(str(i))), rng.permutation(200)))
     assert [r.score for r in grading.collect()] == list(scores.values())
@@ -121,7 +121,7 @@ def test_samples_come_in_any_order_from_any_thread_and_each_is_scored_once():
 
 def test_all_parts_are_closed():
     parts = {"rule": Table({}), "judge": Table({})}
-    panel(parts).close()
+    reward_sum(parts).close()
     assert [part.closed for part in parts.values()] == [1, 1]
 
 
