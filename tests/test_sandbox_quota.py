@@ -82,7 +82,7 @@ def test_files_without_a_name_count(way, without):
     guards = found(without)
     ran = launcher.run(TAKES.replace("WAY", WAYS[way]), guards=guards, time_s=20, memory_bytes=2**29)
     taken = [int(line) for line in ran.printed.splitlines() if line.isdecimal()]
-    if way == "ioctl" or way == "fallocate" and guards.counted:
+    if way == "ioctl" or (way == "fallocate" and guards.counted):
         assert (taken, ran.why, ran.status) == ([], "", 0) and f"[Errno {errno.EOPNOTSUPP}]" in ran.printed, ran
         return
     if way in BY_FILE_SYSTEM and f"[Errno {BY_FILE_SYSTEM[way]}]" in ran.printed and not taken:
