@@ -3,7 +3,6 @@
 import errno
 import functools
 import importlib
-import inspect
 import json
 import math
 import os
@@ -22,9 +21,8 @@ from jppo.rewards import make as reward
 from jppo.rewards.model.classifier import Classifier
 from jppo.rollout.make import connections
 from jppo.settings import parts, table
-from jppo.settings.setting import Section
 from jppo.settings.table import TABLE
-from tests.make import typed
+from tests.make import record_reads, typed, unread
 
 ROOT = pathlib.Path(__file__).parents[1]
 TALKS = {"rollout.multi_turn.enable": True, "rollout.multi_turn.interaction": "examples/second_try.py:SecondTry"}
@@ -702,24 +700,6 @@ def test_the_command_ends_with_2_and_one_line():
     assert line.startswith("error: ") and "at least 0.0" in line
 
 
-PLACES = {
-    type(settings.value(settings.Settings(), name.rpartition(".")[0])): name.rpartition(".")[0] for name in table.PPO
-}  # the section of each type
-
-
-def record_reads(monkeypatch):
-    """Returns the set to which every read of a setting is added, by dotted name."""
-    seen, plain = set(), Section.__getattribute__
-
-    def recorded(self, name):
-        if type(self) in PLACES and sys._getframe(1).f_globals["__name__"] != "dataclasses":  # asdict reads all
-            seen.add(f"{PLACES[type(self)]}.{name}")
-        return plain(self, name)
-
-    monkeypatch.setattr(Section, "__getattribute__", recorded)
-    return seen
-
-
 def read_by_parts(config, monkeypatch):
     """What the parts read that need a server, a model or tools: they are made, not run."""
 
@@ -747,6 +727,12 @@ def read_by_parts(config, monkeypatch):
     config.rollout.agent, config.rollout.agent_format = "true", "plain"
     agent.make_gateway(read(), None, ())
     assert batch_shape(read(), mesh)[0] >= config.rollout.agent_branches
+    for name in parts.ESTIMATORS:
+        config.algorithm.adv_estimator = name
+        parts.estimator(read())
+    for name in parts.POLICY_LOSSES:
+        config.actor.loss_mode = name
+        parts.objective(read())
 
 
 def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
@@ -760,10 +746,7 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     seen = record_reads(monkeypatch)
     train.train(checked)
     read_by_parts(small_run, monkeypatch)
-    optimizers = [(section, parts.OPTIMIZERS) for section in ("actor", "critic")]
-    for section, registry in [("algorithm", parts.ESTIMATORS), ("actor", parts.POLICY_LOSSES), *optimizers]:
-        seen |= {f"{section}.{one}" for part in registry.values() for one in inspect.signature(part).parameters}
-    assert names(small_run) - seen == {"trainer.total_epochs"}, "which total_training_steps replaces"
+    assert unread(small_run, seen) == {"trainer.total_epochs"}, "which total_training_steps replaces"
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()
 
 

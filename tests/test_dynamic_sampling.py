@@ -163,7 +163,8 @@ def test_a_group_of_which_nothing_is_trained_on_is_dropped(finishes, kept, filte
         )
 
     gen_batch.take = truncated
-    assert [p.uid for p in it.take(0).prompts] == (kept if filters else ["0.0"]) or ["1.0"]
+    expected = (kept if filters else ["0.0"]) or ["1.0"]  # the next gen batch's, where nothing of the first is kept
+    assert [p.uid for p in it.take(0).prompts] == expected
 
 
 def test_a_branch_that_is_trained_on_keeps_its_group():
@@ -237,13 +238,21 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_a_part_that_only_some_samples_have_ends_neither_a_run_nor_its_resume(
     dynamic, quick_compilation, monkeypatch, tmp_path
 ):
-    """Some gen batch has no sample with it."""
+    """The resumed run begins with a gen batch of which no sample has it."""
     (tmp_path / "grade.py").write_text(PARTS)
     dynamic.data.gen_batch_size, dynamic.data.train_batch_size, dynamic.actor.ppo_mini_batch_size = 1, 1, 2
     c = again(dynamic, algorithm__filter_groups_metric="function_score/acc", trainer__total_training_steps=4)
     train.train(c)
     steps = read_metrics(pathlib.Path(c.trainer.run_dir))[1:]
-    assert 0.0 < np.mean([m["training/filter_groups/without_metric"] for m in steps]) < 1.0
+    without = [m["training/filter_groups/without_metric"] for m in steps]
+    assert 0.0 < np.mean(without) < 1.0
+    at = 1 + without.index(1.0, 1)  # a step of gen batches without the part alone, after the first
+    stopped = dict(in_call_of="update_models", at=at, error=Stopped(0, "asked"))
+    resumed = broken_off(c, tmp_path / "other", monkeypatch, **stopped)
+    assert len(read_metrics(pathlib.Path(resumed.trainer.run_dir))[1:]) == at - 1
+    train.train(resumed)
+    assert untimed(resumed.trainer.run_dir) == untimed(c.trainer.run_dir)
+    assert weights(resumed.trainer.run_dir) == weights(c.trainer.run_dir)
 
 
 def test_a_part_that_the_run_lacks_is_refused_before_the_engine_starts(dynamic):

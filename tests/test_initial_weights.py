@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from examples import arithmetic
 from jppo.learner.make import make_learner, make_mesh
 from jppo.models import hf
 from jppo.run.inputs import read_inputs
@@ -19,6 +20,12 @@ def assert_read(found, path, cfg):
             np.testing.assert_array_equal(one, other)
 
 
+def matrices(params):
+    """The embedding and the kernels of the trunk, by name."""
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(params)}
+    return {n: x for n, x in leaves.items() if n.endswith(("['kernel']", "['embedding']")) and "score" not in n}
+
+
 def test_a_random_policy_has_the_teacher_and_the_critic_that_their_paths_name(small_run, tiny_model):
     c = small_run
     assert c.model.init == "random"
@@ -32,7 +39,12 @@ def test_a_random_policy_has_the_teacher_and_the_critic_that_their_paths_name(sm
 def test_a_random_policys_critic_is_random_as_well(small_run):
     """Its directory has no weights."""
     _, begin = make_learner(typed(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(begin.value))
+    policy, critic = matrices(begin.policy), matrices(begin.value)
+    assert policy.keys() == critic.keys() and len(critic) == 8
+    for name, drawn in critic.items():
+        assert np.std(drawn) == pytest.approx(arithmetic.MODEL["initializer_range"], rel=0.2), name
+        assert abs(np.corrcoef(drawn.ravel(), policy[name].ravel())[0, 1]) < 0.25, f"{name}: the policy's draw"
+    assert not np.any(begin.value["score"]["kernel"]), "critic.value_head_std=0"
 
 
 @pytest.mark.parametrize("setting", ["ref.path", "critic.path"])

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from jppo.settings import table
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # A place may import the places of the rows above its own.
@@ -144,13 +146,23 @@ OF_JPPO = {
     "jppo.rewards.verl_rules": ("jppo.rewards.rules",),
     "jppo.rollout.servers.launch": (),
 }
-# Pure rooms read no settings: this is what they may take from jppo.settings.
+# Few modules read settings. All may take the first from jppo.settings, all but pure rooms also what commands need.
 OF_CONFIG = ("jppo.settings.UserError",)
+OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
 MAKERS = tuple(
     f"jppo.learner.{name}"
     for name in ("make", "recipe", "plan", "optimizers", "offloading", "utilisation", "model_configs")
 )  # of learner/, which read settings
+READERS = (
+    *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),
+    *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
+    *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
+    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.document", "jppo.verl.values"),
+    *MAKERS,
+)
+SECTIONS = {name.split(".")[0] for name in table.TABLE}
+PLACES = {tuple(name.split(".")[-2:]) for name in table.TABLE}  # (section, setting)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
 BUT = ("jppo.rollout.inprocess", "jppo.rollout.continuous_batching", "jppo.rollout.make", "jppo.rollout.publish")
@@ -194,7 +206,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """What the rules have against the imports of a module, one sentence each."""
     if module.startswith("jppo.") and place_of(module) not in LAYER:
         return [f"{module} has no layer: give it one in LAYERS"]
-    return [
+    read = [] if any(within(module, reader) for reader in READERS) else reads(source)
+    return [f"{module}:{line} reads {text}: it is none of READERS" for line, text in read] + [
         f"{module}:{found.line} imports {found.name}: {complaint}"
         for found in imports(source, module, is_package)
         for complaint in (against_jppo if within(found.name, "jppo") else against_others)(module, found)
@@ -219,14 +232,36 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
     within_room = place.split(".")[0] == target.split(".")[0]
     if place in LAYER and target in LAYER and LAYER[target] >= LAYER[place] + within_room:
         yield f"layer {LAYER[place]} may import only the layers above it"
-    pure = any(within(module, p) for p in PURE_ROOMS) and module not in MAKERS
-    if pure and target == "settings" and found.name not in OF_CONFIG:
-        yield "a pure room reads no settings"
+    if target == "settings":
+        yield from against_settings(module, found)
+    if is_pure(module) and any(within(found.name, m) for m in MAKERS) and not found.name.endswith(".ModelConfigs"):
+        yield "a pure room sees no maker"
     if any(within(module, p) for p in NO_MODEL) and module not in BUT and target in ("algorithms", "models"):
         yield f"jppo.{place} has nothing to do with models"
     for which, allowed in OF_JPPO.items():
         if within(module, which) and not any(within(found.name, a) for a in allowed):
             yield f"{which} may import of jppo only {', '.join(allowed) or 'nothing'}"
+
+
+def is_pure(module: str) -> bool:
+    return any(within(module, p) for p in PURE_ROOMS) and module not in MAKERS
+
+
+def against_settings(module: str, found: Import) -> Iterator[str]:
+    if is_pure(module) and found.name not in OF_CONFIG:
+        yield "a pure room reads no settings"
+    elif not any(within(module, reader) for reader in READERS) and found.name not in OF_CONFIG + OF_COMMANDS:
+        yield "it is none of READERS, which take settings; let the room's make.py hand values on"
+
+
+def reads(source: str) -> Iterator[tuple[int, str]]:
+    """Every `x.section.setting` of the source, and every `c.section`, also where the type of x is unknown."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Attribute(attr=section), attr=leaf) if (section, leaf) in PLACES:
+                yield node.lineno, ast.unparse(node)
+            case ast.Attribute(value=ast.Name(id="c" | "settings"), attr=section) if section in SECTIONS:
+                yield node.lineno, ast.unparse(node)
 
 
 def against_others(module: str, found: Import) -> Iterator[str]:
@@ -269,7 +304,7 @@ def test_a_command_loads_what_takes_seconds_only_where_it_needs_it():
 
 def test_the_modules_that_rules_name_are_there():
     tables = (*ONLY_IN.values(), NO_MORE_THAN, BARE, OF_JPPO, MAKERS, NO_MODEL, BUT)
-    tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM)
+    tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM, READERS)
     named = {name for table in tables for name in table} | {f"jppo.{place}" for row in LAYERS for place in row}
     assert {name for name in named - {"jppo.check"} if name not in FILES} == {"configs"}
 
@@ -320,6 +355,17 @@ def test_the_walk_sees_the_project():
         ("jppo.learner.ppo", "from jppo.settings import Settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "from jppo import settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "import jppo.settings", "a pure room reads no settings"),
+        ("jppo.learner.ppo", "from jppo.settings import Parser", "a pure room reads no settings"),
+        ("jppo.learner.ppo", "from jppo.learner.plan import batch_shape", "a pure room sees no maker"),
+        ("jppo.learner.ppo", "from jppo.learner import make", "a pure room sees no maker"),
+        ("jppo.learner.ppo", "from jppo.learner.model_configs import ModelConfigs", None),
+        ("jppo.models.heads", "def f(given):\n    return given.actor.clip_ratio", "reads given.actor.clip_ratio"),
+        ("jppo.algorithms.losses", "def f(c):\n    a = c.actor\n    return a.clip_ratio", "reads c.actor"),
+        ("jppo.learner.optimizers", "def f(c):\n    return c.actor.lr", None),
+        ("jppo.rewards.pool", "from jppo.settings import Settings", "it is none of READERS"),
+        ("jppo.rewards.pool", "def f(c):\n    return c.reward.workers", "reads c.reward.workers"),
+        ("jppo.rewards.make", "from jppo.settings import Settings\ndef f(c):\n    return c.reward.workers", None),
+        ("jppo.data.aime", "from jppo.settings import exit_on_user_error", None),
         ("jppo.learner.ppo", "from ml_collections import ConfigDict", "only configs, jppo.settings"),
         ("jppo.strange", "", "has no layer"),
         ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),

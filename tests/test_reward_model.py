@@ -1,10 +1,8 @@
 """A reward model as a command: its gradient is torch's, it learns, and what it writes is a classifier."""
 
 import dataclasses
-import functools
 import json
 import pathlib
-import sys
 
 import jax
 import numpy as np
@@ -19,8 +17,8 @@ from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError, setting, table
-from tests.make import typed
+from jppo.settings import UserError
+from tests.make import record_reads, typed, unread
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}
 
@@ -57,40 +55,9 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def seen(config, monkeypatch):
-    """The settings that a training reads, other than the settings' own code, by their dotted names."""
-    found, plain = set(), object.__getattribute__
-
-    def read(section, name):
-        value = plain(section, name)
-        reader = sys._getframe(1).f_globals["__name__"]
-        if reader.partition(".")[0] != "dataclasses" and not reader.startswith("jppo.settings"):
-            if name == "__dict__":  # vars(), of which parts take what their parameters name
-                return Reads(value, type(section), found)
-            found.add((type(section), name))
-        return value
-
-    monkeypatch.setattr(setting.Section, "__getattribute__", read, raising=False)
-    return found
-
-
-class Reads(dict):
-    def __init__(self, values, section, found):
-        super().__init__(values)
-        self._section, self._found = section, found
-
-    def __getitem__(self, name):
-        self._found.add((self._section, name))
-        return super().__getitem__(name)
-
-
-def sections(config):
-    """The dotted name of each setting by its section's class and its own name."""
-    c = typed(config)
-    return {
-        (type(functools.reduce(getattr, name.split(".")[:-1], c)), name.split(".")[-1]): name
-        for name in table.values(config)
-    }
+def seen(monkeypatch):
+    """The settings that a training reads."""
+    return record_reads(monkeypatch)
 
 
 @pytest.fixture
@@ -114,9 +81,7 @@ def theirs(path):
 
 
 def test_it_learns_and_transformers_gives_the_same_scores(trained, config, seen):
-    names = sections(config)
-    unread = set(names.values()) - {names.get(one) for one in seen}
-    assert unread == {"trainer.total_epochs"}, "which total_training_steps replaces"
+    assert unread(config, seen) == {"trainer.total_epochs"}, "which total_training_steps replaces"
     found = read_metrics(trained)
     assert [m["step"] for m in found if "rm/val_accuracy" in m] == [30, 60]
     assert abs(found[0]["rm/accuracy"] - 0.5) < 0.25 and found[-1]["rm/val_accuracy"] > 0.9

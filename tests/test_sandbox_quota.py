@@ -1,5 +1,6 @@
 """The quota of a program's folder: files without names by every way to take blocks, and honest programs."""
 
+import errno
 import functools
 import signal
 
@@ -65,6 +66,7 @@ WAYS = {
     "        ts = [threading.Thread(target=one) for _ in range(8)]\n"
     "        for t in ts: t.start()\n        for t in ts: t.join()",
 }
+BY_FILE_SYSTEM = {"direct": errno.EINVAL, "tmpfile": errno.EOPNOTSUPP}  # errors of those that lack the way
 QUOTA = 2**26
 MOST = 8 * QUOTA  # what may have been written at the kill; before there was a bound, 3 GiB were
 
@@ -75,11 +77,17 @@ def found(without: str) -> launcher.Guards:
 
 
 @pytest.mark.parametrize("without", ["", "namespaces"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_files_without_a_name_count(way, without):
-    program = TAKES.replace("WAY", way)
-    ran = launcher.run(program, guards=found(without), time_s=20, memory_bytes=2**29)
+    guards = found(without)
+    ran = launcher.run(TAKES.replace("WAY", WAYS[way]), guards=guards, time_s=20, memory_bytes=2**29)
     taken = [int(line) for line in ran.printed.splitlines() if line.isdecimal()]
+    if way == "ioctl" or (way == "fallocate" and guards.counted):
+        assert (taken, ran.why, ran.status) == ([], "", 0) and f"[Errno {errno.EOPNOTSUPP}]" in ran.printed, ran
+        return
+    if way in BY_FILE_SYSTEM and f"[Errno {BY_FILE_SYSTEM[way]}]" in ran.printed and not taken:
+        pytest.skip(f"the file system of the folder has no such way: {ran.printed}; set TMPDIR to another")
+    assert taken or ran.why, ran
     assert max(taken, default=0) <= (MOST if ran.why else QUOTA), ran
     assert ran.why.startswith("wrote more than") or ran.status in (0, -signal.SIGBUS), ran
 

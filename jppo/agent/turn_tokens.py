@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jppo.agent.calls import Parser, Schema
-from jppo.agent.template_check import SAID, Form, changes, check_template
+from jppo.agent.template_check import Form, changes, check_template
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer
@@ -40,13 +40,18 @@ class Spoken:
     sampled: int  # number of its tokens
 
 
+Follow = Callable[[Spoken, Sequence[Message]], tuple[list[int], bool]]
+Render = Callable[[Sequence[Message]], str]  # with the start of the next turn
+Encode = Callable[[str], list[int]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Chat:
     """Functions that continue a conversation in tokens."""
 
     # (a turn, the messages after it) -> the ids of both with the start of the next turn, and whether they begin with
     # the ids up to the turn
-    follow: Callable[[Spoken, Sequence[Message]], tuple[list[int], bool]]
+    follow: Follow
     # (messages or text of a prompt, its ids, a first observation) -> the messages and ids of both
     opening: Callable[[Messages, list[int], str], tuple[list[Message], list[int]]]
     # messages -> the ids of all of them with the start of the next turn
@@ -87,25 +92,6 @@ def templated(
     read = None if kept else parse
     form = check_template(render, schemas, roles=roles, name=name, parse=read, setting=setting, parallel=parallel)
 
-    def after(last: int, text: str) -> list[int]:
-        """Encodes a text after a token, which a tokenizer may need to see."""
-        ids = encode(spell(tokenizer, [last]) + text)
-        return ids[1:] if ids and ids[0] == last else encode(text)
-
-    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
-        before = render(turn.asked) + spell(tokenizer, turn.ids[-turn.sampled :])
-        raw = {"role": "assistant", "content": turn.text}
-        for said in (turn.said,) if form.parsed else (raw, turn.said):
-            whole = render([*turn.asked, said, *new])
-            if whole.startswith(before):
-                return turn.ids + after(turn.ids[-1], whole[len(before) :]), True
-        return encode(whole), False
-
-    def append(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
-        whole = render([{"role": "user", "content": "anything"}, {"role": "assistant", "content": SAID}, *new])
-        ids = encode(whole[whole.index(SAID) + len(SAID) :])
-        return turn.ids + (ids[1:] if ids and ids[0] == turn.ids[-1] else ids), True
-
     def opening(prompt: Messages, ids: list[int], text: str) -> tuple[list[Message], list[int]]:
         before = as_messages(prompt)
         if before[-1]["role"] == "user":  # many templates refuse two consecutive user turns
@@ -121,8 +107,42 @@ def templated(
         how = "such turns stay as they were sampled" if kept else "the next turn then begins a new trajectory"
         said = f"the chat template changes {', '.join(found)}; {how} (rollout.history={history})"
         print(f"conversations: {said}", file=sys.stderr, flush=True)
-    follows = append if kept else follow
-    return Chat(follows, opening, lambda messages: [*begun(json.dumps(messages))], encode, form)
+    follow = _follow_sampled(render, encode) if kept else _follow_template(tokenizer, render, encode, form.parsed)
+    return Chat(follow, opening, lambda messages: [*begun(json.dumps(messages))], encode, form)
+
+
+def _follow_template(tokenizer: Any, render: Render, encode: Encode, parsed: bool) -> Follow:
+    """Makes `Chat.follow`: the template's rendering, which begins a new branch where it changes an earlier turn.
+
+    `parsed`: the template needs calls as fields of the turn (`Form.parsed`); otherwise its raw text is tried first.
+    """
+
+    def after(last: int, text: str) -> list[int]:
+        """Encodes a text after a token, which a tokenizer may need to see."""
+        ids = encode(spell(tokenizer, [last]) + text)
+        return ids[1:] if ids and ids[0] == last else encode(text)
+
+    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
+        before = render(turn.asked) + spell(tokenizer, turn.ids[-turn.sampled :])
+        raw = {"role": "assistant", "content": turn.text}
+        for said in (turn.said,) if parsed else (raw, turn.said):
+            whole = render([*turn.asked, said, *new])
+            if whole.startswith(before):
+                return turn.ids + after(turn.ids[-1], whole[len(before) :]), True
+        return encode(whole), False
+
+    return follow
+
+
+def _follow_sampled(render: Render, encode: Encode) -> Follow:
+    """Makes `Chat.follow`: the turns as they were sampled, then the new messages as the template renders them."""
+
+    def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
+        whole = render([{"role": "user", "content": "anything"}, {"role": "assistant", "content": SAID}, *new])
+        ids = encode(whole[whole.index(SAID) + len(SAID) :])
+        return turn.ids + (ids[1:] if ids and ids[0] == turn.ids[-1] else ids), True
+
+    return follow
 
 
 def as_messages(prompt: Messages) -> list[dict[str, str]]:

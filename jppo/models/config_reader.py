@@ -52,7 +52,6 @@ def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], lon
     fields = Fields(config, str(path))
     name, family = _family(fields)
     _refuse_unsupported(fields, family)
-    attention_bias = fields.get(family.bias_field, bool, family.biased)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     num_layers, num_kv_heads = _num_layers(fields), _num_kv_heads(fields, family, num_heads)
     latent = _latent(fields, num_heads) if family.latent else None
@@ -83,9 +82,7 @@ def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], lon
         pre_norms=family.pre_norms,
         post_norms=family.post_norms,
         fused=family.fused,
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
+        **_biases(fields, family),
         activation=_activation(fields, family),
         embed_scale=_embed_scale(fields, family, hidden_size),
         residual_scale=_multiplier(fields, family, "residual_multiplier"),
@@ -105,6 +102,16 @@ def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], lon
         gated=family.gated,
         delta=None if family.delta is None else _delta(fields, family.delta, num_layers),
         gemma4=config_fields.read_gemma4(fields, windows, vocab_size) if family.gemma4 else None,
+    )
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, bool]:
+    """Returns which projections add a bias: by the file, unless all models of the family are alike."""
+    attention = fields.get(family.bias_field, bool, family.biased)
+    return dict(
+        qkv_bias=attention if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention if family.o_bias is None else family.o_bias,
+        mlp_bias=fields.get("mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
     )
 
 

@@ -13,7 +13,7 @@ from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
-from jppo.rewards.conversation import AGENT, ENVIRONMENT, INTERACTION, TOOLS, TURNS, ConversationPart
+from jppo.rewards.conversation import TOOLS, TURNS, ConversationPart
 from jppo.rewards.function import FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.judge.client import JudgeClient
@@ -50,22 +50,8 @@ def make_reward_sum(
     Each host grades its own samples on its own part of the mesh.
     """
     mesh = sharding.own_part(mesh)
-    r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
-    log = own_folder(hosts, expanded(c.trainer.run_dir))
-    own = talk.environment or (agent and c.rollout.agent_reward != "graders")
-    asked = {
-        RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
-        "function_score": bool(r.function),
-        "judge_score": bool(r.judge.api_type),
-        "rm_score": bool(r.model.path),
-        "length_score": r.overlong_buffer_tokens > 0,
-        "format_score": bool(r.format_regex),
-        ENVIRONMENT: bool(talk.environment),
-        AGENT: bool(agent),
-        INTERACTION: bool(talk.interaction),
-        TOOLS: tool_rewards,
-    }
-    names = [name for name, there in asked.items() if there]
+    r, log = c.reward, own_folder(hosts, expanded(c.trainer.run_dir))
+    names = _configured_parts(c, tool_rewards)
     weights = parse_weights(r.weights, names, optional=[RULES])
     used = _used_parts(weights, r.weights, sources)
 
@@ -101,6 +87,25 @@ def make_reward_sum(
         RewardSum(made, weights, score_on_error=None).close()
         raise
     return RewardSum(made, weights, score_on_error=r.score_on_error)
+
+
+def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
+    """Returns the names of the parts that the settings ask for."""
+    r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
+    own = talk.environment or (agent and c.rollout.agent_reward != "graders")
+    asked = {
+        RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
+        "function_score": bool(r.function),
+        "judge_score": bool(r.judge.api_type),
+        "rm_score": bool(r.model.path),
+        "length_score": r.overlong_buffer_tokens > 0,
+        "format_score": bool(r.format_regex),
+        ENVIRONMENT: bool(talk.environment),
+        AGENT: bool(agent),
+        INTERACTION: bool(talk.interaction),
+        TOOLS: tool_rewards,
+    }
+    return [name for name, there in asked.items() if there]
 
 
 def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -3,12 +3,16 @@
 import asyncio
 import io
 import json
+import os
 import socket
+import subprocess
+import sys
 import textwrap
 
 import pytest
 
-from jppo.agent.gateway import process
+from jppo.agent.gateway import forks, process
+from tests.agent.test_gateway import running, wait_for
 
 
 @pytest.mark.parametrize(
@@ -88,3 +92,69 @@ def test_programs_start_one_after_the_other(tmp_path, monkeypatch):
     )
     found = ends(tmp_path, "def agent(task): return task", [{"reward": i} for i in range(10)])
     assert [json.loads(one.last)["reward"] for one in found] == list(range(10)) and unanswered == [1] * 10
+
+
+@pytest.fixture
+def forking(tmp_path):
+    """Starts the process that forks, of a file with this text; returns the gateway's end of its socket and it."""
+    started = []
+
+    def start(text):
+        (tmp_path / "agent.py").write_text(text)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(20)
+        command = [sys.executable, "-m", "jppo.agent.gateway.forks", str(theirs.fileno()), "function"]
+        with theirs:
+            made = subprocess.Popen(
+                [*command, f"{tmp_path / 'agent.py'}:agent"], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
+            )
+        started.append((ours, made))
+        return ours, made
+
+    yield start
+    for ours, made in started:
+        ours.close()
+        made.kill()
+        made.communicate()
+
+
+FOREVER = """
+import os, pathlib, time
+def agent(task):
+    pathlib.Path(__file__).with_name("running").write_text(str(os.getpid()))
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_the_end_of_the_trainer_is_no_crash_and_ends_all_programs(forking, tmp_path, unread):
+    """A socket that is closed with messages unread is an error on its other side."""
+    channel, made = forking(FOREVER)
+    assert json.loads(channel.recv(2**12)) == {"ready": True}
+    with open(os.devnull, "r+b") as file, (tmp_path / "task").open("w+b") as task:
+        task.write(b"{}\n")
+        task.seek(0)
+        socket.send_fds(channel, [b'{"id": 3, "env": {}}'], [task.fileno(), file.fileno(), file.fileno()])
+    if not unread:
+        assert json.loads(channel.recv(2**12)) == {"id": 3}
+    wait_for(lambda: (tmp_path / "running").exists() and (tmp_path / "running").read_text())
+    channel.close()
+    assert (made.wait(20), made.stderr.read()) == (0, b"")
+    assert not running((tmp_path / "running").read_text())
+
+
+@pytest.mark.parametrize(
+    "text, sent, said",
+    [
+        ("raise ValueError('odd')", b"", b"ValueError: odd"),
+        ("raise SystemExit('no luck')", b"", b"SystemExit: no luck"),
+        (FOREVER, b"no JSON", b"JSONDecodeError"),
+    ],
+)
+def test_a_crash_has_its_exit_code(forking, text, sent, said):
+    channel, made = forking(text)
+    if sent:
+        assert json.loads(channel.recv(2**12)) == {"ready": True}
+        channel.send(sent)
+    assert made.wait(20) == forks.CRASHED == 70
+    assert said in made.stderr.read()

@@ -3,6 +3,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -161,7 +162,14 @@ def test_the_token_of_servers_that_are_attached_to_is_of_the_environment(monkeyp
     monkeypatch.delenv("JPPO_SERVER_TOKEN", raising=False)
     assert attached_key().headers() == {} and attached_key().opened({}, {})
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "secret\n")
-    assert attached_key().headers()["Authorization"] == "Bearer secret" and "secret" not in repr(attached_key())
+    key = attached_key()
+    first, second = key.headers(), key.headers()
+    nonces = [headers.pop("x-jppo-challenge") for headers in (first, second)]
+    assert first == second == {"Authorization": "Bearer secret"} and "secret" not in repr(key)
+    assert all(re.fullmatch("[0-9a-f]{32}", nonce) for nonce in nonces) and nonces[0] != nonces[1]
+    leased = key.leased().headers()
+    assert leased.keys() == {"Authorization", "x-jppo-challenge", "x-jppo-trainer"}
+    assert re.fullmatch(r"\S+/\d+", leased["x-jppo-trainer"])
     monkeypatch.setenv("JPPO_SERVER_TOKEN", "two\nlines")
     with pytest.raises(UserError, match="JPPO_SERVER_TOKEN contains invalid characters"):
         attached_key()

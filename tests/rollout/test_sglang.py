@@ -22,7 +22,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import publisher
 from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
 from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
-from jppo.run.inputs import require_publishable
+from jppo.run.inputs import read_inputs, read_test, require_publishable
 from jppo.settings import UserError, check
 from jppo.types import Prompt
 from tests.make import typed
@@ -362,6 +362,17 @@ def test_models_that_sglang_was_not_tried_with_are_refused_before_anything_start
         require_publishable(typed(config), hf.read_config(str(tmp_path))[1])
     config.rollout.name = "vllm"
     require_publishable(typed(config), hf.read_config(str(tmp_path))[1])
+
+
+@pytest.mark.parametrize("read", [read_inputs, read_test])
+def test_a_run_reads_that_its_model_cannot_be_published(small_run, read):
+    config = dict(config_of("mixtral-full"), vocab_size=64)  # room for the tokenizer's
+    (pathlib.Path(small_run.model.path) / "config.json").write_text(json.dumps(config))
+    small_run.rollout.name = "sglang"
+    with pytest.raises(UserError, match="publishing experts of a mixtral model to SGLang is untested"):
+        read(typed(small_run))
+    small_run.rollout.name = "vllm"
+    assert read_inputs(typed(small_run)).policy.family == "mixtral"
 
 
 def test_a_training(small_run, python, quick_compilation):

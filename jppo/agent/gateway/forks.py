@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from jppo import descendants
 from jppo.registry import resolve
 
-CRASHED, NOT_FOUND = 70, 127  # exit codes: an uncaught exception of a function; a command that cannot be started
+CRASHED, NOT_FOUND = 70, 127  # exit codes: an uncaught exception, of a function or here; a command that cannot start
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
@@ -36,33 +36,37 @@ def main(channel: socket.socket, work: Callable[[], int]) -> None:
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    running: dict[int, int] = {}
     try:
-        while True:
-            ready, _, _ = select.select([channel.fileno(), wakes], [], [])
-            if wakes in ready:
-                os.read(wakes, 2**12)
-                for pid, code in _ended(running):
-                    channel.send(json.dumps({"id": running.pop(pid), "code": code}).encode())
-            if channel.fileno() in ready:
-                data, files, _, _ = socket.recv_fds(channel, 2**16, 3)
-                if not data:
-                    break
-                said = json.loads(data)
-                if "env" not in said:
-                    for pid in [pid for pid, number in running.items() if number == said["id"]]:
-                        os.kill(pid, signal.SIGTERM)
-                    continue
-                if (pid := os.fork()) == 0:
-                    _guard(work, said["env"], files, channel)
-                running[pid] = said["id"]
-                for file in files:
-                    os.close(file)
-                channel.send(json.dumps({"id": said["id"]}).encode())
-    except ConnectionError:  # the trainer has ended
-        pass
+        with contextlib.suppress(ConnectionError):  # the trainer has ended with messages unread: as at a closed socket
+            _fork_for_each(channel, wakes, work)
     finally:
         descendants.kill_all()
+
+
+def _fork_for_each(channel: socket.socket, wakes: int, work: Callable[[], int]) -> None:
+    """Forks for each episode that the gateway sends; `wakes` can be read after a guard has ended."""
+    running: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([channel.fileno(), wakes], [], [])
+        if wakes in ready:
+            os.read(wakes, 2**12)
+            for pid, code in _ended(running):
+                channel.send(json.dumps({"id": running.pop(pid), "code": code}).encode())
+        if channel.fileno() in ready:
+            data, files, _, _ = socket.recv_fds(channel, 2**16, 3)
+            if not data:
+                return
+            said = json.loads(data)
+            if "env" not in said:
+                for pid in [pid for pid, number in running.items() if number == said["id"]]:
+                    os.kill(pid, signal.SIGTERM)
+                continue
+            if (pid := os.fork()) == 0:
+                _guard(work, said["env"], files, channel)
+            running[pid] = said["id"]
+            for file in files:
+                os.close(file)
+            channel.send(json.dumps({"id": said["id"]}).encode())
 
 
 def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
@@ -161,10 +165,12 @@ def _serve(channel: socket.socket, kind: str, *what: str) -> None:
 
 
 if __name__ == "__main__":
+    code = CRASHED
     try:
         _serve(socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:])
+        code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(0)  # threads that the agent's file has started would hold the process
+        os._exit(code)  # threads that the agent's file has started would hold the process
