@@ -43,14 +43,12 @@ from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
 from jppo.rollout import make as rollout
 from jppo.rollout.make import open_engine, server_settings
-from jppo.rollout.protocol import Repeatable
-from jppo.rollout.publish import published_dtype
+from jppo.rollout.publish import Repeatable, published_dtype
 from jppo.rollout.servers.engine import ServedSampler
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, environment, flags
 from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
-from jppo.rollout.vllm.buffers import Buffers, Parcel
-from jppo.rollout.vllm.publisher import Publisher
+from jppo.rollout.vllm.publish import Buffers, Parcel, Publisher
 from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
@@ -187,7 +185,7 @@ def sampling(
 
 
 def deliver(sampler: ServedSampler, way: Publisher, tensors: Callable[[], Tensors], number: int) -> None:
-    sampler.fleet.deliver(way.whole(Repeatable(tensors), number))
+    sampler.fleet.weights.deliver(way.whole(Repeatable(tensors), number))
 
 
 def rise(what: Callable[[], Any]) -> int:

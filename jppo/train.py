@@ -89,7 +89,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= found | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     cursor = run.supply.learned(drawn, graded)  # custom code, and an error in the update or later leaves no state
-    now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)
+    now, found = update_models(c, learner, now, data, trajectories, timer, run.publisher.begin)
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
@@ -165,7 +165,7 @@ def learn(run: Run, begun: Begun) -> TrainState:
                         with timer("gen"):
                             run.supply.settle()
                     with timer("update_weights"):
-                        run.handover.finish(now)
+                        run.publisher.finish(now)
                         require_published(c, run.inputs, run.learner, now, run.sampler, run.hosts)
             last = step == run.inputs.total_steps
             if last or due(step, c.trainer.test_freq):

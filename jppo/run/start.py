@@ -26,7 +26,7 @@ from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_panel
 from jppo.rewards.reward_sum import RewardSum
 from jppo.rollout.make import Source, open_engine, served_reference
-from jppo.rollout.publish import PolicyPublisher, may_overlap, publish_base, publish_policy
+from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
@@ -61,7 +61,7 @@ class Run:
     sampler: Source
     supply: SampleQueue | DynamicSampleQueue
     panel: RewardSum
-    handover: PolicyPublisher
+    publisher: PolicyPublisher
     checkpoints: Checkpoints
     logger: Logger | Silent
     timer: Timers
@@ -123,9 +123,9 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         laps("checkpoint")
         sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
         laps("waiting for the sampler")
-        publish = functools.partial(publish_policy, c, learner, sampler, adapters=inputs.adapters, hosts=hosts)
+        publisher = PolicyPublisher(c, learner, sampler, inputs.adapters, hosts)
         publish_base(c, learner, sampler, int(begun.state.step), hosts)
-        publish(begun.state)
+        publisher.finish(begun.state)
         laps("publish")
         hosts.together(panel.ready)
         laps("graders")
@@ -133,10 +133,9 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         stack.enter_context(logger)
         greedy = learner.recipe.estimator.greedy
         supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, panel, begun.cursor, hosts)
-        early = learner.critic is not None and may_overlap(c, hosts)
-        handover = stack.enter_context(PolicyPublisher(publish, early=early))
+        stack.enter_context(publisher)
         run = Run(
-            c, held.folder, hosts, inputs, learner, sampler, supply, panel, handover, checkpoints, logger, held.timer,
+            c, held.folder, hosts, inputs, learner, sampler, supply, panel, publisher, checkpoints, logger, held.timer,
             held.profile, held.watch, Match(c), reference, origin,
         )  # fmt: skip
         introduce(run, begun, kernel, chosen, laps)

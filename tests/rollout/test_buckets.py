@@ -8,12 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from jppo.rollout.protocol import Repeatable, RolloutError
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, layout, transfer
+from jppo.rollout.vllm import buckets, layout, tcp
 from jppo.rollout.vllm.client import start_vllm
-from jppo.rollout.vllm.staging import Staging
+from jppo.rollout.vllm.layout import Staging
 from jppo.settings import UserError, default
 from jppo.settings.rules_rollout import publish_via
 from tests.rollout.conftest import INFO
@@ -47,9 +48,7 @@ def stages(fake):
         if "digest" in info:
             return fake.staging.finish(info["version"], info["digest"])
         entries = layout.unpack(info["entries"])
-        fake.staging.add(
-            info["version"], entries, lambda: transfer.receive(transfer.Address(**info["address"]), entries)
-        )
+        fake.staging.add(info["version"], entries, lambda: tcp.receive(tcp.Address(**info["address"]), entries))
 
     def finish(_):
         fake.active = False

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.buffers import Buffers
+from jppo.rollout.vllm.publish import Buffers
 from jppo.settings import UserError
 
 TENSORS = {f"w{i}": np.arange(i, i + 500, dtype=np.float32) for i in range(5)}

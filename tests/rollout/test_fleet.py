@@ -143,7 +143,7 @@ def test_servers_that_sleep_wake_for_the_next_weights(made, fakes):
     sampler = made()
     for fake in fakes:
         fake.answers |= dict.fromkeys(SLEEP, (200, {}))
-    sampler.fleet.sleep(2)
+    sampler.fleet.weights.sleep(2)
     sampler.load(TENSORS.items(), version=8)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
     for fake in fakes:
@@ -158,7 +158,7 @@ def test_a_server_that_breaks_in_its_sleep_is_awake_when_it_is_back(made, fakes)
     sampler = made()
     for fake in fakes:
         fake.answers |= dict.fromkeys(SLEEP, (200, {}))
-    sampler.fleet.sleep(2)
+    sampler.fleet.weights.sleep(2)
     fakes[0].answers["/health"] = (503, None)
     until(lambda: not sampler.fleet.members[0].up)
     serve(fakes[0])

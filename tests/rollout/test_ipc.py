@@ -12,7 +12,7 @@ import pytest
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, cuda_ipc, ipc_carrier
+from jppo.rollout.vllm import buckets, cuda_ipc, device_carriers
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole
@@ -43,8 +43,8 @@ def made(fakes, settings, monkeypatch, engine, gpu):  # noqa: F811
     for fake, count in zip(fakes, (2, 1), strict=True):
         serve(fake)
         works(fake, [engine(rank) for rank in range(count)])
-    carrier = ipc_carrier.Ipc([(jax.devices()[1], gpu(1)), (jax.devices()[0], gpu(0))])
-    monkeypatch.setattr(ipc_carrier, "on_gpus", lambda: carrier)
+    carrier = device_carriers.Ipc([(jax.devices()[1], gpu(1)), (jax.devices()[0], gpu(0))])
+    monkeypatch.setattr(device_carriers, "on_gpus", lambda: carrier)
     started = start_vllm(
         "model", "run", settings=settings(publish_via="ipc"), urls=[fake.url for fake in fakes],
         limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
@@ -184,6 +184,6 @@ def test_the_library_of_these_tests_sees_a_missing_wait_and_a_copy_beyond_the_en
 
 def test_without_a_gpu_or_its_driver_the_setting_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"publish_via='ipc' shares memory of GPUs: JAX runs on a cpu; .* file or tcp"):
-        ipc_carrier.on_gpus()
+        device_carriers.on_gpus()
     with pytest.raises(cuda_ipc.CudaError, match="the driver of CUDA cannot be used: /nowhere"):
         cuda_ipc.Gpu(0, library="/nowhere/libcuda.so.1")

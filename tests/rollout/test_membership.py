@@ -7,10 +7,11 @@ import pytest
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.rollout.make import attached
-from jppo.rollout.protocol import Repeatable, RolloutError
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import engine, membership, repair
-from jppo.rollout.servers.discovery import make_lookup
 from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.servers.membership import make_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError, addresses
 from tests.rollout import test_buckets

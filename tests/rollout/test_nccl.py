@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.rollout.protocol import Repeatable, RolloutError
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, nccl, nccl_carrier
+from jppo.rollout.vllm import buckets, device_carriers, nccl
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
 from tests.rollout.conftest import INFO
@@ -120,11 +121,13 @@ def works(fake, engines):
 def made(fakes, settings, monkeypatch, engine, library):
     """A sampler over two fakes, of two workers and of one; version 7 was published."""
     monkeypatch.setattr(buckets, "BUCKET", 4000)
-    monkeypatch.setattr(nccl_carrier, "WAIT_S", 3.0)
+    monkeypatch.setattr(device_carriers, "WAIT_S", 3.0)
     for fake, count in zip(fakes, (2, 1), strict=True):
         serve(fake)
         works(fake, [engine(rank) for rank in range(count)])
-    monkeypatch.setattr(buckets, "Tcp", lambda *_: nccl_carrier.Nccl(lambda: communicator(library), jax.devices()[0]))
+    monkeypatch.setattr(
+        buckets, "Tcp", lambda *_: device_carriers.Nccl(lambda: communicator(library), jax.devices()[0])
+    )
     started = start_vllm(
         "model", "run", settings=settings(publish_via="tcp"), urls=[fake.url for fake in fakes],
         limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
@@ -189,7 +192,7 @@ def test_a_refused_bucket_hangs_nobody_and_touches_no_model(made, fakes, engine)
 
 @pytest.mark.vllm
 def test_memory_that_changes_on_the_way_is_refused(made, engine, monkeypatch):
-    monkeypatch.setattr(nccl_carrier, "_checksum", lambda array: 17)
+    monkeypatch.setattr(device_carriers, "_checksum", lambda array: 17)
     with pytest.raises(RolloutError, match="different checksum"):
         made.load(source(engine, 1), version=8)
 

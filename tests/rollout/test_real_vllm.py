@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from jppo.models import hf
-from jppo.rollout.protocol import Repeatable, RolloutError, greedy
+from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import arguments, buckets, publisher
-from jppo.rollout.vllm.buffers import Buffers
+from jppo.rollout.vllm import arguments, buckets, publish
 from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.publish import Buffers
 from jppo.types import Prompt
 from tests.rollout import nobody
 
@@ -337,7 +338,7 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
         sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
     cut = CutBuffers("")
     with pytest.raises(RolloutError, match=r"truncated: model\.\S+ ends at byte"):
-        sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 2))
+        sampler.fleet.weights.deliver(publish.Publisher(cut).whole(tensors.items(), 2))
     cut.close()
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
 

@@ -5,8 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm.buffers import Buffers
-from jppo.rollout.vllm.publisher import Publisher
+from jppo.rollout.vllm.publish import Buffers, Publisher
 from jppo.settings import UserError
 
 TENSORS = {"w": np.arange(4, dtype=np.float32)}

@@ -8,38 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import numpy as np
 
 from jppo.rollout import conversations
 from jppo.rollout.protocol import Done, RolloutError, Served, Talk
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.discovery import Lookup
+from jppo.rollout.servers.delivery import Delivery, Publisher
 from jppo.rollout.servers.endpoint import Endpoint, Taken
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.member import Member, ServerLimits
-from jppo.rollout.servers.membership import LOOKUP_S
+from jppo.rollout.servers.membership import LOOKUP_S, Lookup
 from jppo.rollout.servers.process import Server, stop_all
-from jppo.rollout.servers.server_api import Delivery, ServerApi
+from jppo.rollout.servers.server_api import ServerApi
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
-
-
-class Publisher(Protocol):
-    """Writes weights to where the servers read them."""
-
-    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
-        """Writes a whole policy."""
-
-    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
-        """Writes adapters for the last written policy."""
-
-    def refused(self) -> None:
-        """Abandons the last written weights."""
-
-    def close(self) -> None:
-        """Frees the files."""
 
 
 class ServedSampler(Served):
@@ -85,7 +68,7 @@ class ServedSampler(Served):
     def sleep(self) -> None:
         """Frees the servers' memory until the next weights."""
         if self._sleep_level:
-            self.fleet.sleep(self._sleep_level)
+            self.fleet.weights.sleep(self._sleep_level)
 
     def metrics(self) -> dict[str, float]:
         """Returns the number of working servers, and of restarts and repeated requests since the last call."""
@@ -105,7 +88,7 @@ class ServedSampler(Served):
 
     def _deliver(self, delivery: Delivery, mode: str) -> None:
         try:
-            self.fleet.deliver(delivery, mode=mode)
+            self.fleet.weights.deliver(delivery, mode=mode)
         except RolloutError:
             self._publisher.refused()
             raise
@@ -146,19 +129,19 @@ class Engine:
         """Waits for the servers, checks each, and returns the sampler; `talk` None means one turn."""
         for started in self.servers:
             started.wait_ready()
-        dialect, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
-        attach = functools.partial(self._attach, attached_key(), dialect)
+        api, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
+        attach = functools.partial(self._attach, attached_key(), api)
         joining = None if self._lookup is None else (self._lookup, attach)
         if self.servers:
             own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
-            members = [self._member(server, endpoint, dialect) for server, endpoint in own]
+            members = [self._member(server, endpoint, api) for server, endpoint in own]
         elif joining:
             members = self._first(*joining)
         else:
             members = [attach(url) for url in self._urls]
         fleet = Fleet(
             members,
-            dialect,
+            api,
             self._limits,
             start_timeout_s=self._start_timeout_s,
             decode=decode,
@@ -170,18 +153,18 @@ class Engine:
         )
         return self._sampler
 
-    def _member(self, server: Server | None, endpoint: Endpoint, dialect: ServerApi) -> Member:
+    def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
         try:
-            return Member(endpoint, server, *dialect.inspect(endpoint), self._limits.connections)
+            return Member(endpoint, server, *api.inspect(endpoint), self._limits.connections)
         except RolloutError as e:
-            raise UserError(f"{e}; {dialect.how}") from e
+            raise UserError(f"{e}; {api.how}") from e
 
-    def _attach(self, key: guard.Key, dialect: ServerApi, url: str, ours: bool = False) -> Member:
+    def _attach(self, key: guard.Key, api: ServerApi, url: str, ours: bool = False) -> Member:
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str)
-        if _guarded(endpoint.within(self._limits.health_timeout_s), dialect):
+        if _guarded(endpoint.within(self._limits.health_timeout_s), api):
             endpoint.move(url, key.leased())
-        _require_awake(endpoint.within(self._limits.health_timeout_s), dialect, ours=ours)
-        return self._member(None, endpoint, dialect)
+        _require_awake(endpoint.within(self._limits.health_timeout_s), api, ours=ours)
+        return self._member(None, endpoint, api)
 
     def _first(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
         """Waits for the first servers of a look-up; others join later."""
@@ -220,33 +203,33 @@ def attached_key() -> guard.Key:
     return guard.Key(token)
 
 
-def _guarded(endpoint: Endpoint, dialect: ServerApi) -> bool:
+def _guarded(endpoint: Endpoint, api: ServerApi) -> bool:
     """Whether the server wants a token; otherwise warns, and it gets none."""
     try:
         guarded = endpoint.guarded()
     except RolloutError as e:
-        raise UserError(f"{e}; {dialect.how}") from e
+        raise UserError(f"{e}; {api.how}") from e
     if not guarded:
         said = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
-        print(f"rollout: warning: the server at {endpoint.url} {said}; {dialect.how}", file=sys.stderr, flush=True)
+        print(f"rollout: warning: the server at {endpoint.url} {said}; {api.how}", file=sys.stderr, flush=True)
     return guarded
 
 
-def _require_awake(endpoint: Endpoint, dialect: ServerApi, *, ours: bool) -> None:
+def _require_awake(endpoint: Endpoint, api: ServerApi, *, ours: bool) -> None:
     deadline = time.monotonic() + guard.LEASE_S + 2 * guard.TICK_S  # of a trainer that was killed just now
     while True:
         try:
-            paused = dialect.paused(endpoint)
+            paused = api.paused(endpoint)
             break
         except Taken as e:
             if time.monotonic() > deadline:
                 raise UserError(str(e)) from e
             time.sleep(guard.TICK_S)
         except RolloutError as e:
-            raise UserError(f"{e}; {dialect.how}") from e
+            raise UserError(f"{e}; {api.how}") from e
     if paused and not ours:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
             f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'
-            f" {endpoint.url}{dialect.resume_route}`"
+            f" {endpoint.url}{api.resume_route}`"
         )

@@ -1,4 +1,4 @@
-"""All servers of a run as one: requests go to any of them (`router.py`), and all have equal weights.
+"""All servers of a run as one: requests go to any of them (`router.py`), and all have equal weights (`delivery.py`).
 
 A failed request is repeated with its own seed, so nothing is lost or counted twice. A failed server is repaired
 (`repair.py`). Everything runs on one event loop in its own thread, also between training steps: a server that dies then
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import resource
 import threading
-import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -20,20 +19,19 @@ import numpy as np
 
 from jppo import traces
 from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
-from jppo.rollout.servers.discovery import Lookup
-from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, wait_s
+from jppo.rollout.servers.delivery import ServedWeights
+from jppo.rollout.servers.endpoint import TRIES, Busy, ServerFault, wait_s
 from jppo.rollout.servers.member import Cut, Member, ServerLimits
-from jppo.rollout.servers.membership import Membership
+from jppo.rollout.servers.membership import Lookup, Membership
 from jppo.rollout.servers.process import stop_all
-from jppo.rollout.servers.repair import Delivered, Repairs
+from jppo.rollout.servers.repair import Repairs
 from jppo.rollout.servers.router import Router
-from jppo.rollout.servers.server_api import Completion, Delivery, ServerApi
+from jppo.rollout.servers.server_api import Completion, ServerApi
 from jppo.rollout.stop_texts import begun, cut_at
 from jppo.settings import UserError
 from jppo.types import Sampling
 
 T = TypeVar("T")
-POLL_S = 0.05
 THREADS = 32  # of calls to servers that come and go
 FILES = 1 << 16  # open ones that are allowed at most: each request in flight has a connection
 
@@ -44,7 +42,7 @@ class Fleet:
     def __init__(
         self,
         members: Sequence[Member],
-        dialect: ServerApi,
+        api: ServerApi,
         limits: ServerLimits,
         *,
         start_timeout_s: float,
@@ -57,18 +55,16 @@ class Fleet:
         """
         allow_files()
         self.asked_again = 0
-        self._dialect = dialect
+        self._api = api
         self._limits = limits
         self._decode = decode
-        self._delivered = Delivered()
-        self._updates = 0
         self._router = Router(members)
-        self._repairs = Repairs(self._router, dialect, self._delivered, limits, start_timeout_s=start_timeout_s)
         threads = 2 * len(members) + 1 if joining is None else THREADS
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._waiting)
+        self.weights = ServedWeights(self._router, api, self._loop, broken=self._broken, threads=threads)
+        self._repairs = Repairs(self._router, api, self.weights, limits, start_timeout_s=start_timeout_s)
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
         self.start(self._repairs.watch())
@@ -84,7 +80,7 @@ class Fleet:
     @property
     def version(self) -> int | None:
         """Returns the version of the delivered weights."""
-        return self._delivered.version
+        return self.weights.version
 
     @property
     def restarts(self) -> int:
@@ -117,7 +113,7 @@ class Fleet:
                 left = min(left, max(map(len, sampling.stop)))
             rest = dataclasses.replace(sampling, max_tokens=left)
             own = seed if not tokens else sample_seed(seed, 0, len(tokens))
-            updates = self._updates
+            updates = self.weights.updates
             try:
                 part = await self._ask_one([*ids, *tokens], rest, own, near, sure=sure, urgent=urgent)
                 cut = bool(tokens)
@@ -132,7 +128,7 @@ class Fleet:
                     return Answer(tokens, logprob, version, "stop", part.server, experts)
                 if len(tokens) == sampling.max_tokens:
                     return Answer(tokens, logprob, version, "length", part.server, experts)
-                if part.finish == "abort" and self._updates == updates and not self._router.held:
+                if part.finish == "abort" and self.weights.updates == updates and not self._router.held:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except Cut:
                 self.asked_again += 1
@@ -145,58 +141,16 @@ class Fleet:
                 if e.after_s is not None:
                     await asyncio.sleep(wait_s(e.after_s, failures - 1, self._limits.request_timeout_s))
 
-    def deliver(self, delivery: Delivery, *, mode: str = "wait") -> None:
-        """Delivers weights to every server; RolloutError if a working server refuses them.
-
-        Servers that break meanwhile are restarted and get them then.
-        """
-        self._require_one()
-        with self._delivered.lock:
-            taking = [member for member in self.members if member.up or member.blank]
-            with contextlib.closing(delivery.offers()) as offers:
-                for offer in offers:
-                    taking = self._each(taking, offer)
-                    if not taking:  # all are being repaired
-                        break
-            self._router.held = True
-            try:
-                taking = self._wake_up(taking, "weights")
-                if mode == "wait":
-                    self.start(self._drained(taking)).result()
-                taking = self._each(taking, lambda endpoint: self._repairs.pause(endpoint, mode))
-                taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
-                for member in taking:
-                    if member.up or member.blank:  # not given up meanwhile
-                        member.asleep, member.blank, member.up = False, False, True
-                before = () if delivery.whole else self._delivered.deliveries[:1]
-                self._delivered.deliveries, self._delivered.version = (*before, delivery), delivery.version
-                self._updates += 1
-                self._each(taking, self._repairs.resume)
-            finally:
-                self._router.held = False
-                self._loop.call_soon_threadsafe(self._go_on)
-
-    def sleep(self, level: int) -> None:
-        """Frees the servers' device memory until the next whole delivery; no request may be in flight."""
-        with self._delivered.lock:
-            self._router.held = True
-            resting = self._each(
-                [member for member in self.members if member.up],
-                lambda endpoint: self._dialect.sleep(endpoint, level),
-            )
-            for member in resting:
-                member.asleep = True
-
     def close(self) -> None:
         """Stops the servers that were started here; may be called twice."""
         if self._repairs.closed:
             return
         self._repairs.closed = True
         own = {member.endpoint: member.server for member in self.members if member.server is not None}
-        attached = ({member.endpoint for member in self.members} | self._delivered.paused) - own.keys()
+        attached = ({member.endpoint for member in self.members} | self.weights.paused) - own.keys()
         stop_all(list(own.values()))
-        for pool in (self._pool, self._waiting):  # a publish that broke off may still be at the attached servers
-            pool.shutdown(wait=bool(attached), cancel_futures=True)
+        self.weights.close(wait=bool(attached))  # a publish that broke off may still be at the attached servers
+        self._waiting.shutdown(wait=bool(attached), cancel_futures=True)
         self.start(self._end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -213,13 +167,11 @@ class Fleet:
             member = await self._router.take(near, urgent=urgent)
         try:
             oldest = self.version
-            route, body = self._dialect.request(ids, sampling, seed, self._delivered.model or member.model)
+            route, body = self._api.request(ids, sampling, seed, self.weights.model or member.model)
             with traces.span("generate", server=member.endpoint.url):
-                working = functools.partial(
-                    self._dialect.working, member.endpoint.within(self._limits.health_timeout_s)
-                )
-                part = self._dialect.part(await member.ask(route, body, working), sampling)
-            self._delivered.require(part.version, oldest, member.endpoint.url)
+                working = functools.partial(self._api.working, member.endpoint.within(self._limits.health_timeout_s))
+                part = self._api.part(await member.ask(route, body, working), sampling)
+            self.weights.require(part.version, oldest, member.endpoint.url)
             read = len(ids) + len(part.tokens) - 1
             if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
                 count = "none" if part.experts is None else len(part.experts)
@@ -232,17 +184,6 @@ class Fleet:
         finally:
             self._router.release(member)
 
-    async def _drained(self, members: Sequence[Member]) -> None:
-        """Returns when no request is in flight at the members."""
-        while any(member.under_way for member in members):
-            await asyncio.sleep(POLL_S)
-
-    def _go_on(self) -> None:
-        """Ends an update."""
-        for member in self.members:
-            member.resumed()
-        self._router.wake_all()
-
     async def _end(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
@@ -251,40 +192,8 @@ class Fleet:
 
     # Methods in any thread.
 
-    def _require_one(self) -> None:
-        """Returns when a server works."""
-        while not any(member.up or member.blank for member in self.members):
-            if self._router.fatal is not None:
-                raise self._router.fatal
-            time.sleep(POLL_S)
-        if self._router.fatal is not None:
-            raise self._router.fatal
-
-    def _wake_up(self, members: Sequence[Member], what: str) -> list[Member]:
-        asleep = [member for member in members if member.asleep]
-        awake = [member for member in members if not member.asleep]
-        return [*awake, *self._each(asleep, lambda endpoint: self._dialect.wake_up(endpoint, what))]
-
-    def _each(self, members: Sequence[Member], do: Callable[[Endpoint], None]) -> list[Member]:
-        """Calls `do` on all members concurrently; broken ones are sent to repair and left out of the result.
-
-        A member that was replaced in between was not called: it gets the weights when it is repaired.
-        """
-        futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up or member.blank}
-        good, refused = [], []
-        for future, member in futures.items():
-            try:
-                future.result()
-                good.append(member)
-            except ServerFault as e:
-                member.up = member.blank = False
-                self._loop.call_soon_threadsafe(functools.partial(self._repairs.suspect, member, e, sure=True))
-            except RolloutError as e:
-                if member.up or member.blank:
-                    refused.append(e)
-        if refused:
-            raise refused[0]
-        return good
+    def _broken(self, member: Member, fault: ServerFault) -> None:
+        self._loop.call_soon_threadsafe(functools.partial(self._repairs.suspect, member, fault, sure=True))
 
 
 def allow_files() -> int:
