@@ -124,7 +124,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
         return part
 
     def broken_take(self: Any, step: int) -> Any:
-        fleet[:] = [self._sampler.fleet]
+        fleet[:] = [self._sampler]
         now[0], asked[0] = step + 1, 0
         return take(self, step)
 

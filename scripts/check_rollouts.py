@@ -270,7 +270,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
         return await ask_one(self, *args, **how)
 
     def broken_take(self: Any, step: int) -> Any:
-        fleet[:] = [self._sampler.fleet]
+        fleet[:] = [self._sampler]
         while not all(ready(member) for member in fleet[0].members):  # of the step before: one fault at a time
             time.sleep(0.1)
         tools.end(fleet[0])

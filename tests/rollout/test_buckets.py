@@ -174,7 +174,7 @@ def test_a_server_that_breaks_in_a_publish_gets_all_of_it_afterwards(made, fakes
     fakes[0].answers[UPDATE] = (200, break_once)
     sampler.load(Repeatable(lambda: iter(changed(1).items())), version=8)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
-    until(lambda: all(member.up for member in sampler.fleet.members))
+    until(lambda: all(member.up for member in sampler.members))
     assert all(has(fake, changed(1)) for fake in fakes[:count])
 
 
@@ -189,14 +189,14 @@ def test_a_server_restarted_during_the_update_waits_for_the_next_publish(made, f
     sampler.load(Repeatable(lambda: source[0]()), version=8)
     source[0] = overwritten
     fakes[0].answers["/health"] = (503, None)
-    until(lambda: not sampler.fleet.members[0].up)
+    until(lambda: not sampler.members[0].up)
     serve(fakes[0])
     stages(fakes[0])
     fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.fleet.members[0].blank)
+    until(lambda: sampler.members[0].blank)
     assert not fakes[0].model and whole(sampler.generate(PROMPTS, SAMPLING, version=8)), "the other one answers"
     sampler.load(changed(2).items(), version=9)
-    assert all(member.up and not member.blank for member in sampler.fleet.members)
+    assert all(member.up and not member.blank for member in sampler.members)
     assert all(has(fake, changed(2)) for fake in fakes)
 
 
@@ -211,9 +211,9 @@ def test_a_tensor_that_is_overwritten_before_it_is_sent_waits_too(made, fakes, m
     with monkeypatch.context() as patched:
         patched.setattr(buckets, "describe", describe)
         fakes[0].answers["/health"] = (503, None)
-        until(lambda: not sampler.fleet.members[0].up)
+        until(lambda: not sampler.members[0].up)
         fakes[0].answers["/health"] = (200, None)
-        until(lambda: sampler.fleet.members[0].blank)
+        until(lambda: sampler.members[0].blank)
     sampler.load(changed(2).items(), version=9)
     assert has(fakes[0], changed(2))
 
@@ -223,10 +223,10 @@ def test_the_only_server_may_wait_for_the_next_publish_too(made, fakes):
     sampler.load(Repeatable(lambda: source[0]()), version=8)
     source[0] = overwritten
     fakes[0].answers["/health"] = (503, None)
-    until(lambda: not sampler.fleet.members[0].up)
+    until(lambda: not sampler.members[0].up)
     stages(fakes[0])
     fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.fleet.members[0].blank)
+    until(lambda: sampler.members[0].blank)
     sampler.load(changed(2).items(), version=9)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=9)) and has(fakes[0], changed(2))
 
@@ -235,7 +235,7 @@ def test_weights_of_all_hosts_cannot_be_sent_again_and_the_last_server_ends_the_
     sampler = made(1)
     sampler.load(iter(changed(1).items()), version=8)
     fakes[0].answers["/health"] = (503, None)
-    until(lambda: not sampler.fleet.members[0].up)
+    until(lambda: not sampler.members[0].up)
     fakes[0].answers["/health"] = (200, None)
     with pytest.raises(RolloutError, match=r"gathered from all hosts and not kept; .* this host's last server"):
         sampler.generate(PROMPTS, SAMPLING, version=8)

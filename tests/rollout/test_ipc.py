@@ -138,7 +138,7 @@ def test_a_server_that_breaks_in_a_publish_gets_all_of_it_afterwards(made, fakes
 
     fakes[1].answers[UPDATE] = (200, break_once)
     sampler.load(source(engine, 1), version=8)
-    until(lambda: all(member.up for member in sampler.fleet.members))
+    until(lambda: all(member.up for member in sampler.members))
     assert all(has(worker, 1, engine.tensors) for fake in fakes for worker in fake.engines)
 
 

@@ -225,7 +225,7 @@ def test_a_server_that_dies_in_a_broadcast_takes_the_others_along_and_all_get_it
     fakes[1].answers[UPDATE] = (200, dead)
     made.load(source(engine, 1), version=8)
     assert whole(made.generate(PROMPTS, SAMPLING, version=8))
-    until(lambda: all(member.up for member in made.fleet.members))
+    until(lambda: all(member.up for member in made.members))
     assert all(has(worker, 1, engine.tensors) for fake in fakes for worker in fake.engines)
     assert made.metrics()["rollout/restarts"] == 2
 

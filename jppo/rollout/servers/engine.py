@@ -1,20 +1,14 @@
-"""The `Sampler` over servers of any kind; the `client.py` of each kind implements their interfaces."""
+"""The start of servers of any kind, or the attachment to running ones; the `client.py` of each kind calls it."""
 
 import functools
-import itertools
 import os
-import pathlib
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from jppo.rollout import conversations
-from jppo.rollout.protocol import Done, RolloutError, Served, Talk
+from jppo.rollout.protocol import RolloutError, Talk
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.delivery import Delivery, Publisher
+from jppo.rollout.servers.delivery import Publisher
 from jppo.rollout.servers.endpoint import Endpoint, Taken
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.member import Member, ServerLimits
@@ -22,77 +16,6 @@ from jppo.rollout.servers.membership import LOOKUP_S, Lookup
 from jppo.rollout.servers.process import Server, stop_all
 from jppo.rollout.servers.server_api import ServerApi
 from jppo.settings import UserError
-from jppo.types import Prompt, Sampling, Trajectory
-
-
-class ServedSampler(Served):
-    """The Sampler over a fleet."""
-
-    def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher, *, sleep_level: int):
-        self.fleet = fleet
-        self.version: int | None = None
-        self._sleep_level = sleep_level
-        self._talk = talk
-        self._publisher = publisher
-        self._told = (0, 0)
-
-    def start(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        done: Done | None = None,
-        only: Collection[int] | None = None,
-    ) -> Future[list[Trajectory]]:
-        """Like `Sampler.start`; does not block."""
-        return self.fleet.start(conversations.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
-
-    def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """Samples one answer per prompt, and at least one on every server, without tools or environments.
-
-        Samples of the next steps that wait for a server do not delay it.
-        """
-        ask = functools.partial(self.fleet.ask, urgent=True)
-        count, one_turn = max(len(prompts), len(self.fleet.members)), conversations.one_turn(lambda _: "")
-        asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
-        return self.fleet.start(conversations.converse(ask, one_turn, asked, sampling, None)).result()
-
-    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
-        self._deliver(self._publisher.whole(tensors, version), mode)
-
-    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
-        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
-        self._deliver(self._publisher.adapter(save, version), mode)
-
-    def sleep(self) -> None:
-        """Frees the servers' memory until the next weights."""
-        if self._sleep_level:
-            self.fleet.weights.sleep(self._sleep_level)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the number of working servers, and of restarts and repeated requests since the last call."""
-        now, before = (self.fleet.restarts, self.fleet.asked_again), self._told
-        self._told = now
-        working = sum(member.up for member in self.fleet.members)
-        return {
-            "rollout/servers": float(working),
-            "rollout/restarts": float(now[0] - before[0]),
-            "rollout/asked_again": float(now[1] - before[1]),
-        }
-
-    def close(self) -> None:
-        """Stops the servers that were started here and frees the weights' files; may be called twice."""
-        self.fleet.close()
-        self._publisher.close()
-
-    def _deliver(self, delivery: Delivery, mode: str) -> None:
-        try:
-            self.fleet.weights.deliver(delivery, mode=mode)
-        except RolloutError:
-            self._publisher.refused()
-            raise
-        self.version = delivery.version
 
 
 class Engine:
@@ -119,14 +42,14 @@ class Engine:
         self._speak = speak
         self._limits = limits
         self._start_timeout_s = start_timeout_s
-        self._sampler: ServedSampler | None = None
+        self._fleet: Fleet | None = None
         for server in servers:
             server.start()
 
     def ready(
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
-    ) -> ServedSampler:
-        """Waits for the servers, checks each, and returns the sampler; `talk` None means one turn."""
+    ) -> Fleet:
+        """Waits for the servers, checks each, and returns the fleet; `talk` None means one turn."""
         for started in self.servers:
             started.wait_ready()
         api, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
@@ -139,19 +62,17 @@ class Engine:
             members = self._first(*joining)
         else:
             members = [attach(url) for url in self._urls]
-        fleet = Fleet(
+        self._fleet = Fleet(
             members,
             api,
+            self._publisher,
             self._limits,
             start_timeout_s=self._start_timeout_s,
             decode=decode,
+            talk=talk,
             joining=joining,
         )
-        sleep_level = self._limits.sleep_level
-        self._sampler = ServedSampler(
-            fleet, talk or conversations.one_turn(decode), self._publisher, sleep_level=sleep_level
-        )
-        return self._sampler
+        return self._fleet
 
     def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
         try:
@@ -188,8 +109,8 @@ class Engine:
 
     def close(self) -> None:
         """Stops the servers that were started here; may be called twice."""
-        if self._sampler is not None:
-            self._sampler.close()
+        if self._fleet is not None:
+            self._fleet.close()
             return
         stop_all(self.servers)
         self._publisher.close()

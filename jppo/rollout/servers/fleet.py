@@ -9,17 +9,20 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
+import pathlib
 import resource
 import threading
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jppo import traces
-from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
-from jppo.rollout.servers.delivery import ServedWeights
+from jppo.rollout import conversations
+from jppo.rollout.protocol import Answer, Done, RolloutError, Served, Talk, joined, sample_seed
+from jppo.rollout.servers.delivery import Delivery, Publisher, ServedWeights
 from jppo.rollout.servers.endpoint import TRIES, Busy, ServerFault, wait_s
 from jppo.rollout.servers.member import Cut, Member, ServerLimits
 from jppo.rollout.servers.membership import Lookup, Membership
@@ -29,35 +32,41 @@ from jppo.rollout.servers.router import Router
 from jppo.rollout.servers.server_api import Completion, ServerApi
 from jppo.rollout.stop_texts import begun, cut_at
 from jppo.settings import UserError
-from jppo.types import Sampling
+from jppo.types import Prompt, Sampling, Trajectory
 
 T = TypeVar("T")
 THREADS = 32  # of calls to servers that come and go
 FILES = 1 << 16  # open ones that are allowed at most: each request in flight has a connection
 
 
-class Fleet:
-    """The servers of a run."""
+class Fleet(Served):
+    """The servers of a run, as the engine that it samples with."""
 
     def __init__(
         self,
         members: Sequence[Member],
         api: ServerApi,
+        publisher: Publisher,
         limits: ServerLimits,
         *,
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
+        talk: Talk | None = None,
         joining: tuple[Lookup, Callable[[str, bool], Member]] | None = None,
     ):
-        """`decode` returns the text of tokens, for stop texts across a weight update.
+        """`decode` returns the text of tokens, also for stop texts across a weight update; `talk` None means one turn.
 
         `joining` looks up the addresses of servers that come and go, and inspects the server at one.
         """
         allow_files()
+        self.version: int | None = None
         self.asked_again = 0
+        self._reported = (0, 0)
         self._api = api
+        self._publisher = publisher
         self._limits = limits
         self._decode = decode
+        self._talk = talk or conversations.one_turn(decode)
         self._router = Router(members)
         threads = 2 * len(members) + 1 if joining is None else THREADS
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
@@ -67,10 +76,10 @@ class Fleet:
         self._repairs = Repairs(self._router, api, self.weights, limits, start_timeout_s=start_timeout_s)
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
-        self.start(self._repairs.watch())
+        self._run(self._repairs.watch())
         if joining is not None:
             self._repairs.elastic = True
-            self.start(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
+            self._run(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -78,18 +87,86 @@ class Fleet:
         return self._router.members
 
     @property
-    def version(self) -> int | None:
-        """Returns the version of the delivered weights."""
-        return self.weights.version
-
-    @property
     def restarts(self) -> int:
         """Returns how many times a server was restarted or waited for."""
         return self._repairs.restarts
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work`, which may call `ask`, on the fleet's loop."""
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        done: Done | None = None,
+        only: Collection[int] | None = None,
+    ) -> Future[list[Trajectory]]:
+        """Like `Sampler.start`; does not block."""
+        return self._run(conversations.converse(self.ask, self._talk, prompts, sampling, done, only))
+
+    def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
+        """Samples one answer per prompt, and at least one on every server, without tools or environments.
+
+        Samples of the next steps that wait for a server do not delay it.
+        """
+        ask = functools.partial(self.ask, urgent=True)
+        count, one_turn = max(len(prompts), len(self.members)), conversations.one_turn(lambda _: "")
+        asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
+        return self._run(conversations.converse(ask, one_turn, asked, sampling, None)).result()
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
+        self._deliver(self._publisher.whole(tensors, version), mode)
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
+        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
+        self._deliver(self._publisher.adapter(save, version), mode)
+
+    def _deliver(self, delivery: Delivery, mode: str) -> None:
+        try:
+            self.weights.deliver(delivery, mode=mode)
+        except RolloutError:
+            self._publisher.refused()
+            raise
+        self.version = delivery.version
+
+    def sleep(self) -> None:
+        """Frees the servers' memory until the next weights."""
+        if self._limits.sleep_level:
+            self.weights.sleep(self._limits.sleep_level)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the number of working servers, and of restarts and repeated requests since the last call."""
+        now, before = (self.restarts, self.asked_again), self._reported
+        self._reported = now
+        return {
+            "rollout/servers": float(sum(member.up for member in self.members)),
+            "rollout/restarts": float(now[0] - before[0]),
+            "rollout/asked_again": float(now[1] - before[1]),
+        }
+
+    def close(self) -> None:
+        """Stops the servers that were started here and frees the weights' files; may be called twice."""
+        if not self._repairs.closed:
+            self._repairs.closed = True
+            self._stop()
+        self._publisher.close()
+
+    def _stop(self) -> None:
+        own = {member.endpoint: member.server for member in self.members if member.server is not None}
+        attached = ({member.endpoint for member in self.members} | self.weights.paused) - own.keys()
+        stop_all(list(own.values()))
+        self.weights.close(wait=bool(attached))  # a publish that broke off may still be at the attached servers
+        self._waiting.shutdown(wait=bool(attached), cancel_futures=True)
+        self._run(self._end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        with ThreadPoolExecutor(max(len(attached), 1)) as pool:
+            list(pool.map(self._repairs.leave, attached))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # Methods on the loop.
 
     async def ask(
         self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable, urgent: bool = False
@@ -141,32 +218,13 @@ class Fleet:
                 if e.after_s is not None:
                     await asyncio.sleep(wait_s(e.after_s, failures - 1, self._limits.request_timeout_s))
 
-    def close(self) -> None:
-        """Stops the servers that were started here; may be called twice."""
-        if self._repairs.closed:
-            return
-        self._repairs.closed = True
-        own = {member.endpoint: member.server for member in self.members if member.server is not None}
-        attached = ({member.endpoint for member in self.members} | self.weights.paused) - own.keys()
-        stop_all(list(own.values()))
-        self.weights.close(wait=bool(attached))  # a publish that broke off may still be at the attached servers
-        self._waiting.shutdown(wait=bool(attached), cancel_futures=True)
-        self.start(self._end()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        with ThreadPoolExecutor(max(len(attached), 1)) as pool:
-            list(pool.map(self._repairs.leave, attached))
-
-    # Methods on the loop.
-
     async def _ask_one(
         self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool, urgent: bool
     ) -> Completion:
         with traces.span("queue"):
             member = await self._router.take(near, urgent=urgent)
         try:
-            oldest = self.version
+            oldest = self.weights.version
             route, body = self._api.request(ids, sampling, seed, self.weights.model or member.model)
             with traces.span("generate", server=member.endpoint.url):
                 working = functools.partial(self._api.working, member.endpoint.within(self._limits.health_timeout_s))

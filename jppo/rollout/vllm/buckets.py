@@ -138,9 +138,6 @@ class StreamPublisher(Publisher):
         self._forget(0)
         return Streamed(tensors, version, self._carrier)
 
-    def refused(self) -> None:
-        """Does nothing: there is no file."""
-
     def close(self) -> None:
         """Ends all transfers."""
         self._carrier.close()

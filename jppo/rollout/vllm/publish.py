@@ -139,8 +139,9 @@ class Buffers:
         return Parcel(entries, now.path)
 
     def renew(self) -> None:
-        """Replaces the last written file, which a server may still read."""
-        self._put_away(self._files.pop(0))
+        """Replaces the last written file, if there is one, which a server may still read."""
+        if self._files:
+            self._put_away(self._files.pop(0))
 
     def close(self) -> None:
         """Frees all files; may be called twice."""
