@@ -43,14 +43,12 @@ from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
 from jppo.rollout import make as rollout
 from jppo.rollout.make import open_engine, server_settings
-from jppo.rollout.protocol import Repeatable
-from jppo.rollout.publish import published_dtype
-from jppo.rollout.servers.engine import ServedSampler
+from jppo.rollout.publish import Repeatable, published_dtype
+from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, environment, flags
 from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
-from jppo.rollout.vllm.buffers import Buffers, Parcel
-from jppo.rollout.vllm.publisher import Publisher
+from jppo.rollout.vllm.publish import Buffers, Parcel, Publisher
 from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
@@ -103,9 +101,9 @@ def timed(what: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, found
 
 
-def publish(sampler: ServedSampler, parcel: Parcel, number: int) -> dict[str, float]:
+def publish(sampler: Fleet, parcel: Parcel, number: int) -> dict[str, float]:
     """Times the server's part of a publish, step by step."""
-    endpoint = sampler.fleet.members[0].endpoint
+    endpoint = sampler.members[0].endpoint
 
     def accept(method: str, **kwargs: Any) -> None:
         (result,) = endpoint.call(method, version=number, **kwargs)
@@ -122,7 +120,7 @@ def publish(sampler: ServedSampler, parcel: Parcel, number: int) -> dict[str, fl
 
 
 def sampling(
-    c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedSampler, repeats: int, *, small: bool
+    c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, repeats: int, *, small: bool
 ) -> dict[str, Any]:
     """Measures tokens/s of each path, interleaved."""
     rng = np.random.default_rng(0)
@@ -133,7 +131,7 @@ def sampling(
     c = copy.deepcopy(c)
     c.rollout.n, c.data.max_response_length = SAMPLES, 16 if small else LONGEST
     how = rollout.sampling(settings.typed(c), 0)
-    endpoint = sampler.fleet.members[0].endpoint
+    endpoint = sampler.members[0].endpoint
     requests: list[dict[str, Any]] = []
     ask = endpoint.ask
 
@@ -186,8 +184,8 @@ def sampling(
     }
 
 
-def deliver(sampler: ServedSampler, way: Publisher, tensors: Callable[[], Tensors], number: int) -> None:
-    sampler.fleet.deliver(way.whole(Repeatable(tensors), number))
+def deliver(sampler: Fleet, way: Publisher, tensors: Callable[[], Tensors], number: int) -> None:
+    sampler.weights.deliver(way.whole(Repeatable(tensors), number))
 
 
 def rise(what: Callable[[], Any]) -> int:
@@ -203,7 +201,7 @@ def resident(name: str) -> int:
     return 1024 * int(status.split(f"{name}:")[1].split()[0])
 
 
-def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: ServedSampler, repeats: int) -> dict[str, Any]:
+def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, repeats: int) -> dict[str, Any]:
     """Measures the seconds of each part of a publish, from a file and over a socket."""
     seconds: dict[str, list[float]] = {}
 

@@ -28,8 +28,8 @@ from jppo.learner import sharding, state
 from jppo.models import cache, hf
 from jppo.models.config import ModelConfig
 from jppo.rollout.continuous_batching import InprocessSettings, make_programs
+from jppo.rollout.inprocess import stream
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.rollout.streaming import stream
 from jppo.settings import Parser, UserError, exit_on_user_error
 from jppo.types import Params
 

@@ -81,7 +81,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= found | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     cursor = run.supply.learned(drawn, graded)  # custom code, and an error in the update or later leaves no state
-    now, found = update_models(c, learner, now, data, trajectories, timer, run.handover.begin)
+    now, found = update_models(c, learner, now, data, trajectories, timer, run.publisher.begin)
     metrics = found | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
@@ -151,7 +151,7 @@ def method(run: Run) -> loop.Method:
             with run.timer("gen"):
                 run.supply.settle()
         with run.timer("update_weights"):
-            run.handover.finish(now.state)
+            run.publisher.finish(now.state)
             require_published(c, run.inputs, run.learner, now.state, run.sampler, run.hosts)
 
     return loop.Method(

@@ -31,7 +31,7 @@ import check_rollouts
 from jppo import train
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.fleet import Fleet
-from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm import publish
 from jppo.samples.queue import SampleQueue
 
 LIMIT_S = 300.0  # for one event
@@ -113,7 +113,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
                     found = {member.endpoint.url for member in fleet[0].members if member.up}
                 print(f"step {event.step}: {event.name}, after {time.monotonic() - began:.1f} s", flush=True)
 
-    ask_one, take, whole = Fleet._ask_one, SampleQueue.take, publisher.Publisher.whole
+    ask_one, take, whole = Fleet._ask_one, SampleQueue.take, publish.Publisher.whole
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         asked[0] += 1
@@ -124,7 +124,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
         return part
 
     def broken_take(self: Any, step: int) -> Any:
-        fleet[:] = [self._sampler.fleet]
+        fleet[:] = [self._sampler]
         now[0], asked[0] = step + 1, 0
         return take(self, step)
 
@@ -133,7 +133,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
         return whole(self, tensors, version)
 
     Fleet._ask_one, SampleQueue.take = broken_ask_one, broken_take  # type: ignore[method-assign]
-    publisher.Publisher.whole = broken_whole  # type: ignore[method-assign]
+    publish.Publisher.whole = broken_whole  # type: ignore[method-assign]
     return answers
 
 

@@ -36,7 +36,7 @@ from jppo import train
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.guard import CHALLENGE_HEADER, PROOF_HEADER, proof
 from jppo.rollout.servers.member import Member
-from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm import publish
 from jppo.samples.queue import SampleQueue
 
 sys.path.append(str(check_faults.ROOT / "benchmarks"))
@@ -261,7 +261,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
     def ready(member: Member) -> bool:
         return member.up and not member.mending
 
-    ask_one, take, whole, whole_take = Fleet._ask_one, SampleQueue.take, publisher.Publisher.whole, publisher.Whole.take
+    ask_one, take, whole, whole_take = Fleet._ask_one, SampleQueue.take, publish.Publisher.whole, publish.Whole.take
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         sent[0] += 1
@@ -270,7 +270,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
         return await ask_one(self, *args, **how)
 
     def broken_take(self: Any, step: int) -> Any:
-        fleet[:] = [self._sampler.fleet]
+        fleet[:] = [self._sampler]
         while not all(ready(member) for member in fleet[0].members):  # of the step before: one fault at a time
             time.sleep(0.1)
         tools.end(fleet[0])
@@ -293,7 +293,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
         whole_take(self, endpoint)
 
     Fleet._ask_one, SampleQueue.take = broken_ask_one, broken_take  # type: ignore[method-assign]
-    publisher.Publisher.whole, publisher.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
+    publish.Publisher.whole, publish.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

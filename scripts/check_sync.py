@@ -30,12 +30,12 @@ import numpy as np
 from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.config import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
-from jppo.rollout.servers.engine import ServedSampler
+from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import layout, publisher
+from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.buffers import Buffers, Parcel
 from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.publish import Buffers, Parcel, Publisher
 from jppo.settings import UserError
 from jppo.types import Params, Prompt, Trajectory
 
@@ -86,7 +86,7 @@ def gap(params: Params, cfg: ModelConfig, trajectories: Sequence[Trajectory]) ->
     return float(found.max()), float(found.mean())
 
 
-def check(sampler: ServedSampler, base: Params, cfg: ModelConfig, via: str, dtype: str) -> dict[str, float]:
+def check(sampler: Fleet, base: Params, cfg: ModelConfig, via: str, dtype: str) -> dict[str, float]:
     """Publishes, generates, compares, injects faults; returns gaps and seconds. RolloutError if a fault passes."""
     rng = np.random.default_rng(0)
     export = functools.partial(hf_write.device_tensors if via in ("nccl", "ipc") else hf_write.hf_tensors, dtype=dtype)
@@ -117,7 +117,7 @@ def check(sampler: ServedSampler, base: Params, cfg: ModelConfig, via: str, dtyp
         "a wrong shape": lambda: sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=3),
     }
     if via == "file":
-        faults["a cut file"] = lambda: sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 3))
+        faults["a cut file"] = lambda: sampler.weights.deliver(Publisher(cut).whole(tensors.items(), 3))
     else:
         faults["another dtype"] = lambda: sampler.load(
             (tensors | {name: tensors[name].astype("int32")}).items(), version=3

@@ -3,12 +3,14 @@
 import json
 import pathlib
 import threading
+import types
 
 import pytest
 
 from jppo import train
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import ppo
+from jppo.rollout import publish
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import PolicyPublisher, may_overlap
 from tests.make import typed
@@ -41,7 +43,7 @@ def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monke
     assert seen == ["actor", "critic"] * 2
     monkeypatch.undo()
     monkeypatch.setattr("jppo.rollout.make.start_vllm", lambda *_, **__: engine)
-    monkeypatch.setattr("jppo.run.start.may_overlap", lambda *_: False)
+    monkeypatch.setattr(publish, "may_overlap", lambda *_: False)
     small_run.trainer.run_dir, first = str(tmp_path / "after"), small_run.trainer.run_dir
     train.train(small_run)
     assert metrics(first) == metrics(tmp_path / "after")
@@ -71,12 +73,22 @@ def test_what_is_against_it(config):
     assert not may_overlap(typed(config), Hosts(0, 2))
 
 
-def test_each_state_is_published_once():
-    published = []
-    for early in (True, False):
-        with PolicyPublisher(published.append, early=early) as handover:
-            for state in ("a", "b"):
-                handover.begin(state)
-                handover.finish(state)
-            handover.finish("c")  # of a step that did not come as far as its critic
-    assert published == ["a", "b", "c"] * 2
+@pytest.mark.parametrize("mode, critic", [("sync", "a critic"), ("sync", None), ("async", "a critic")])
+def test_each_state_is_published_once(config, monkeypatch, mode, critic):
+    published, threads = [], set()
+
+    def publish_policy(c, learner, sampler, now, **_):
+        published.append(now)
+        threads.add(threading.current_thread())
+
+    monkeypatch.setattr(publish, "publish_policy", publish_policy)
+    with config.unlocked():
+        config.rollout.mode = mode
+    learner = types.SimpleNamespace(critic=critic)
+    with PolicyPublisher(typed(config), learner, "a sampler") as publisher:
+        for state in ("a", "b"):
+            publisher.begin(state)
+            publisher.finish(state)
+        assert (threads == {threading.current_thread()}) == (mode == "async" or critic is None)
+        publisher.finish("c")  # of a step that did not come as far as its critic
+    assert published == ["a", "b", "c"]

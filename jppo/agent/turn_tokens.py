@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jppo.agent.calls import Parser, Schema
-from jppo.agent.template_check import Form, changes, check_template
+from jppo.agent.template_check import SAID, Form, changes, check_template
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer

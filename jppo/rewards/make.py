@@ -13,7 +13,7 @@ from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
-from jppo.rewards.conversation import TOOLS, TURNS, ConversationPart
+from jppo.rewards.conversation import AGENT, ENVIRONMENT, INTERACTION, TOOLS, TURNS, ConversationPart
 from jppo.rewards.function import FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.judge.client import JudgeClient

@@ -2,5 +2,5 @@
 
 `protocol.py` has the interface that training uses. `inprocess.py` samples on the trainer's devices; `servers/` starts
 and watches servers of any kind, `vllm/` and `sglang/` are the two kinds. `make.py` builds an engine, `publish.py`
-publishes to it. Imports learner and settings. Read `protocol.py` first.
+publishes to it: to servers by `servers/delivery.py`. Imports learner and settings. Read `protocol.py` first.
 """

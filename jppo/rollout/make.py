@@ -20,9 +20,9 @@ from jppo.models.config import pad_vocab
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
-from jppo.rollout.servers.discovery import Lookup, make_lookup
 from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
+from jppo.rollout.servers.membership import Lookup, make_lookup
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm

@@ -6,7 +6,7 @@ An engine answers tokens with tokens (`Ask`); a `Talk` builds a trajectory from 
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -97,17 +97,6 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Stops the engine and frees its resources; may be called twice."""
         return
-
-
-@dataclasses.dataclass(frozen=True)
-class Repeatable:
-    """Tensors that each iteration makes anew, so that a transport that keeps none can send them again."""
-
-    make: Callable[[], Iterator[tuple[str, np.ndarray]]]
-
-    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Makes them."""
-        return self.make()
 
 
 class Served(Sampler, Protocol):

@@ -1,5 +1,12 @@
-"""Publishes a step's policy to the rollout engine, concurrently with the critic's update where possible."""
+"""The publish of a policy: its weights as named tensors for the rollout engine, after each update.
 
+    train.py -> PolicyPublisher -> hf_write.py: named tensors -> the engine's `load`, of servers servers/fleet.py
+        -> servers/delivery.py: all servers or none -> vllm/publish.py -> vllm/worker.py
+
+It runs concurrently with the critic's update where possible. The in-process engine gets the trainer's own arrays.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +15,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
@@ -17,7 +25,7 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
 from jppo.rollout.inprocess import InprocessSampler
 from jppo.rollout.make import Source
-from jppo.rollout.protocol import Repeatable, Served
+from jppo.rollout.protocol import Served
 from jppo.settings import Settings
 from jppo.types import TrainState
 
@@ -33,10 +41,13 @@ def may_overlap(c: Settings, hosts: Hosts) -> bool:
 
 
 class PolicyPublisher:
-    """A call of `publish` with a step's final policy: started early by `begin`, or made by `finish`."""
+    """Publishes a step's final policy: started early by `begin`, or made by `finish`."""
 
-    def __init__(self, publish: Callable[[TrainState], None], *, early: bool):
-        self._publish = publish
+    def __init__(
+        self, c: Settings, learner: Learner, sampler: Source, adapters: Lora | None = None, hosts: Hosts = ALONE
+    ):
+        self._publish = functools.partial(publish_policy, c, learner, sampler, adapters=adapters, hosts=hosts)
+        early = learner.critic is not None and may_overlap(c, hosts)
         self._pool = ThreadPoolExecutor(1, "publish") if early else None
         self._under_way: Future[None] | None = None
 
@@ -59,6 +70,17 @@ class PolicyPublisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._pool is not None:
             self._pool.shutdown()  # before the engine closes
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeatable:
+    """Tensors that each iteration makes anew, so that a transport that keeps none can send them again."""
+
+    make: Callable[[], Iterator[tuple[str, np.ndarray]]]
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Makes them."""
+        return self.make()
 
 
 def published_dtype(c: Settings) -> str:

@@ -25,7 +25,7 @@ from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
 from jppo.rewards.reward_sum import RewardSum
 from jppo.rollout.make import Source, open_engine, served_reference
-from jppo.rollout.publish import PolicyPublisher, may_overlap, publish_base, publish_policy
+from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
@@ -60,7 +60,7 @@ class Run(Opened):
     sampler: Source
     supply: SampleQueue | DynamicSampleQueue
     reward_sum: RewardSum
-    handover: PolicyPublisher
+    publisher: PolicyPublisher
     match: Match
     reference: ServedReference | None  # ref.url; None: on the mesh, or none
     origin: dict[str, Any]  # identity for checkpoints that resume it
@@ -119,9 +119,9 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         laps("checkpoint")
         sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
         laps("waiting for the sampler")
-        publish = functools.partial(publish_policy, c, learner, sampler, adapters=inputs.adapters, hosts=hosts)
+        publisher = PolicyPublisher(c, learner, sampler, inputs.adapters, hosts)
         publish_base(c, learner, sampler, begun.now.step, hosts)
-        publish(begun.now.state)
+        publisher.finish(begun.now.state)
         laps("publish")
         hosts.together(reward_sum.ready)
         laps("graders")
@@ -129,11 +129,10 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         stack.enter_context(logger)
         greedy = learner.recipe.estimator.greedy
         supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts)
-        early = learner.critic is not None and may_overlap(c, hosts)
-        handover = stack.enter_context(PolicyPublisher(publish, early=early))
+        stack.enter_context(publisher)
         run = Run(
             c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,
-            inputs, learner, sampler, supply, reward_sum, handover, Match(c), reference, origin,
+            inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin,
         )  # fmt: skip
         introduce(run, begun, kernel, chosen, laps)
         return run, begun

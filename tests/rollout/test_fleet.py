@@ -144,7 +144,7 @@ def test_servers_that_sleep_wake_for_the_next_weights(made, fakes):
     sampler = made()
     for fake in fakes:
         fake.answers |= dict.fromkeys(SLEEP, (200, {}))
-    sampler.fleet.sleep(2)
+    sampler.weights.sleep(2)
     sampler.load(TENSORS.items(), version=8)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
     for fake in fakes:
@@ -159,14 +159,14 @@ def test_a_server_that_breaks_in_its_sleep_is_awake_when_it_is_back(made, fakes)
     sampler = made()
     for fake in fakes:
         fake.answers |= dict.fromkeys(SLEEP, (200, {}))
-    sampler.fleet.sleep(2)
+    sampler.weights.sleep(2)
     fakes[0].answers["/health"] = (503, None)
-    until(lambda: not sampler.fleet.members[0].up)
+    until(lambda: not sampler.members[0].up)
     serve(fakes[0])
     time.sleep(0.5)  # ten probes
-    assert not sampler.fleet.members[0].up and sampler.fleet.restarts == 1, "it is not back before it is healthy"
+    assert not sampler.members[0].up and sampler.restarts == 1, "it is not back before it is healthy"
     fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.fleet.members[0].up)
+    until(lambda: sampler.members[0].up)
     sampler.load(TENSORS.items(), version=8)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
     assert asked(fakes[0], SLEEP) == [SLEEP[0]] and asked(fakes[1], SLEEP) == list(SLEEP)
@@ -194,7 +194,7 @@ def test_a_server_that_breaks_in_a_publish_gets_it_afterwards(made, fakes, route
     sampler.load(TENSORS.items(), version=8)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
     until(lambda: asked(fakes[0], SWAP + REVIVED)[-5:] == REVIVED and fakes[0].version == "8")
-    until(lambda: all(member.up for member in sampler.fleet.members))
+    until(lambda: all(member.up for member in sampler.members))
     assert sampler.metrics()["rollout/restarts"] == 1 and sampler.metrics()["rollout/restarts"] == 0
 
 
@@ -247,7 +247,7 @@ def test_a_server_that_comes_back_after_the_end_gets_nothing(made, fakes):
     """Another run may use it by then."""
     sampler = made(1)
     fakes[0].answers["/health"] = (503, None)
-    until(lambda: not sampler.fleet.members[0].up)
+    until(lambda: not sampler.members[0].up)
     sampler.close()
     fakes[0].answers["/health"] = (200, None)
     time.sleep(4 * repair.POLL_S)
@@ -321,7 +321,7 @@ def test_a_probe_does_not_wait_for_the_samples_of_later_steps(made, fakes):
 def test_a_probe_reaches_a_server_that_has_far_more_to_do(made, fakes, monkeypatch):
     monkeypatch.setattr(router, "SLACK", 1)
     sampler = made()
-    for member, busy in zip(sampler.fleet.members, (10, 0), strict=True):
+    for member, busy in zip(sampler.members, (10, 0), strict=True):
         member.under_way += busy
     probes = sampler.probe(PROMPTS[:2], dataclasses.replace(SAMPLING, n=1))
     assert {t.server for t in probes} == {fake.url for fake in fakes}
@@ -342,7 +342,7 @@ def test_more_files_are_allowed_than_a_shell_usually_does(made):
 
 def test_a_server_that_is_given_up_in_a_load_is_not_asked_before_it_is_repaired(made, fakes):
     sampler = made()
-    member = sampler.fleet.members[1]
+    member = sampler.members[1]
 
     def load(_):
         fakes[1].answers["/health"] = (500, {})
@@ -351,7 +351,7 @@ def test_a_server_that_is_given_up_in_a_load_is_not_asked_before_it_is_repaired(
 
     fakes[1].answers["jppo_load"] = (200, load)
     sampler.load(TENSORS.items(), version=8)
-    assert not member.up and sampler.fleet.members[0].up
+    assert not member.up and sampler.members[0].up
     fakes[1].answers |= {"/health": (200, None), "jppo_load": fakes[0].answers["jppo_load"]}
     until(lambda: member.up)
 
@@ -464,10 +464,10 @@ def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_comin
     (_, good), first = fakes[0].answers[GENERATE], []
     fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))
     future = sampler.start(PROMPTS * 2, SAMPLING)  # for almost five seconds
-    until(lambda: sampler.fleet.asked_again == 1)
+    until(lambda: sampler.asked_again == 1)
     assert not future.done() and len(asked(fakes[0], [GENERATE])) < 24
     future.result()
-    assert sampler.fleet.restarts == 0
+    assert sampler.restarts == 0
 
 
 def test_a_server_that_answers_nothing_is_late_with_all_at_once(made, fakes):
@@ -544,11 +544,11 @@ def test_a_limited_rate_is_no_fault_of_the_server_and_ends_the_run_at_the_last_t
     times = status(fakes[0], [429] * 4)
     assert len(sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)) == 1
     pauses = np.diff(times)
-    assert (pauses > [0.02, 0.04, 0.08, 0.16]).all() and sampler.fleet.restarts == 0
+    assert (pauses > [0.02, 0.04, 0.08, 0.16]).all() and sampler.restarts == 0
     status(fakes[0], [429] * 100)
     with pytest.raises(RolloutError, match=r"a request failed 5 times; the last time: .* with 429"):
         sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)
-    assert sampler.fleet.restarts == 0
+    assert sampler.restarts == 0
 
 
 def test_a_publish_that_is_limited_is_tried_again(made, fakes, monkeypatch):
@@ -556,7 +556,7 @@ def test_a_publish_that_is_limited_is_tried_again(made, fakes, monkeypatch):
     sampler, (_, load), refused = made(1), fakes[0].answers["jppo_load"], []
     fakes[0].answers["jppo_load"] = (200, lambda _: load if refused else refused.append(1) or (429, {}))
     sampler.load(TENSORS.items(), version=8)
-    assert fakes[0].version == "8" and sampler.fleet.restarts == 0
+    assert fakes[0].version == "8" and sampler.restarts == 0
 
 
 def test_a_token_that_is_refused_in_mid_run_names_the_remedy(made, fakes):
@@ -607,7 +607,7 @@ class Stop(BaseException):
 def test_a_server_that_is_another_process_by_the_time_of_the_load_does_not_end_the_run(made, fakes):
     """It was not asked to check the new weights, and says so; it gets them when it is mended."""
     sampler = made()
-    member, checked = sampler.fleet.members[1], []
+    member, checked = sampler.members[1], []
 
     def check(_):
         checked.append(1)
@@ -632,7 +632,7 @@ def test_a_server_that_is_another_process_by_the_time_of_the_load_does_not_end_t
 def test_a_server_that_breaks_as_soon_as_it_is_back_is_repaired_again(made, fakes, monkeypatch):
     """The publish that waited for it reports the fault before its repair has ended."""
     sampler = made()
-    repairs, member, revived = sampler.fleet._repairs, sampler.fleet.members[1], []
+    repairs, member, revived = sampler._repairs, sampler.members[1], []
     real = repairs._revive
 
     def revive(of):
@@ -651,7 +651,7 @@ def test_a_server_that_breaks_as_soon_as_it_is_back_is_repaired_again(made, fake
 
 def test_a_server_whose_answer_to_resume_is_lost_while_it_is_looked_at_comes_back(made, fakes):
     sampler = made()
-    member, let_go = sampler.fleet.members[1], threading.Event()
+    member, let_go = sampler.members[1], threading.Event()
 
     def late(_):
         assert let_go.wait(10)
@@ -739,9 +739,9 @@ def test_adapters_that_a_server_still_has_are_replaced(made, fakes):
     }
     sampler.load_adapter(write_adapter, version=8)
     fakes[0].answers["/health"] = (503, None)
-    until(lambda: not sampler.fleet.members[0].up)
+    until(lambda: not sampler.members[0].up)
     fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.fleet.members[0].up)
+    until(lambda: sampler.members[0].up)
     assert len(names) == 1 and whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
@@ -759,9 +759,9 @@ def test_a_call_that_is_interrupted_leaves_nothing_under_way(made, fakes):
     for fake in fakes:
         del fake.answers[GENERATE]
     future = sampler.start(PROMPTS, SAMPLING)
-    until(lambda: sum(member.under_way for member in sampler.fleet.members) == 12)
+    until(lambda: sum(member.under_way for member in sampler.members) == 12)
     assert future.cancel()
-    until(lambda: sum(member.under_way for member in sampler.fleet.members) == 0)
+    until(lambda: sum(member.under_way for member in sampler.members) == 0)
 
 
 def test_a_closed_fleet_leaves_no_thread(made):

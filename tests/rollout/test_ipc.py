@@ -12,10 +12,10 @@ import pytest
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, cuda_ipc, ipc_carrier
+from jppo.rollout.vllm import buckets, cuda_ipc, device_carriers
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
-from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole
+from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, whole
 from tests.rollout.test_nccl import UPDATE, engine, has, library, source, works  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
@@ -43,8 +43,8 @@ def made(fakes, settings, monkeypatch, engine, gpu):  # noqa: F811
     for fake, count in zip(fakes, (2, 1), strict=True):
         serve(fake)
         works(fake, [engine(rank) for rank in range(count)])
-    carrier = ipc_carrier.Ipc([(jax.devices()[1], gpu(1)), (jax.devices()[0], gpu(0))])
-    monkeypatch.setattr(ipc_carrier, "on_gpus", lambda: carrier)
+    carrier = device_carriers.Ipc([(jax.devices()[1], gpu(1)), (jax.devices()[0], gpu(0))])
+    monkeypatch.setattr(device_carriers, "on_gpus", lambda: carrier)
     started = start_vllm(
         "model", "run", settings=settings(publish_via="ipc"), urls=[fake.url for fake in fakes],
         limits=ServerLimits(8.0, 5.0, 3), publish_dir="",
@@ -62,7 +62,7 @@ def untouched(fakes, tensors):
 
 
 @pytest.mark.vllm
-def test_every_worker_gets_every_byte_and_all_memory_is_freed(made, fakes, engine, cuda):  # noqa: F811
+def test_all_memory_is_freed(made, fakes, engine, cuda):  # noqa: F811
     sampler, _ = made
     sampler.load(source(engine, 1), version=8)
     assert all(has(worker, 1, engine.tensors) for fake in fakes for worker in fake.engines)
@@ -71,37 +71,6 @@ def test_every_worker_gets_every_byte_and_all_memory_is_freed(made, fakes, engin
     assert (lib.fake_regions(0), lib.fake_regions(1)) == (2, 0), "a buffer for each GPU, and none is open"
     sampler.close()
     assert lib.fake_regions(0) == 0
-
-
-@pytest.mark.vllm
-def test_a_wrong_tensor_touches_no_model(made, fakes, engine):  # noqa: F811
-    sampler, _ = made
-    tensors = dict(source(engine, 1))
-    name = list(tensors)[2]
-    for broken, said in (
-        (tensors | {name: tensors[name][:-1]}, f"{name} has shape"),
-        ({other: x for other, x in tensors.items() if other != name}, f"{name} missing"),
-        (tensors | {name: tensors[name].astype("int32")}, f"{name} has dtype int32"),
-    ):
-        with pytest.raises(RolloutError, match=said):
-            sampler.load(broken.items(), version=8)
-        assert untouched(fakes, engine.tensors)
-    sampler.load(source(engine, 3), version=8)
-    assert all(has(worker, 3, engine.tensors) for fake in fakes for worker in fake.engines)
-
-
-@pytest.mark.vllm
-def test_memory_that_changes_on_the_way_is_refused(made, fakes, engine, monkeypatch):  # noqa: F811
-    sampler, _ = made
-    real = cuda_ipc.Gpu
-
-    def one_byte_less(self, to, origin, nbytes):
-        self._call("cuMemcpyDtoD_v2", to, origin, nbytes - 1)
-
-    monkeypatch.setattr(type(real(0)), "copy", one_byte_less)
-    with pytest.raises(RolloutError, match="different checksum"):
-        sampler.load(source(engine, 1), version=8)
-    assert untouched(fakes, engine.tensors)
 
 
 @pytest.mark.vllm
@@ -123,23 +92,6 @@ def test_a_buffer_that_was_freed_is_refused(made, fakes, engine):  # noqa: F811
     with pytest.raises(RolloutError, match="cuIpcOpenMemHandle_v2 failed with 400"):
         sampler.load(source(engine, 1), version=8)
     assert untouched(fakes, engine.tensors)
-
-
-@pytest.mark.vllm
-def test_a_server_that_breaks_in_a_publish_gets_all_of_it_afterwards(made, fakes, engine):  # noqa: F811
-    sampler, _ = made
-    good, calls = fakes[1].answers[UPDATE][1], []
-
-    def break_once(body):
-        calls.append(body)
-        if len(calls) == 2:
-            raise ConnectionAbortedError
-        return good(body)
-
-    fakes[1].answers[UPDATE] = (200, break_once)
-    sampler.load(source(engine, 1), version=8)
-    until(lambda: all(member.up for member in sampler.fleet.members))
-    assert all(has(worker, 1, engine.tensors) for fake in fakes for worker in fake.engines)
 
 
 def test_another_process_reads_the_buffer_until_it_is_freed(cuda):
@@ -184,6 +136,6 @@ def test_the_library_of_these_tests_sees_a_missing_wait_and_a_copy_beyond_the_en
 
 def test_without_a_gpu_or_its_driver_the_setting_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"publish_via='ipc' shares memory of GPUs: JAX runs on a cpu; .* file or tcp"):
-        ipc_carrier.on_gpus()
+        device_carriers.on_gpus()
     with pytest.raises(cuda_ipc.CudaError, match="the driver of CUDA cannot be used: /nowhere"):
         cuda_ipc.Gpu(0, library="/nowhere/libcuda.so.1")

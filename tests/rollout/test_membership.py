@@ -7,10 +7,11 @@ import pytest
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.rollout.make import attached
-from jppo.rollout.protocol import Repeatable, RolloutError
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import engine, membership, repair
-from jppo.rollout.servers.discovery import make_lookup
 from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.servers.membership import make_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError, addresses
 from tests.rollout import test_buckets
@@ -57,7 +58,7 @@ def run(tmp_path, settings, monkeypatch):
 
 
 def urls(sampler):
-    return [member.endpoint.url for member in sampler.fleet.members if member.up]
+    return [member.endpoint.url for member in sampler.members if member.up]
 
 
 def test_a_server_that_joins_gets_the_weights_before_it_is_asked(run, servers, capfd):
@@ -144,10 +145,10 @@ def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers,
     whole_file = run.file.read_text()
     run.file.write_text("")
     until(lambda: "names no server" in capfd.readouterr().err)
-    before = sampler.fleet.members
+    before = sampler.members
     run.file.write_text(whole_file)
     held.set()
-    assert whole(pending.result(10)) and sampler.fleet.members == before
+    assert whole(pending.result(10)) and sampler.members == before
     assert sampler.metrics()["rollout/asked_again"] == 0
 
 
@@ -221,7 +222,7 @@ def test_a_server_that_joins_during_the_update_is_asked_after_the_next_publish(r
     sampler.load(Repeatable(lambda: source[0]()), version=8)
     source[0] = test_buckets.overwritten
     write(servers[:2])
-    until(lambda: len(sampler.fleet.members) == 2)
+    until(lambda: len(sampler.members) == 2)
     assert urls(sampler) == [servers[0].url] and whole(sampler.generate(PROMPTS, SAMPLING, version=8))
     assert GENERATE not in servers[1].asked
     sampler.load(tensors.items(), version=9)

@@ -13,7 +13,7 @@ import pytest
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm import publish
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
 from tests.rollout.test_real_vllm import PROMPTS, SAMPLING, gap, make_model, random_weights
@@ -38,7 +38,7 @@ def server(settings, tmp_path_factory):
         )
     try:
         sampler = engine.ready(eos_token_ids=[2], decode=str)
-        yield config, sampler.fleet.members[0].endpoint, how, engine.servers[0].key.token
+        yield config, sampler.members[0].endpoint, how, engine.servers[0].key.token
     finally:
         engine.close()
 
@@ -69,7 +69,7 @@ import dataclasses, json, sys, threading, time
 import numpy as np
 from jppo.rollout.protocol import greedy
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import publisher
+from jppo.rollout.vllm import publish
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.types import Prompt
@@ -85,7 +85,7 @@ under_way = sampler.start(PROMPTS, dataclasses.replace(greedy(80), ignore_eos=Tr
 def take(self, endpoint):
     print("paused", flush=True)
     time.sleep(1000)
-publisher.Whole.take = take
+publish.Whole.take = take
 sampler.load(tensors.items(), version=2, mode=mode)
 """
 
@@ -125,10 +125,10 @@ def test_an_orderly_end_in_the_first_publish_resumes_the_server(server, attach, 
         assert paused(endpoint)
         if end == "stopped":
             raise KeyboardInterrupt
-        publisher.accept(at, self.version, "jppo_load", version=self.version, path="/another")
+        publish.accept(at, self.version, "jppo_load", version=self.version, path="/another")
 
     with monkeypatch.context() as broken, pytest.raises((RolloutError, KeyboardInterrupt)):
-        broken.setattr(publisher.Whole, "take", take)
+        broken.setattr(publish.Whole, "take", take)
         sampler.load(tensors.items(), version=1, mode=mode)
     sampler.close()
     assert not paused(endpoint)
@@ -153,9 +153,9 @@ def test_a_second_trainer_is_refused_with_a_sentence(server, attach, monkeypatch
 def test_one_response_longer_than_the_timeout_and_a_queue_at_the_server_are_waited_for(server, attach):
     config, _, how, _ = server
     sampler = attach(ServerLimits(0.05, 60.0, 0, connections=64))
-    sampler.fleet.members[0].endpoint._timeout_s = 60.0
+    sampler.members[0].endpoint._timeout_s = 60.0
     sampler.load(random_weights(config, 1)[1].items(), version=1)
-    sampler.fleet.members[0].endpoint._timeout_s = 0.3
+    sampler.members[0].endpoint._timeout_s = 0.3
     assert how.max_num_seqs == 8
     many = dataclasses.replace(SAMPLING, max_tokens=80, ignore_eos=True, n=10)
     assert len(sampler.generate(PROMPTS, many, version=1)) == 40

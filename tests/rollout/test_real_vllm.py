@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from jppo.models import hf
-from jppo.rollout.protocol import Repeatable, RolloutError, greedy
+from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import arguments, buckets, publisher
-from jppo.rollout.vllm.buffers import Buffers
+from jppo.rollout.vllm import arguments, buckets, publish
 from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.publish import Buffers
 from jppo.types import Prompt
 from tests.rollout import nobody
 
@@ -337,15 +338,15 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
         sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
     cut = CutBuffers("")
     with pytest.raises(RolloutError, match=r"truncated: model\.\S+ ends at byte"):
-        sampler.fleet.deliver(publisher.Publisher(cut).whole(tensors.items(), 2))
+        sampler.weights.deliver(publish.Publisher(cut).whole(tensors.items(), 2))
     cut.close()
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
 
 
 def test_attaching_by_url(served, settings, monkeypatch):
     sampler, config, model, _ = served
-    url = sampler.fleet.members[0].endpoint.url
-    monkeypatch.setenv("JPPO_SERVER_TOKEN", sampler.fleet.members[0].server.key.token)
+    url = sampler.members[0].endpoint.url
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", sampler.members[0].server.key.token)
 
     def attach():
         return start_vllm("model", "run", settings=settings(), urls=[url], limits=LIMITS, publish_dir="").ready(
@@ -356,13 +357,13 @@ def test_attaching_by_url(served, settings, monkeypatch):
     attached.load(random_weights(config, 1)[1].items(), version=1)
     assert gap(model, attached.generate(PROMPTS[:1], SAMPLING, version=1)) < 1e-3
     attached.close()  # ends nothing that it did not start
-    sampler.fleet.members[0].endpoint.post("/pause?mode=wait")
+    sampler.members[0].endpoint.post("/pause?mode=wait")
     with pytest.raises(Exception, match=r"is paused.*/resume"):
         attach()
-    sampler.fleet.members[0].endpoint.post("/resume")
+    sampler.members[0].endpoint.post("/resume")
     # an extension that is not there is an error, not the end of the server
     with pytest.raises(RolloutError, match="500"):
-        sampler.fleet.members[0].endpoint.call("jppo_no_such_method")
+        sampler.members[0].endpoint.call("jppo_no_such_method")
     assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=1)) == 2
 
 
@@ -371,9 +372,9 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
     if not config.tie_word_embeddings:
         pytest.skip("this one takes files")
     monkeypatch.setattr(buckets, "BUCKET", 1 << 14)
-    monkeypatch.setenv("JPPO_SERVER_TOKEN", first.fleet.members[0].server.key.token)
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", first.members[0].server.key.token)
     attached = start_vllm(
-        "model", "run", settings=settings(publish_via="tcp"), urls=[first.fleet.members[0].endpoint.url],
+        "model", "run", settings=settings(publish_via="tcp"), urls=[first.members[0].endpoint.url],
         limits=LIMITS, publish_dir="",
     ).ready(eos_token_ids=[2], decode=str)  # fmt: skip
     try:
@@ -398,7 +399,7 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
 
 def test_another_user_gets_no_route_of_it(served):
     sampler, _, _, _ = served
-    member = sampler.fleet.members[0]
+    member = sampler.members[0]
     routes = [route for route in member.endpoint.get("/openapi.json")["paths"] if "{" not in route]
     assert {"/collective_rpc", "/pause", "/health", "/v1/models"} <= {*routes}
     asked = [(method, route, {}) for method in ("GET", "POST") for route in (*routes, "/metrics", "/docs")]
@@ -410,7 +411,7 @@ def test_another_user_gets_no_route_of_it(served):
 def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
     """Eight requests are given up after a few of their 360 tokens; the server makes few more."""
     sampler, *_ = served
-    fleet = sampler.fleet
+    fleet = sampler
     (member,) = fleet.members
     how = dataclasses.replace(greedy(360), ignore_eos=True)
 
@@ -427,7 +428,7 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
         await asyncio.gather(*asked, return_exceptions=True)
 
     before = made()
-    fleet.start(ask_and_go()).result(60)
+    fleet._run(ask_and_go()).result(60)
     time.sleep(1.0)
     some = made()
     time.sleep(2.0)
@@ -488,7 +489,7 @@ def test_two_servers_get_a_publish_wholly_or_not_at_all(tmp_path, settings, monk
             assert len({t.server for t in found}) == 2
             return gap(model, found) < 1e-3
 
-        second = sampler.fleet.members[1]
+        second = sampler.members[1]
         bogus = {"update_info": {"version": 2, "entries": [["w", "float32", [1], 0, 4, 0]]}}
         with pytest.raises(RolloutError, match=rf"{second.endpoint.url} refused version 2 .*w not in the served model"):
             sampler.load(after(5, lambda: second.endpoint.post("/update_weights", bogus), models[1][1]), version=2)
@@ -530,7 +531,7 @@ sampler = engine.ready(eos_token_ids=[2], decode=str)
 def tensors():
     yield names[0], np.zeros((96, 64), np.float32)
     yield names[1], np.zeros((64, 64), np.float32)
-    assert "refused" not in str(sampler.fleet.members[0].endpoint.call("jppo_transfer"))
+    assert "refused" not in str(sampler.members[0].endpoint.call("jppo_transfer"))
     os.kill(os.getpid(), signal.SIGKILL)
 sampler.load(tensors(), version=3)
 """

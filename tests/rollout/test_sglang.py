@@ -19,7 +19,7 @@ from jppo.models import hf
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.sglang import publisher
+from jppo.rollout.sglang import publish
 from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
 from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
 from jppo.run.inputs import read_inputs, read_test, require_publishable
@@ -134,7 +134,7 @@ def test_a_server_that_sleeps_wakes_with_the_next_weights(start, tmp_path):
     expected = facts(sampler.generate(PROMPTS, SAMPLING, version=1))
     sampler.sleep()  # which no level asks for
     assert not any("memory" in route for route, _ in posted(tmp_path))
-    sampler.fleet.sleep(2)
+    sampler.weights.sleep(2)
     sampler.load(weights(1).items(), version=1)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=1)) == expected
     routes = [(route, body.get("tags")) for route, body in posted(tmp_path) if "memory" in route or "update" in route]
@@ -186,13 +186,13 @@ def test_several_servers_share_the_work_and_a_killed_one_comes_back_with_the_sam
     sampler.load(weights(4).items(), version=4)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
     assert all(sum(route == GENERATE for route, _ in posted(tmp_path, i)) == 6 for i in (0, 1))
-    os.killpg(sampler.fleet.members[1].server.pid, signal.SIGKILL)
+    os.killpg(sampler.members[1].server.pid, signal.SIGKILL)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
     deadline = time.monotonic() + 20
-    while not (sampler.fleet.restarts and all(m.up and not m.mending for m in sampler.fleet.members)):
+    while not (sampler.restarts and all(m.up and not m.mending for m in sampler.members)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    told = [body["weight_version"] for route, body in posted(tmp_path, 1) if route == publisher.LOAD]
+    told = [body["weight_version"] for route, body in posted(tmp_path, 1) if route == publish.LOAD]
     assert told == ["3", "4", "4"]
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
     assert sum(route == GENERATE for route, _ in posted(tmp_path, 1)) >= 12
@@ -202,11 +202,11 @@ def test_a_server_that_stands_still_is_started_again(start):
     sampler = start()
     sampler.load(weights(4).items(), version=4)
     expected = facts(sampler.generate(PROMPTS, SAMPLING, version=4))
-    process = sampler.fleet.members[0].server.pid
+    process = sampler.members[0].server.pid
     children = subprocess.run(["pgrep", "-P", str(process)], capture_output=True, text=True, check=True).stdout.split()
     os.kill(int(children[0]), signal.SIGSTOP)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
-    assert sampler.fleet.restarts == 1
+    assert sampler.restarts == 1
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
@@ -242,16 +242,16 @@ def test_a_publish_that_is_not_the_model_is_refused_before_a_server_hears_of_it(
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=1)) == before
     sampler.load(weights(2).items(), version=2)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=2)) != before
-    assert [body["weight_version"] for route, body in posted(tmp_path) if route == publisher.LOAD] == ["1", "2"]
+    assert [body["weight_version"] for route, body in posted(tmp_path) if route == publish.LOAD] == ["1", "2"]
 
 
 def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(start):
     sampler = start()
     sampler.load(weights(1).items(), version=1)
     path = pathlib.Path(sampler._publisher.whole(weights(2).items(), 2).path)
-    (path / publisher.FILE).write_bytes(b"")
+    (path / publish.FILE).write_bytes(b"")
     with pytest.raises(RolloutError, match=r"answered /update_weights_from_disk with 400.*Failed to update weights"):
-        sampler.fleet.deliver(publisher.Directory(path, 2))
+        sampler.weights.deliver(publish.Directory(path, 2))
 
 
 def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
@@ -387,7 +387,7 @@ def test_a_training(small_run, python, quick_compilation):
     loads = [
         json.loads(line.partition(" ")[2])
         for line in (run / "server-0.log").read_text().splitlines()
-        if line.startswith(publisher.LOAD)
+        if line.startswith(publish.LOAD)
     ]
     assert [body["weight_version"] for body in loads] == ["0", "1"]
 

@@ -157,7 +157,7 @@ def test_the_experts_of_an_answer_in_parts_are_those_of_the_first_that_read_a_to
     def answer(body):
         if len(body["token_ids"]) == 3 or (empty and len(held) == 1):
             held.append(body)
-            sampler.fleet._updates += 1
+            sampler.weights.updates += 1
             return {"choices": [choice([], [], finish="abort") if len(held) == 2 else with_experts([5, 6], 4)]}
         later = with_experts([7], len(body["token_ids"]), first=100)
         return {"choices": [later]}

@@ -1,1 +1,1 @@
-"""What vLLM and SGLang have in common: server processes, HTTP, fleets of servers."""
+"""What vLLM and SGLang have in common: server processes, HTTP, fleets of servers, and the publish to all of them."""

@@ -1,115 +1,21 @@
-"""The `Sampler` over servers of any kind; the `client.py` of each kind implements their interfaces."""
+"""The start of servers of any kind, or the attachment to running ones; the `client.py` of each kind calls it."""
 
 import functools
-import itertools
 import os
-import pathlib
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from jppo.rollout import conversations
-from jppo.rollout.protocol import Done, RolloutError, Served, Talk
+from jppo.rollout.protocol import RolloutError, Talk
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.discovery import Lookup
+from jppo.rollout.servers.delivery import Publisher
 from jppo.rollout.servers.endpoint import Endpoint, Taken
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.servers.member import Member, ServerLimits
-from jppo.rollout.servers.membership import LOOKUP_S
+from jppo.rollout.servers.membership import LOOKUP_S, Lookup
 from jppo.rollout.servers.process import Server, stop_all
-from jppo.rollout.servers.server_api import Delivery, ServerApi
+from jppo.rollout.servers.server_api import ServerApi
 from jppo.settings import UserError
-from jppo.types import Prompt, Sampling, Trajectory
-
-
-class Publisher(Protocol):
-    """Writes weights to where the servers read them."""
-
-    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
-        """Writes a whole policy."""
-
-    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
-        """Writes adapters for the last written policy."""
-
-    def refused(self) -> None:
-        """Abandons the last written weights."""
-
-    def close(self) -> None:
-        """Frees the files."""
-
-
-class ServedSampler(Served):
-    """The Sampler over a fleet."""
-
-    def __init__(self, fleet: Fleet, talk: Talk, publisher: Publisher, *, sleep_level: int):
-        self.fleet = fleet
-        self.version: int | None = None
-        self._sleep_level = sleep_level
-        self._talk = talk
-        self._publisher = publisher
-        self._told = (0, 0)
-
-    def start(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        *,
-        done: Done | None = None,
-        only: Collection[int] | None = None,
-    ) -> Future[list[Trajectory]]:
-        """Like `Sampler.start`; does not block."""
-        return self.fleet.start(conversations.converse(self.fleet.ask, self._talk, prompts, sampling, done, only))
-
-    def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """Samples one answer per prompt, and at least one on every server, without tools or environments.
-
-        Samples of the next steps that wait for a server do not delay it.
-        """
-        ask = functools.partial(self.fleet.ask, urgent=True)
-        count, one_turn = max(len(prompts), len(self.fleet.members)), conversations.one_turn(lambda _: "")
-        asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
-        return self.fleet.start(conversations.converse(ask, one_turn, asked, sampling, None)).result()
-
-    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
-        self._deliver(self._publisher.whole(tensors, version), mode)
-
-    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
-        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
-        self._deliver(self._publisher.adapter(save, version), mode)
-
-    def sleep(self) -> None:
-        """Frees the servers' memory until the next weights."""
-        if self._sleep_level:
-            self.fleet.sleep(self._sleep_level)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the number of working servers, and of restarts and repeated requests since the last call."""
-        now, before = (self.fleet.restarts, self.fleet.asked_again), self._told
-        self._told = now
-        working = sum(member.up for member in self.fleet.members)
-        return {
-            "rollout/servers": float(working),
-            "rollout/restarts": float(now[0] - before[0]),
-            "rollout/asked_again": float(now[1] - before[1]),
-        }
-
-    def close(self) -> None:
-        """Stops the servers that were started here and frees the weights' files; may be called twice."""
-        self.fleet.close()
-        self._publisher.close()
-
-    def _deliver(self, delivery: Delivery, mode: str) -> None:
-        try:
-            self.fleet.deliver(delivery, mode=mode)
-        except RolloutError:
-            self._publisher.refused()
-            raise
-        self.version = delivery.version
 
 
 class Engine:
@@ -136,52 +42,50 @@ class Engine:
         self._speak = speak
         self._limits = limits
         self._start_timeout_s = start_timeout_s
-        self._sampler: ServedSampler | None = None
+        self._fleet: Fleet | None = None
         for server in servers:
             server.start()
 
     def ready(
         self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
-    ) -> ServedSampler:
-        """Waits for the servers, checks each, and returns the sampler; `talk` None means one turn."""
+    ) -> Fleet:
+        """Waits for the servers, checks each, and returns the fleet; `talk` None means one turn."""
         for started in self.servers:
             started.wait_ready()
-        dialect, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
-        attach = functools.partial(self._attach, attached_key(), dialect)
+        api, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
+        attach = functools.partial(self._attach, attached_key(), api)
         joining = None if self._lookup is None else (self._lookup, attach)
         if self.servers:
             own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
-            members = [self._member(server, endpoint, dialect) for server, endpoint in own]
+            members = [self._member(server, endpoint, api) for server, endpoint in own]
         elif joining:
             members = self._first(*joining)
         else:
             members = [attach(url) for url in self._urls]
-        fleet = Fleet(
+        self._fleet = Fleet(
             members,
-            dialect,
+            api,
+            self._publisher,
             self._limits,
             start_timeout_s=self._start_timeout_s,
             decode=decode,
+            talk=talk,
             joining=joining,
         )
-        sleep_level = self._limits.sleep_level
-        self._sampler = ServedSampler(
-            fleet, talk or conversations.one_turn(decode), self._publisher, sleep_level=sleep_level
-        )
-        return self._sampler
+        return self._fleet
 
-    def _member(self, server: Server | None, endpoint: Endpoint, dialect: ServerApi) -> Member:
+    def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
         try:
-            return Member(endpoint, server, *dialect.inspect(endpoint), self._limits.connections)
+            return Member(endpoint, server, *api.inspect(endpoint), self._limits.connections)
         except RolloutError as e:
-            raise UserError(f"{e}; {dialect.how}") from e
+            raise UserError(f"{e}; {api.how}") from e
 
-    def _attach(self, key: guard.Key, dialect: ServerApi, url: str, ours: bool = False) -> Member:
+    def _attach(self, key: guard.Key, api: ServerApi, url: str, ours: bool = False) -> Member:
         endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str)
-        if _guarded(endpoint.within(self._limits.health_timeout_s), dialect):
+        if _guarded(endpoint.within(self._limits.health_timeout_s), api):
             endpoint.move(url, key.leased())
-        _require_awake(endpoint.within(self._limits.health_timeout_s), dialect, ours=ours)
-        return self._member(None, endpoint, dialect)
+        _require_awake(endpoint.within(self._limits.health_timeout_s), api, ours=ours)
+        return self._member(None, endpoint, api)
 
     def _first(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
         """Waits for the first servers of a look-up; others join later."""
@@ -205,8 +109,8 @@ class Engine:
 
     def close(self) -> None:
         """Stops the servers that were started here; may be called twice."""
-        if self._sampler is not None:
-            self._sampler.close()
+        if self._fleet is not None:
+            self._fleet.close()
             return
         stop_all(self.servers)
         self._publisher.close()
@@ -220,33 +124,33 @@ def attached_key() -> guard.Key:
     return guard.Key(token)
 
 
-def _guarded(endpoint: Endpoint, dialect: ServerApi) -> bool:
+def _guarded(endpoint: Endpoint, api: ServerApi) -> bool:
     """Whether the server wants a token; otherwise warns, and it gets none."""
     try:
         guarded = endpoint.guarded()
     except RolloutError as e:
-        raise UserError(f"{e}; {dialect.how}") from e
+        raise UserError(f"{e}; {api.how}") from e
     if not guarded:
         said = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
-        print(f"rollout: warning: the server at {endpoint.url} {said}; {dialect.how}", file=sys.stderr, flush=True)
+        print(f"rollout: warning: the server at {endpoint.url} {said}; {api.how}", file=sys.stderr, flush=True)
     return guarded
 
 
-def _require_awake(endpoint: Endpoint, dialect: ServerApi, *, ours: bool) -> None:
+def _require_awake(endpoint: Endpoint, api: ServerApi, *, ours: bool) -> None:
     deadline = time.monotonic() + guard.LEASE_S + 2 * guard.TICK_S  # of a trainer that was killed just now
     while True:
         try:
-            paused = dialect.paused(endpoint)
+            paused = api.paused(endpoint)
             break
         except Taken as e:
             if time.monotonic() > deadline:
                 raise UserError(str(e)) from e
             time.sleep(guard.TICK_S)
         except RolloutError as e:
-            raise UserError(f"{e}; {dialect.how}") from e
+            raise UserError(f"{e}; {api.how}") from e
     if paused and not ours:
         raise UserError(
             f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
             f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'
-            f" {endpoint.url}{dialect.resume_route}`"
+            f" {endpoint.url}{api.resume_route}`"
         )

@@ -1,4 +1,4 @@
-"""All servers of a run as one: requests go to any of them (`router.py`), and all have equal weights.
+"""All servers of a run as one: requests go to any of them (`router.py`), and all have equal weights (`delivery.py`).
 
 A failed request is repeated with its own seed, so nothing is lost or counted twice. A failed server is repaired
 (`repair.py`). Everything runs on one event loop in its own thread, also between training steps: a server that dies then
@@ -6,12 +6,12 @@ is restarted while the trainer learns.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
+import itertools
+import pathlib
 import threading
-import time
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -19,61 +19,65 @@ import numpy as np
 
 from jppo import traces
 from jppo.process import allow_files
-from jppo.rollout.protocol import Answer, RolloutError, joined, sample_seed
-from jppo.rollout.servers.discovery import Lookup
-from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, wait_s
+from jppo.rollout import conversations
+from jppo.rollout.protocol import Answer, Done, RolloutError, Served, Talk, joined, sample_seed
+from jppo.rollout.servers.delivery import Delivery, Publisher, ServedWeights
+from jppo.rollout.servers.endpoint import TRIES, Busy, ServerFault, wait_s
 from jppo.rollout.servers.member import Cut, Member, ServerLimits
-from jppo.rollout.servers.membership import Membership
+from jppo.rollout.servers.membership import Lookup, Membership
 from jppo.rollout.servers.process import stop_all
-from jppo.rollout.servers.repair import Delivered, Repairs
+from jppo.rollout.servers.repair import Repairs
 from jppo.rollout.servers.router import Router
-from jppo.rollout.servers.server_api import Completion, Delivery, ServerApi
+from jppo.rollout.servers.server_api import Completion, ServerApi
 from jppo.rollout.stop_texts import begun, cut_at
 from jppo.settings import UserError
-from jppo.types import Sampling
+from jppo.types import Prompt, Sampling, Trajectory
 
 T = TypeVar("T")
-POLL_S = 0.05
 THREADS = 32  # of calls to servers that come and go
 
 
-class Fleet:
-    """The servers of a run."""
+class Fleet(Served):
+    """The servers of a run, as the engine that it samples with."""
 
     def __init__(
         self,
         members: Sequence[Member],
-        dialect: ServerApi,
+        api: ServerApi,
+        publisher: Publisher,
         limits: ServerLimits,
         *,
         start_timeout_s: float,
         decode: Callable[[list[int]], str] = str,
+        talk: Talk | None = None,
         joining: tuple[Lookup, Callable[[str, bool], Member]] | None = None,
     ):
-        """`decode` returns the text of tokens, for stop texts across a weight update.
+        """`decode` returns the text of tokens, also for stop texts across a weight update; `talk` None means one turn.
 
         `joining` looks up the addresses of servers that come and go, and inspects the server at one.
         """
         allow_files()
+        self.version: int | None = None
         self.asked_again = 0
-        self._dialect = dialect
+        self._reported = (0, 0)
+        self._api = api
+        self._publisher = publisher
         self._limits = limits
         self._decode = decode
-        self._delivered = Delivered()
-        self._updates = 0
+        self._talk = talk or conversations.one_turn(decode)
         self._router = Router(members)
-        self._repairs = Repairs(self._router, dialect, self._delivered, limits, start_timeout_s=start_timeout_s)
         threads = 2 * len(members) + 1 if joining is None else THREADS
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(self._waiting)
+        self.weights = ServedWeights(self._router, api, self._loop, broken=self._broken, threads=threads)
+        self._repairs = Repairs(self._router, api, self.weights, limits, start_timeout_s=start_timeout_s)
         self._thread = threading.Thread(target=self._loop.run_forever, name="jppo-fleet", daemon=True)
         self._thread.start()
-        self.start(self._repairs.watch())
+        self._run(self._repairs.watch())
         if joining is not None:
             self._repairs.elastic = True
-            self.start(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
+            self._run(Membership(*joining, self._router, self._repairs, start_timeout_s=start_timeout_s).watch())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -81,18 +85,86 @@ class Fleet:
         return self._router.members
 
     @property
-    def version(self) -> int | None:
-        """Returns the version of the delivered weights."""
-        return self._delivered.version
-
-    @property
     def restarts(self) -> int:
         """Returns how many times a server was restarted or waited for."""
         return self._repairs.restarts
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work`, which may call `ask`, on the fleet's loop."""
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        done: Done | None = None,
+        only: Collection[int] | None = None,
+    ) -> Future[list[Trajectory]]:
+        """Like `Sampler.start`; does not block."""
+        return self._run(conversations.converse(self.ask, self._talk, prompts, sampling, done, only))
+
+    def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
+        """Samples one answer per prompt, and at least one on every server, without tools or environments.
+
+        Samples of the next steps that wait for a server do not delay it.
+        """
+        ask = functools.partial(self.ask, urgent=True)
+        count, one_turn = max(len(prompts), len(self.members)), conversations.one_turn(lambda _: "")
+        asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
+        return self._run(conversations.converse(ask, one_turn, asked, sampling, None)).result()
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
+        self._deliver(self._publisher.whole(tensors, version), mode)
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
+        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
+        self._deliver(self._publisher.adapter(save, version), mode)
+
+    def _deliver(self, delivery: Delivery, mode: str) -> None:
+        try:
+            self.weights.deliver(delivery, mode=mode)
+        except RolloutError:
+            self._publisher.refused()
+            raise
+        self.version = delivery.version
+
+    def sleep(self) -> None:
+        """Frees the servers' memory until the next weights."""
+        if self._limits.sleep_level:
+            self.weights.sleep(self._limits.sleep_level)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the number of working servers, and of restarts and repeated requests since the last call."""
+        now, before = (self.restarts, self.asked_again), self._reported
+        self._reported = now
+        return {
+            "rollout/servers": float(sum(member.up for member in self.members)),
+            "rollout/restarts": float(now[0] - before[0]),
+            "rollout/asked_again": float(now[1] - before[1]),
+        }
+
+    def close(self) -> None:
+        """Stops the servers that were started here and frees the weights' files; may be called twice."""
+        if not self._repairs.closed:
+            self._repairs.closed = True
+            self._stop()
+        self._publisher.close()
+
+    def _stop(self) -> None:
+        own = {member.endpoint: member.server for member in self.members if member.server is not None}
+        attached = ({member.endpoint for member in self.members} | self.weights.paused) - own.keys()
+        stop_all(list(own.values()))
+        self.weights.close(wait=bool(attached))  # a publish that broke off may still be at the attached servers
+        self._waiting.shutdown(wait=bool(attached), cancel_futures=True)
+        self._run(self._end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        with ThreadPoolExecutor(max(len(attached), 1)) as pool:
+            list(pool.map(self._repairs.leave, attached))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # Methods on the loop.
 
     async def ask(
         self, ids: Sequence[int], *, sampling: Sampling, seed: int, near: Hashable, urgent: bool = False
@@ -116,7 +188,7 @@ class Fleet:
                 left = min(left, max(map(len, sampling.stop)))
             rest = dataclasses.replace(sampling, max_tokens=left)
             own = seed if not tokens else sample_seed(seed, 0, len(tokens))
-            updates = self._updates
+            updates = self.weights.updates
             try:
                 part = await self._ask_one([*ids, *tokens], rest, own, near, sure=sure, urgent=urgent)
                 cut = bool(tokens)
@@ -131,7 +203,7 @@ class Fleet:
                     return Answer(tokens, logprob, version, "stop", part.server, experts)
                 if len(tokens) == sampling.max_tokens:
                     return Answer(tokens, logprob, version, "length", part.server, experts)
-                if part.finish == "abort" and self._updates == updates and not self._router.held:
+                if part.finish == "abort" and self.weights.updates == updates and not self._router.held:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except Cut:
                 self.asked_again += 1
@@ -144,81 +216,18 @@ class Fleet:
                 if e.after_s is not None:
                     await asyncio.sleep(wait_s(e.after_s, failures - 1, self._limits.request_timeout_s))
 
-    def deliver(self, delivery: Delivery, *, mode: str = "wait") -> None:
-        """Delivers weights to every server; RolloutError if a working server refuses them.
-
-        Servers that break meanwhile are restarted and get them then.
-        """
-        self._require_one()
-        with self._delivered.lock:
-            taking = [member for member in self.members if member.up or member.blank]
-            with contextlib.closing(delivery.offers()) as offers:
-                for offer in offers:
-                    taking = self._each(taking, offer)
-                    if not taking:  # all are being repaired
-                        break
-            self._router.held = True
-            try:
-                taking = self._wake_up(taking, "weights")
-                if mode == "wait":
-                    self.start(self._drained(taking)).result()
-                taking = self._each(taking, lambda endpoint: self._repairs.pause(endpoint, mode))
-                taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
-                for member in taking:
-                    if member.up or member.blank:  # not given up meanwhile
-                        member.asleep, member.blank, member.up = False, False, True
-                before = () if delivery.whole else self._delivered.deliveries[:1]
-                self._delivered.deliveries, self._delivered.version = (*before, delivery), delivery.version
-                self._updates += 1
-                self._each(taking, self._repairs.resume)
-            finally:
-                self._router.held = False
-                self._loop.call_soon_threadsafe(self._go_on)
-
-    def sleep(self, level: int) -> None:
-        """Frees the servers' device memory until the next whole delivery; no request may be in flight."""
-        with self._delivered.lock:
-            self._router.held = True
-            resting = self._each(
-                [member for member in self.members if member.up],
-                lambda endpoint: self._dialect.sleep(endpoint, level),
-            )
-            for member in resting:
-                member.asleep = True
-
-    def close(self) -> None:
-        """Stops the servers that were started here; may be called twice."""
-        if self._repairs.closed:
-            return
-        self._repairs.closed = True
-        own = {member.endpoint: member.server for member in self.members if member.server is not None}
-        attached = ({member.endpoint for member in self.members} | self._delivered.paused) - own.keys()
-        stop_all(list(own.values()))
-        for pool in (self._pool, self._waiting):  # a publish that broke off may still be at the attached servers
-            pool.shutdown(wait=bool(attached), cancel_futures=True)
-        self.start(self._end()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        with ThreadPoolExecutor(max(len(attached), 1)) as pool:
-            list(pool.map(self._repairs.leave, attached))
-
-    # Methods on the loop.
-
     async def _ask_one(
         self, ids: Sequence[int], sampling: Sampling, seed: int, near: Hashable, *, sure: bool, urgent: bool
     ) -> Completion:
         with traces.span("queue"):
             member = await self._router.take(near, urgent=urgent)
         try:
-            oldest = self.version
-            route, body = self._dialect.request(ids, sampling, seed, self._delivered.model or member.model)
+            oldest = self.weights.version
+            route, body = self._api.request(ids, sampling, seed, self.weights.model or member.model)
             with traces.span("generate", server=member.endpoint.url):
-                working = functools.partial(
-                    self._dialect.working, member.endpoint.within(self._limits.health_timeout_s)
-                )
-                part = self._dialect.part(await member.ask(route, body, working), sampling)
-            self._delivered.require(part.version, oldest, member.endpoint.url)
+                working = functools.partial(self._api.working, member.endpoint.within(self._limits.health_timeout_s))
+                part = self._api.part(await member.ask(route, body, working), sampling)
+            self.weights.require(part.version, oldest, member.endpoint.url)
             read = len(ids) + len(part.tokens) - 1
             if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
                 count = "none" if part.experts is None else len(part.experts)
@@ -231,17 +240,6 @@ class Fleet:
         finally:
             self._router.release(member)
 
-    async def _drained(self, members: Sequence[Member]) -> None:
-        """Returns when no request is in flight at the members."""
-        while any(member.under_way for member in members):
-            await asyncio.sleep(POLL_S)
-
-    def _go_on(self) -> None:
-        """Ends an update."""
-        for member in self.members:
-            member.resumed()
-        self._router.wake_all()
-
     async def _end(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
@@ -250,37 +248,5 @@ class Fleet:
 
     # Methods in any thread.
 
-    def _require_one(self) -> None:
-        """Returns when a server works."""
-        while not any(member.up or member.blank for member in self.members):
-            if self._router.fatal is not None:
-                raise self._router.fatal
-            time.sleep(POLL_S)
-        if self._router.fatal is not None:
-            raise self._router.fatal
-
-    def _wake_up(self, members: Sequence[Member], what: str) -> list[Member]:
-        asleep = [member for member in members if member.asleep]
-        awake = [member for member in members if not member.asleep]
-        return [*awake, *self._each(asleep, lambda endpoint: self._dialect.wake_up(endpoint, what))]
-
-    def _each(self, members: Sequence[Member], do: Callable[[Endpoint], None]) -> list[Member]:
-        """Calls `do` on all members concurrently; broken ones are sent to repair and left out of the result.
-
-        A member that was replaced in between was not called: it gets the weights when it is repaired.
-        """
-        futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up or member.blank}
-        good, refused = [], []
-        for future, member in futures.items():
-            try:
-                future.result()
-                good.append(member)
-            except ServerFault as e:
-                member.up = member.blank = False
-                self._loop.call_soon_threadsafe(functools.partial(self._repairs.suspect, member, e, sure=True))
-            except RolloutError as e:
-                if member.up or member.blank:
-                    refused.append(e)
-        if refused:
-            raise refused[0]
-        return good
+    def _broken(self, member: Member, fault: ServerFault) -> None:
+        self._loop.call_soon_threadsafe(functools.partial(self._repairs.suspect, member, fault, sure=True))

@@ -1,17 +1,23 @@
-"""Servers that join and leave a run: a joining one gets the current weights before its first request."""
+"""Servers that join and leave a run, by look-ups in a file or by a DNS name.
+
+A joining server gets the current weights before its first request.
+"""
 
 import asyncio
+import functools
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.member import Member
 from jppo.rollout.servers.repair import Repairs, say
 from jppo.rollout.servers.router import Router
 from jppo.settings import UserError
 
 LOOKUP_S = 2.0  # between two look-ups
+Lookup = Callable[[], list[str]]  # OSError or ValueError while the addresses cannot be known
 
 
 class Membership:
@@ -92,3 +98,24 @@ class Membership:
         if self._told.get(about) != fault:
             self._told[about] = fault
             say(fault)
+
+
+def make_lookup(where: Path | tuple[str, int]) -> Lookup:
+    """Makes the look-up of the present addresses in a file, or of a DNS name and a port."""
+    return functools.partial(_in_file, where) if isinstance(where, Path) else functools.partial(_by_name, *where)
+
+
+def _in_file(path: Path) -> list[str]:
+    lines = (line.partition("#")[0].strip().rstrip("/") for line in path.read_text(encoding="utf-8").splitlines())
+    urls = list(dict.fromkeys(filter(None, lines)))
+    if not urls:  # also while a file is written in place
+        raise ValueError(f"{path} names no server; write an address on each line")
+    for url in urls:
+        if not url.startswith(("http://", "https://")) or "@" in url:
+            raise ValueError(f"{path}: {url!r} is no address; write it like http://127.0.0.1:8000")
+    return urls
+
+
+def _by_name(name: str, port: int) -> list[str]:
+    found = {str(at[4][0]) for at in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
+    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in sorted(found)]

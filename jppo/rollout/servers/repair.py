@@ -5,60 +5,40 @@ An attached server is waited for instead. The other servers continue.
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
 
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.delivery import ServedWeights, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
 from jppo.rollout.servers.member import Member, ServerLimits
 from jppo.rollout.servers.router import Router
-from jppo.rollout.servers.server_api import Delivery, ServerApi, WeightsGone
+from jppo.rollout.servers.server_api import ServerApi
 
 PROBE_S = 2.0  # between two health checks
 POLL_S = 0.5
-
-
-@dataclasses.dataclass
-class Delivered:
-    """The servers' current weights."""
-
-    version: int | None = None
-    deliveries: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
-    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)  # held while weights are delivered
-    paused: set[Endpoint] = dataclasses.field(default_factory=set)  # by this run
-
-    @property
-    def model(self) -> str | None:
-        """Returns the name of the model in requests; None: the server's own."""
-        return self.deliveries[-1].model if self.deliveries else None
-
-    def require(self, versions: Sequence[str], oldest: int | None, url: str) -> None:
-        """ServerFault if the server at `url` sampled by other weights than those since the `oldest`."""
-        known = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
-        if strange := sorted(set(versions) - known):
-            raise ServerFault(
-                f"the server at {url} sampled by the weights {', '.join(strange)}, not by version {self.version}:"
-                " another trainer uses it, or it was restarted"
-            )
 
 
 class Repairs:
     """The repairs of a fleet; methods run on its event loop, with its thread pool as the loop's executor."""
 
     def __init__(
-        self, router: Router, dialect: ServerApi, delivered: Delivered, limits: ServerLimits, *, start_timeout_s: float
+        self,
+        router: Router,
+        api: ServerApi,
+        weights: ServedWeights,
+        limits: ServerLimits,
+        *,
+        start_timeout_s: float,
     ):
         self.restarts = 0
         self.closed = False
         self.elastic = False  # a broken server leaves, and joins when its address is looked up again
         self._router = router
-        self._dialect = dialect
-        self._delivered = delivered
+        self._api = api
+        self._weights = weights
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,7 +48,7 @@ class Repairs:
         """Checks the servers' health until cancelled; this also renews the leases of attached ones."""
         while True:
             await asyncio.sleep(PROBE_S)
-            probes = dict.fromkeys(self._delivered.paused, self._renew)
+            probes = dict.fromkeys(self._weights.paused, self._renew)
             probes |= {
                 member.endpoint: functools.partial(self._probe, member)
                 for member in self._router.members
@@ -98,25 +78,15 @@ class Repairs:
         """Removes a server; its requests are asked elsewhere."""
         member.up = member.blank = False
         member.give_up()
-        self._delivered.paused.discard(member.endpoint)  # its lease ends
+        self._weights.paused.discard(member.endpoint)  # its lease ends
         await asyncio.to_thread(self._remove, member)
-
-    def pause(self, endpoint: Endpoint, mode: str) -> None:
-        """Pauses a server; it counts as paused until it has resumed, also if it breaks off."""
-        self._delivered.paused.add(endpoint)
-        self._dialect.pause(endpoint, mode)
-
-    def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause."""
-        self._dialect.resume(endpoint)
-        self._delivered.paused.discard(endpoint)
 
     def leave(self, endpoint: Endpoint) -> None:
         """Leaves an attached server to others at the end of the run: not paused, and without a lease."""
-        paused, endpoint = endpoint in self._delivered.paused, endpoint.within(self._limits.health_timeout_s)
+        paused, endpoint = endpoint in self._weights.paused, endpoint.within(self._limits.health_timeout_s)
         try:
             if paused:
-                self._dialect.resume(endpoint)
+                self._api.resume(endpoint)
             endpoint.leave()
         except RolloutError as e:
             if paused:
@@ -199,8 +169,8 @@ class Repairs:
             return True
         endpoint = member.endpoint.within(self._limits.health_timeout_s)
         try:
-            with self._delivered.lock:  # no update is in progress
-                return self._dialect.paused(endpoint) or self._dialect.version(endpoint) != self._delivered.version
+            with self._weights.lock:  # no update is in progress
+                return self._api.paused(endpoint) or self._api.version(endpoint) != self._weights.version
         except RolloutError:
             return True
 
@@ -212,59 +182,23 @@ class Repairs:
             member.server.restart()
             member.server.wait_ready()
             member.endpoint.move(member.server.url, member.server.key)
-            member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
-        self._catch_up(member, lambda: None)
-
-    def _catch_up(self, member: Member, then: Callable[[], None]) -> None:
-        """Delivers the current weights, and calls `then` while they are still the current ones.
-
-        No lock is held while the server loads, which may take minutes: a publish does not wait for it. If there was
-        one meanwhile, the server gets the newer weights too, and the next publish waits for that.
-        """
-        member.asleep = False
-        try:
-            given = self._delivered.deliveries
-            if not any(delivery.alone for delivery in given):
-                self._bring(member, given)
-            with self._delivered.lock:
-                if self._delivered.deliveries is not given or any(delivery.alone for delivery in given):
-                    self._bring(member, self._delivered.deliveries)
-                member.up = True
-                then()
-        except WeightsGone:
-            member.up, member.blank = False, True
-            raise
-
-    def _bring(self, member: Member, deliveries: Sequence[Delivery]) -> None:
-        try:
-            for delivery in deliveries:
-                self._deliver(member.endpoint, delivery)
-        except RolloutError:
-            if self._delivered.deliveries is deliveries:  # otherwise they may have been replaced while they were read
-                raise
-
-    def _deliver(self, endpoint: Endpoint, delivery: Delivery) -> None:
-        with contextlib.closing(delivery.offers()) as offers:
-            for offer in offers:
-                offer(endpoint)
-        self.pause(endpoint, "abort")
-        delivery.take(endpoint)
-        self.resume(endpoint)
+            member.model, member.max_model_len = self._api.inspect(member.endpoint)
+        self._weights.catch_up(member)
 
     def _add(self, member: Member) -> None:
         def join() -> None:
             self._router.members = (*self._router.members, member)
 
         try:
-            self._catch_up(member, join)
+            self._weights.catch_up(member, join)
         except WeightsGone as e:  # it joins without weights if the next ones are on their way
             if not e.another_comes:
                 raise
-            with self._delivered.lock:
+            with self._weights.lock:
                 join()
 
     def _remove(self, member: Member) -> None:
-        with self._delivered.lock:
+        with self._weights.lock:
             self._router.members = tuple(other for other in self._router.members if other is not member)
 
     def _wait_for(self, member: Member) -> None:
@@ -273,7 +207,7 @@ class Repairs:
         while not self.closed:
             try:
                 member.endpoint.within(self._limits.health_timeout_s).see("/health")
-                member.model, member.max_model_len = self._dialect.inspect(member.endpoint)
+                member.model, member.max_model_len = self._api.inspect(member.endpoint)
                 return
             except RolloutError as e:
                 if time.monotonic() > deadline:

@@ -1,16 +1,13 @@
-"""Protocols that `fleet.py` needs for a kind of server: its requests, and the delivery of weights."""
+"""The protocol of a kind of server: its routes for requests and for pauses; that of its weights is in `delivery.py`."""
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.types import Sampling
-
-Offers = Generator[Callable[[Endpoint], None], None, None]  # steps of a delivery; closed where it ends early
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,43 +80,3 @@ def sampling_params(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[st
         "skip_special_tokens": True,  # as in a trajectory's text
         "spaces_between_special_tokens": True,
     }
-
-
-class WeightsGone(RolloutError):
-    """The trainer no longer has the delivered weights.
-
-    `another_comes`: it is changing them, and delivers the next ones before it waits for samples.
-    """
-
-    def __init__(self, why: str, *, another_comes: bool):
-        super().__init__(why)
-        self.another_comes = another_comes
-
-
-class Delivery(Protocol):
-    """Weights for the servers; can be delivered as often as needed."""
-
-    @property
-    def version(self) -> int:
-        """Returns their version."""
-
-    @property
-    def model(self) -> str | None:
-        """Returns the model name for requests with them; None: the server's own name."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether they are the whole model; otherwise an addition to the previous delivery."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other delivery may be under way meanwhile."""
-
-    def offers(self) -> Offers:
-        """Yields the steps in which servers get and check them without a change; RolloutError if one refuses.
-
-        Each step is made on all servers before the next. WeightsGone if they cannot be delivered any more.
-        """
-
-    def take(self, endpoint: Endpoint) -> None:
-        """Makes a server sample from them."""

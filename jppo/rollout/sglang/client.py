@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.servers.membership import Lookup
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.servers.server_api import Completion, sampling_params
 from jppo.rollout.sglang import arguments
-from jppo.rollout.sglang import publisher as folders
+from jppo.rollout.sglang import publish as folders
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.settings import UserError
 from jppo.types import Sampling

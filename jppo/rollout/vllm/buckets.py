@@ -10,25 +10,23 @@ that `hf_write.hf_tensors` has in flight.
 import contextlib
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
+from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.servers.server_api import Delivery, Offers, WeightsGone
-from jppo.rollout.vllm import layout, transfer
-from jppo.rollout.vllm.buffers import Buffers
+from jppo.rollout.vllm import layout, tcp
 from jppo.rollout.vllm.layout import TensorEntry
-from jppo.rollout.vllm.publisher import Publisher, accept
+from jppo.rollout.vllm.publish import Buffers, Publisher, accept
 from jppo.settings import UserError
 
 BUCKET = 3 << 26  # bytes: with 64 MiB in flight from the device, 256 MiB in all
 IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, with the reason
 UPDATE = "/update_weights"
 Tensors = Sequence[tuple[str, Any]]
-Step = Callable[[Endpoint], None]
 
 
 class Carrier(Protocol):
@@ -54,7 +52,7 @@ class Tcp:
     def __init__(self, publish_host: str, timeout_s: float):
         """`timeout_s`: of a server's request."""
         try:
-            self._sender = transfer.Sender(publish_host, timeout_s=IN_TIME * timeout_s)
+            self._sender = tcp.Sender(publish_host, timeout_s=IN_TIME * timeout_s)
         except OSError as e:
             raise UserError(
                 f"rollout.publish_host={publish_host!r}: the trainer cannot listen there ({e}); use an address of this"
@@ -139,9 +137,6 @@ class StreamPublisher(Publisher):
         """Gathers nothing yet."""
         self._forget(0)
         return Streamed(tensors, version, self._carrier)
-
-    def refused(self) -> None:
-        """Does nothing: there is no file."""
 
     def close(self) -> None:
         """Ends all transfers."""

@@ -21,15 +21,15 @@ import numpy as np
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.discovery import Lookup
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.engine import Engine
 from jppo.rollout.servers.member import ServerLimits
+from jppo.rollout.servers.membership import Lookup
 from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.servers.server_api import Completion, sampling_params
-from jppo.rollout.vllm import arguments, buckets, ipc_carrier, nccl_carrier, publisher, unserved
+from jppo.rollout.vllm import arguments, buckets, device_carriers, unserved
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.buffers import Buffers
+from jppo.rollout.vllm.publish import Buffers, Publisher
 from jppo.settings import UserError
 from jppo.types import Sampling
 
@@ -193,19 +193,19 @@ def start_vllm(
         check_ports(settings.port, settings.servers)
     spare = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
     buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare)
-    publish = publisher.Publisher(buffers)
+    publisher = Publisher(buffers)
     if settings.publish_via == "tcp":
-        publish = buckets.StreamPublisher(buffers, buckets.Tcp(publish_host, limits.request_timeout_s))
+        publisher = buckets.StreamPublisher(buffers, buckets.Tcp(publish_host, limits.request_timeout_s))
     elif settings.publish_via == "nccl":
-        publish = buckets.StreamPublisher(buffers, nccl_carrier.on_first_gpu())
+        publisher = buckets.StreamPublisher(buffers, device_carriers.on_first_gpu())
     elif settings.publish_via == "ipc":
-        publish = buckets.StreamPublisher(buffers, ipc_carrier.on_gpus())
+        publisher = buckets.StreamPublisher(buffers, device_carriers.on_gpus())
     for i in range(0 if urls else settings.servers):
         program = arguments.program(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
-    return Engine(servers, urls, publish, speak, limits, start_timeout_s=settings.start_timeout_s)
+    return Engine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
 
 
 def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:

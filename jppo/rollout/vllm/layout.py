@@ -1,7 +1,8 @@
-"""The file format of published weights: written by `buffers.py`, read by `worker.py`.
+"""The format of published weights: what the trainer writes, and what a server checks before it takes any of them.
 
-The file holds only the tensors' bytes; the list of `TensorEntry` is in the request to load it. Also imported in the
-server's interpreter, so it needs only the standard library and numpy.
+A file or bucket holds only the tensors' bytes; the list of `TensorEntry` is in the request that offers it. `write` is
+the trainer's; `check`, for a file, and `Staging`, for buckets, are the server's. Also imported in the server's
+interpreter, so it needs only the standard library and numpy.
 """
 
 import dataclasses
@@ -35,6 +36,9 @@ class TensorEntry:
     offset: int
     nbytes: int
     crc32: int
+
+
+Bucket = tuple[Sequence[TensorEntry], Any]  # tensors, and the bytes that hold them
 
 
 class WeightsRefused(Exception):
@@ -113,6 +117,64 @@ def check_sum(entry: TensorEntry, crc32: int) -> None:
     """Raises WeightsRefused if the checksum differs from the written one."""
     if crc32 != entry.crc32:
         raise WeightsRefused(f"{entry.name} has a different checksum than when it was written")
+
+
+class Staging:
+    """The buckets of one publish for a model with the `expected` names and shapes, until all are there and checked.
+
+    The served model is not touched before, so a publish that is cut, incomplete or wrong leaves the old weights in use.
+    """
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], version: int | None = None):
+        self.version = version
+        self.buckets: list[Bucket] = []
+        self.complete = False
+        self.error: str | None = None  # the first refusal: nothing after it counts
+        self._expected = expected
+
+    def add(self, version: int, entries: Sequence[TensorEntry], fetch: Callable[[], Any]) -> None:
+        """Fetches a bucket, in any case: another process may be sending it to several servers."""
+        try:
+            self._require_open(version)
+            before = [entry for bucket, _ in self.buckets for entry in bucket]
+            check_names([*before, *entries], self._expected, whole=False)
+        except WeightsRefused as e:
+            self._refuse(e)
+        try:
+            data = fetch()
+            if self.error is None:
+                self.buckets.append((entries, data))
+        except WeightsRefused as e:
+            self._refuse(e)
+
+    def finish(self, version: int, sent: str) -> None:
+        """Completes the publish if it has every tensor of the model, and their digest is the one that was sent."""
+        try:
+            self._require_open(version)
+            entries = [entry for bucket, _ in self.buckets for entry in bucket]
+            check_names(entries, self._expected)
+            if self.error is None and (found := digest(entries)) != sent:
+                raise WeightsRefused(f"the tensors have the digest {found}, but {sent} was sent")
+            self.complete = self.error is None
+        except WeightsRefused as e:
+            self._refuse(e)
+
+    def take(self) -> list[Bucket]:
+        """Returns the buckets of a complete publish, once; none of another."""
+        if not self.complete:
+            self._refuse("it is not complete")
+            return []
+        buckets, self.buckets, self.complete = self.buckets, [], False
+        return buckets
+
+    def _require_open(self, version: int) -> None:
+        self.version = version if self.version is None else self.version
+        if version != self.version or self.complete:
+            raise WeightsRefused(f"a bucket of version {version} came into the publish of version {self.version}")
+
+    def _refuse(self, why: Exception | str) -> None:
+        self.error = self.error or str(why)
+        self.buckets, self.complete = [], False
 
 
 def size(entries: Sequence[TensorEntry]) -> int:

@@ -20,8 +20,8 @@ import torch
 from vllm.distributed.weight_transfer import base, factory, nccl_common
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from jppo.rollout.vllm import cuda_ipc, layout, transfer, worker
-from jppo.rollout.vllm.staging import Staging
+from jppo.rollout.vllm import cuda_ipc, layout, tcp, worker
+from jppo.rollout.vllm.layout import Staging
 
 WORDS = {2: torch.int16, 4: torch.int32}
 BROADCAST_S = 60.0  # for a bucket by NCCL, from when this worker takes part
@@ -103,12 +103,12 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
 
     def _leave(self) -> None:
         communicator, self._communicator, self.group = self._communicator, None, ""
-        if communicator is not None:
-            communicator.destroy()  # ends a broadcast that waits in another thread
+        if communicator is not None:  # its end may let another thread go on
+            communicator.destroy()
 
     def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
         if update_info.address is not None:
-            return transfer.receive(transfer.Address(**update_info.address), entries, worker.unused(self._memory))
+            return tcp.receive(tcp.Address(**update_info.address), entries, worker.unused(self._memory))
         if update_info.handles is None and self._communicator is None:
             raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
         try:

@@ -1,6 +1,6 @@
 """The vLLM worker extension: verifies a whole weights file before loading it.
 
-vLLM gets it by `--worker-extension-cls jppo.rollout.vllm.worker.WeightLoader`; `publisher.py` calls it over
+vLLM gets it by `--worker-extension-cls jppo.rollout.vllm.worker.WeightLoader`; `publish.py` calls it over
 `/collective_rpc`. It runs in the server's interpreter, which needs neither jax nor jppo's other dependencies. A
 refusal is a value (`ok: False` with the reason), never an exception, which would leave vLLM in an undefined state.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.staging import Bucket
+from jppo.rollout.vllm.layout import Bucket
 
 
 class WeightLoader:

@@ -1,17 +1,22 @@
-"""Buckets by NCCL: from the trainer's GPU to the servers', on other GPUs of this machine or of others."""
+"""Carriers of buckets from the trainer's GPUs: to servers on other GPUs by NCCL, on the same ones by CUDA IPC.
+
+`nccl.py` and `cuda_ipc.py` call the libraries; neither has run on GPUs yet.
+"""
 
 import base64
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.delivery import Step
 from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.vllm import buckets, layout, nccl
+from jppo.rollout.vllm import buckets, cuda_ipc, layout, nccl
 from jppo.rollout.vllm.layout import TensorEntry
 from jppo.settings import UserError
 
@@ -31,7 +36,7 @@ class Nccl:
         self._joined: dict[str, int] = {}  # the servers, and their numbers of workers
         self._id = ""
 
-    def joins(self) -> Iterator[buckets.Step]:
+    def joins(self) -> Iterator[Step]:
         """Yields: ask who is there and, if these are others than before, join them."""
         found: dict[str, tuple[int, set[str]]] = {}
 
@@ -81,12 +86,57 @@ class Nccl:
         self._communicator.abort()
 
 
-def gathered(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[TensorEntry], list[jax.Array]]:
-    """Returns the entries of a bucket, and its tensors on one device."""
-    arrays: list[jax.Array] = jax.block_until_ready([jax.device_put(tensor, device) for _, tensor in bucket])
-    sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
-    known = zip(bucket, arrays, sums, strict=True)
-    return layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known), arrays
+class Ipc:
+    """Copies each bucket into a buffer on each GPU, and sends the servers the buffers' handles.
+
+    A buffer is a separate allocation: a handle shows all of its allocation, and JAX's own is the whole pool. Servers
+    open the buffer of their GPU, copy it and close it before the next bucket.
+    """
+
+    alone = True
+
+    def __init__(self, gpus: Sequence[tuple[jax.Device, cuda_ipc.Gpu]]):
+        self._gpus = gpus
+        self._buffers: dict[str, tuple[int, int, str]] = {}  # by GPU: bytes, address, handle
+
+    def joins(self) -> Iterator[Step]:
+        """Yields nothing: each bucket names its handles."""
+        return iter(())
+
+    @contextlib.contextmanager
+    def offer(self, bucket: buckets.Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:
+        """Gathers the tensors on every GPU; the buffers are not written again within the block."""
+        entries: list[TensorEntry] = []
+        try:
+            for device, gpu in self._gpus:
+                entries, arrays = gathered(bucket, device)
+                address = self._room(gpu, layout.size(entries))
+                for entry, array in zip(entries, arrays, strict=True):
+                    if entry.nbytes:
+                        gpu.copy(address + entry.offset, array.unsafe_buffer_pointer(), entry.nbytes)
+                gpu.wait()
+        except cuda_ipc.CudaError as e:
+            raise RolloutError(f"rollout.publish_via='ipc': {e}; set it to file or tcp") from e
+        yield entries, {"handles": {uuid: handle for uuid, (_, _, handle) in self._buffers.items()}}
+
+    def close(self) -> None:
+        """Frees the buffers; may be called twice."""
+        for _, gpu in self._gpus:
+            if (had := self._buffers.pop(gpu.uuid, None)) is not None:
+                with contextlib.suppress(cuda_ipc.CudaError):  # the process frees it
+                    gpu.free(had[1])
+
+    def _room(self, gpu: cuda_ipc.Gpu, nbytes: int) -> int:
+        """Returns the address of a buffer for so many bytes; no server has it open."""
+        nbytes = max(nbytes, buckets.BUCKET)
+        size, address, _ = self._buffers.get(gpu.uuid, (0, 0, ""))
+        if size < nbytes:
+            if size:
+                del self._buffers[gpu.uuid]
+                gpu.free(address)
+            address, handle = gpu.allocate(nbytes)
+            self._buffers[gpu.uuid] = nbytes, address, handle
+        return address
 
 
 def on_first_gpu() -> Nccl:
@@ -95,6 +145,25 @@ def on_first_gpu() -> Nccl:
     if device.platform != "gpu":
         raise UserError(f"rollout.publish_via='nccl' sends from a GPU, and JAX runs on a {device.platform}; use tcp")
     return Nccl(functools.partial(nccl.Communicator, device.local_hardware_id), device)
+
+
+def on_gpus() -> Ipc:
+    """Makes the carrier of this process' GPUs; UserError if it has none or no driver."""
+    try:
+        devices = jax.local_devices()
+        if devices[0].platform != "gpu":
+            raise cuda_ipc.CudaError(f"JAX runs on a {devices[0].platform}")
+        return Ipc([(device, cuda_ipc.Gpu(device.local_hardware_id)) for device in devices])
+    except cuda_ipc.CudaError as e:
+        raise UserError(f"rollout.publish_via='ipc' shares memory of GPUs: {e}; set it to file or tcp") from e
+
+
+def gathered(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[TensorEntry], list[jax.Array]]:
+    """Returns the entries of a bucket, and its tensors on one device."""
+    arrays: list[jax.Array] = jax.block_until_ready([jax.device_put(tensor, device) for _, tensor in bucket])
+    sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]
+    known = zip(bucket, arrays, sums, strict=True)
+    return layout.in_order((name, a.dtype.name, a.shape, a.nbytes, crc32) for (name, _), a, crc32 in known), arrays
 
 
 @jax.jit

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm import buckets, layout, transfer
-from jppo.rollout.vllm.transfer import Address, Sender
+from jppo.rollout.vllm import buckets, layout, tcp
+from jppo.rollout.vllm.tcp import Address, Sender
 
 TENSORS = {
     "a": np.arange(700_000, dtype=np.float32),
@@ -45,27 +45,27 @@ SENT = {name: tensor.tobytes() for name, tensor in TENSORS.items()}
 
 def refusal(address, entries) -> str:
     with pytest.raises(layout.WeightsRefused) as caught:
-        transfer.receive(address, entries)
+        tcp.receive(address, entries)
     return str(caught.value)
 
 
 def test_every_byte_arrives(sender, bucket):
     with sender.offer(*bucket) as address:
-        assert arrived(transfer.receive(address, bucket[0]), bucket[0]) == SENT
+        assert arrived(tcp.receive(address, bucket[0]), bucket[0]) == SENT
 
 
 def test_several_pull_at_the_same_time(sender, bucket, monkeypatch):
     """Each waits until all of them are in the middle: nothing may serve one after the other."""
-    together, real = threading.Barrier(4), transfer._receive_one
+    together, real = threading.Barrier(4), tcp._receive_one
 
     def one(connection, entry, view, deadline):
         if entry.name == "b":
             together.wait(5)
         real(connection, entry, view, deadline)
 
-    monkeypatch.setattr(transfer, "_receive_one", one)
+    monkeypatch.setattr(tcp, "_receive_one", one)
     with sender.offer(*bucket) as address, ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: arrived(transfer.receive(address, bucket[0]), bucket[0]), range(4)))
+        found = list(pool.map(lambda _: arrived(tcp.receive(address, bucket[0]), bucket[0]), range(4)))
     assert found == [SENT] * 4
 
 
@@ -73,19 +73,19 @@ def test_a_wrong_token_gets_no_byte_of_them(sender, bucket):
     with sender.offer(*bucket) as address:
         wrong = dataclasses.replace(address, token="0" * 32)
         assert "rejects the token" in refusal(wrong, bucket[0])
-        with transfer._connected(address) as connection:
+        with tcp._connected(address) as connection:
             connection.sendall(b"0" * 32)
-            assert connection.makefile("rb").read() == transfer.NO
-        assert transfer.receive(address, bucket[0])
+            assert connection.makefile("rb").read() == tcp.NO
+        assert tcp.receive(address, bucket[0])
 
 
 def test_a_token_is_of_one_offer(sender, bucket):
     with sender.offer(*bucket) as first:
         pass
     with sender.offer(*bucket) as second:
-        assert first.token != second.token and len(first.token) == transfer.TOKEN_BYTES
+        assert first.token != second.token and len(first.token) == tcp.TOKEN_BYTES
         assert "rejects the token" in refusal(first, bucket[0])
-        assert transfer.receive(second, bucket[0])
+        assert tcp.receive(second, bucket[0])
 
 
 def test_two_buckets_are_offered_at_the_same_time(sender, bucket):
@@ -93,9 +93,9 @@ def test_two_buckets_are_offered_at_the_same_time(sender, bucket):
     entries, views = buckets.describe([("a", TENSORS["a"] + 1)])
     with sender.offer(*bucket) as first:
         with sender.offer(entries, views) as second:
-            assert arrived(transfer.receive(first, bucket[0]), bucket[0]) == SENT
-            assert arrived(transfer.receive(second, entries), entries) == {"a": (TENSORS["a"] + 1).tobytes()}
-        assert arrived(transfer.receive(first, bucket[0]), bucket[0]) == SENT
+            assert arrived(tcp.receive(first, bucket[0]), bucket[0]) == SENT
+            assert arrived(tcp.receive(second, entries), entries) == {"a": (TENSORS["a"] + 1).tobytes()}
+        assert arrived(tcp.receive(first, bucket[0]), bucket[0]) == SENT
 
 
 def test_bytes_that_changed_after_the_checksum_are_refused(sender, bucket):
@@ -131,7 +131,7 @@ def fake(behave):
 
     def serve():
         with listening, listening.accept()[0] as connection:
-            connection.recv(transfer.TOKEN_BYTES)
+            connection.recv(tcp.TOKEN_BYTES)
             behave(connection)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -142,8 +142,8 @@ def test_a_connection_that_ends_in_a_tensor_is_refused(bucket):
     entries, _ = bucket
 
     def cut(connection):
-        header = transfer.HEADER.pack(entries[0].nbytes, entries[0].crc32)
-        connection.sendall(transfer.YES + header + SENT["a"][:1000])
+        header = tcp.HEADER.pack(entries[0].nbytes, entries[0].crc32)
+        connection.sendall(tcp.YES + header + SENT["a"][:1000])
 
     assert "broke off in a: the connection was closed" in refusal(fake(cut), entries)
     assert "broke off before the first tensor" in refusal(fake(lambda connection: None), entries)
@@ -154,8 +154,8 @@ def test_a_trainer_that_drips_is_refused_in_time(bucket):
     over = threading.Event()
 
     def drip(connection):
-        header = transfer.HEADER.pack(entries[0].nbytes, entries[0].crc32)
-        connection.sendall(transfer.YES + header)
+        header = tcp.HEADER.pack(entries[0].nbytes, entries[0].crc32)
+        connection.sendall(tcp.YES + header)
         while not over.wait(0.05):
             connection.send(b"0")
 
@@ -168,9 +168,9 @@ def test_a_trainer_that_drips_is_refused_in_time(bucket):
 def test_a_bucket_whose_offer_has_ended_is_sent_no_longer(sender, bucket):
     with contextlib.ExitStack() as stack:
         with sender.offer(*bucket) as address:
-            slow = stack.enter_context(transfer._connected(address))
+            slow = stack.enter_context(tcp._connected(address))
             slow.sendall(address.token.encode())
-            assert slow.recv(1) == transfer.YES
+            assert slow.recv(1) == tcp.YES
         rest = 0
         while more := slow.recv(1 << 16):
             rest += len(more)
@@ -189,7 +189,7 @@ def test_a_connection_that_cannot_be_accepted_for_a_moment_ends_nothing(sender, 
     monkeypatch.setattr(socket.socket, "accept", accept)
     with sender.offer(*bucket) as address:
         for _ in range(2):  # the first is of the call before
-            assert arrived(transfer.receive(address, bucket[0]), bucket[0]) == SENT
+            assert arrived(tcp.receive(address, bucket[0]), bucket[0]) == SENT
     assert left[0] < 0
 
 
@@ -198,7 +198,7 @@ def test_nothing_is_left_open(bucket):
     sender = Sender("127.0.0.1", timeout_s=5.0)
     for _ in range(3):
         with sender.offer(*bucket) as address:
-            transfer.receive(address, bucket[0]).close()
+            tcp.receive(address, bucket[0]).close()
     sender.close()
     sender.close()
     deadline = time.monotonic() + 5
@@ -237,25 +237,25 @@ def test_another_user_who_holds_all_connections_keeps_no_worker_out(sender, buck
             try:
                 before = threading.active_count()
                 for _ in range(10):
-                    assert arrived(transfer.receive(address, bucket[0]), bucket[0]) == SENT
+                    assert arrived(tcp.receive(address, bucket[0]), bucket[0]) == SENT
                 assert threading.active_count() <= before + 1
             finally:
                 flood.kill()
 
 
 def test_a_connection_without_a_token_is_closed_in_time(sender, bucket, monkeypatch):
-    monkeypatch.setattr(transfer, "HELLO_S", 0.3)
-    with sender.offer(*bucket) as address, transfer._connected(address) as silent, transfer._connected(address) as slow:
+    monkeypatch.setattr(tcp, "HELLO_S", 0.3)
+    with sender.offer(*bucket) as address, tcp._connected(address) as silent, tcp._connected(address) as slow:
         slow.sendall(address.token[:5].encode())
         time.sleep(0.1)
         slow.sendall(address.token[5:].encode())
-        assert slow.recv(1) == transfer.YES
+        assert slow.recv(1) == tcp.YES
         began = time.monotonic()
         assert silent.recv(1) == b"" and time.monotonic() - began < 2
 
 
 def test_connections_without_a_token_take_a_bounded_number_of_files_and_no_threads(monkeypatch):
-    monkeypatch.setattr(transfer, "UNKNOWN", 20)
+    monkeypatch.setattr(tcp, "UNKNOWN", 20)
     sender = Sender("127.0.0.1", timeout_s=5.0)
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     idle = [socket.create_connection(("127.0.0.1", sender._port)) for _ in range(100)]

@@ -1,3 +1,5 @@
+"""The files of published weights and adapters; test_fleet.py has the order of a publish, test_carriers.py the rest."""
+
 import errno
 import os
 import pathlib
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.buffers import Buffers
+from jppo.rollout.vllm.publish import Buffers, Publisher
 from jppo.settings import UserError
 
 TENSORS = {f"w{i}": np.arange(i, i + 500, dtype=np.float32) for i in range(5)}
@@ -176,3 +178,32 @@ def test_many_tensors_are_never_all_held(buffers, monkeypatch):
     parcel = buffers.write(tensors())
     layout.check(parcel.path, parcel.entries, {f"w{i}": (250,) for i in range(50)})
     assert 2 <= most <= 6  # 3 of 1,000 bytes, the one that was just made, and what the loops hold
+
+
+def save(path):
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+
+
+def adapters_in(buffers):
+    return sorted(path.name for path in pathlib.Path(buffers.folder).glob("adapter-*"))
+
+
+def test_the_last_two_adapters_are_kept_until_a_whole_policy_comes(tmp_path):
+    buffers = Buffers(str(tmp_path), named=True)
+    publisher = Publisher(buffers)
+    publisher.whole(TENSORS.items(), 1)
+    made = [publisher.adapter(save, version) for version in (1, 2, 3)]
+    assert [one.before for one in made] == [None, made[0].model, made[1].model]
+    assert len({one.model for one in made}) == 3 and not any(one.whole for one in made)
+    assert adapters_in(buffers) == sorted(one.model for one in made[1:])
+    whole = publisher.whole(TENSORS.items(), 4)
+    assert whole.whole and whole.model is None and adapters_in(buffers) == []
+
+
+def test_adapters_that_cannot_be_written_are_an_error_of_the_folder(tmp_path):
+    def full(path):
+        raise OSError("No space left on device")
+
+    with pytest.raises(UserError, match="to a folder with room"):
+        Publisher(Buffers(str(tmp_path), named=True)).adapter(full, 1)

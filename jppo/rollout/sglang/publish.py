@@ -4,7 +4,7 @@
 
 SGLang has no route that checks a directory without loading it, and it silently keeps old values for missing tensors. So
 names and shapes are compared with the first publish here, before any server loads them; the agreement of log-probs
-checks every publish. Two directories are written alternately, like the files of `publisher.py`.
+checks every publish. Two directories are written alternately, like the files of `vllm/publish.py`.
 """
 
 import dataclasses
@@ -17,9 +17,10 @@ import numpy as np
 
 from jppo import tensorheader
 from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.delivery import Offers
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.server_api import Offers
-from jppo.rollout.vllm import buffers, layout
+from jppo.rollout.vllm import layout
+from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder
 from jppo.settings import UserError
 
 LOAD = "/update_weights_from_disk"
@@ -62,9 +63,9 @@ class Publisher:
     """Writes whole policies as directories: two, in shared memory or in `publish_dir`, with the model's `config`."""
 
     def __init__(self, publish_dir: str, config: pathlib.Path):
-        if not publish_dir and os.path.isdir(buffers.SHARED_MEMORY):
-            publish_dir = buffers.SHARED_MEMORY
-        self.folder = buffers.make_folder(publish_dir)
+        if not publish_dir and os.path.isdir(SHARED_MEMORY):
+            publish_dir = SHARED_MEMORY
+        self.folder = make_folder(publish_dir)
         self._folders = [pathlib.Path(self.folder) / name for name in ("a", "b")]
         for folder in self._folders:
             folder.mkdir()

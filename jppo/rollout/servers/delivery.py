@@ -1,0 +1,258 @@
+"""The publish at a run's servers: all of them get the same weights, or none does.
+
+    for each offer: every server gets a part of the weights and checks it; one refusal ends it, with no server changed
+    pause -> take: every server loads and labels the weights -> resume
+
+A `Publisher` makes a `Delivery` of the trainer's tensors: `vllm/publish.py`, `sglang/publish.py`. A server that breaks
+off is left to `repair.py`; a repaired server and one that joins get the current weights by `catch_up`.
+"""
+
+import asyncio
+import contextlib
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.member import Member
+from jppo.rollout.servers.router import Router
+from jppo.rollout.servers.server_api import ServerApi
+
+POLL_S = 0.05
+Step = Callable[[Endpoint], None]
+Offers = Generator[Step, None, None]  # steps of a delivery; closed where it ends early
+
+
+class WeightsGone(RolloutError):
+    """The trainer no longer has the delivered weights.
+
+    `another_comes`: it is changing them, and delivers the next ones before it waits for samples.
+    """
+
+    def __init__(self, why: str, *, another_comes: bool):
+        super().__init__(why)
+        self.another_comes = another_comes
+
+
+class Delivery(Protocol):
+    """Weights for the servers; can be delivered as often as needed."""
+
+    @property
+    def version(self) -> int:
+        """Returns their version."""
+
+    @property
+    def model(self) -> str | None:
+        """Returns the model name for requests with them; None: the server's own name."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether they are the whole model; otherwise an addition to the previous delivery."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other delivery may be under way meanwhile."""
+
+    def offers(self) -> Offers:
+        """Yields the steps in which servers get and check them without a change; RolloutError if one refuses.
+
+        Each step is made on all servers before the next. WeightsGone if they cannot be delivered any more.
+        """
+
+    def take(self, endpoint: Endpoint) -> None:
+        """Makes a server sample from them."""
+
+
+class Publisher(Protocol):
+    """Makes deliveries, and holds what servers read for them."""
+
+    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
+        """Makes the delivery of a whole policy."""
+
+    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Delivery:
+        """Makes the delivery of adapters for the last whole policy."""
+
+    def refused(self) -> None:
+        """Abandons the last delivery."""
+
+    def close(self) -> None:
+        """Frees the files."""
+
+
+class ServedWeights:
+    """The weights of a fleet's servers: which they are, and their delivery. Methods may block."""
+
+    def __init__(
+        self,
+        router: Router,
+        api: ServerApi,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        broken: Callable[[Member, ServerFault], None],
+        threads: int,
+    ):
+        """`broken` is told of a server that breaks off."""
+        self.version: int | None = None
+        self.updates = 0
+        self.lock = threading.RLock()  # held while weights are delivered
+        self.paused: set[Endpoint] = set()  # by this run
+        self._current: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
+        self._router = router
+        self._api = api
+        self._loop = loop
+        self._broken = broken
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jppo-fleet")
+
+    @property
+    def model(self) -> str | None:
+        """Returns the name of the model in requests; None: the server's own."""
+        return self._current[-1].model if self._current else None
+
+    def require(self, versions: Sequence[str], oldest: int | None, url: str) -> None:
+        """ServerFault if the server at `url` sampled by other weights than those since the `oldest`."""
+        known = {str(v) for v in range(oldest or 0, (self.version or 0) + 1)}
+        if strange := sorted(set(versions) - known):
+            raise ServerFault(
+                f"the server at {url} sampled by the weights {', '.join(strange)}, not by version {self.version}:"
+                " another trainer uses it, or it was restarted"
+            )
+
+    def deliver(self, delivery: Delivery, *, mode: str = "wait") -> None:
+        """Delivers weights to every server; RolloutError if a working server refuses them.
+
+        Servers that break meanwhile are restarted and get them then.
+        """
+        self._require_one()
+        with self.lock:
+            taking = [member for member in self._router.members if member.up or member.blank]
+            with contextlib.closing(delivery.offers()) as offers:
+                for offer in offers:
+                    taking = self._each(taking, offer)
+                    if not taking:  # all are being repaired
+                        break
+            self._router.held = True
+            try:
+                taking = self._wake_up(taking, "weights")
+                if mode == "wait":
+                    asyncio.run_coroutine_threadsafe(_drained(taking), self._loop).result()
+                taking = self._each(taking, lambda endpoint: self.pause(endpoint, mode))
+                taking = self._wake_up(self._each(taking, delivery.take), "kv_cache")
+                for member in taking:
+                    if member.up or member.blank:  # not given up meanwhile
+                        member.asleep, member.blank, member.up = False, False, True
+                before = () if delivery.whole else self._current[:1]
+                self._current, self.version = (*before, delivery), delivery.version
+                self.updates += 1
+                self._each(taking, self.resume)
+            finally:
+                self._router.held = False
+                self._loop.call_soon_threadsafe(self._go_on)
+
+    def catch_up(self, member: Member, then: Callable[[], None] = lambda: None) -> None:
+        """Delivers the current weights to one server, and calls `then` while they are still the current ones.
+
+        No lock is held while the server loads, which may take minutes: a publish does not wait for it. If there was
+        one meanwhile, the server gets the newer weights too, and the next publish waits for that.
+        """
+        member.asleep = False
+        try:
+            given = self._current
+            if not any(delivery.alone for delivery in given):
+                self._bring(member, given)
+            with self.lock:
+                if self._current is not given or any(delivery.alone for delivery in given):
+                    self._bring(member, self._current)
+                member.up = True
+                then()
+        except WeightsGone:
+            member.up, member.blank = False, True
+            raise
+
+    def pause(self, endpoint: Endpoint, mode: str) -> None:
+        """Pauses a server; it counts as paused until it has resumed, also if it breaks off."""
+        self.paused.add(endpoint)
+        self._api.pause(endpoint, mode)
+
+    def resume(self, endpoint: Endpoint) -> None:
+        """Ends a pause."""
+        self._api.resume(endpoint)
+        self.paused.discard(endpoint)
+
+    def sleep(self, level: int) -> None:
+        """Frees the servers' device memory until the next whole delivery; no request may be in flight."""
+        with self.lock:
+            self._router.held = True
+            working = [member for member in self._router.members if member.up]
+            for member in self._each(working, lambda endpoint: self._api.sleep(endpoint, level)):
+                member.asleep = True
+
+    def close(self, *, wait: bool) -> None:
+        """Begins no further call; `wait` for those under way."""
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    def _bring(self, member: Member, deliveries: Sequence[Delivery]) -> None:
+        endpoint = member.endpoint
+        try:
+            for delivery in deliveries:
+                with contextlib.closing(delivery.offers()) as offers:
+                    for offer in offers:
+                        offer(endpoint)
+                self.pause(endpoint, "abort")
+                delivery.take(endpoint)
+                self.resume(endpoint)
+        except RolloutError:
+            if self._current is deliveries:  # otherwise they may have been replaced while they were read
+                raise
+
+    def _require_one(self) -> None:
+        """Returns when a server works."""
+        while not any(member.up or member.blank for member in self._router.members):
+            if self._router.fatal is not None:
+                raise self._router.fatal
+            time.sleep(POLL_S)
+        if self._router.fatal is not None:
+            raise self._router.fatal
+
+    def _wake_up(self, members: Sequence[Member], what: str) -> list[Member]:
+        asleep = [member for member in members if member.asleep]
+        awake = [member for member in members if not member.asleep]
+        return [*awake, *self._each(asleep, lambda endpoint: self._api.wake_up(endpoint, what))]
+
+    def _each(self, members: Sequence[Member], do: Step) -> list[Member]:
+        """Calls `do` on all members concurrently; broken ones are sent to repair and left out of the result.
+
+        A member that was replaced in between was not called: it gets the weights when it is repaired.
+        """
+        futures = {self._pool.submit(do, member.endpoint): member for member in members if member.up or member.blank}
+        good, refused = [], []
+        for future, member in futures.items():
+            try:
+                future.result()
+                good.append(member)
+            except ServerFault as e:
+                member.up = member.blank = False
+                self._broken(member, e)
+            except RolloutError as e:
+                if member.up or member.blank:
+                    refused.append(e)
+        if refused:
+            raise refused[0]
+        return good
+
+    def _go_on(self) -> None:
+        """Ends an update, on the loop."""
+        for member in self._router.members:
+            member.resumed()
+        self._router.wake_all()
+
+
+async def _drained(members: Sequence[Member]) -> None:
+    """Returns when no request is in flight at the members."""
+    while any(member.under_way for member in members):
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,258 @@
+"""Publishing to vLLM: a whole policy by one file that all servers of a host map, or adapters by path.
+
+    write the file -> every server checks it (offer) -> pause -> load and label it (take) -> resume
+
+`servers/delivery.py` runs these steps. `accept` calls a method of `worker.py` in every worker of a server, by vLLM's
+`/collective_rpc`; a file that any worker refuses changes nothing on any server. `buckets.py` publishes without a file.
+"""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.rollout.protocol import RolloutError
+from jppo.rollout.servers.delivery import Delivery, Offers
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.vllm import layout
+from jppo.settings import UserError
+
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A whole policy in one of the two files."""
+
+    where: Mapping[str, Any]  # description and place of the file
+    version: int
+    model: None = None
+    whole: bool = True
+    alone: bool = False
+
+    def offers(self) -> Offers:
+        """Yields one step: the server compares the file with its model; its weights stay."""
+        yield lambda endpoint: accept(endpoint, self.version, "jppo_check", version=self.version, **self.where)
+
+    def take(self, endpoint: Endpoint) -> None:
+        """Loads the file on the server."""
+        accept(endpoint, self.version, "jppo_load", version=self.version, path=self.where["path"])
+        endpoint.post("/update_weight_version", {"new_version": str(self.version)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """Adapters for the previously delivered policy.
+
+    Each version has its own path and name, so a name on a server never changes its meaning.
+    """
+
+    path: pathlib.Path
+    version: int
+    before: str | None  # the adapters that these replace
+    whole: bool = False
+    alone: bool = False
+
+    @property
+    def model(self) -> str:
+        """Returns the model name for requests."""
+        return self.path.name
+
+    def offers(self) -> Offers:
+        """Yields one step: the server loads the adapters; no request uses them yet."""
+        yield self._load
+
+    def take(self, endpoint: Endpoint) -> None:
+        """Removes the previous adapters from the server."""
+        endpoint.post("/update_weight_version", {"new_version": str(self.version)})
+        if self.before is not None:  # a restarted server has none
+            _unload(endpoint, self.before)
+
+    def _load(self, endpoint: Endpoint) -> None:
+        _unload(endpoint, self.model)  # an attached server that broke off has them, and vLLM refuses them then
+        endpoint.tell("/v1/load_lora_adapter", {"lora_name": self.model, "lora_path": str(self.path)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """One published set of weights."""
+
+    entries: list[layout.TensorEntry]
+    path: str  # of the file, as seen by other processes of this machine
+
+    def check_args(self) -> dict[str, Any]:
+        """Returns the arguments of `jppo_check` besides the version, as JSON."""
+        return {"entries": layout.pack(self.entries), "path": self.path}
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    fd: int
+    path: str
+    place: str  # for messages
+    named: bool
+
+
+class Buffers:
+    """The two files, written alternately, so that none is written that a server may still read.
+
+    They are unnamed in shared memory, so the kernel frees them however the trainer ends.
+
+    With a `publish_dir` they have names there, for servers that cannot see the trainer's open files, as in a container.
+    Adapters, which vLLM reads by path, need a folder, too (`named`). The surviving process removes `folder`. If there
+    is no room, an unnamed file in one of the `spare` folders replaces one; only servers that can read the trainer's
+    open files can use it.
+    """
+
+    def __init__(self, publish_dir: str, *, named: bool = False, spare: Sequence[str] = ()):
+        self._in_folder = bool(publish_dir) or not hasattr(os, "memfd_create")
+        self._spare = [] if not hasattr(os, "memfd_create") else list(spare)
+        self._files: list[_File] = []  # the last written one is first
+        self.folder: str | None = None
+        if named and not publish_dir and os.path.isdir(SHARED_MEMORY):
+            publish_dir = SHARED_MEMORY
+        if named or self._in_folder:
+            self.folder = make_folder(publish_dir)
+
+    def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Parcel:
+        """Writes a whole model into the file that was not written last."""
+        file = self._files.pop() if len(self._files) == 2 else self._open()
+        self._files.insert(0, file)
+        try:
+            entries = layout.write(file.fd, tensors, elsewhere=self._elsewhere)
+        except OSError as e:
+            raise UserError(
+                f"the weights cannot be written to {file.place}: {e}; set rollout.publish_dir to a folder with"
+                " room for two copies"
+            ) from e
+        now = self._files[0]
+        if now is not file:
+            said = f"no room for the weights in {file.place}: {now.place} is used from now on"
+            print(said, file=sys.stderr, flush=True)
+        return Parcel(entries, now.path)
+
+    def renew(self) -> None:
+        """Replaces the last written file, if there is one, which a server may still read."""
+        if self._files:
+            self._put_away(self._files.pop(0))
+
+    def close(self) -> None:
+        """Frees all files; may be called twice."""
+        while self._files:
+            self._put_away(self._files.pop())
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _open(self) -> _File:
+        if self._in_folder:
+            assert self.folder is not None  # created in the constructor
+            return _File(*tempfile.mkstemp(dir=self.folder), place=self.folder, named=True)
+        return _nameless(os.memfd_create("jppo-weights"), "shared memory")
+
+    def _put_away(self, file: _File) -> None:
+        os.close(file.fd)
+        if file.named:
+            pathlib.Path(file.path).unlink(missing_ok=True)
+
+    def _elsewhere(self, done: int, why: OSError) -> int:
+        """Opens a file in the next spare folder, copies the first `done` bytes to it, and replaces the current one."""
+        place = self._files[0].place
+        left = self._spare[self._spare.index(place) + 1 :] if place in self._spare else self._spare
+        for folder in left:
+            try:
+                with tempfile.TemporaryFile(dir=folder, prefix="jppo-weights-") as opened:
+                    _copy(self._files[0].fd, opened.fileno(), done)
+                    fresh = _nameless(os.dup(opened.fileno()), folder)
+            except OSError:
+                continue
+            self._put_away(self._files[0])
+            self._files[0] = fresh
+            return fresh.fd
+        raise why
+
+
+class Publisher:
+    """Writes files for the servers."""
+
+    def __init__(self, buffers: Buffers):
+        self._buffers = buffers
+        self._run = uuid.uuid4().hex[:8]  # an attached server may still have another run's adapters
+        self._adapters: list[pathlib.Path] = []  # the last ones, for the last written model
+
+    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Delivery:
+        """Writes a whole policy."""
+        self._forget(0)  # they belonged to another model
+        return Whole(self._buffers.write(tensors).check_args(), version)
+
+    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Adapter:
+        """Writes adapters by `save`; removes those before the last."""
+        assert self._buffers.folder is not None  # Buffers was created with `named`
+        path = pathlib.Path(self._buffers.folder) / f"adapter-{self._run}-{version}"
+        try:
+            save(path)
+        except OSError as e:
+            raise UserError(
+                f"the adapters cannot be written to {path}: {e}; set rollout.publish_dir to a folder with room"
+            ) from e
+        self._forget(1)
+        last = self._adapters[-1].name if self._adapters else None
+        self._adapters.append(path)
+        return Adapter(path, version, last)
+
+    def refused(self) -> None:
+        """Abandons the last written file, which a server may still read."""
+        self._buffers.renew()
+
+    def close(self) -> None:
+        """Frees the files."""
+        self._buffers.close()
+
+    def _forget(self, kept: int) -> None:
+        while len(self._adapters) > kept:
+            shutil.rmtree(self._adapters.pop(0), ignore_errors=True)
+
+
+def accept(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
+    """Calls a method of the worker extension; RolloutError if a worker refuses these weights."""
+    for result in endpoint.call(method, **kwargs):
+        if not isinstance(result, dict) or "ok" not in result:
+            raise ServerFault(f"the server at {endpoint.url} answered {method} with {str(result)[:300]}")
+        if not result["ok"]:
+            raise RolloutError(
+                f"the vLLM server at {endpoint.url} refused version {version} of the weights: {result['error']}"
+            )
+
+
+def _unload(endpoint: Endpoint, adapter: str) -> None:
+    """Removes adapters if the server has them."""
+    try:
+        served = [model["id"] for model in endpoint.get("/v1/models")["data"]]
+    except (KeyError, TypeError) as e:
+        raise ServerFault(f"the server at {endpoint.url} answered /v1/models with no list of models") from e
+    if adapter in served:
+        endpoint.tell("/v1/unload_lora_adapter", {"lora_name": adapter})
+
+
+def make_folder(publish_dir: str) -> str:
+    """Creates a folder in `publish_dir`; '' uses the temporary folder."""
+    try:
+        return tempfile.mkdtemp(prefix="jppo-weights-", dir=publish_dir if publish_dir else None)
+    except OSError as e:
+        raise UserError(f"rollout.publish_dir={publish_dir!r}: {e}; use a writable folder") from e
+
+
+def _nameless(fd: int, place: str) -> _File:
+    return _File(fd, f"/proc/{os.getpid()}/fd/{fd}", place, named=False)
+
+
+def _copy(source: int, target: int, count: int) -> None:
+    at = 0
+    while at < count and (sent := os.sendfile(target, source, at, count - at)):  # the source may end in padding
+        at += sent
