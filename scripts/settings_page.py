@@ -6,7 +6,7 @@ All of it is the table of jppo/settings/table.py; verl's names come from jppo/ve
 import textwrap
 
 from jppo.settings.setting import Setting
-from jppo.settings.table import PPO, REWARD_MODEL, SFT
+from jppo.settings.table import DPO, PPO, REWARD_MODEL, SFT
 from jppo.verl.names import TABLE
 
 WIDTH = 120
@@ -25,7 +25,7 @@ SECTIONS = {
 HEAD = """\
 # Configuration
 
-Every setting of `jppo.train`, `jppo.sft` and `jppo.reward_model`: type, unit, default, meaning, allowed values, and
+Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: type, unit, default, meaning, allowed values, and
 verl's name where it has one. A file in `configs/` sets some of them, the command line the rest:
 
 ```
@@ -50,6 +50,13 @@ PAIRS = """
 `data.val_files` and `trainer.test_freq` as `jppo.train` has them; and
 
 """
+DPO_HEAD = """
+## DPO
+
+`python -m jppo.dpo` has the settings of fine-tuning but {without};
+`data.val_files` and `trainer.test_freq` as `jppo.train` has them; and
+
+"""
 
 
 def page() -> str:
@@ -65,9 +72,9 @@ def page() -> str:
         listed = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
         parts.append(f"\n{wrapped(listed, '- ')}")
     parts += ["\n\n### Further settings\n\n", *(item(one, {}) for name, one in SFT.items() if name not in PPO)]
-    without = " and ".join(f"`{name}`" for name in SFT if name not in REWARD_MODEL)
-    parts.append(PAIRS.format(without=without))
-    parts += [item(one, {}) for name, one in REWARD_MODEL.items() if name not in {*SFT, *PPO}]
+    for head, table in ((PAIRS, REWARD_MODEL), (DPO_HEAD, DPO)):
+        parts.append(head.format(without=" and ".join(f"`{name}`" for name in SFT if name not in table)))
+        parts += [item(one, {}) for name, one in table.items() if name not in {*SFT, *PPO}]
     return "".join(parts)
 
 

@@ -197,7 +197,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## The table\n(.*?)\n## ", text("docs/metrics.md"), re.S)[1]
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     code = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    kinds = r"agent|actor|critic|train|training|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm"
+    kinds = r"agent|actor|critic|train|training|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm|dpo"
     kinds += r"|response_length|prompt_length|ref"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
@@ -210,8 +210,11 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too
     made = re.search(r"return params, opt, \{(.*)\}", text("jppo/learner/update.py"))[1]  # under the model's name
     written |= {
-        f"{model}/{key}" for model in ("actor", "critic", "sft", "rm") for key in re.findall(r'"(\w+)": ', made)
+        f"{model}/{key}" for model in ("actor", "critic", "sft", "rm", "dpo") for key in re.findall(r'"(\w+)": ', made)
     }
+    of_pairs = re.findall(r'^        "(\w+)": ', text("jppo/learner/preference.py"), re.M)
+    of_pairs += [f"val_{name}" for name in re.findall(r'"(\w+)": 0\.0', text("jppo/run/pairs.py"))]
+    written |= {f"{model}/{name}" for model in ("rm", "dpo") for name in of_pairs}
     written |= metrics_of_a_test()
     assert {"reward_mean", "trainer/bad_steps", "rollout_corr/kl", "sft/skipped", "reward/rm_cut"} <= written
     assert set(re.findall(rf'f"((?:{kinds}|timing_s)/[^" ]*\{{[^" ]*)"', code)) == {

@@ -27,7 +27,7 @@ LAYERS = (
     ("check",),  # COMMANDS_BELOW
     ("preflight",),
     ("run",),
-    ("train", "sft", "reward_model", "evaluate", "sweep", "from_verl", "export", "chat", "plan", "serve"),
+    ("train", "sft", "reward_model", "dpo", "evaluate", "sweep", "from_verl", "export", "chat", "plan", "serve"),
     ("doctor", "__main__"),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
@@ -63,7 +63,7 @@ ONLY_IN = {
     "prometheus_client": ("jppo.runlog.prometheus",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.restore"),
     "tensorboardX": ("jppo.runlog.tensorboard",),
-    "ml_collections": ("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model"),
+    "ml_collections": ("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo"),
 }
 BY_VLLM = ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing")  # imported only by vLLM itself
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.

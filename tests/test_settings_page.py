@@ -11,7 +11,7 @@ from jppo.settings.table import TABLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/configuration.md"
-DEFAULTS = (settings.reward_model_default(), settings.sft_default(), settings.default())
+DEFAULTS = (settings.dpo_default(), settings.reward_model_default(), settings.sft_default(), settings.default())
 SETTINGS = {name: value for one in DEFAULTS for name, value in table.values(one).items()}
 
 

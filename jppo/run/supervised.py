@@ -1,7 +1,6 @@
-"""The training loop of fine-tuning and reward models: one model, one optimizer, examples from files.
+"""A run of one model on examples from files, for fine-tuning, reward models and DPO: its start, and its step.
 
-Checkpoints, resume, signals and metrics are shared with PPO. An interrupted run that resumes has the metrics and the
-model of an uninterrupted one, bit for bit. `Objective` holds the differences between the two.
+The loop is PPO's, `loop.py`. `Objective` holds what the three commands differ in.
 """
 
 import contextlib
