@@ -34,7 +34,7 @@ from jppo.rollout.publish import publish_stored
 from jppo.run import validation
 from jppo.run.inputs import Inputs, read_test, speaking
 from jppo.run.validation import Tested
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.lock import own
 from jppo.runlog.logger import write_samples
 from jppo.settings import Settings, UserError
@@ -79,7 +79,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
         stack.callback(panel.close)
         engine = open_engine(c, out)
         stack.callback(engine.close)
-        atomic_file.write_text(out / "config.json", settings.dump(c))
+        durable_files.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(**speaking(inputs))
         publish_stored(c, sampler, inputs.policy)
@@ -96,7 +96,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
         )
         rows = write_samples(out, "test", validation.rows(tested))
         found = summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
-        atomic_file.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        durable_files.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         for row in validation.shown(tested, c.trainer.log_val_generations):
             console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
         console.print(table(validation.summaries(tested), sampling.n))

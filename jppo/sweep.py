@@ -24,7 +24,7 @@ from jppo import settings
 from jppo.errors import escaped, expanded
 from jppo.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
-from jppo.runlog import sweep_record, sweep_table
+from jppo.runlog import sweep_record
 from jppo.runlog.logger import FILE as METRICS
 from jppo.settings import UserError
 from jppo.settings.plan import PlannedRun, check_apart, differing, plan
@@ -51,13 +51,13 @@ def sweep(
         of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
         say(f"{len(runs)} runs in {out}, {len(runs) - len(left)} finished already; {jobs} at a time")
 
-        def rows() -> list[sweep_table.SweepRow]:
-            return sweep_table.ranked([row(run, states[run.name], names, metric) for run in runs])
+        def rows() -> list[sweep_record.SweepRow]:
+            return sweep_record.ranked([row(run, states[run.name], names, metric) for run in runs])
 
         def keep(run: PlannedRun, state: sweep_record.State) -> None:
             states[run.name] = state
-            sweep_record.write(out, states)
-            sweep_table.write_table(out, rows(), metric)
+            sweep_record.write_states(out, states)
+            sweep_record.write_table(out, rows(), metric)
 
         def began(run: PlannedRun) -> None:
             say(f"{of[run.name]}: started, log in {run.folder / LOG}")
@@ -71,21 +71,21 @@ def sweep(
 
         execute(left, command, jobs=jobs, began=began, ended=ended)
         found = rows()
-        sweep_table.write_table(out, found, metric)
-    say(f"\n{sweep_table.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
+        sweep_record.write_table(out, found, metric)
+    say(f"\n{sweep_record.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
     if begun := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
         say(f"report            {write_report(begun, out / 'report.html')}")
     if all(row.last is None for row in found):
-        known = sweep_table.metric_names([run.folder for run in runs])
+        known = sweep_record.metric_names([run.folder for run in runs])
         others = f"--metric takes one of {', '.join(known)}" if known else "there are no metrics yet"
         say(f"no run has the metric {metric!r}; {others}")
     return all(states[run.name].status == "finished" for run in runs)
 
 
-def row(run: PlannedRun, state: sweep_record.State, names: Sequence[str], metric: str) -> sweep_table.SweepRow:
+def row(run: PlannedRun, state: sweep_record.State, names: Sequence[str], metric: str) -> sweep_record.SweepRow:
     """Returns the run's row; `names` are the settings in which the runs differ."""
     differs = {name: run.values[name] for name in names}
-    return sweep_table.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
+    return sweep_record.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
 
 def execute(

@@ -38,9 +38,9 @@ from jppo.run.supervised import due
 from jppo.run.token_values import record_tokens
 from jppo.run.validation import samples, validate
 from jppo.runlog.checkpoint import NonFinite
+from jppo.runlog.logger import print_summary
 from jppo.runlog.rollout_metrics import describe, source_means
 from jppo.runlog.sample_queue import unanswered
-from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.watchdog import Stopped
 from jppo.samples.make import fresh

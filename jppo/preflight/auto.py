@@ -10,7 +10,7 @@ from typing import Any
 
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.settings import Settings, UserError
 
 REMATS = ("none", "dots", "attention", "full")  # in order of recomputation
@@ -85,12 +85,12 @@ def settle(
 
     def decide() -> dict[str, Any]:
         path = run / "auto.json"
-        kept = atomic_file.read_json(path)
+        kept = durable_files.read_json(path)
         if kept.get("about") == about and set(kept.get("chosen") or ()) == set(NAMES):
             return dict(kept["chosen"])
         found = choose(c, fits)
         if hosts.first:
-            atomic_file.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
+            durable_files.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
         return found
 
     changes = hosts.gather(decide)[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jppo.report.document import BUDGET, make_document
 from jppo.report.samples import compact, pack
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 
 NAME = "report.html"
 SCRIPTS = (
@@ -28,7 +28,7 @@ SCRIPTS = (
 def write_report(run_dirs: Sequence[pathlib.Path], out: pathlib.Path, budget: int = BUDGET) -> pathlib.Path:
     """Writes the page about these runs atomically and returns its path."""
     text = make_page(make_document(run_dirs, budget))
-    return atomic_file.write(out, lambda new: new.write_text(text, encoding="utf-8", errors="replace"))
+    return durable_files.write_file(out, lambda new: new.write_text(text, encoding="utf-8", errors="replace"))
 
 
 def report_line(run: pathlib.Path) -> str:

@@ -19,7 +19,7 @@ from jppo.learner import optim
 from jppo.learner.make import Learner
 from jppo.rewards.reward_sum import RewardSum
 from jppo.run.inputs import Inputs
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
 from jppo.runlog.restore import Restored, require, restore
@@ -241,7 +241,7 @@ def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 def require_own(c: Common) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(atomic_file.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(vars(c))
+    wrote, here = command_of(durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(vars(c))
     if wrote not in (None, here):
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"

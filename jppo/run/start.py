@@ -33,14 +33,13 @@ from jppo.run.agreement import Match, agree
 from jppo.run.hosts import require_alike, require_shareable
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs, speaking
 from jppo.run.resume import Begun, finished
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, require_loggers
-from jppo.runlog.profile import Profiler
-from jppo.runlog.timers import Laps, Timers
+from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
 from jppo.samples.make import make_supply
@@ -194,7 +193,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = int(begun.state.step)
     if run.hosts.first:
-        atomic_file.write_text(run.folder / "config.json", settings.dump(c))
+        durable_files.write_text(run.folder / "config.json", settings.dump(c))
     lines = [
         introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
         *sizes(inputs, mesh, run.learner.plan, begun.step),

@@ -23,7 +23,7 @@ from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.run.resume import differences, finished, read_checkpoint, run_identity
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.checkpoint_arrays import nonfinite
 from jppo.runlog.console import Columns
@@ -134,7 +134,7 @@ def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
         logged = resumed if begun.pending is None or resumed is None else resumed - 1  # its line is written now
         logger = make_logger(c, run, total_steps=task.steps, columns=objective.columns, resumed_step=logged)
         with logger:
-            atomic_file.write_text(run / "config.json", settings.dump(c))
+            durable_files.write_text(run / "config.json", settings.dump(c))
             for line in (objective.opening, *said, offloading.introduce(c, None, task.mesh.devices.flat[0])):
                 if line is not None:
                     logger.note(line)
