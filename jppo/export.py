@@ -50,7 +50,7 @@ def export(args: argparse.Namespace) -> list[str]:
             for file in sorted((tmp / "model").iterdir()):
                 file.rename(tmp / file.name)
             (tmp / "model").rmdir()
-            notes = describe(tmp, found, run, name=args.out.absolute().name)
+            notes = write_card(tmp, found, run, name=args.out.absolute().name)
     except OSError as e:
         raise UserError(
             f"--out={args.out} cannot be written: {e.strerror or e}; use another folder, or make room"
@@ -62,7 +62,7 @@ def export(args: argparse.Namespace) -> list[str]:
     return said
 
 
-def describe(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, *, name: str) -> list[str]:
+def write_card(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, *, name: str) -> list[str]:
     """Writes the model card with the scores up to the step; returns the missing parts of the card, and why."""
     notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
     if run is None:
@@ -121,7 +121,7 @@ def push(folder: pathlib.Path, name: str) -> str:
     return f"{constants.ENDPOINT}/{name}"
 
 
-def read_arguments(argv: list[str]) -> argparse.Namespace:
+def export_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = Parser("jppo.export", __doc__)
     parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="the source")
@@ -141,7 +141,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    args = read_arguments(sys.argv[1:] if argv is None else argv)
+    args = export_arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a training may use the accelerator
     for line in export(args):
         print(escaped(line))

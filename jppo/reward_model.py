@@ -19,15 +19,16 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.data.preferences import Encode, Pair, PairSet, read_pairs
 from jppo.errors import escaped
-from jppo.learner import batch, compiler, packing, ppo, preference, score, sharding, update
+from jppo.learner import batch, packing, ppo, preference, score, sharding, update
 from jppo.learner.make import make_decoder
-from jppo.learner.model_configs import longest_row, make_adapters
+from jppo.learner.model_configs import longest_sequence, make_adapters
 from jppo.learner.plan import make_plan
-from jppo.models import cost, hf, hf_write, offload, placing
+from jppo.models import cost, hf, hf_write, placing
 from jppo.models.config import pad_vocab
 from jppo.preflight import memory, preview
 from jppo.preflight.checks import dry_run_of_one_model
 from jppo.preflight.described_machine import Request
+from jppo.preflight.programs import Estimate
 from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command, supervised
@@ -40,7 +41,7 @@ from jppo.types import Array, Params, Prompt, Rows, Trajectory, given_text
 
 
 @dataclasses.dataclass(frozen=True)
-class Task(supervised.Task):
+class PairTask(supervised.Task):
     """The inputs of a run, before it loads the model; `accumulate` is the second pass."""
 
     pairs: PairSet
@@ -50,16 +51,16 @@ class Task(supervised.Task):
     slope: Callable[..., Any]
 
 
-def prepare(c: PairTraining, request: Request = preview.HERE) -> Task:
+def prepare(c: PairTraining, request: Request = preview.HERE) -> PairTask:
     """Reads the pairs and the model config."""
-    written, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    written, cfg = hf.read_config(c.model.path, longest=longest_sequence(c))
     if c.model.init == "pretrained":
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
     reading = dict[str, Any](
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
-        max_length=longest_row(c),
+        max_length=longest_sequence(c),
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
         system_prompt=c.data.system_prompt,
@@ -69,12 +70,12 @@ def prepare(c: PairTraining, request: Request = preview.HERE) -> Task:
     pairs = read_pairs(c.data.train_files, **reading)
     held_out = read_pairs(c.data.val_files, **reading, setting="data.val_files")
     mesh = request.mesh(c)
-    options = compiler.options(mesh, c.model.compiler_options)
+    options = sharding.compiler_options(mesh, c.model.compiler_options)
     # Random, unlike a critic's: nothing subtracts the first scores, and equal ones would order no pair.
     std = (cfg.hidden_size + 1) ** -0.5
     cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)
     value = score.make_value(make_decoder(c, cfg, mesh))
-    return Task(
+    return PairTask(
         pairs=pairs,
         held_out=held_out,
         steps=total_steps(c, len(pairs.pairs)),
@@ -117,8 +118,8 @@ def train(config: PairTraining | ConfigDict) -> None:
 
     def draw(descent: ppo.ModelUpdate, learned: Params, indices: np.ndarray) -> supervised.Batch:
         some = [pairs[i] for i in indices]
-        rows = pack(some, task.plan)
-        (_, judged), slope = task.slope(scored(task, descent, learned, rows, len(some)), margins(some))
+        rows = pack_pairs(some, task.plan)
+        (_, judged), slope = task.slope(score_pairs(task, descent, learned, rows, len(some)), margins(some))
         return supervised.Batch(
             batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh)),
             tokens=sum(len(pair.chosen) + len(pair.rejected) for pair in some),
@@ -144,9 +145,9 @@ def train(config: PairTraining | ConfigDict) -> None:
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def scored(task: Task, descent: ppo.ModelUpdate, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
+def score_pairs(task: PairTask, descent: ppo.ModelUpdate, learned: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
-    base, params = offload.to_device((descent.base, learned))
+    base, params = placing.to_device((descent.base, learned))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
     found = placing.put(np.zeros(2 * pairs, np.float32), whole)
     for one in rows:
@@ -154,13 +155,15 @@ def scored(task: Task, descent: ppo.ModelUpdate, learned: Any, rows: Sequence[Ro
     return found
 
 
-def test(c: PairTraining, task: Task, descent: ppo.ModelUpdate, learned: Any) -> dict[str, float]:
+def test(c: PairTraining, task: PairTask, descent: ppo.ModelUpdate, learned: Any) -> dict[str, float]:
     """Returns loss and accuracy on held-out pairs."""
     pairs, size = task.held_out.pairs, c.data.train_batch_size
     sums = {"rm/loss": 0.0, "rm/accuracy": 0.0}
     for first in range(0, len(pairs), size):
         some = pairs[first : first + size]
-        (_, found), _ = task.slope(scored(task, descent, learned, pack(some, task.plan), len(some)), margins(some))
+        (_, found), _ = task.slope(
+            score_pairs(task, descent, learned, pack_pairs(some, task.plan), len(some)), margins(some)
+        )
         sums = {name: so_far + len(some) * float(found[name]) for name, so_far in sums.items()}
     return {"rm/val_loss": sums["rm/loss"] / len(pairs), "rm/val_accuracy": sums["rm/accuracy"] / len(pairs)}
 
@@ -168,7 +171,7 @@ def test(c: PairTraining, task: Task, descent: ppo.ModelUpdate, learned: Any) ->
 def dry_run(c: PairTraining, request: Request = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
 
-    def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+    def describe(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
             f"pairs            {counted(task.pairs)}",
             f"held out         {counted(task.held_out)}",
@@ -182,12 +185,12 @@ def dry_run(c: PairTraining, request: Request = preview.HERE) -> str:
     return dry_run_of_one_model(c, request, prepare, estimate, describe, head="value")
 
 
-def estimate(c: PairTraining, task: Task) -> tuple[memory.Estimate, int]:
+def estimate(c: PairTraining, task: PairTask) -> tuple[Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head="value", adapters=task.adapters)
     shapes = memory.largest(plan)
-    rows = [memory.rows_of(shape, mesh) for shape in shapes]
+    rows = [memory.abstract_rows(shape, mesh) for shape in shapes]
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
     whole = [[length] * some for some, length in shapes]
     flop = [cost.update(task.cfg, lengths, head_tokens=0, adapters=task.adapters) for lengths in whole]
@@ -197,7 +200,7 @@ def estimate(c: PairTraining, task: Task) -> tuple[memory.Estimate, int]:
         models = trained.learned, trained.base, one, scores
         moments.append(memory.account("scores", 0, task.scores, *models, useful=needed))
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
-    packed = pack(longest, plan)
+    packed = pack_pairs(longest, plan)
     return memory.of_one_model(c, mesh, trained, opt, moments, packed), len(packed)
 
 
@@ -211,7 +214,7 @@ def margins(pairs: Sequence[Pair]) -> np.ndarray:
     return np.array([pair.margin for pair in pairs], np.float32)
 
 
-def pack(pairs: Sequence[Pair], plan: packing.Plan) -> list[Rows]:
+def pack_pairs(pairs: Sequence[Pair], plan: packing.Plan) -> list[Rows]:
     """Packs both halves of each pair in any row: of N pairs sequence i is chosen, N + i rejected."""
     halves = [as_trajectory(ids) for ids in (*(p.chosen for p in pairs), *(p.rejected for p in pairs))]
     return packing.pack(halves, range(len(halves)), plan)

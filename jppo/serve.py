@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     build = arguments.check_vllm(c.rollout.python)
     unserved.require_latent(server, build)
     unserved.require_delta_nets(server, build)
-    path = str(hf.resolve(c.model.path, weights=False))
+    path = str(hf.resolve_directory(c.model.path, weights=False))
     model = ["--model", path, *arguments.model_options(path, c.trainer.run_dir)]
     place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
     command = [interpreter.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]

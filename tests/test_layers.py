@@ -148,8 +148,7 @@ OF_JPPO = {
 OF_CONFIG = ("jppo.settings.UserError",)
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
 MAKERS = tuple(
-    f"jppo.learner.{name}"
-    for name in ("make", "recipe", "plan", "optimizers", "offloading", "utilisation", "model_configs")
+    f"jppo.learner.{name}" for name in ("make", "recipe", "plan", "offloading", "utilisation", "model_configs")
 )  # of learner/, which read settings
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")

@@ -2,7 +2,10 @@
 
 import dataclasses
 
+from jax.sharding import Mesh
+
 from jppo.learner.recipe import make_estimator
+from jppo.learner.sharding import require_divisible
 from jppo.models import hf, lora
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
@@ -22,7 +25,7 @@ class ModelConfigs:
     total_steps: int = 0
 
 
-def longest_row(c: Common) -> int:
+def longest_sequence(c: Common) -> int:
     """Returns the tokens of the longest allowed prompt and response together."""
     return int(c.data.max_prompt_length + c.data.max_response_length)
 
@@ -31,7 +34,7 @@ def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConf
     """Reads the configs of policy, critic and reference and checks that their weights exist."""
 
     def read(path: str, head: Head, init: str) -> ModelConfig:
-        _, cfg = hf.read_config(path, longest=longest_row(c))
+        _, cfg = hf.read_config(path, longest=longest_sequence(c))
         if head == "value":
             cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
         if init == "pretrained":
@@ -49,6 +52,13 @@ def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConf
             f" has {reference.vocab_size}; use a model with that vocab_size"
         )
     return policy, critic, reference
+
+
+def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
+    """Runs `require_divisible` for every model of a run, before a server starts."""
+    for cfg in (inputs.policy, inputs.critic, inputs.reference):
+        if cfg is not None:
+            require_divisible(cfg, mesh)
 
 
 def critic_path(c: Settings) -> str:

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
-from jppo.models import hf, lora, offload, params, placing
+from jppo.models import hf, lora, params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
@@ -102,7 +102,7 @@ def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
     """Initialises the optimizer's state in its shards; returns also its shardings."""
     places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
-    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(offload.to_device(values)), places
+    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(placing.to_device(values)), places
 
 
 def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
@@ -117,7 +117,7 @@ def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
 
 def portable(tree: Any, spare: Any) -> Any:
     """Removes the padding rows from the arrays, so that they fit any mesh."""
-    return jax.tree.map(lambda x, n: offload.to_device(x)[: x.shape[0] - n] if n else x, tree, spare)
+    return jax.tree.map(lambda x, n: placing.to_device(x)[: x.shape[0] - n] if n else x, tree, spare)
 
 
 def placed(tree: Any, spare: Any, like: Any) -> Any:

@@ -41,7 +41,7 @@ def candidates(c: Settings) -> Iterator[dict[str, Any]]:
         yield dict(zip(NAMES, (remats[-1], size), strict=True))
 
 
-def arguments(changes: dict[str, Any]) -> str:
+def as_arguments(changes: dict[str, Any]) -> str:
     """Formats settings as command-line arguments."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
@@ -51,7 +51,7 @@ def first(c: Settings) -> Settings:
     return settings.changed(c, next(candidates(c))) if asked(c) else c
 
 
-def choose(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
+def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
     """Returns the first candidate that fits; raises UserError if none does."""
     tried = 0
     for changes in candidates(c):
@@ -88,7 +88,7 @@ def settle(
         kept = durable_files.read_json(path)
         if kept.get("about") == about and set(kept.get("chosen") or ()) == set(NAMES):
             return dict(kept["chosen"])
-        found = choose(c, fits)
+        found = first_fitting(c, fits)
         if hosts.first:
             durable_files.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
         return found

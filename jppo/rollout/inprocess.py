@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import jax
 
-from jppo.models import offload
+from jppo.models import placing
 from jppo.models.lora import Weights
 from jppo.rollout import continuous_batching, conversations
 from jppo.rollout.continuous_batching import Batcher, InprocessSettings, make_programs
@@ -64,7 +64,7 @@ class InprocessSampler(Sampler):
         """Sets the parameters to sample from, as `version`, valid until the caller donates them."""
         self.version, self._policy = version, policy
         if not self._compiled:
-            self._batcher(self._programs.prepare(offload.to_device(policy))).compile()
+            self._batcher(self._programs.prepare(placing.to_device(policy))).compile()
             self._compiled = True
 
     def start(
@@ -77,7 +77,7 @@ class InprocessSampler(Sampler):
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; blocks, because the devices are the trainer's."""
         self._check(prompts, sampling)
-        model = self._programs.prepare(offload.to_device(self._held()))
+        model = self._programs.prepare(placing.to_device(self._held()))
 
         async def generate() -> list[Trajectory]:
             batcher = self._batcher(model)

@@ -14,7 +14,7 @@ from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.learner.model_configs import longest_row
+from jppo.learner.model_configs import longest_sequence
 from jppo.learner.plan import sequences_of_step
 from jppo.models import cache, hf
 from jppo.models.config import pad_vocab
@@ -28,7 +28,7 @@ from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.served_reference import ServedReference
-from jppo.settings import Rollout, Settings, UserError, ValKwargs, addresses, parts
+from jppo.settings import Rollout, Settings, UserError, ValKwargs, parts, texts
 from jppo.settings.rules_rollout import publish_via
 from jppo.types import Sampling
 
@@ -67,7 +67,7 @@ def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> Serve
     if hosts.count > 1:
         raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
     timeout_s = c.rollout.request_timeout_s
-    return ServedReference(c.ref.url, longest=longest_row(c), tokenizer=tokenizer, timeout_s=timeout_s)
+    return ServedReference(c.ref.url, longest=longest_sequence(c), tokenizer=tokenizer, timeout_s=timeout_s)
 
 
 def server_settings(c: Settings) -> ServerSettings:
@@ -78,7 +78,7 @@ def server_settings(c: Settings) -> ServerSettings:
         servers=r.servers,
         port=r.port,
         dtype=r.dtype,
-        max_model_len=longest_row(c),
+        max_model_len=longest_sequence(c),
         max_num_seqs=r.max_num_seqs,
         enforce_eager=r.enforce_eager,
         gpu_memory_utilization=r.gpu_memory_utilization,
@@ -133,7 +133,7 @@ def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine
         require_routing(c)
         start = functools.partial(start_vllm, publish_host=r.publish_host)
     return start(
-        str(hf.resolve(c.model.path, weights=False)),
+        str(hf.resolve_directory(c.model.path, weights=False)),
         str(run),
         settings=server_settings(c),
         urls=attached(r.urls, hosts),
@@ -162,9 +162,9 @@ def start_inprocess(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Inp
 def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
     """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
-    _, cfg = hf.read_config(c.model.path, longest=longest_row(c))
+    _, cfg = hf.read_config(c.model.path, longest=longest_sequence(c))
     width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
-    longest, share = longest_row(c), sharding.whole_row_multiple(mesh)
+    longest, share = longest_sequence(c), sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
     if sharding.platform(mesh) == "cpu":
         rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
@@ -190,9 +190,9 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
 
 def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
     """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
-    place = addresses.place(urls)
+    place = texts.lookup_place(urls)
     if place is None:
-        return own_urls(hosts, addresses.listed(urls))
+        return own_urls(hosts, texts.split_urls(urls))
     if hosts.count > 1:
         raise UserError(
             f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"

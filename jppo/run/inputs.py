@@ -8,8 +8,8 @@ from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import expanded
-from jppo.learner.model_configs import ModelConfigs, longest_row, make_adapters, read_models
-from jppo.learner.optimizers import require_optimizers
+from jppo.learner.model_configs import ModelConfigs, longest_sequence, make_adapters, read_models
+from jppo.learner.recipe import require_optimizers
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.samples.make import prompts_per_batch
@@ -80,7 +80,7 @@ def total_steps(c: Common, examples: int) -> int:
 
 def read_test(c: Settings) -> Inputs:
     """Reads the inputs of an evaluation: the policy, with weights, and the test set; no training data."""
-    _, policy = hf.read_config(c.model.path, longest=longest_row(c))
+    _, policy = hf.read_config(c.model.path, longest=longest_sequence(c))
     require_publishable(c, policy)
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
@@ -164,7 +164,7 @@ def require_publishable(c: Settings, policy: ModelConfig) -> None:
 def read_tokenizer(c: Common, *models: ModelConfig) -> Any:
     """Reads the policy's tokenizer and checks it and the lengths against every model that reads its tokens."""
     tokenizer = load_tokenizer(c.model.path)
-    longest = longest_row(c)
+    longest = longest_sequence(c)
     for model in models:
         if len(tokenizer) > model.vocab_size:
             raise UserError(

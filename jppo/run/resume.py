@@ -22,7 +22,7 @@ from jppo.run.inputs import Inputs
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
-from jppo.runlog.restore import Restored, require, restore
+from jppo.runlog.restore import Restored, require_checkpoint, restore
 from jppo.settings import Common, Settings, UserError, table
 from jppo.types import TrainState
 
@@ -251,7 +251,7 @@ def require_own(c: Common) -> None:
 def require_resumable(c: Common) -> None:
     """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
-        require(pathlib.Path(c.trainer.resume_mode))
+        require_checkpoint(pathlib.Path(c.trainer.resume_mode))
 
 
 def command_of(config: Container[str]) -> str | None:

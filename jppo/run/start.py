@@ -16,11 +16,11 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.errors import expanded
 from jppo.learner import offloading, packing, sharding
 from jppo.learner.make import Learner, attention_kernel, compile_passes, make_learner, make_mesh
-from jppo.learner.mesh_checks import require_models_fit
+from jppo.learner.model_configs import require_models_fit
 from jppo.learner.plan import replayed
 from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import auto, preview
-from jppo.preflight.sampling_notes import forewarn
+from jppo.preflight.preview import forewarn
 from jppo.process import share_gpu
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_panel
@@ -201,7 +201,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         inputs.policy.unread,
         kernel,
         describe_decoding(inputs.policy),
-        offloading.introduce(c, inputs, mesh.devices.flat[0]),
+        offloading.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(c, mesh),
         chosen,
         f"seconds of the start: {laps}",

@@ -18,7 +18,7 @@ from jppo.data.stream import Cursor, next_batch
 from jppo.errors import expanded
 from jppo.learner import batch, offloading, packing, ppo, state
 from jppo.learner.make import Trained, load_trained, make_descent
-from jppo.models import hf_write, offload, placing
+from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
@@ -135,7 +135,7 @@ def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
         logger = make_logger(c, run, total_steps=task.steps, columns=objective.columns, resumed_step=logged)
         with logger:
             durable_files.write_text(run / "config.json", settings.dump(c))
-            for line in (objective.opening, *said, offloading.introduce(c, None, task.mesh.devices.flat[0])):
+            for line in (objective.opening, *said, offloading.describe_offload(c, None, task.mesh.devices.flat[0])):
                 if line is not None:
                     logger.note(line)
             now = learn(Run(c, task, objective, descent, checkpoints, logger, timer, watch, origin), begun)
@@ -281,7 +281,7 @@ def save(run: Run, now: Progress, drawn: Batch | None) -> None:
 
 def require_finite(descent: ppo.ModelUpdate, learned: Params, drawn: Batch) -> None:
     """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
-    params, base, further = offload.to_device((learned, descent.base, drawn.further))
+    params, base, further = placing.to_device((learned, descent.base, drawn.further))
     rows = placing.put(drawn.mini.micros[0], drawn.mini.place)
     carry, _ = descent.accumulate(params, base, descent.zeros(), rows, drawn.mini.counts, *further)
     leaves: Sequence[Any] = jax.tree.leaves(carry)
