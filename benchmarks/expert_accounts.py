@@ -59,7 +59,7 @@ SENDS = {"forward": 2, "backward": 3}  # times that a pair's row is sent
 def compiled(case: str) -> dict[str, Any]:
     """Compiles both directions of a case's layer and returns their figures; in a process with the compiler."""
     name, machine = case.split("@")
-    described = machines.parse(machine)
+    described = machines.parse_machine(machine)
     cfg = config_reader.parse_config(MODELS[name], path="config.json")
     how, D = cfg.experts, cfg.hidden_size
     assert how is not None
@@ -135,10 +135,10 @@ def main(argv: list[str] | None = None) -> None:
     head = begin()
     out = args.out / f"{head['date']}-expert-accounts.json"
     for case in names:
-        machine = machines.parse(case.split("@")[1])
+        machine = machines.parse_machine(case.split("@")[1])
         if not compilers.present(machine):  # a process for each: it has one compiler
             command = [sys.executable, __file__, f"--only={case}", f"--out={args.out}"]
-            subprocess.run(command, env=compilers.require(machine), check=True)
+            subprocess.run(command, env=compilers.require_compiler(machine), check=True)
             continue
         kept = json.loads(out.read_text())["cases"] if out.is_file() else {}
         kept[case] = compiled(case)

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import scipy.stats
+from curve import write_curve
 from learning_tasks import ALGORITHMS, COMMON, TASKS
 from machine import ROOT, begin, lines_of, machine, newest, title
 from ml_collections import ConfigDict
 
 from jppo import settings, train
-from jppo.runlog.curve import write_curve
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError
 
@@ -214,7 +214,7 @@ def draw(rows: Sequence[Row], task: str, seeds: int, path: pathlib.Path) -> None
         lines[name] = [(step, float(score)) for step, score in enumerate(mean, 1)]
     if not lines:
         raise UserError(f"--plot={path}: {task} has fewer than --seeds={seeds} runs of some algorithm; run it first")
-    write_curve(path, title=f"Mean score of {seeds} seeds: {task}", lines=lines, dots={})
+    write_curve(path, title=f"Mean score of {seeds} seeds: {task}", lines=lines)
 
 
 CHANGES = {"steps": "trainer.total_training_steps", "lr": "actor.lr"}  # options that change a setting

@@ -42,7 +42,7 @@ HELP = "/reset clears the history, /exit quits, Ctrl-C stops an answer"
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class ChatModel:
     """A loaded model with its sampling function."""
 
     encode: Callable[[str | Sequence[Message]], list[int]]
@@ -55,7 +55,7 @@ class Model:
     cfg: ModelConfig
 
 
-def load(args: argparse.Namespace) -> Model:
+def load_model(args: argparse.Namespace) -> ChatModel:
     """Reads the model and closes its programs over it; they compile on first use."""
     if (pathlib.Path(args.model) / "adapter_config.json").is_file():
         raise UserError(f"{args.model} has only adapters; export the run with --merge_lora, and use that directory")
@@ -84,7 +84,7 @@ def load(args: argparse.Namespace) -> Model:
         )
         return stream(programs, how, model, ids, sampling)
 
-    return Model(
+    return ChatModel(
         encode=lambda said: tokenise([said if isinstance(said, str) else list(said)], [PLACE], tokenizer)[0],
         decode=lambda ids: decode(tokenizer, ids),
         answer=answer,
@@ -121,7 +121,7 @@ def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
 class Conversation:
     """The history of a conversation."""
 
-    def __init__(self, model: Model, *, system: str | None) -> None:
+    def __init__(self, model: ChatModel, *, system: str | None) -> None:
         self._model, self._turn = model, 0
         self._head: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._said: list[Message] = list(self._head)
@@ -180,7 +180,7 @@ def ask_once(conversation: Conversation, text: str) -> None:
     print(flush=True)
 
 
-def converse(conversation: Conversation, lines: Iterator[str], *, terminal: bool) -> None:
+def answer_lines(conversation: Conversation, lines: Iterator[str], *, terminal: bool) -> None:
     """Answers each line; on a terminal an error is printed and the next line is read."""
     for line in lines:
         text = line.strip()
@@ -203,7 +203,7 @@ def converse(conversation: Conversation, lines: Iterator[str], *, terminal: bool
                 print(flush=True)
 
 
-def typed() -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
     """Yields lines from a terminal, until its end or Ctrl-C at the prompt."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited
@@ -213,7 +213,7 @@ def typed() -> Iterator[str]:
     print(flush=True)
 
 
-def piped() -> Iterator[str]:
+def piped_lines() -> Iterator[str]:
     """Yields lines from a pipe or a file."""
     try:
         yield from sys.stdin
@@ -221,7 +221,7 @@ def piped() -> Iterator[str]:
         raise UserError(f"the input is not UTF-8: byte {e.start} of a block; convert it") from e
 
 
-def read_arguments(argv: list[str]) -> argparse.Namespace:
+def chat_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line and checks its numbers."""
     parser = Parser("jppo.chat", __doc__)
     parser.add_argument("model", metavar="MODEL_DIR", help="a Hugging Face directory, or a hub name")
@@ -247,16 +247,16 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    args = read_arguments(sys.argv[1:] if argv is None else argv)
+    args = chat_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        conversation = Conversation(load(args), system=args.system)
+        conversation = Conversation(load_model(args), system=args.system)
         if args.prompt is not None:
             ask_once(conversation, args.prompt)
         elif sys.stdin.isatty():
             tell(HELP)
-            converse(conversation, typed(), terminal=True)
+            answer_lines(conversation, typed_lines(), terminal=True)
         else:
-            converse(conversation, piped(), terminal=False)
+            answer_lines(conversation, piped_lines(), terminal=False)
     except RolloutError as e:
         print(one_line(e), file=sys.stderr)
         sys.exit(1)

@@ -20,7 +20,7 @@ from jppo.data.preferences import Messages, PairSet
 from jppo.data.rows import Row
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import encode_all
-from jppo.learner import compiler, ppo, preference, update
+from jppo.learner import ppo, preference, sharding, update
 from jppo.learner.make import make_logprob
 from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import make_plan
@@ -57,7 +57,7 @@ def prepare(c: PreferenceTuning, request: Request = preview.HERE) -> pairs.Task:
     found, held_out = pairs.read(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
     mesh = request.mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    logprob, options = make_logprob(c, cfg, mesh), compiler.options(mesh, c.model.compiler_options)
+    logprob, options = make_logprob(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
 
     def logprobs(policy: Weights, rows: Rows) -> Array:
         return logprob(policy, rows).logprob

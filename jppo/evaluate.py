@@ -34,7 +34,7 @@ from jppo.rollout.publish import publish_stored
 from jppo.run import validation
 from jppo.run.inputs import Inputs, read_test, speaking
 from jppo.run.validation import Tested
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.lock import own
 from jppo.runlog.logger import write_samples
 from jppo.settings import Settings, UserError
@@ -79,7 +79,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
         stack.callback(reward_sum.close)
         engine = open_engine(c, out)
         stack.callback(engine.close)
-        atomic_file.write_text(out / "config.json", settings.dump(c))
+        durable_files.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
         sampler = engine.ready(**speaking(inputs))
         publish_stored(c, sampler, inputs.policy)
@@ -95,11 +95,11 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
             watch=watch,
         )
         rows = write_samples(out, "test", validation.rows(tested))
-        found = summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
-        atomic_file.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        found = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
+        durable_files.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         for row in validation.shown(tested, c.trainer.log_val_generations):
             console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
-        console.print(table(validation.summaries(tested), sampling.n))
+        console.print(score_table(validation.summaries(tested), sampling.n))
         for line in notes(found):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(f"samples {rows}, summary {out / 'summary.json'}", markup=False, highlight=False, soft_wrap=True)
@@ -133,7 +133,7 @@ def watched(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def summary(c: Settings, inputs: Inputs, tested: Tested) -> dict[str, Any]:
+def json_summary(c: Settings, inputs: Inputs, tested: Tested) -> dict[str, Any]:
     """Returns the content of summary.json; missing numbers are null."""
     metrics = validation.metrics(tested)
     return {
@@ -150,7 +150,7 @@ def summary(c: Settings, inputs: Inputs, tested: Tested) -> dict[str, Any]:
     }
 
 
-def table(summaries: Summaries, n: int) -> rich.table.Table:
+def score_table(summaries: Summaries, n: int) -> rich.table.Table:
     """Returns a table with a row per source, and per k with several responses: mean ± standard error."""
     drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, header_style="bold")
     ks = [1, *statistics.ladder(n)]

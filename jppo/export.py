@@ -9,9 +9,13 @@ for peft, unless they are merged. A running training is not disturbed: only its 
 
 import argparse
 import pathlib
+import re
 import sys
 
+import huggingface_hub
 import jax
+from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError  # of its HTTP library, whichever that is
 
 from jppo import __version__
 from jppo.errors import escaped
@@ -19,19 +23,18 @@ from jppo.models import hf_write
 from jppo.report.folder import read_jsonl
 from jppo.run import trained_model
 from jppo.run.trained_model import TrainedPolicy
-from jppo.runlog import hub
-from jppo.runlog.curve import learning, write_curve
 from jppo.runlog.logger import FILE
-from jppo.runlog.model_card import CURVE, card
+from jppo.runlog.model_card import card
 from jppo.settings import Parser, UserError, exit_on_user_error
 
 DTYPES = ("float32", "bfloat16", "float16")
+OWN = {".gitattributes"}  # of a repository: created by the hub itself
 
 
 def export(args: argparse.Namespace) -> list[str]:
     """Reads, writes and uploads; returns the lines to print."""
     if args.push:
-        hub.require(args.push)
+        require_hub(args.push)
     require_free(args.out)
     place = trained_model.find(args.path, step=args.step, best=args.best)
     run = trained_model.run_of(place)
@@ -47,7 +50,7 @@ def export(args: argparse.Namespace) -> list[str]:
             for file in sorted((tmp / "model").iterdir()):
                 file.rename(tmp / file.name)
             (tmp / "model").rmdir()
-            notes = describe(tmp, found, run, name=args.out.absolute().name)
+            notes = write_card(tmp, found, run, name=args.out.absolute().name)
     except OSError as e:
         raise UserError(
             f"--out={args.out} cannot be written: {e.strerror or e}; use another folder, or make room"
@@ -55,19 +58,17 @@ def export(args: argparse.Namespace) -> list[str]:
     said = [f"from              {place}", f"{found.kind:<17} {args.out}, {found.dtype}"]
     said += [f"the card lacks    {note}" for note in notes]
     if args.push:
-        said.append(f"pushed to         {hub.push(args.out, args.push)}")
+        said.append(f"pushed to         {push(args.out, args.push)}")
     return said
 
 
-def describe(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, *, name: str) -> list[str]:
-    """Writes the model card and the curve up to the step; returns the missing parts of the card, and why."""
+def write_card(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, *, name: str) -> list[str]:
+    """Writes the model card with the scores up to the step; returns the missing parts of the card, and why."""
     notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
     if run is None:
-        notes.append("scores and curve: the checkpoint is not in a run folder")
-    rows = [] if run is None else read_jsonl(run / FILE, notes, "no scores and no curve")
+        notes.append("scores: the checkpoint is not in a run folder")
+    rows = [] if run is None else read_jsonl(run / FILE, notes, "no scores")
     lines = [m for m in rows if isinstance(m.get("step"), int) and (found.step is None or m["step"] <= found.step)]
-    if lines:
-        write_curve(out / CURVE, title=name, **learning(lines))
     text = card(
         name=name,
         kind=found.kind,
@@ -93,7 +94,34 @@ def require_free(out: pathlib.Path) -> None:
         raise UserError(f"--out={out} {what}, and is not overwritten; use a new folder, or remove it")
 
 
-def read_arguments(argv: list[str]) -> argparse.Namespace:
+def require_hub(name: str) -> None:
+    """UserError if an upload is impossible: invalid name, no network allowed, no login."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise UserError(f"--push={name}: use OWNER/NAME, the hub's form of repository names")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"--push={name}: HF_HUB_OFFLINE is set; unset it, or omit --push")
+    if huggingface_hub.get_token() is None:
+        raise UserError(f"--push={name}: there is no login; run hf auth login, or set HF_TOKEN")
+
+
+def push(folder: pathlib.Path, name: str) -> str:
+    """Uploads `folder` to an empty repository, creating it if necessary; returns its address."""
+    hub = huggingface_hub.HfApi()
+    try:
+        hub.create_repo(name, private=True, exist_ok=True)
+        there = sorted(set(hub.list_repo_files(name)) - OWN)
+        if there:
+            raise UserError(
+                f"--push={name}: it already holds {there[0]} and {len(there) - 1} more; use another, or empty it"
+            )
+        hub.upload_folder(folder_path=folder, repo_id=name, commit_message="Exported by jppo")
+    except (HTTPError, OSError, ValueError) as e:
+        why = str(e).strip().partition("\n")[0]
+        raise UserError(f"--push={name}: {constants.ENDPOINT} refused it ({why}); the files are in {folder}") from e
+    return f"{constants.ENDPOINT}/{name}"
+
+
+def export_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = Parser("jppo.export", __doc__)
     parser.add_argument("path", type=pathlib.Path, metavar="RUN_DIR|CHECKPOINT", help="the source")
@@ -113,7 +141,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    args = read_arguments(sys.argv[1:] if argv is None else argv)
+    args = export_arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a training may use the accelerator
     for line in export(args):
         print(escaped(line))

@@ -53,7 +53,7 @@ def overrides_of(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return [*script.words, *argv[1:]], script.notes
 
 
-def arguments(found: Translation) -> list[str]:
+def train_arguments(found: Translation) -> list[str]:
     """Returns jppo.train's arguments: given overrides, and what differs from jppo's defaults or the base."""
     file = pathlib.Path(__file__).resolve().parents[1] / BASE
     base = table.values(settings.parse([f"--config={file}"], "", settings.default())[0])
@@ -77,12 +77,12 @@ def on_top(argv: list[str]) -> tuple[list[str], Translation]:
     return [f"--config.{name}={value}" for name, value in found.settings.items()], found
 
 
-def command(changes: list[str]) -> str:
+def jppo_command(changes: list[str]) -> str:
     """Formats the command, one setting per line."""
     return " \\\n    ".join([f"python -m jppo.train --config={BASE}", *map(shlex.quote, changes)])
 
 
-def account(found: Translation, notes: tuple[str, ...]) -> Iterator[str]:
+def override_lines(found: Translation, notes: tuple[str, ...]) -> Iterator[str]:
     """Yields the result of each override as text."""
     for kind, title in KINDS.items():
         lines = [line for line in found.lines if line.kind == kind]
@@ -112,16 +112,16 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if any(word.startswith(OWN) for word in argv):
         changes, found = on_top(argv)
-        print(escaped("\n".join([*changes, commented(account(found, ()))])))
+        print(escaped("\n".join([*changes, commented(override_lines(found, ()))])))
         return
     words, notes = overrides_of(argv)
     found = translate(words)
     try:
-        print(escaped(command(arguments(found))))
+        print(escaped(jppo_command(train_arguments(found))))
     except UserError as e:
-        print(escaped(commented(account(found, notes))))
+        print(escaped(commented(override_lines(found, notes))))
         raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
-    print(escaped(commented(account(found, notes))))
+    print(escaped(commented(override_lines(found, notes))))
 
 
 if __name__ == "__main__":

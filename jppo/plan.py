@@ -2,25 +2,178 @@
 
     python -m jppo.plan --config=configs/gsm8k_7b.py --machine=8xH100
 
-Tries meshes, model.remat, actor.max_tokens_per_device, data.packing and offload by compiling every program of the run
-for the described machine. Prints a table, the fastest forecast first, and the command line of the best. --json=FILE
-writes it as JSON; --rollout_tokens_per_s=N adds the rollout to each step. Every figure is a forecast by the compiler,
-not measured. Nothing is trained, no weight is read.
+Tries meshes, model.remat, actor.max_tokens_per_device, data.packing and offload, in this order, by compiling every
+program of the run for the described machine. Each group is tried on the best settings so far. A fastest mesh that does
+not fit is tried with recomputation and fewer tokens per device, offload only if nothing else fits. Prints a table, the
+fastest forecast first, and the command line of the best. --json=FILE writes it as JSON; --rollout_tokens_per_s=N adds
+the rollout to each step. Every figure is a forecast by the compiler, not measured. Nothing is trained, no weight is
+read.
 """
 
+import dataclasses
+import math
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jppo import settings
 from jppo.forecast import compilers, machines
-from jppo.preflight import auto, described_machine, search
-from jppo.preflight import table as forecast
+from jppo.forecast.machines import GIB, Machine
+from jppo.learner.make import make_mesh
+from jppo.learner.sharding import AXES
+from jppo.models.config import Experts
+from jppo.preflight import auto, described_machine, memory, preview
 from jppo.preflight.described_machine import Request
-from jppo.run.inputs import read_inputs
+from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
+from jppo.run.inputs import Inputs, read_inputs
 from jppo.settings import Settings, UserError
 
+PACKING = ("buckets", "segments")
 HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':<26}  settings"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A tried setting and its result."""
+
+    changes: dict[str, Any]  # by setting name; {} is the unchanged config
+    estimate: Estimate | None = None
+    outlook: Outlook | None = None
+    room: int = 0
+    reason: str = ""  # why there is no forecast
+
+    @property
+    def fits(self) -> bool:
+        """Whether all programs compile within a device's memory."""
+        return self.estimate is not None and described_machine.estimate_fits(self.estimate, self.room)
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Sort key: the fastest that fits first, ties by less overlap; without a forecast last."""
+        if self.outlook is None:
+            return True, math.inf, math.inf
+        return not self.fits, float(f"{self.outlook.step:.3g}"), self.outlook.busy
+
+    @property
+    def slowest(self) -> str:
+        """The stage that takes most of a step, and its bottleneck."""
+        if self.outlook is None:
+            return ""
+        stages = self.outlook.stages()
+        name = max(stages, key=lambda stage: stages[stage])
+        bound = next(one.bound for moment, one in self.outlook.programs if moment.name == name)
+        return f"{name}: {bound}"
+
+
+def search(
+    c: Settings, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
+) -> list[Candidate]:
+    """Returns all candidates, the best first; `say` receives each."""
+    devices = described_machine.devices_of(machine)
+    tried: dict[str, Candidate] = {}
+
+    def attempt(changes: dict[str, Any]) -> None:
+        if str(changes) not in tried:
+            found = tried[str(changes)] = try_settings(c, changes, inputs, machine, devices, rate)
+            say(candidate_line(found))
+
+    def best() -> Candidate:
+        return min(tried.values(), key=lambda one: one.rank)
+
+    def repair(start: dict[str, Any], *, offload: bool) -> None:
+        for changes in described_machine.remedies(settings.changed(c, start)):
+            if offload or not any(name.endswith("offload") for name in changes):
+                attempt(start | changes)
+                if tried[str(start | changes)].fits:
+                    return
+
+    attempt({})
+    for mesh in meshes(machine, inputs.policy.experts):
+        attempt({} if _mesh_of(c, machine.devices) == mesh else mesh)
+    fastest = min(tried.values(), key=lambda one: one.rank[1:])
+    if not fastest.fits and fastest.outlook is not None:
+        repair(fastest.changes, offload=False)
+    for group in (_remat, _tokens, _packing):
+        for change in group(settings.changed(c, best().changes), machine):
+            attempt(best().changes | change)
+    if not best().fits:
+        repair(best().changes, offload=True)
+    return sorted(tried.values(), key=lambda one: one.rank)
+
+
+def try_settings(
+    c: Settings, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
+) -> Candidate:
+    """Compiles all programs with these settings."""
+    other = settings.changed(c, changes)
+    try:
+        settings.check(other)
+        mesh = make_mesh(other, devices)
+        _, work = preview.derived_sizes(other, inputs, mesh)
+        found = memory.estimate(other, inputs, mesh, entries=work.entries)
+    except UserError as e:
+        return Candidate(changes, reason=str(e))
+    room, _ = described_machine.capacity(other, machine)
+    if found.refused:
+        account = found.refused[0].account
+        return Candidate(changes, found, None, room, reason=str(account and account.error))
+    return Candidate(changes, found, make_outlook(found, machine, mesh, work.executions(found), rate), room)
+
+
+def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
+    """Yields candidate meshes: parameters over all devices or a group, and two, four or eight devices a row.
+
+    And as many over which a mixture's experts are sharded.
+    """
+    n, each = machine.devices, machine.each
+    shapes = [(1, n, 1, 1, 1)]
+    shapes += [(machine.groups, each, 1, 1, 1)] if machine.groups > 1 else []
+    shapes += [(2, n // 2, 1, 1, 1), (n, 1, 1, 1, 1)] if n > 1 and machine.groups == 1 else []
+    for width in (2, 4, 8):
+        if each % width == 0 and n > 1:
+            shapes += [(1, n // width, width, 1, 1), (1, n // width, 1, width, 1)]
+            shapes += [(1, n // width, 1, 1, width)] if experts and experts.count % width == 0 else []
+    for sizes in dict.fromkeys(shapes):
+        yield {f"mesh.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
+
+
+def _mesh_of(c: Settings, devices: int) -> dict[str, int]:
+    """Returns the config's mesh, without -1; {} if it does not fit."""
+    sizes = {f"mesh.{axis}": int(getattr(c.mesh, axis)) for axis in AXES}
+    known = math.prod(size for size in sizes.values() if size > 0)
+    return {name: devices // known if size == -1 else size for name, size in sizes.items()}
+
+
+def _remat(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    yield from ({"model.remat": remat} for remat in auto.REMATS if remat != c.model.remat)
+
+
+def _tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
+        if tokens >= longest:
+            yield {"actor.max_tokens_per_device": tokens}
+
+
+def _packing(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
+
+
+def candidate_line(one: Candidate) -> str:
+    """Formats a candidate as a table row."""
+    said = auto.as_arguments(one.changes).replace("--config.", "") or "(the config as it is)"
+    if one.outlook is None or one.estimate is None:
+        return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {said}: {one.reason[:160]}"
+    peak, verdict = one.estimate.peak / GIB, "fits" if one.fits else "does not fit"
+    return f"{one.outlook.step:9,.4g}  {peak:8,.1f}  {verdict:<12}  {one.slowest:<26}  {said}"
+
+
+def candidate_dict(one: Candidate) -> dict[str, Any]:
+    """Returns a candidate for JSON."""
+    said = report_dict(one.estimate, one.outlook) if one.estimate is not None else {}
+    return dict(changes=one.changes, fits=one.fits, room=one.room, reason=one.reason, **said)
 
 
 @settings.exit_on_user_error
@@ -31,28 +184,26 @@ def main(argv: list[str] | None = None) -> None:
     c = auto.first(settings.typed(config, Settings))
     if not switches["machine"]:
         raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known()}")
-    machine = machines.parse(switches["machine"])
+    machine = machines.parse_machine(switches["machine"])
     if not compilers.present(machine):
         compilers.rerun(machine, "jppo.plan", argv)
     began, rate = time.monotonic(), switches["rollout_tokens_per_s"]
     print(f"{machine}\n{HEAD}", flush=True)
-    found = search.search(
-        c, read_inputs(c), machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True)
-    )
-    print("\n".join(map(search.line, found)))
-    print(f"{len(found)} settings compiled in {time.monotonic() - began:.0f} s; {forecast.NOTE}")
-    Request(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(search.as_dict, found))})
+    found = search(c, read_inputs(c), machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True))
+    print("\n".join(map(candidate_line, found)))
+    print(f"{len(found)} settings compiled in {time.monotonic() - began:.0f} s; {NOTE}")
+    Request(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(candidate_dict, found))})
     best = found[0]
     if not best.fits:
         room, _ = described_machine.capacity(c, machine)
         raise UserError(
-            f"{machine.name}: none of {len(found)} settings fits a device's {room / machines.GIB:.1f} GiB; take more or"
+            f"{machine.name}: none of {len(found)} settings fits a device's {room / GIB:.1f} GiB; take more or"
             " larger devices, or train adapters by model.lora_rank"
         )
     ours = ("--machine", "--json", "--rollout_tokens_per_s")
     given = [word for word in argv if word.split("=")[0] not in ours]
     kept = [word for word in given if word.split("=")[0].removeprefix("--config.") not in best.changes]
-    words = [*map(shlex.quote, kept), *auto.arguments(best.changes).split()]
+    words = [*map(shlex.quote, kept), *auto.as_arguments(best.changes).split()]
     print(f"best: python -m jppo.train {' '.join(words)}")
 
 

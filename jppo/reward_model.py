@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.data.preferences import Encode, PairSet
-from jppo.learner import compiler, preference, score, update
+from jppo.learner import preference, score, sharding, update
 from jppo.learner.make import make_decoder
 from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import make_plan
@@ -49,7 +49,7 @@ def prepare(c: PairTraining, request: Request = preview.HERE) -> pairs.Task:
         margin_column=c.loss.margin_column,
     )
     mesh = request.mesh(c)
-    options = compiler.options(mesh, c.model.compiler_options)
+    options = sharding.compiler_options(mesh, c.model.compiler_options)
     # Random, unlike a critic's: nothing subtracts the first scores, and equal ones would order no pair.
     std = (cfg.hidden_size + 1) ** -0.5
     cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)

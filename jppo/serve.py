@@ -29,7 +29,7 @@ from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.rollout.servers.process import HOST
 from jppo.rollout.vllm import arguments, unserved
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.settings import Settings, UserError
 
 POLL_S = 0.5
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     build = arguments.check_vllm(c.rollout.python)
     unserved.require_latent(server, build)
     unserved.require_delta_nets(server, build)
-    path = str(hf.resolve(c.model.path, weights=False))
+    path = str(hf.resolve_directory(c.model.path, weights=False))
     model = ["--model", path, *arguments.model_options(path, c.trainer.run_dir)]
     place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
     command = [interpreter.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]
@@ -116,7 +116,7 @@ def _change(file: pathlib.Path, change: Callable[[list[str]], list[str]]) -> Non
         before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         after = change(before)
         if after != before:
-            atomic_file.write_text(file, "".join(f"{line}\n" for line in after))
+            durable_files.write_text(file, "".join(f"{line}\n" for line in after))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
-from jppo.learner import batch, compiler, packing, ppo, sharding, update
+from jppo.learner import batch, packing, ppo, sharding, update
 from jppo.learner.make import make_logprob
 from jppo.learner.model_configs import make_adapters
 from jppo.learner.plan import make_plan
@@ -23,6 +23,7 @@ from jppo.models.config import pad_vocab
 from jppo.preflight import memory, preview
 from jppo.preflight.checks import dry_run_of_one_model
 from jppo.preflight.described_machine import Request
+from jppo.preflight.programs import Estimate
 from jppo.run import command, supervised
 from jppo.run.inputs import read_tokenizer, total_steps
 from jppo.run.resume import checksum_of, require_resumable
@@ -33,14 +34,14 @@ from jppo.types import Params, Trajectory, given_text
 
 
 @dataclasses.dataclass(frozen=True)
-class Task(supervised.Task):
+class DemonstrationTask(supervised.Task):
     """The inputs of a run, before it loads the model."""
 
     demonstrations: list[Demonstration]
     overlong: int  # excluded demonstrations
 
 
-def prepare(c: FineTuning, request: Request = preview.HERE) -> Task:
+def prepare(c: FineTuning, request: Request = preview.HERE) -> DemonstrationTask:
     """Reads the demonstrations and the model config."""
     longest = c.data.longest_row
     _, cfg = hf.read_config(c.model.path, longest=longest)
@@ -56,10 +57,10 @@ def prepare(c: FineTuning, request: Request = preview.HERE) -> Task:
         learn_turns=c.data.learn_turns,
     )
     mesh = request.mesh(c)
-    options = compiler.options(mesh, c.model.compiler_options)
+    options = sharding.compiler_options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = make_logprob(c, cfg, mesh)
-    return Task(
+    return DemonstrationTask(
         demonstrations=found.demonstrations,
         overlong=found.overlong,
         steps=total_steps(c, len(found.demonstrations)),
@@ -101,7 +102,7 @@ def train(config: FineTuning | ConfigDict) -> None:
 def dry_run(c: FineTuning, request: Request = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
 
-    def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+    def describe(task: DemonstrationTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
             f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
@@ -114,12 +115,12 @@ def dry_run(c: FineTuning, request: Request = preview.HERE) -> str:
     return dry_run_of_one_model(c, request, prepare, estimate, describe, head="lm")
 
 
-def estimate(c: FineTuning, task: Task) -> tuple[memory.Estimate, int]:
+def estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
     plan, mesh = task.plan, task.mesh
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
     shapes = memory.largest(plan)
-    rows = [memory.rows_of(shape, mesh) for shape in shapes]
+    rows = [memory.abstract_rows(shape, mesh) for shape in shapes]
     flop = [memory.useful(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
     opt, moments = memory.update_moments(
         "sft", task.accumulate, c.optim, trained, rows, useful=flop, masked=memory.sampled_share(c)

@@ -24,7 +24,7 @@ from jppo import settings
 from jppo.errors import escaped, expanded
 from jppo.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
-from jppo.runlog import sweep_record, sweep_table
+from jppo.runlog import sweep_record
 from jppo.runlog.logger import FILE as METRICS
 from jppo.settings import UserError
 from jppo.settings.plan import PlannedRun, check_apart, differing, plan
@@ -49,46 +49,46 @@ def sweep(
     with sweep_record.opened(out, arguments, resume=resume) as states:
         left = [run for run in runs if states[run.name].status != "finished"]
         of = {run.name: f"[{i}/{len(runs)}] {run.name}" for i, run in enumerate(runs, 1)}
-        say(f"{len(runs)} runs in {out}, {len(runs) - len(left)} finished already; {jobs} at a time")
+        print_line(f"{len(runs)} runs in {out}, {len(runs) - len(left)} finished already; {jobs} at a time")
 
-        def rows() -> list[sweep_table.SweepRow]:
-            return sweep_table.ranked([row(run, states[run.name], names, metric) for run in runs])
+        def rows() -> list[sweep_record.SweepRow]:
+            return sweep_record.ranked([row(run, states[run.name], names, metric) for run in runs])
 
         def keep(run: PlannedRun, state: sweep_record.State) -> None:
             states[run.name] = state
-            sweep_record.write(out, states)
-            sweep_table.write_table(out, rows(), metric)
+            sweep_record.write_states(out, states)
+            sweep_record.write_table(out, rows(), metric)
 
         def began(run: PlannedRun) -> None:
-            say(f"{of[run.name]}: started, log in {run.folder / LOG}")
+            print_line(f"{of[run.name]}: started, log in {run.folder / LOG}")
             keep(run, dataclasses.replace(states[run.name], status="running"))
 
         def ended(run: PlannedRun, code: int | None, seconds: float) -> None:
             status = "interrupted" if code is None else "failed" if code else "finished"
             why = f" with exit code {code}: {last_words(run.folder / LOG)}" if code else ""
-            say(f"{of[run.name]}: {status} after {seconds:.0f} s{why}")
+            print_line(f"{of[run.name]}: {status} after {seconds:.0f} s{why}")
             keep(run, sweep_record.State(status, states[run.name].seconds + seconds, code, run.arguments))
 
-        execute(left, command, jobs=jobs, began=began, ended=ended)
+        run_all(left, command, jobs=jobs, began=began, ended=ended)
         found = rows()
-        sweep_table.write_table(out, found, metric)
-    say(f"\n{sweep_table.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
+        sweep_record.write_table(out, found, metric)
+    print_line(f"\n{sweep_record.markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
     if begun := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
-        say(f"report            {write_report(begun, out / 'report.html')}")
+        print_line(f"report            {write_report(begun, out / 'report.html')}")
     if all(row.last is None for row in found):
-        known = sweep_table.metric_names([run.folder for run in runs])
+        known = sweep_record.metric_names([run.folder for run in runs])
         others = f"--metric takes one of {', '.join(known)}" if known else "there are no metrics yet"
-        say(f"no run has the metric {metric!r}; {others}")
+        print_line(f"no run has the metric {metric!r}; {others}")
     return all(states[run.name].status == "finished" for run in runs)
 
 
-def row(run: PlannedRun, state: sweep_record.State, names: Sequence[str], metric: str) -> sweep_table.SweepRow:
+def row(run: PlannedRun, state: sweep_record.State, names: Sequence[str], metric: str) -> sweep_record.SweepRow:
     """Returns the run's row; `names` are the settings in which the runs differ."""
     differs = {name: run.values[name] for name in names}
-    return sweep_table.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
+    return sweep_record.make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
 
-def execute(
+def run_all(
     runs: Sequence[PlannedRun],
     command: Command,
     *,
@@ -154,7 +154,7 @@ def last_words(log: pathlib.Path) -> str:
     return (errors or lines or ["no output"])[-1][:300]
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Prints a line and flushes."""
     print(escaped(text), flush=True)
 
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.jobs > 1:
         check_apart(runs)
     if args.print:
-        say("\n".join(shlex.join(train_command(run)) for run in runs))
+        print_line("\n".join(shlex.join(train_command(run)) for run in runs))
         return
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # numpy's name to safetensors'
 
 
-def head(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], *, room: int = 0) -> bytes:
+def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], *, room: int = 0) -> bytes:
     """Makes the header, of `room` bytes or more, for tensors given by name, dtype, shape and byte count."""
     items: dict = {"__metadata__": {"format": "pt"}}  # transformers requires a format; it only means row-major
     end = 0

@@ -35,9 +35,9 @@ from jppo.run.resume import kept
 from jppo.run.start import Run, open_run
 from jppo.run.token_values import record_tokens
 from jppo.run.validation import samples, validate
-from jppo.runlog.rollout_metrics import describe, source_means
+from jppo.runlog.logger import print_summary
+from jppo.runlog.rollout_metrics import sample_metrics, source_means
 from jppo.runlog.sample_queue import unanswered
-from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
 from jppo.samples.make import fresh
 from jppo.settings import Settings
@@ -59,9 +59,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
-    metrics |= (
-        drawn.metrics | describe(trajectories, graded, baseline) | source_means(graded, [p.data_source for p in asked])
-    )
+    metrics |= drawn.metrics | sample_metrics(trajectories, graded, baseline)
+    metrics |= source_means(graded, [p.data_source for p in asked])
     metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.reward_sum.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     earned = [run.reward_sum.earned(prompt.data_source) for prompt in asked]

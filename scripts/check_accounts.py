@@ -154,13 +154,15 @@ def main(argv: list[str]) -> int:
     names = args.only.split(",") if args.only else list(cases)
     if unknown := [name for name in names if name not in cases]:
         raise UserError(f"--only={args.only}: {unknown[0]!r} must be one of {', '.join(cases)}")
-    first = machines.parse(cases[names[0]][0])
+    first = machines.parse_machine(cases[names[0]][0])
     if not compilers.present(first):
-        return subprocess.run([sys.executable, __file__, *argv], env=compilers.require(first), check=False).returncode
+        return subprocess.run(
+            [sys.executable, __file__, *argv], env=compilers.require_compiler(first), check=False
+        ).returncode
     worse = 0
     for name in names:
         machine, model, changes = cases[name]
-        file, now = folder / f"{name}.json", account_of(machines.parse(machine), model, changes)
+        file, now = folder / f"{name}.json", account_of(machines.parse_machine(machine), model, changes)
         if args.write:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(now, indent=1) + "\n")

@@ -38,7 +38,7 @@ Answers = list[list[int]]  # token ids of each response, the end token included
 
 def by_transformers(hf_dir: str, prompts: Sequence[np.ndarray], *, max_tokens: int, end: Sequence[int]) -> Answers:
     """Returns greedy answers of transformers."""
-    path = hf.resolve(hf_dir, weights=True)
+    path = hf.resolve_directory(hf_dir, weights=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -109,7 +109,7 @@ def by_vllm(
     asked = [Prompt(str(i), "", "", ids, "", {}) for i, ids in enumerate(prompts)]
     with tempfile.TemporaryDirectory() as run_dir:
         engine = start_vllm(
-            str(hf.resolve(args.hf_dir, weights=False)),
+            str(hf.resolve_directory(args.hf_dir, weights=False)),
             run_dir,
             settings=settings,
             urls=[],

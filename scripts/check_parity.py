@@ -52,7 +52,7 @@ def main() -> int:
 
 def write_random(hf_dir: str, folder: str, seed: int) -> None:
     """A checkpoint of random weights in the shape of hf_dir's config.json, biases and buffers not 0, norms not 1."""
-    file = hf.resolve(hf_dir, weights=False) / "config.json"
+    file = hf.resolve_directory(hf_dir, weights=False) / "config.json"
     hf.read_config(file.parent)  # rejects unsupported models before the weights are initialised
     shutil.copy(file, folder)
     torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, see
     values = hf.load_params(hf_dir, cfg, head="value" if classifier else "lm", param_dtype=jnp.dtype(dtype))
     # eager: the one form of theirs in which every family has its soft caps, and experts may have any width
     model = kind.from_pretrained(
-        hf.resolve(hf_dir, weights=True),
+        hf.resolve_directory(hf_dir, weights=True),
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
         experts_implementation="eager",

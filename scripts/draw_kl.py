@@ -7,11 +7,14 @@ far the policy went for it.
 import argparse
 import pathlib
 import statistics
+import sys
 from collections.abc import Sequence
 
-from jppo.runlog.curve import write_curve
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError, exit_on_user_error
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+from curve import write_curve
 
 REWARD, KL = "reward_mean", "actor/reward_kl_penalty_seq"
 
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             by_step.setdefault(row["step"], []).append(row[KL])
     lines["KL, nats a response"] = [(step, statistics.mean(values)) for step, values in sorted(by_step.items())]
     try:
-        write_curve(args.out, title="Reward and KL to the starting model", lines=lines, dots={})
+        write_curve(args.out, title="Reward and KL to the starting model", lines=lines)
     except OSError as e:
         raise UserError(f"--out={args.out} cannot be written ({e.strerror}); name another place") from e
     print(args.out)

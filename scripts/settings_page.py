@@ -25,8 +25,8 @@ SECTIONS = {
 HEAD = """\
 # Configuration
 
-Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: type, unit, default, meaning, allowed values, and
-verl's name where it has one. A file in `configs/` sets some of them, the command line the rest:
+Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: type, unit, default, meaning, allowed
+values, and verl's name where it has one. A file in `configs/` sets some of them, the command line the rest:
 
 ```
 python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.rollout.n=4

@@ -94,7 +94,7 @@ def test_an_unknown_case_is_one_line():
     [("gpu", "tensor"), *(pytest.param(platform, "", marks=pytest.mark.slow) for platform in ("gpu", "tpu"))],
 )
 def test_no_program_became_worse(platform, only):
-    if not (compilers.folder(platform) / compilers.READY).is_file():
+    if not (compilers.compiler_folder(platform) / compilers.READY).is_file():
         pytest.skip(f"XLA's compiler for {platform.upper()}s is not installed; make target-{platform}")
     if not (check_accounts.KEPT / platform).is_dir():
         pytest.skip(f"no accounts are kept; python scripts/check_accounts.py --platform={platform} --write")
@@ -125,10 +125,14 @@ sys.exit(check_accounts.main(["--platform=gpu", "--only=fsdp"]))
 
 @pytest.mark.slow
 def test_a_head_that_is_gathered_in_each_chunk_is_caught():
-    if not (compilers.folder("gpu") / compilers.READY).is_file():
+    if not (compilers.compiler_folder("gpu") / compilers.READY).is_file():
         pytest.skip("XLA's compiler for GPUs is not installed; make target-gpu")
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": f"{compilers.folder('gpu')}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu", compilers.MARK: "gpu"}
+    env |= {
+        "PYTHONPATH": f"{compilers.compiler_folder('gpu')}{os.pathsep}{ROOT}",
+        "JAX_PLATFORMS": "cpu",
+        compilers.MARK: "gpu",
+    }
     command = [sys.executable, "-c", GATHERED_AGAIN, str(SCRIPT)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr

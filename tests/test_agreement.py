@@ -12,8 +12,7 @@ from jppo import settings, train
 from jppo.learner import batch, correct, ppo
 from jppo.learner.make import make_learner, make_mesh
 from jppo.preflight import models_and_data
-from jppo.preflight.preview import dry_run
-from jppo.preflight.sampling_notes import sampling_warnings
+from jppo.preflight.preview import dry_run, sampling_warnings
 from jppo.rollout import make as rollout
 from jppo.rollout.make import open_engine
 from jppo.rollout.protocol import RolloutError

@@ -40,10 +40,10 @@ def test_the_first_that_fits_is_chosen_and_none_is_an_error():
         tried.append((other.model.remat, other.actor.max_tokens_per_device))
         return other.model.remat == "attention" and other.actor.max_tokens_per_device <= 12288
 
-    assert auto.choose(typed(c), fits) == {"model.remat": "attention", "actor.max_tokens_per_device": 12288}
+    assert auto.first_fitting(typed(c), fits) == {"model.remat": "attention", "actor.max_tokens_per_device": 12288}
     assert tried == pairs(c)[: len(tried)] and len(tried) == 8
     with pytest.raises(UserError, match=r"model\.remat=auto .*none of 14 candidates fits.*model\.lora_rank"):
-        auto.choose(typed(c), lambda other: False)
+        auto.first_fitting(typed(c), lambda other: False)
 
 
 def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, quick_compilation, monkeypatch, capsys):

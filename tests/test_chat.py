@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from jppo import chat
-from jppo.chat import Conversation, Model
+from jppo.chat import ChatModel, Conversation
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.rollout.inprocess import InprocessEngine
 from jppo.settings import UserError
@@ -59,7 +59,9 @@ def test_a_seed_gives_the_same_answer(tiny_model, capsys):
 
 
 def test_a_stream_has_the_tokens_of_the_engine(tiny_model):
-    model = chat.load(chat.read_arguments([str(tiny_model), "--seed", "3", "--temperature", "1", "--top_p", "0.9"]))
+    model = chat.load_model(
+        chat.chat_arguments([str(tiny_model), "--seed", "3", "--temperature", "1", "--top_p", "0.9"])
+    )
     ids = model.encode("13+50=")
     streamed = [list(piece) for piece in model.answer(ids, 0)]
     assert len(streamed) > 1 and max(map(len, streamed)) <= chat.AT_ONCE
@@ -93,7 +95,7 @@ def conversation(asked, answer=("an", "swer"), *, room=100, templated=True, syst
     def spell(ids):
         return "".join(map(chr, ids))
 
-    return Conversation(Model(encode, spell, reply, (0,), room, 9, templated, None), system=system)
+    return Conversation(ChatModel(encode, spell, reply, (0,), room, 9, templated, None), system=system)
 
 
 def lines(text):
@@ -101,33 +103,33 @@ def lines(text):
 
 
 def test_turns_are_remembered_until_a_reset(asked, capsys):
-    chat.converse(conversation(asked, system="s"), lines("a\n\nb\n/help\n/reset\nc\n/exit\nd\n"), terminal=False)
+    chat.answer_lines(conversation(asked, system="s"), lines("a\n\nb\n/help\n/reset\nc\n/exit\nd\n"), terminal=False)
     assert asked == ["s|a", "s|a|answer|b", "s|c"]
     out, err = capsys.readouterr()
     assert out == "answer\n" * 3 and err == f"[{chat.HELP}]\n"
 
 
 def test_the_oldest_turns_go_and_it_says_so(asked, capsys):
-    chat.converse(conversation(asked, room=12), lines("a\nb\nc\n"), terminal=False)
+    chat.answer_lines(conversation(asked, room=12), lines("a\nb\nc\n"), terminal=False)
     assert asked == ["a", "a|answer|b", "b|answer|c"]
     assert capsys.readouterr().err == "[the context is full: the oldest 2 messages were dropped]\n"
 
 
 def test_without_a_template_each_line_stands_alone(asked, capsys):
-    chat.converse(conversation(asked, templated=False), lines("a\nb\n"), terminal=False)
+    chat.answer_lines(conversation(asked, templated=False), lines("a\nb\n"), terminal=False)
     assert asked == ["a", "b"]
 
 
 def test_a_line_that_is_too_long_ends_a_pipe_and_no_terminal(asked, capsys):
     with pytest.raises(UserError, match="7 tokens, but 6 fit"):
-        chat.converse(conversation(asked, room=6), lines("toolong\nb\n"), terminal=False)
-    chat.converse(conversation(asked, room=6, templated=False), lines("toolong\nb\n"), terminal=True)
+        chat.answer_lines(conversation(asked, room=6), lines("toolong\nb\n"), terminal=False)
+    chat.answer_lines(conversation(asked, room=6, templated=False), lines("toolong\nb\n"), terminal=True)
     assert asked == ["b"] and "7 tokens, but 6 fit" in capsys.readouterr().err
 
 
 def test_an_answer_that_is_cut_is_said(asked, capsys):
     made = conversation(asked)
-    endless = Model(**{**vars(made._model), "answer": lambda ids, turn: iter([[ord("x")] * 9])})
+    endless = ChatModel(**{**vars(made._model), "answer": lambda ids, turn: iter([[ord("x")] * 9])})
     Conversation(endless, system=None).say("a", show=chat.show, tell=chat.tell)
     assert capsys.readouterr() == ("xxxxxxxxx", "[stopped at 9 tokens: see --max_tokens]\n")
 
@@ -141,12 +143,12 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(asked, capsys, monkeypa
     heard = []
     monkeypatch.setattr(chat, "show", interrupted)
     made = conversation(asked, ("one", "two", "three"))
-    chat.converse(made, lines("a\nb\n"), terminal=True)
+    chat.answer_lines(made, lines("a\nb\n"), terminal=True)
     assert asked == ["a", "a|onetwo|b"] and heard == ["one", "two", "one", "two", "three"]
     assert "[stopped]" in capsys.readouterr().err
     heard.clear()
     with pytest.raises(KeyboardInterrupt):
-        chat.converse(made, lines("c\n"), terminal=False)
+        chat.answer_lines(made, lines("c\n"), terminal=False)
 
 
 def test_a_template_is_what_the_model_is_spoken_to_by(tiny_model, tmp_path, capsys, monkeypatch):

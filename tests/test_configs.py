@@ -13,7 +13,7 @@ from examples import arithmetic, multiplication
 from jppo import sft, train
 from jppo.models import hf, params
 from jppo.preflight import machine
-from jppo.settings import shipped
+from jppo.settings import configfile
 
 QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 QWEN |= {"hidden_act": "silu", "max_position_embeddings": 32768, "initializer_range": 0.02}
@@ -57,7 +57,7 @@ ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward
 
 
 def test_every_config_is_tried():
-    assert {*QUICK, *SLOW, *OWN, *ELSEWHERE} == set(shipped.names())  # the last by test_rlhf_config.py
+    assert {*QUICK, *SLOW, *OWN, *ELSEWHERE} == set(configfile.shipped_names())  # the last by test_rlhf_config.py
 
 
 def write_stand_in(path: pathlib.Path, family, shape, tokenizer: pathlib.Path, *, weights: bool = False) -> None:
@@ -89,7 +89,7 @@ def no_programs_are_looked_for(monkeypatch):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_a_dry_run(name, tiny_model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    config = shipped.recipe(name)
+    config = configfile.recipe(name)
     family, shape, parameters = SHAPES[config.model.path]
     write_stand_in(tmp_path / "model", family, shape, tiny_model)
     if config.ref.path in SHAPES:

@@ -201,8 +201,9 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     kinds += r"|response_length|prompt_length|ref"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', code))
+    source = text("jppo/runlog/rollout_metrics.py")
     described, rest = re.search(
-        r"\ndef describe\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", text("jppo/runlog/rollout_metrics.py"), re.S
+        r"\ndef sample_metrics\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", source, re.S
     ).groups()
     assert rest == " | part_means(rewards)"  # whose names are dynamic
     distributions = set(re.findall(r'distribution\("(critic/.+?)"', code))

@@ -117,7 +117,7 @@ def test_a_host_that_cannot_be_reached_fails(monkeypatch):
 def test_the_report_shows_the_remedy_and_fails_only_on_a_failure(verdict, code, last):
     console = rich.console.Console(file=io.StringIO(), width=60)
     found = [Finding("JAX", "OK", "8 x [cpu]"), Finding("disk", verdict, "0 GiB free", "make [more] room")]
-    assert doctor.report(found, console) == code
+    assert doctor.print_findings(found, console) == code
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert lines[0] == "OK    JAX             8 x [cpu]"
     assert lines[1:3] == [f"{verdict}  disk            0 GiB free", " " * 22 + "→ make [more] room"]

@@ -16,7 +16,7 @@ from jppo.learner import packing
 from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.plan import plan_of_run
 from jppo.models import decoder
-from jppo.preflight import memory, memory_budget, preview
+from jppo.preflight import memory, memory_budget, preview, programs
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed
@@ -58,7 +58,7 @@ def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
 def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     c, counted = small_run, 0
     inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
-    lines, _ = preview.sizes(typed(c), inputs, mesh)
+    lines, _ = preview.derived_sizes(typed(c), inputs, mesh)
     learner, now = make_learner(typed(c), inputs, mesh)
     jax.clear_caches()  # some passes are functions that other learners have compiled, too
     compile_passes(c, learner, now)
@@ -99,9 +99,9 @@ def test_room_is_ok_tight_or_too_little(has, verdict):
     assert (room.needs, room.verdict) == (900, verdict)
 
 
-ESTIMATE = memory.Estimate(
+ESTIMATE = programs.Estimate(
     {"policy": 600, "batch": 0},
-    (memory.ProgramMemory("values", 0, 500), memory.ProgramMemory("actor gradient", 300, 250)),
+    (programs.ProgramMemory("values", 0, 500), programs.ProgramMemory("actor gradient", 300, 250)),
 )
 
 
@@ -116,12 +116,12 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     monkeypatch.setattr("jppo.learner.devices.resident", lambda: 50)
     monkeypatch.setattr(memory_budget, "host_room", lambda: 1000)
     monkeypatch.setattr(memory_budget, "device_room", lambda mesh: 1200)
-    found = memory_budget.of_machine(ESTIMATE, mesh, host={"vLLM: cache": 7})
+    found = memory_budget.machine_budgets(ESTIMATE, mesh, host={"vLLM: cache": 7})
     if platform == "cpu":
         assert [(room.needs, room.has) for room in found] == [(count * 1150 + 57, 1050)]
     else:
         assert [(room.needs, room.has, room.verdict) for room in found] == [(1150, 1200, "WARN"), (57, 1050, "OK")]
-    text = preview.report(["steps 3"], ESTIMATE, found)
+    text = preview.format_report(["steps 3"], ESTIMATE, found)
     assert text.startswith("steps 3\n\n") and "\n  sum of gradients " in text and "batch" not in text
 
 

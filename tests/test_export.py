@@ -119,8 +119,6 @@ def test_the_card_says_what_the_run_did(full, tmp_path):
     assert "| `actor.lr` | 0.01 |" in text and "- training data: train.jsonl" in text and "- base model: model" in text
     assert f"exported by: jppo {__version__}" in text
     assert config["data"]["train_files"] not in text and "lora" not in text  # no path of this machine, nothing off
-    curve = (tmp_path / "adder/curve.svg").read_text()
-    assert "test score" in curve and ">adder<" in curve and curve.count("<circle") == 2 + 1  # two tests and the legend
 
 
 def test_adapters_alone_and_merged_are_one_model(adapted, full, tmp_path):
@@ -173,7 +171,6 @@ def test_a_fine_tuned_model_is_exported(full, tmp_path):
         and "algorithm" not in text
         and "## Scores" not in text
     )
-    assert ">loss<" in (tmp_path / "out/curve.svg").read_text()
 
 
 def test_what_cannot_be_exported_is_one_line(full, tmp_path, capsys):
@@ -215,8 +212,8 @@ def test_what_the_card_lacks_is_said(full, tmp_path, capsys):
     alone, run = tmp_path / "alone", tmp_path / "run"
     shutil.copytree(full / "checkpoints/2", alone)
     export.main([str(alone), "--out", str(tmp_path / "a")])
-    assert "scores and curve: the checkpoint is not in a run folder" in capsys.readouterr().out
-    assert "| `actor.lr` | 0.01 |" in (tmp_path / "a/README.md").read_text() and not (tmp_path / "a/curve.svg").exists()
+    assert "scores: the checkpoint is not in a run folder" in capsys.readouterr().out
+    assert "| `actor.lr` | 0.01 |" in (tmp_path / "a/README.md").read_text()
     shutil.copytree(full / "hf", run / "hf")
     (run / "config.json").write_text('{"model": {')
     (run / "metrics.jsonl").write_text('{"step": 1, "val/score": 0.25}\n{"st\n7\n')

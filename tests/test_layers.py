@@ -57,10 +57,10 @@ ONLY_IN = {
     "anthropic": ("jppo.rewards.judge.client",),
     "math_verify": ("jppo.rewards.rules",),
     "tensorflow_datasets": ("jppo.data",),
-    "wandb": ("jppo.runlog.to_wandb",),
-    "mlflow": ("jppo.runlog.to_mlflow",),
+    "wandb": ("jppo.runlog.remote_loggers",),
+    "mlflow": ("jppo.runlog.remote_loggers",),
     "opentelemetry": ("jppo.traces",),
-    "prometheus_client": ("jppo.runlog.prometheus",),
+    "prometheus_client": ("jppo.runlog.sinks",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.restore"),
     "tensorboardX": ("jppo.runlog.tensorboard",),
     "ml_collections": ("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo"),
@@ -148,8 +148,7 @@ OF_CONFIG = ("jppo.settings.UserError",)
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
 MAKERS = tuple(
-    f"jppo.learner.{name}"
-    for name in ("make", "recipe", "plan", "optimizers", "offloading", "utilisation", "model_configs")
+    f"jppo.learner.{name}" for name in ("make", "recipe", "plan", "offloading", "utilisation", "model_configs")
 )  # of learner/, which read settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),
@@ -384,8 +383,8 @@ def test_the_walk_sees_the_project():
             "import orbax.checkpoint as ocp",
             "jppo.runlog.restore may",
         ),
-        ("jppo.runlog.logger", "def f():\n    import wandb", "only jppo.runlog.to_wandb may"),
-        ("jppo.runlog.to_mlflow", "import mlflow", "only inside the function"),
+        ("jppo.runlog.logger", "def f():\n    import wandb", "only jppo.runlog.remote_loggers may"),
+        ("jppo.runlog.remote_loggers", "import mlflow", "only inside the function"),
         ("jppo.models.hf", "from transformers import AutoConfig", "only jppo.data.tokenizer"),
         ("jppo.data.prompts", "import torch", "jppo.preflight.parity_worker, jppo.rewards.model.convert_worker may"),
         (

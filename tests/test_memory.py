@@ -10,7 +10,7 @@ import pytest
 from jppo import settings, sft, train
 from jppo.learner import batch, packing
 from jppo.learner.make import make_learner, make_mesh
-from jppo.models import offload
+from jppo.models import placing
 from jppo.preflight import preview
 from jppo.run.inputs import read_inputs
 from jppo.runlog.logger import read_metrics
@@ -143,7 +143,7 @@ def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, ch
     waiting = sum(found.host.values())
     assert sum(bytes_ for name, bytes_ in room.parts.items() if name.endswith(", waiting")) == 8 * waiting
     zeros = learner.actor.zeros()
-    step = learner.actor.apply.lower(*offload.shapes((now.policy, now.policy_opt)), zeros, now.step, np.True_)
+    step = learner.actor.apply.lower(*placing.on_device_shapes((now.policy, now.policy_opt)), zeros, now.step, np.True_)
     true = step.compile().memory_analysis()
     needs = true.argument_size_in_bytes + true.temp_size_in_bytes
     needs += true.output_size_in_bytes - true.alias_size_in_bytes
@@ -155,7 +155,7 @@ def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, ch
 
 
 def test_devices_without_such_memory_are_refused_before_anything_starts(small_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(offload, "KINDS", ("tape",))
+    monkeypatch.setattr(placing, "KINDS", ("tape",))
     c = changed(small_run, tmp_path / "run", **{"ref.param_offload": True})
     with pytest.raises(settings.UserError, match=r"ref\.param_offload=True: cpu has no memory of the host"):
         train.train(c)

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from jppo import settings, train
-from jppo.learner import mesh_checks
+from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.learner.plan import plan_of_run
 from jppo.models import config_reader
@@ -29,7 +29,7 @@ def mesh(fsdp=1, tensor=1, sequence=1, expert=1):
 
 @pytest.mark.parametrize("sizes", [{}, dict(tensor=4), dict(sequence=4), dict(fsdp=32, tensor=2, sequence=2)])
 def test_what_divides_fits(sizes):
-    assert mesh_checks.require_divisible(CFG, mesh(**sizes)) is None  # no UserError
+    assert sharding.require_divisible(CFG, mesh(**sizes)) is None  # no UserError
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_divides_fits(sizes):
 )  # fmt: skip
 def test_what_does_not_is_refused_with_what_would(sizes, changes, said):
     with pytest.raises(UserError) as e:
-        mesh_checks.require_divisible(dataclasses.replace(CFG, **changes), mesh(**sizes))
+        sharding.require_divisible(dataclasses.replace(CFG, **changes), mesh(**sizes))
     assert str(e.value).endswith(said) and "\n" not in str(e.value)
 
 

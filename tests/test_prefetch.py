@@ -290,11 +290,11 @@ def test_trajectories_go_through_text_to_the_bit():
     ]
     made = [dataclasses.replace(t, logprob=rng.normal(size=3).astype(np.float32), text="é\n") for t in made]
     made[1] = dataclasses.replace(made[1], exchange=Exchange(2, 1, 0.5, 1.0, None, earned=((0, 0.3), (2, 0.7))))
-    for there, back in zip(made, trajectories.unpack(trajectories.pack(made)), strict=True):
+    for there, back in zip(made, trajectories.deserialise(trajectories.serialise(made)), strict=True):
         for field in dataclasses.fields(Trajectory):
             a, b = getattr(there, field.name), getattr(back, field.name)
             assert np.array_equal(a, b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)
-    assert trajectories.unpack(trajectories.pack([])) == []
+    assert trajectories.deserialise(trajectories.serialise([])) == []
 
 
 def lines(run):

@@ -213,7 +213,7 @@ def test_a_state_is_of_one_moment_while_answers_arrive(monkeypatch):
     sampler = Slow(at_once=False)
     it = make(sampler, greedy=True)
     take(it, 0, sampler, lambda calls: next((i, None) for i, call in enumerate(calls) if call[3] and i < 2))
-    pack, packed = trajectories.pack, []
+    pack, packed = trajectories.serialise, []
 
     def packing(found):
         packed.append(found)
@@ -221,7 +221,7 @@ def test_a_state_is_of_one_moment_while_answers_arrive(monkeypatch):
             sampler.answer(3)  # the greedy responses of step 1
         return pack(found)
 
-    monkeypatch.setattr(trajectories, "pack", packing)
+    monkeypatch.setattr(trajectories, "serialise", packing)
     state = saved(it)
     assert len(packed) == 4
     again = Slow(at_once=False)

@@ -16,7 +16,7 @@ import yaml
 import jppo
 from jppo import __main__ as listing
 from jppo import settings
-from jppo.settings import commandline, shipped
+from jppo.settings import commandline, configfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Started by jppo itself, in processes of their own, or by make.
@@ -90,9 +90,9 @@ def test_versions_and_licence_are_one():
 
 def test_every_config_of_the_checkout_is_found_by_its_name():
     of_checkout = {path.stem: path for path in (ROOT / "configs").glob("*.py")}
-    assert set(shipped.names()) == set(of_checkout) and len(of_checkout) > 3
+    assert set(configfile.shipped_names()) == set(of_checkout) and len(of_checkout) > 3
     for name, path in of_checkout.items():
-        found = pathlib.Path(shipped.locate(f"--config=jppo://{name}").removeprefix("--config="))
+        found = pathlib.Path(configfile.locate(f"--config=jppo://{name}").removeprefix("--config="))
         assert found.samefile(path)
 
 
@@ -109,8 +109,8 @@ def test_an_unknown_name_is_told_the_known_ones(word):
 
 
 def test_only_the_config_is_looked_up():
-    assert shipped.locate("--config.model.path=jppo://gsm8k") == "--config.model.path=jppo://gsm8k"
-    assert shipped.locate("--config=configs/gsm8k.py") == "--config=configs/gsm8k.py"
+    assert configfile.locate("--config.model.path=jppo://gsm8k") == "--config.model.path=jppo://gsm8k"
+    assert configfile.locate("--config=configs/gsm8k.py") == "--config=configs/gsm8k.py"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from jppo import settings as config
 from jppo.report import __main__ as command
-from jppo.report import document, folder, page, report_line, samples, series, write_report
+from jppo.report import folder, page, report_line, samples, series, write_report
 from jppo.settings import UserError
 from tests import browser
 
@@ -197,7 +197,7 @@ def test_samples_over_the_budget_keep_whole_prompts_evenly_spread():
 
 def test_a_very_long_text_is_cut_in_the_middle():
     text = "a" * 30_000 + "b" * 30_000
-    short = samples.cut({"response": [text]})["response"][0]
+    short = samples.shortened({"response": [text]})["response"][0]
     assert short.startswith("a" * 10_000) and short.endswith("b" * 10_000) and "40,000 characters" in short
     assert len(short) < 20_100
 
@@ -214,27 +214,27 @@ def test_the_histogram_counts_what_is_there():
         {"kind": "step", "step": 1, "scores": [0.0, 1.0, None, 1.0]},
         {"kind": "step", "step": 2, "scores": []},
     ]
-    assert samples.histogram(entries, few) == {"kind": "step", "steps": [1], "counts": [[1, 2]], "ungraded": [1]}
+    assert samples.score_histogram(entries, few) == {"kind": "step", "steps": [1], "counts": [[1, 2]], "ungraded": [1]}
     scores = [i / 7 for i in range(700)]
     many = samples.levels(scores)
-    found = samples.histogram([{"kind": "test", "step": 5, "scores": scores}], many)
+    found = samples.score_histogram([{"kind": "test", "step": 5, "scores": scores}], many)
     assert found["kind"] == "test" and sum(found["counts"][0]) == 700 and len(found["counts"][0]) == samples.BINS
 
 
 def test_settings_of_one_run_are_held_against_the_defaults():
     c = config.default()
     c.actor.lr = 0.5
-    found = {r["name"]: r for r in document.settings([json.loads(config.dump(c)) | {"old": {"gone": 1}}])}
+    found = {r["name"]: r for r in page.setting_rows([json.loads(config.dump(c)) | {"old": {"gone": 1}}])}
     assert [n for n, r in found.items() if r["differs"]] == ["actor.lr", "old.gone"]
     assert found["actor.lr"] == {"name": "actor.lr", "default": "1e-06", "values": ["0.5"], "differs": True}
     assert found["old.gone"]["default"] is None
-    tuned = document.settings([json.loads(config.dump(config.sft_default()))])
+    tuned = page.setting_rows([json.loads(config.dump(config.sft_default()))])
     assert tuned and not any(r["differs"] for r in tuned)
 
 
 def test_settings_of_several_runs_are_held_against_each_other():
     a, b = {"actor": {"lr": 1, "x": None}}, {"actor": {"lr": 2, "x": None}, "new": 0}
-    found = {r["name"]: (r["values"], r["differs"]) for r in document.settings([a, b, None])}
+    found = {r["name"]: (r["values"], r["differs"]) for r in page.setting_rows([a, b, None])}
     assert found == {
         "actor.lr": (["1", "2", None], True),
         "actor.x": (["null", "null", None], False),
@@ -253,7 +253,7 @@ def test_what_a_run_says_of_itself(tmp_path):
     warned = [{"step": i, "name": "high KL", "found": f"{i}", "remedy": "lower actor.lr"} for i in (1, 3)]
     write_lines(run / "warnings.jsonl", warned)
     (run / "server-0.log").write_text("INFO 11-21 [x.py:1]  version 0.32.0\n")
-    (one,) = document.make_document([run])["runs"]
+    (one,) = page.make_document([run])["runs"]
     assert (one["best"], one["last"], one["seconds"], one["tokens"]) == ((1, 0.75), (3, 0.5), 15.0, 300.0)
     assert one["versions"] == {"vLLM": "0.32.0"} and one["notes"] == [] and one["left_out"] is None
     assert one["warnings"] == [
@@ -261,7 +261,7 @@ def test_what_a_run_says_of_itself(tmp_path):
     ]
     assert (one["step"], one["total"], one["finished"]) == (3, 3, False)
     (run / "hf").mkdir()
-    assert document.make_document([run])["runs"][0]["finished"]
+    assert page.make_document([run])["runs"][0]["finished"]
 
 
 def test_what_is_cut_or_missing_is_said(tmp_path):
@@ -272,7 +272,7 @@ def test_what_is_cut_or_missing_is_said(tmp_path):
         file.write('{"step": 3, "a')
     (run / "config.json").write_text('{"cut')
     (run / "samples/step_1.jsonl").write_text("[1]\n" + json.dumps(row(1)) + '\n{"uid')
-    (one,) = document.make_document([run])["runs"]
+    (one,) = page.make_document([run])["runs"]
     assert one["curves"]["series"]["a"]["mean"] == [1.0, 3.0]
     assert [e["of"] for e in one["samples"]] == [1]
     assert one["notes"] == [
@@ -285,7 +285,7 @@ def test_what_is_cut_or_missing_is_said(tmp_path):
 
 def test_an_empty_folder_of_a_run_has_a_report(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
-    (one,) = document.make_document([tmp_path])["runs"]
+    (one,) = page.make_document([tmp_path])["runs"]
     assert one["curves"]["series"] == {} and one["stages"]["names"] == [] and one["samples"] == []
     assert [note.split(":")[0] for note in one["notes"]] == [
         "metrics.jsonl is empty",
@@ -340,7 +340,7 @@ def test_a_report_that_fails_does_not_fail_a_run(tmp_path):
 
 def test_no_text_of_a_run_stands_in_the_page_as_it_is(tmp_path):
     run = write_run(tmp_path / "<b>run", [{"step": 1, HOSTILE: 1.0}], {"step_1": [row(1, response=HOSTILE)]})
-    text = page.make_page(document.make_document([run]))
+    text = page.make_page(page.make_document([run]))
     assert "window.caught" not in text and "<b>run" not in text and "{{" not in text
     assert "&lt;b&gt;run" in text
     assert text.count("</script>") == text.count("<script")

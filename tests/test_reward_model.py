@@ -121,10 +121,10 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     descent, _ = make_descent(typed(c).optim, "rm", task.accumulate, trained, 1)
     path = hf_write.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
                    changes=task.changes)  # fmt: skip
-    micros = reward_model.pack(pairs, task.plan)
+    micros = reward_model.pack_pairs(pairs, task.plan)
     assert len(micros) > 2 or tokens == 8192
     slopes = task.slope(
-        reward_model.scored(task, descent, trained.learned, micros, len(pairs)), reward_model.margins(pairs)
+        reward_model.score_pairs(task, descent, trained.learned, micros, len(pairs)), reward_model.margins(pairs)
     )
     carry = descent.zeros()
     mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
@@ -157,7 +157,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
 def test_a_text_is_read_to_its_end_and_packed_once(config):
     plan = packing.Plan((6,), ((4,),), share_rows=False)
     pair = dataclasses.make_dataclass("P", ("chosen", "rejected"))(np.array([5, 6, 7]), np.array([5, 8]))
-    [made] = reward_model.pack([pair], plan)
+    [made] = reward_model.pack_pairs([pair], plan)
     assert made.inputs[:2].tolist() == [[5, 6, 7, 0, 0, 0], [5, 8, 0, 0, 0, 0]]
     assert made.mask[:2].tolist() == [[False, False, True] + [False] * 3, [False, True] + [False] * 4]
     assert made.sequence[made.mask].tolist() == [0, 1]

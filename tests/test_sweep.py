@@ -15,7 +15,7 @@ import pytest
 
 from examples import arithmetic
 from jppo import sweep
-from jppo.runlog import sweep_record, sweep_table
+from jppo.runlog import sweep_record
 from jppo.settings import UserError, plan
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -165,19 +165,19 @@ def rows(tmp_path, **scores):
         lines = [{"step": i} | ({} if value is ... else {"val/score": value}) for i, value in enumerate(values)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     make = dict(settings={"actor.lr": 1e-5, "data.mix": "a|b,c"}, status="finished", seconds=1.6)
-    return [sweep_table.make_row(tmp_path / name, "val/score", **make) for name in scores]
+    return [sweep_record.make_row(tmp_path / name, "val/score", **make) for name in scores]
 
 
 def test_the_table_is_sorted_by_the_last_value_and_has_the_best(tmp_path):
     found = rows(tmp_path, low=[0.1, ..., 0.9, 0.25], none=[..., None], high=[0.5, 0.5, 1 / 3], empty=[])
-    assert [row.name for row in sweep_table.ranked(found)] == ["high", "low", "none", "empty"]
+    assert [row.name for row in sweep_record.ranked(found)] == ["high", "low", "none", "empty"]
     low, none, high, empty = found
     assert (low.last, low.best, low.best_step, low.step) == (0.25, 0.9, 2, 3)
     assert (high.last, high.best, high.best_step) == (1 / 3, 0.5, 0), "the first of equal ones"
     assert (none.last, none.best, none.step) == (None, None, 1) and empty.step is None
-    negative = [row.name for row in sweep_table.ranked(rows(tmp_path, minus=[-2.0], zero=[0.0], less=[-3.0]))]
+    negative = [row.name for row in sweep_record.ranked(rows(tmp_path, minus=[-2.0], zero=[0.0], less=[-3.0]))]
     assert negative == ["zero", "minus", "less"]
-    sweep_table.write_table(tmp_path, sweep_table.ranked(found), "val/score")
+    sweep_record.write_table(tmp_path, sweep_record.ranked(found), "val/score")
     lines = (tmp_path / "sweep.md").read_text().splitlines()
     assert lines[0] == "| run | actor.lr | data.mix | val/score | best val/score | at step | steps | seconds | status |"
     assert lines[2] == "| high | 1e-05 | a\\|b,c | 0.3333 | 0.5 | 0 | 2 | 2 | finished |"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.data.tokenizer import load_tokenizer, pieces, spell
-from jppo.report import document, write_report
+from jppo.report import page, write_report
 from jppo.run import token_values
 from jppo.types import Batch, Trajectory
 from tests.test_report import require_clean, row, tab, unpacked, write_lines, write_run  # noqa: F401
@@ -135,7 +135,7 @@ def make_run(path, records):
 
 
 def test_the_document_links_samples_and_records(tmp_path):
-    (run,) = document.make_document([make_run(tmp_path / "run", [record()])])["runs"]
+    (run,) = page.make_document([make_run(tmp_path / "run", [record()])])["runs"]
     (entry,) = run["samples"]
     assert [r.get("token_record") for r in unpacked(entry["packed"])] == [None, 0, None]
     (found,) = unpacked(entry["records"])
@@ -147,7 +147,7 @@ def test_the_document_links_samples_and_records(tmp_path):
     [{"pieces": "abc"}, {"reward": [1.0]}, {"sample": -1}, {"sample": None}, {"pieces": [1] * len(PIECES)}],
 )
 def test_a_broken_record_is_left_out_and_reported(broken, tmp_path):
-    (run,) = document.make_document([make_run(tmp_path / "run", [record(), record(**{"sample": 2} | broken)])])["runs"]
+    (run,) = page.make_document([make_run(tmp_path / "run", [record(), record(**{"sample": 2} | broken)])])["runs"]
     assert len(unpacked(run["samples"][0]["records"])) == 1
     assert any("1 of 2 records are broken" in note for note in run["notes"])
 
@@ -155,7 +155,7 @@ def test_a_broken_record_is_left_out_and_reported(broken, tmp_path):
 def test_a_long_response_loses_its_middle(tmp_path):
     n = 6000
     long = {"sample": 0, "pieces": ["a"] * n, "trained": [True] * n, "reward": list(np.arange(n) / 7)}
-    (run,) = document.make_document([make_run(tmp_path / "run", [long])])["runs"]
+    (run,) = page.make_document([make_run(tmp_path / "run", [long])])["runs"]
     (found,) = unpacked(run["samples"][0]["records"])
     assert found["gone"] == 1000 and len(found["pieces"]) == len(found["reward"]) == 5000
     assert found["reward"][-1] == pytest.approx((n - 1) / 7, rel=1e-3)
@@ -169,7 +169,7 @@ def test_records_over_the_budget_are_left_out_and_reported(tmp_path):
         reward = [float(x) for x in rng.normal(size=n)]
         rows[f"tokens_{i}"] = [{"sample": 0, "pieces": ["a"] * n, "trained": [True] * n, "reward": reward}]
     folder = write_run(tmp_path / "run", [{"step": 8}], rows)
-    (run,) = document.make_document([folder], budget=160_000)["runs"]
+    (run,) = page.make_document([folder], budget=160_000)["runs"]
     kept = [entry for entry in run["samples"] if entry["records"]]
     assert 0 < len(kept) < 8 and sum(len(e["records"]) for e in kept) <= 40_000
     assert run["tokens_left_out"] == f"{len(kept)} of 8 files of token values are in this page"

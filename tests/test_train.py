@@ -14,7 +14,7 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings, train
-from jppo.runlog.rollout_metrics import describe, source_means
+from jppo.runlog.rollout_metrics import sample_metrics, source_means
 from jppo.types import Reward, Trajectory
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -169,7 +169,7 @@ def trajectory(length, finish="stop"):
 
 def test_describe_counts_responses_and_errors():
     rewards = [Reward(1.0, {}, None), FAILED]
-    found = describe([trajectory(2), trajectory(4, "length")], rewards)
+    found = sample_metrics([trajectory(2), trajectory(4, "length")], rewards)
     assert found["critic/score/mean"] == 1.0 and found["reward/errors"] == 1.0
     assert found["response_length/mean"] == 3.0 and found["response_length/clip_ratio"] == 0.5
     assert (found["response_length/min"], found["response_length/max"]) == (2.0, 4.0)
@@ -180,8 +180,10 @@ def test_describe_has_the_mean_score_of_greedy_responses():
     rewards = [Reward(1.0, {}, None)]
     failed = Reward(0.0, {}, "no grade", unusable="not graded")
     greedy = [Reward(score, {}, None) for score in (1.0, 0.0, 0.5)] + [failed]
-    assert describe([trajectory(2)], rewards, greedy)["critic/greedy/mean"] == 0.5
-    assert "critic/greedy/mean" not in describe([trajectory(2)], rewards) | describe([trajectory(2)], rewards, [failed])
+    assert sample_metrics([trajectory(2)], rewards, greedy)["critic/greedy/mean"] == 0.5
+    assert "critic/greedy/mean" not in sample_metrics([trajectory(2)], rewards) | sample_metrics(
+        [trajectory(2)], rewards, [failed]
+    )
 
 
 def test_scores_by_data_source():

@@ -42,7 +42,9 @@ def test_a_command_is_translated_or_refused(name, tmp_path, environment):
         found = translate(words)
         lost = {line.said.lstrip("+").partition("=")[0] for line in found.lines if line.kind in USED_UP}
         assert lost == lacking and [line for line in found.lines if line.kind == "unknown"] == []
-        config, _ = settings.parse(["--config=configs/gsm8k.py", *from_verl.arguments(found)], "", settings.default())
+        config, _ = settings.parse(
+            ["--config=configs/gsm8k.py", *from_verl.train_arguments(found)], "", settings.default()
+        )
     except UserError as e:
         assert refused and str(e).startswith(refused), str(e)
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jppo.forecast import collectives, flops, hlo, traffic
+from jppo.forecast import collectives, hlo, program_costs
 from jppo.forecast.collectives import Collective
 
 PARTITIONER = "Involuntary full rematerialization"
@@ -73,17 +73,17 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
         return Account(compile_s=time.perf_counter() - began, error=" ".join(str(e).split("\n\n")[0].split())[:400])
     seconds = time.perf_counter() - began
     memory: Any = done.memory_analysis()
-    program = hlo.parse(done.as_text(), share)
+    program = hlo.parse_hlo(done.as_text(), share)
     return Account(
         compile_s=seconds,
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         results=max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
         code=memory.generated_code_size_in_bytes,
-        flops=flops.of_program(program),
-        hbm=sum(times * traffic.of_instruction(program, place, one) for place, one, times in program.executed()),
-        kernels=flops.kernels(program),
-        collectives=tuple(collectives.find(program, sizes)),
+        flops=program_costs.flops(program),
+        hbm=sum(times * program_costs.bytes_moved(program, place, one) for place, one, times in program.executed()),
+        kernels=program_costs.kernels(program),
+        collectives=tuple(collectives.find_collectives(program, sizes)),
         warnings=tuple(dict.fromkeys(_operation(line) for line in said if PARTITIONER in line)),
         unknown_loops=tuple(program.unknown_loops()),
     )

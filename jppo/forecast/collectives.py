@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jppo.forecast.hlo import WRAPS, Instruction, Program, Shape
+from jppo.forecast.hlo import WRAPS, HloProgram, Instruction, Shape
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -35,7 +35,7 @@ class Collective:
         return self.bytes * self.times
 
 
-def find(program: Program, sizes: dict[str, int]) -> list[Collective]:
+def find_collectives(program: HloProgram, sizes: dict[str, int]) -> list[Collective]:
     """Returns all collectives of a program, fused ones too, the largest first; `sizes` are the mesh axes."""
     found = []
     for computation, one, times in program.executed():
@@ -59,7 +59,9 @@ def find(program: Program, sizes: dict[str, int]) -> list[Collective]:
     return sorted(found, key=lambda one: -one.total)
 
 
-def _in(program: Program, computation: str, one: Instruction) -> list[tuple[str, Instruction, list[tuple[Shape, ...]]]]:
+def _in(
+    program: HloProgram, computation: str, one: Instruction
+) -> list[tuple[str, Instruction, list[tuple[Shape, ...]]]]:
     """Returns (kind, instruction, operand shapes) of an instruction or of those that it wraps."""
     kind = one.opcode.removesuffix("-start")
     if kind in KINDS:

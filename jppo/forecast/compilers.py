@@ -27,7 +27,7 @@ PACKAGES = {
 MARK = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
 
 
-def folder(platform: str) -> pathlib.Path:
+def compiler_folder(platform: str) -> pathlib.Path:
     """Returns the folder of a platform's compiler."""
     root = pathlib.Path(__file__).resolve().parents[2]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
@@ -44,17 +44,17 @@ def requirements(platform: str) -> list[str]:
     return [bounds.get(one, one.format(jax=jax.__version__)) for one in PACKAGES[platform]]
 
 
-def install(platform: str) -> None:
+def install_compiler(platform: str) -> None:
     """Installs the compiler with pip, without its dependencies: the driver and the kernels."""
-    where = folder(platform)
+    where = compiler_folder(platform)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(where)]
     subprocess.run([*command, *requirements(platform)], check=True)
     (where / READY).write_text(f"{jax.__version__}\n")
 
 
-def require(machine: Machine) -> dict[str, str]:
+def require_compiler(machine: Machine) -> dict[str, str]:
     """Returns the environment of a process that compiles for the machine; raises UserError with the install command."""
-    platform, where = machine.chip.platform, folder(machine.chip.platform)
+    platform, where = machine.chip.platform, compiler_folder(machine.chip.platform)
     ready = where / READY
     if not ready.is_file() or ready.read_text().strip() != jax.__version__:
         raise UserError(
@@ -86,7 +86,7 @@ def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
 
     JAX looks for the compiler only at import, so this process cannot use it.
     """
-    env = require(machine)
+    env = require_compiler(machine)
     code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
     if code < 0:
         log = "; its log is in /tmp/tpu_logs" if machine.chip.platform == "tpu" else ""
@@ -123,4 +123,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in PACKAGES:
         print("usage: python -m jppo.forecast.compilers gpu|tpu", file=sys.stderr)
         sys.exit(2)
-    install(sys.argv[1])
+    install_compiler(sys.argv[1])

@@ -77,7 +77,7 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """An HLO module."""
 
     entry: str
@@ -170,7 +170,7 @@ class Program:
 WRAPS = ("fusion", "async-start", "call")
 
 
-def parse(text: str, share: float = 1.0) -> Program:
+def parse_hlo(text: str, share: float = 1.0) -> HloProgram:
     """Parses a module's text; raises ValueError if it has no entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     here: dict[str, Instruction] | None = None
@@ -186,7 +186,7 @@ def parse(text: str, share: float = 1.0) -> Program:
             here[one.name] = one
     if entry is None:
         raise ValueError(f"no ENTRY in {len(text)} characters of HLO")
-    return Program(entry, computations, share)
+    return HloProgram(entry, computations, share)
 
 
 def _instruction(line: str) -> Instruction | None:

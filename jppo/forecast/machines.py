@@ -141,7 +141,7 @@ def known() -> str:
     )
 
 
-def parse(name: str) -> Machine:
+def parse_machine(name: str) -> Machine:
     """Parses a machine's name; raises UserError with the known ones."""
     found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w\-]*)", name.strip())
     counts = [int(n) for n in found.groups()[:2] if n] if found else []

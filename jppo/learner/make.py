@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
-from jppo.learner import compiler, offloading, optim, packing, ppo, score, sharding, state, step, update, warmup
-from jppo.learner.mesh_checks import require_divisible
+from jppo.learner import offloading, optim, packing, ppo, score, sharding, state, step, update, warmup
 from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
-from jppo.learner.optimizers import make_optimizer
 from jppo.learner.plan import batch_shape, most_sequences, packing_kind, plan_of_run, shared_prompts
-from jppo.learner.recipe import make_recipe
-from jppo.models import embedding, experts, fused, offload, sequence_parallel
+from jppo.learner.recipe import make_optimizer, make_recipe
+from jppo.models import embedding, experts, fused, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora, Weights
@@ -93,7 +91,7 @@ def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str |
 
 def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
     """Makes the transformer of `cfg` with activations sharded over the mesh as the rows are."""
-    require_divisible(cfg, mesh)
+    sharding.require_divisible(cfg, mesh)
     kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
         cfg,
@@ -160,8 +158,8 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
     """Offloads the model to the host if asked; a `shared` base stays where its owner put it."""
     if not offloaded:
         return trained
-    base = trained.base if shared else offload.to_host(trained.base)
-    return dataclasses.replace(trained, learned=offload.to_host(trained.learned), base=base)
+    base = trained.base if shared else placing.to_host(trained.base)
+    return dataclasses.replace(trained, learned=placing.to_host(trained.learned), base=base)
 
 
 def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
@@ -181,7 +179,7 @@ def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recip
         temperature=c.rollout.temperature,
         chunk_tokens=chunk_tokens(c.model, policy[1]),
         mesh=mesh,
-        options=compiler.options(mesh, c.model.compiler_options),
+        options=sharding.compiler_options(mesh, c.model.compiler_options),
     )
     return recipe, passes
 
@@ -257,8 +255,8 @@ def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, ke
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(policy.learned)
 
     def apart(x: jax.Array) -> jax.Array:  # one array on the devices at a time
-        copy: jax.Array = offload.to_device(x).copy()
-        return offload.to_host(copy) if c.ref.param_offload else copy
+        copy: jax.Array = placing.to_device(x).copy()
+        return placing.to_host(copy) if c.ref.param_offload else copy
 
     return jax.tree.map(apart, policy.learned)
 
@@ -272,7 +270,7 @@ def make_descent(
     apply = make_apply(section, tx, trained.what, places, total_steps)
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
-    opt = offload.to_host(opt) if section.optimizer_offload else opt
+    opt = placing.to_host(opt) if section.optimizer_offload else opt
     exchange = update.make_exchange(trained.what.shardings)
     return ppo.ModelUpdate(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
 

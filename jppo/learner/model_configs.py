@@ -2,7 +2,10 @@
 
 import dataclasses
 
+from jax.sharding import Mesh
+
 from jppo.learner.recipe import make_estimator
+from jppo.learner.sharding import require_divisible
 from jppo.models import hf, lora
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
@@ -44,6 +47,13 @@ def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConf
             f" has {reference.vocab_size}; use a model with that vocab_size"
         )
     return policy, critic, reference
+
+
+def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
+    """Runs `require_divisible` for every model of a run, before a server starts."""
+    for cfg in (inputs.policy, inputs.critic, inputs.reference):
+        if cfg is not None:
+            require_divisible(cfg, mesh)
 
 
 def critic_path(c: Settings) -> str:

@@ -8,7 +8,7 @@ import jax
 
 from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.ppo import Recipe
-from jppo.models import offload
+from jppo.models import placing
 from jppo.settings import Common, Settings, UserError
 
 SETTINGS = {
@@ -21,7 +21,7 @@ SETTINGS = {
 }
 
 
-def asked(c: Common) -> list[str]:
+def offloaded_parts(c: Common) -> list[str]:
     """Returns the parts to offload, named as in SETTINGS."""
     there = {part: getattr(c, section, None) for part, (section, _) in SETTINGS.items()}
     return [part for part, (_, leaf) in SETTINGS.items() if there[part] is not None and getattr(there[part], leaf)]
@@ -29,18 +29,18 @@ def asked(c: Common) -> list[str]:
 
 def require_host(c: Common, device: jax.Device) -> None:
     """Raises UserError where a part is to be offloaded and the devices have no host memory kind."""
-    for part in asked(c):
-        if offload.host_kind(device) is None:
+    for part in offloaded_parts(c):
+        if placing.host_kind(device) is None:
             known = ", ".join(memory.kind for memory in device.addressable_memories())
             raise UserError(
                 f"{'.'.join(SETTINGS[part])}=True: {device.device_kind} has no memory of the host to copy from"
-                f" ({offload.KINDS[0]}), only {known}; leave it at False"
+                f" ({placing.KINDS[0]}), only {known}; leave it at False"
             )
 
 
-def introduce(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str | None:
+def describe_offload(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str | None:
     """Returns a line on the offloaded parts; None without any. `inputs` of PPO tell which parts exist."""
-    parts = asked(c)
+    parts = offloaded_parts(c)
     if inputs is not None and inputs.critic is None:
         parts = [part for part in parts if not part.startswith("critic")]
     if inputs is not None and inputs.reference is None:
@@ -48,7 +48,7 @@ def introduce(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str
     if not parts:
         return None
     same = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
-    return f"offloaded to {offload.host_kind(device)} memory between their uses: {', '.join(parts)}{same}"
+    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(parts)}{same}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import optax
 from optax import GradientTransformationExtraArgs as Transformation
 from optax import contrib
 
-from jppo.models import offload
+from jppo.models import placing
 from jppo.types import Array, Params
 
 Chain = Callable[[Any], optax.GradientTransformation]  # learning rate -> optimizer
@@ -272,6 +272,6 @@ def begun_anew(opt: Any, params: Params) -> Any:
     if not isinstance(opt, Master):
         return opt
     master = jax.tree.map(
-        lambda p, old: jax.device_put(offload.to_device(p).astype(old.dtype), old.sharding), params, opt.master
+        lambda p, old: jax.device_put(placing.to_device(p).astype(old.dtype), old.sharding), params, opt.master
     )
     return opt._replace(master=master)

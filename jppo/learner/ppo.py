@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
-from jppo.learner import batch, correct, estimate, metric_sums, score, sharding, update
-from jppo.models import offload, placing
+from jppo.learner import batch, correct, estimate, score, sharding, update
+from jppo.models import placing, router
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Batch, Counts, Params, Rows
@@ -194,7 +194,7 @@ def with_old_logprob(
     """Adds the old log-probs: the trainer's, with their entropy, or the engine's with `bypass`."""
     if recipe.bypass:
         return dataclasses.replace(data, old_logprob=data.rollout_logprob)
-    policy = offload.to_device(policy)
+    policy = placing.to_device(policy)
     old = score.Scores(*_over_rows(lambda rows: passes.logprob(policy, rows), data, micros))
     return dataclasses.replace(
         data,
@@ -215,7 +215,7 @@ def with_reference(
     """Adds the reference's log-probs, or the exact KL to it, if a KL needs them."""
     if passes.reference is None or reference is None:
         return data
-    run, models = passes.reference, offload.to_device((reference, recipe.in_reward(policy)))
+    run, models = passes.reference, placing.to_device((reference, recipe.in_reward(policy)))
     ref_logprob, exact_kl = _over_rows(lambda rows: run(*models, rows), data, micros)
     return dataclasses.replace(data, ref_logprob=ref_logprob, exact_kl=exact_kl)
 
@@ -224,7 +224,7 @@ def with_values(passes: Passes, data: Batch, micros: Sequence[batch.Micro], valu
     """Adds the critic's value of every state, if there is a critic."""
     if passes.value is None:
         return data
-    run, value = passes.value, offload.to_device(value)
+    run, value = passes.value, placing.to_device(value)
     (values,) = _over_rows(lambda rows: (run(value, rows),), data, micros)
     return dataclasses.replace(data, value=values)
 
@@ -246,8 +246,8 @@ def descend(
     Offloaded arrays are moved to the devices: the models for the whole update, the optimizer state for its steps.
     """
     before, history = params, []
-    base, further = offload.to_device((how.base, further))
-    params = offload.take(params)
+    base, further = placing.to_device((how.base, further))
+    params = placing.take(params)
     for mini in minis:
         counts = how.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
         carry, sums = how.zeros(), list[Any]()
@@ -257,9 +257,25 @@ def descend(
             jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
             sums.append(part)
         carry = carry if how.exchange is None else how.exchange(carry)
-        params, stepped, stats = how.apply(params, offload.take(opt), carry, step, np.bool_(mini.learns))
-        opt = offload.put_back(stepped, opt)
+        params, stepped, stats = how.apply(params, placing.take(opt), carry, step, np.bool_(mini.learns))
+        opt = placing.put_back(stepped, opt)
         history.append((sums, jax.block_until_ready(stats)))
         del carry, stepped  # frees them before the next ones exist
-    params = jax.block_until_ready(offload.put_back(params, before))
-    return params, opt, metric_sums.of_update(jax.device_get(history), how.name)
+    params = jax.block_until_ready(placing.put_back(params, before))
+    return params, opt, update_metrics(jax.device_get(history), how.name)
+
+
+def update_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: str) -> dict[str, float]:
+    """Sums metrics over micro-batches, except extremes (`_max`, `_min`), and averages them over mini-batches."""
+    minis = []
+    for sums, stats in history:
+        total = {key: sum(part[key] for part in sums) for key in sums[0] if not key.endswith(("_max", "_min"))}
+        extremes = router.load_metrics(total.pop(router.LOAD)) if router.LOAD in total else {}
+        mini = {key: float(value) for key, value in total.items()} | extremes
+        mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
+        mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}
+        minis.append(mini | {f"{name}/{key}": float(value) for key, value in stats.items()})
+    out = {key: float(np.mean([mini[key] for mini in minis])) for key in minis[0]}
+    out |= {key: max(mini[key] for mini in minis) for key in out if key.endswith("_max")}
+    out |= {key: min(mini[key] for mini in minis) for key in out if key.endswith("_min")}
+    return out

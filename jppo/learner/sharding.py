@@ -1,4 +1,4 @@
-"""The device mesh, and the rules from logical axes to mesh axes."""
+"""The device mesh: rules from logical axes to mesh axes, compiler options, and checks that it suits a model."""
 
 import itertools
 import math
@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jppo.learner import optim
 from jppo.models import placing
+from jppo.models.config import ModelConfig
 from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.sequence_parallel import ROWS as ROW_AXES
 from jppo.settings import UserError
@@ -35,6 +36,14 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "experts": (EXPERT,),
     "norm": (),
     None: (),
+}
+
+# Compiler options of the passes by platform, after compilers' forecasts, not measured. On GPUs a lower threshold for
+# combining reduce-scatters gained nothing.
+_COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    # XLA would write a product with a gathered kernel as a loop over its shards, with operands read from HBM in each
+    # iteration: log-probs of a 7B model on v6e-16 moved 270 GiB that way, 51 GiB without it.
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
 }
 
 
@@ -182,3 +191,40 @@ def constrain_to_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
         return out
 
     return constrain
+
+
+def compiler_options(mesh: Mesh, kind: str) -> dict[str, Any] | None:
+    """Returns the compiler options of passes for the mesh's platform if `kind` is 'auto', or None."""
+    return _COMPILER_OPTIONS.get(platform(mesh)) if kind == "auto" else None
+
+
+def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
+    """Raises UserError with the valid sizes where the mesh cannot shard heads, MLP, experts or width.
+
+    Padding makes the vocabulary divisible; key/value heads are repeated.
+    """
+    tensor, sequence, expert = (mesh.shape[axis] for axis in ("tensor", "sequence", "expert"))
+    if cfg.delta is not None and sequence > 1:
+        raise UserError(
+            f"mesh.sequence={sequence}: the states of a {cfg.family} model's gated delta nets are not passed between"
+            " the devices that share a row; use mesh.sequence=1"
+        )
+    H, D = cfg.num_heads, cfg.hidden_size
+    model = f"of the {cfg.family} model"
+    for F in cfg.mlp_widths:
+        if H % tensor or F % tensor:
+            said = f"the {H} attention heads and the MLP's width of {F} {model}"
+            _refuse(f"mesh.tensor={tensor}", said, math.gcd(H, F))
+    if (H // tensor) % sequence:
+        rest = f" that are left by mesh.tensor={tensor}" if tensor > 1 else ""
+        _refuse(f"mesh.sequence={sequence}", f"the {H // tensor} attention heads {model}{rest}", H // tensor)
+    if cfg.experts is not None and cfg.experts.count % expert:
+        _refuse(f"mesh.expert={expert}", f"the {cfg.experts.count} experts {model}", cfg.experts.count)
+    if D % math.prod(mesh.shape[axis] for axis in COLUMNS):
+        named = [f"mesh.{axis}={mesh.shape[axis]}" for axis in COLUMNS if axis == "fsdp" or mesh.shape[axis] > 1]
+        _refuse(" times ".join(named), f"the width of {D} {model}", D)
+
+
+def _refuse(said: str, what: str, size: int) -> None:
+    fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
+    raise UserError(f"{said} must divide {what}; {', '.join(fitting)} would")

@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
-from jppo.models import hf, lora, offload, params, placing
+from jppo.models import hf, lora, params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
@@ -105,7 +105,7 @@ def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
     """Initialises the optimizer's state in its shards; returns also its shardings."""
     places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
-    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(offload.to_device(values)), places
+    return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(placing.to_device(values)), places
 
 
 def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
@@ -122,7 +122,7 @@ def portable(now: TrainState, spare: Spare) -> TrainState:
     """Returns the state without mesh padding, so that it fits any mesh."""
 
     def cut(x: jax.Array, n: int) -> jax.Array:
-        return offload.to_device(x)[: x.shape[0] - n] if n else x
+        return placing.to_device(x)[: x.shape[0] - n] if n else x
 
     fields = {name: jax.tree.map(cut, getattr(now, name), rows) for name, rows in spare.items()}
     return dataclasses.replace(now, **fields)

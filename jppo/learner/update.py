@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jppo.algorithms import hl_gauss, losses
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.learner import metric_sums, sharding
+from jppo.learner import sharding
 from jppo.learner.optim import descend
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.models.lora import Base, Weights, join
@@ -155,6 +155,12 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
     return loss
 
 
+def combine_groups(name: str, each: Array) -> Array:
+    """Combines a metric of each group of devices: its sum, except of extremes (`_max`, `_min`)."""
+    reduce = jnp.max if name.endswith("_max") else jnp.min if name.endswith("_min") else jnp.sum
+    return reduce(each, axis=0)
+
+
 def groups_of(mesh: Mesh) -> int:
     """Returns how many groups of devices along `data` sum gradients separately; 1: sums are exchanged at once.
 
@@ -197,7 +203,7 @@ def make_accumulate(
             with divided(GROUPS):
                 found = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
             (new_loss, sums), new = found
-            new_loss, sums = jnp.sum(new_loss), {name: metric_sums.of_groups(name, each) for name, each in sums.items()}
+            new_loss, sums = jnp.sum(new_loss), {name: combine_groups(name, each) for name, each in sums.items()}
         return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
 
     return jax.jit(accumulate, donate_argnums=2, compiler_options=options)

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jppo.learner import batch, packing, ppo, sharding
-from jppo.models import offload, placing
+from jppo.models import placing
 from jppo.models.lora import Weights, join
 from jppo.types import Counts, Params, TrainState
 
@@ -42,7 +42,7 @@ def compile_all(
     rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
     for one in rows:
         micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
-        passes.logprob(offload.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
+        passes.logprob(placing.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
         data = ppo.with_old_logprob(passes, recipe, data, micros, whole)
         data = ppo.with_reference(passes, recipe, data, micros, whole, reference)
         data = ppo.with_values(passes, data, micros, judge)
@@ -54,9 +54,9 @@ def compile_all(
     for one in rows:
         micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))
         for descent, learned, _, further in descents:
-            models = offload.to_device((learned, descent.base, further))
+            models = placing.to_device((learned, descent.base, further))
             whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
             jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))
     for descent, learned, opt, _ in descents:
         carry = descent.zeros() if descent.exchange is None else descent.exchange(descent.zeros())
-        descent.apply.lower(*offload.shapes((learned, opt)), carry, now.step, np.True_).compile()
+        descent.apply.lower(*placing.on_device_shapes((learned, opt)), carry, now.step, np.True_).compile()

@@ -230,7 +230,7 @@ class ModelConfig:
     @property
     def groups(self) -> tuple[Group, ...]:
         """Returns the scans over the layers."""
-        return layer_groups.groups(self.layer_modules)
+        return layer_groups.layer_groups(self.layer_modules)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:

@@ -39,7 +39,7 @@ _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by o
 _PREFIX = re.compile(r"^model\.language_model\.")  # in Qwen3.5's text models, saved from one that reads pictures
 
 
-def resolve(path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
+def resolve_directory(path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
     """Returns a model's local directory: `path` itself, or the hub's copy under that name, with `further` files."""
     directory = expanded(path)
     if directory.is_dir():
@@ -63,7 +63,7 @@ def resolve(path: str | os.PathLike[str], *, weights: bool, further: Sequence[st
 
 def read_config(path: str | os.PathLike[str], *, longest: int | None = None) -> tuple[dict[str, Any], ModelConfig]:
     """Reads a model's config.json, parsed, and as ModelConfig for rows of up to `longest` tokens."""
-    file = resolve(path, weights=False) / "config.json"
+    file = resolve_directory(path, weights=False) / "config.json"
     if not file.is_file():
         raise UserError(f"{file} is missing; a model directory must hold it")
     try:
@@ -115,7 +115,7 @@ def _find(
     path: str | os.PathLike[str], cfg: ModelConfig, head: Head
 ) -> tuple[tuple[Entry, ...], dict[str, tensorfile.Slot]]:
     """Finds the parameters that the checkpoint holds (not a new score), and their places."""
-    directory = resolve(path, weights=True)
+    directory = resolve_directory(path, weights=True)
     stored = _renamed(cfg, tensorfile.unpacked(tensorfile.slots(directory)))
     unread = {name for name in stored if _BUFFERS.match(name) or name.startswith(cfg.unread_names)}
     slots = {name: slot for name, slot in stored.items() if name not in unread}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jppo.models import hf, lora, offload, params, placing, tensorfile
+from jppo.models import hf, lora, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.types import Params
@@ -166,7 +166,7 @@ def _save(
     changes: Mapping[str, Any],
     max_shard_bytes: int,
 ) -> None:
-    origin = hf.resolve(source, weights=False)
+    origin = hf.resolve_directory(source, weights=False)
     config, _ = hf.read_config(origin)
     with in_place_of(out) as tmp:
         stale = {"torch_dtype", "tie_word_embeddings", "quantization_config"}  # rewritten, or no longer true
@@ -186,7 +186,7 @@ def adapter_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the learned weights of a model with adapters, under peft's names."""
     for entry in lora.table(cfg, spec, head=head):
-        array = offload.to_device(params.get(learned, entry.path))
+        array = placing.to_device(params.get(learned, entry.path))
         for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
             yield name, placing.fetch(_export(array, None, at, entry=entry, dtype=np.dtype(array.dtype)))
 

@@ -62,7 +62,7 @@ class Stack:
 Group = tuple[Stack, ...]  # stacks of one scan, whose layers take turns
 
 
-def groups(layer_modules: tuple[LayerModules, ...]) -> tuple[Group, ...]:
+def layer_groups(layer_modules: tuple[LayerModules, ...]) -> tuple[Group, ...]:
     """Returns the scans of a model: one over the periods of a repeated pattern, else one for each run of equal layers.
 
     The parameters are in `layers` if all layers are alike, in `layers/0`, `layers/1`, ... by their place in the period,

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.models import offload, params
+from jppo.models import params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.layer_groups import Stack
 from jppo.models.params import Entry, Head
@@ -205,11 +205,11 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
 def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Returns the parameter of `entry` on its devices, and its adapter with B times its scale, or None."""
     if not isinstance(model, Adapted):
-        return offload.to_device(params.get(model, entry.path)), None
+        return placing.to_device(params.get(model, entry.path)), None
     known = model.learned if entry.path[0] in model.learned else model.base.params
-    beside = offload.to_device(find(model.learned[COLLECTION], _module(entry.path)))
+    beside = placing.to_device(find(model.learned[COLLECTION], _module(entry.path)))
     scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
-    return offload.to_device(params.get(known, entry.path)), scaled
+    return placing.to_device(params.get(known, entry.path)), scaled
 
 
 def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:

@@ -383,8 +383,3 @@ def get(params: Params, path: tuple[str, ...]) -> Any:
 def abstract(model: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
     """Returns `params` as shapes and dtypes: nothing is allocated."""
     return tree(table(model, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(param_dtype)))
-
-
-def logical_axes(model: ModelConfig, *, head: Head) -> dict[str, Any]:
-    """Returns `params` with a tuple of logical axis names in place of each array."""
-    return tree(table(model, head=head), lambda entry: entry.axes)

@@ -154,7 +154,7 @@ def nbytes(x: jax.ShapeDtypeStruct) -> int:
 
 def write(file: pathlib.Path, announced: Mapping[str, jax.ShapeDtypeStruct], tensors: Iterable[np.ndarray]) -> None:
     """Writes `tensors` as announced, in that order, holding one at a time."""
-    head = tensorheader.head((name, x.dtype.name, x.shape, nbytes(x)) for name, x in announced.items())
+    head = tensorheader.make_header((name, x.dtype.name, x.shape, nbytes(x)) for name, x in announced.items())
     with file.open("wb") as f:
         f.write(head)
         for (name, x), tensor in zip(announced.items(), tensors, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.settings import Settings, UserError
 
 REMATS = ("none", "dots", "attention", "full")  # in order of recomputation
@@ -41,7 +41,7 @@ def candidates(c: Settings) -> Iterator[dict[str, Any]]:
         yield dict(zip(NAMES, (remats[-1], size), strict=True))
 
 
-def arguments(changes: dict[str, Any]) -> str:
+def as_arguments(changes: dict[str, Any]) -> str:
     """Formats settings as command-line arguments."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
@@ -51,7 +51,7 @@ def first(c: Settings) -> Settings:
     return settings.changed(c, next(candidates(c))) if asked(c) else c
 
 
-def choose(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
+def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
     """Returns the first candidate that fits; raises UserError if none does."""
     tried = 0
     for changes in candidates(c):
@@ -85,12 +85,12 @@ def settle(
 
     def decide() -> dict[str, Any]:
         path = run / "auto.json"
-        kept = atomic_file.read_json(path)
+        kept = durable_files.read_json(path)
         if kept.get("about") == about and set(kept.get("chosen") or ()) == set(NAMES):
             return dict(kept["chosen"])
-        found = choose(c, fits)
+        found = first_fitting(c, fits)
         if hosts.first:
-            atomic_file.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
+            durable_files.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
         return found
 
     changes = hosts.gather(decide)[0]

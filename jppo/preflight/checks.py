@@ -15,10 +15,10 @@ from jppo.errors import expanded
 from jppo.learner import sharding
 from jppo.learner.make import Learner, make_learner, make_mesh
 from jppo.models.params import Head
-from jppo.preflight import machine, memory, memory_budget, models_and_data, parity, preview, resources
+from jppo.preflight import machine, memory, memory_budget, models_and_data, preview, resources
 from jppo.preflight.described_machine import Request
 from jppo.preflight.finding import Check, Finding, examine
-from jppo.preflight.table import Executions
+from jppo.preflight.programs import Estimate, Executions
 from jppo.process import share_gpu
 from jppo.rollout.make import open_engine
 from jppo.rollout.publish import publish_base, publish_policy, published_dtype
@@ -54,14 +54,14 @@ class Read:
         return mesh
 
     @functools.cached_property
-    def estimate(self) -> tuple[list[str], memory.Estimate, list[memory_budget.MemoryBudget]]:
+    def estimate(self) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
         """The report's lines, the estimate, and needed against available memory."""
         return preview.here(self.c, self.inputs, self.mesh)
 
 
 def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
     """Yields the findings of `jppo.doctor` for a run by these settings; `server` starts one."""
-    first = list(of_machine(c))
+    first = list(machine_findings(c))
     yield from first
     with contextlib.ExitStack() as stack:
         yield from examine(doctor_checks(c, stack, server=server), failed=failures(first))
@@ -71,7 +71,7 @@ def dry_run(c: Settings, request: Request) -> str:
     """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
         return preview.dry_run(c, request)
-    read, found = Read(c), list(of_machine(c))
+    read, found = Read(c), list(machine_findings(c))
     text = preview.report_here(request, *read.estimate)
     with contextlib.ExitStack() as stack:
         found += examine(checks(read, stack, ask=False), failed=failures(found))
@@ -82,7 +82,7 @@ def dry_run_of_one_model(
     c: C,
     request: Request,
     prepare: Callable[[C, Request], T],
-    estimate: Callable[[C, T], tuple[memory.Estimate, int]],
+    estimate: Callable[[C, T], tuple[Estimate, int]],
     describe: Callable[[T, int], tuple[list[str], dict[str, int]]],
     *,
     head: Head,
@@ -96,7 +96,7 @@ def dry_run_of_one_model(
     found, micro_batches = estimate(c, task)
     lines, times = describe(task, micro_batches)
 
-    def again(other: C) -> memory.Estimate:
+    def again(other: C) -> Estimate:
         return estimate(other, prepare(other, request))[0]
 
     text = preview.of_estimate(c, request, task.mesh, lines, found, Executions(times), again)
@@ -107,7 +107,7 @@ def dry_run_of_one_model(
         stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, head, "optim")
         return room_on_disk(c, stored, memory.served(task.cfg, c.model.param_dtype))
 
-    return with_findings(text, [*machine.environment(None), *examine([*of_folder(c), Check("disk", disk)])])
+    return with_findings(text, [*machine.environment(None), *examine([*folder_checks(c), Check("disk", disk)])])
 
 
 def with_findings(text: str, found: Sequence[Finding]) -> str:
@@ -117,7 +117,7 @@ def with_findings(text: str, found: Sequence[Finding]) -> str:
     return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {good} OK", *lines]) + "\n"
 
 
-def of_machine(c: Settings) -> Iterator[Finding]:
+def machine_findings(c: Settings) -> Iterator[Finding]:
     """Checks programs, devices and protections; call it before JAX takes a device."""
     share_gpu(c)
     process.take_little()
@@ -135,7 +135,9 @@ def failures(found: Iterable[Finding]) -> list[str]:
 def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
     """Lists the checks of the dry run, and further ones that load weights or start a server, which `stack` stops."""
     read = Read(c)
-    compared = Check("parity", lambda: parity.check(c), needs=("model files",), limit_s=2 * parity.LIMIT_S)
+    compared = Check(
+        "parity", lambda: models_and_data.parity(c), needs=("model files",), limit_s=2 * models_and_data.PARITY_LIMIT_S
+    )
     return [*checks(read, stack, ask=True), compared, *(with_server(read, stack) if server else ())]
 
 
@@ -163,7 +165,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
     served = c.rollout.name != "inprocess"  # by a server with a port
     by_file = served and publish_via(c.rollout) == "file"
     return [
-        *of_folder(c),
+        *folder_checks(c),
         *([Check("server ports", lambda: resources.ports(c))] if served else []),
         Check("model files", lambda: models_and_data.models(c), limit_s=FETCH_S),
         Check("tokenizer", lambda: models_and_data.tokenizer(c), needs=("model files",)),
@@ -177,7 +179,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
     ]
 
 
-def of_folder(c: Common) -> list[Check]:
+def folder_checks(c: Common) -> list[Check]:
     """Lists the checks of the clock and the run folder, for every training command."""
     run = expanded(c.trainer.run_dir)
     return [

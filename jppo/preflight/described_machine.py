@@ -17,7 +17,7 @@ from jppo.forecast.machines import GIB, Machine
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.preflight import auto
-from jppo.preflight.memory import Estimate
+from jppo.preflight.programs import Estimate
 from jppo.settings import Common, Settings, UserError
 
 C = TypeVar("C", bound=Common)
@@ -49,7 +49,7 @@ class Request:
                 raise UserError(f"--json={self.json}: cannot be written: {e.strerror}; name another file") from e
 
 
-def read(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request:
+def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request:
     """Reads the command line's request; for a described machine, reruns the command where its compiler is installed."""
     name, rate = switches.get("machine", ""), switches.get("rollout_tokens_per_s", 0.0)
     if (name or switches.get("json") or rate) and not switches.get("dry_run"):
@@ -59,7 +59,7 @@ def read(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request
         raise UserError(
             f"--rollout_tokens_per_s={rate:g} must be above 0 and is for a described machine; add --machine"
         )
-    machine = machines.parse(name) if name else None
+    machine = machines.parse_machine(name) if name else None
     if machine is not None and not compilers.present(machine):
         compilers.rerun(machine, command, argv)
     return Request(machine, switches.get("json", ""), rate)
@@ -81,7 +81,7 @@ def capacity(c: Common, machine: Machine) -> tuple[int, str]:
     return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
 
 
-def fits(found: Estimate, room: int) -> bool:
+def estimate_fits(found: Estimate, room: int) -> bool:
     """Whether all programs compile and their peak fits."""
     return not found.refused and found.peak <= room
 
@@ -92,7 +92,7 @@ def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C]
     `estimate` compiles the run with other settings; it returns None for invalid ones.
     """
     room, _ = capacity(c, machine)
-    if fits(found, room):
+    if estimate_fits(found, room):
         return
     if found.refused:
         what = f"{found.refused[0].name} is refused by the compiler: {found.refused[0].account.error}"  # type: ignore[union-attr]
@@ -100,8 +100,8 @@ def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C]
         what = f"{found.worst.name} takes {found.peak / GIB:.1f} GiB of each device's {room / GIB:.1f}"
     for changes in remedies(c):
         tried = estimate(settings.changed(c, changes))
-        if tried is not None and fits(tried, room):
-            said = auto.arguments(changes)
+        if tried is not None and estimate_fits(tried, room):
+            said = auto.as_arguments(changes)
             raise UserError(f"{machine.name}: {what}; {said} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
         f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"

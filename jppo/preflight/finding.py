@@ -112,7 +112,7 @@ def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> F
     return Finding(about, verdict, found, "" if verdict == "OK" else remedy)
 
 
-def report(found: Iterable[Finding], console: rich.console.Console) -> int:
+def print_findings(found: Iterable[Finding], console: rich.console.Console) -> int:
     """Prints findings as they come, and the result; returns the exit code."""
     failed = 0
     for finding in found:

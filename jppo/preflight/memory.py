@@ -16,14 +16,16 @@ import jax.numpy as jnp
 
 from jppo.learner import offloading, packing, ppo, sharding, state, update
 from jppo.learner.make import Trained, make_apply, make_passes, shares_trunk
-from jppo.learner.optimizers import make_optimizer
 from jppo.learner.plan import plan_of_run
+from jppo.learner.recipe import make_optimizer
 from jppo.models import cost, hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
-from jppo.preflight.inprocess_engine import own_engine
-from jppo.preflight.program_memory import Estimate, ProgramMemory, account, global_size, size
+from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
+from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
+from jppo.rollout.make import inprocess_settings
+from jppo.rollout.protocol import greedy
 from jppo.run.inputs import Inputs
 from jppo.settings import Common, Optimizer, Settings, Supervised, optimizers
 from jppo.types import Counts, Params, Rows, Scored
@@ -57,7 +59,7 @@ def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora
     return Trained(what, state.abstract(what), Base(stays, adapters.scale))
 
 
-def rows_of(shape: tuple[int, ...], mesh: Any, experts: tuple[int, int] | None = None) -> Rows:
+def abstract_rows(shape: tuple[int, ...], mesh: Any, experts: tuple[int, int] | None = None) -> Rows:
     """Makes abstract rows of that shape; `experts` as in `packing.Plan`."""
     place = sharding.rows_sharding(mesh)
     found: Rows = jax.tree.map(
@@ -123,7 +125,7 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
     reference, own_reference = _reference(c, inputs, mesh, policy)
     plan = plan_of_run(c, mesh, inputs.policy)
     shapes = largest(plan)
-    rows = [rows_of(shape, mesh, plan.experts) for shape in shapes]
+    rows = [abstract_rows(shape, mesh, plan.experts) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
     own = dict(shared_trunk=shares_trunk(c, inputs), own_reference=own_reference)
@@ -150,7 +152,7 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
         parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
     if own_reference:
         parts["reference"] = size(reference)
-    host = {name: parts.pop(name) for name in offloading.asked(c) if name in parts}
+    host = {name: parts.pop(name) for name in offloading.offloaded_parts(c) if name in parts}
     # The rows of scoring, and two micro-batches of an update: one in use, one being transferred.
     parts["batch"] = (size(rows[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
     return Estimate(parts, tuple(moments), host)
@@ -169,7 +171,7 @@ def of_one_model(
     optimizer = {"its optimizer": size(opt)}
     there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
     model = size((trained.learned, trained.base))
-    batch = 2 * max(size(rows_of(rows.inputs.shape, mesh)) for rows in packed)
+    batch = 2 * max(size(abstract_rows(rows.inputs.shape, mesh)) for rows in packed)
     return Estimate({"model": model, **further, **there, "batch": batch}, tuple(moments), away)
 
 
@@ -254,3 +256,43 @@ def _scoring(
 def served(cfg: ModelConfig, dtype: str) -> int:
     """Returns the bytes of the policy's tensors in a server or in a published file."""
     return sum(math.prod(shape) for shape in hf_write.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
+
+
+def own_engine(c: Settings, mesh: Any, *, brought: int) -> list[ProgramMemory]:
+    """Accounts for the in-process rollout engine: prefill of the largest prompts and decode, with cache and weights."""
+    s = inprocess_settings(c, mesh)
+    programs = make_programs(s, (0,), turns=TURNS)
+    model = _prepared(s, programs, sharding.own_part(mesh), c.model.param_dtype)
+    slots = _slots(s)
+    held = size((model, slots))
+    choice = jax.tree.map(_shape, choice_of(greedy(1)))
+    rows = jax.ShapeDtypeStruct((), "int32")
+    prompt_shape = max(s.prompt_shapes, key=math.prod)
+    prompts = jax.tree.map(_shape, filling(s.rows, prompt_shape))
+    advance = programs.advance_cut if s.cut else programs.advance
+    found = [
+        account("prefill", 0, programs.fill, model, slots, *prompts, brought=brought),
+        account("decode, a token", 0, advance, model, slots, choice, rows, brought=brought),
+    ]
+    return [one.beside(held) for one in found]
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _slots(s: InprocessSettings) -> Any:
+    """Returns the active rows' shapes."""
+    empty, places = make_empty(s)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(empty), places
+    )
+
+
+def _prepared(s: InprocessSettings, programs: Any, mesh: Any, param_dtype: str) -> Any:
+    """Returns the shapes of the engine's weights, sharded by XLA."""
+    weights = state.abstract(state.weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
+    done = programs.prepare.lower(weights).compile()
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), done.out_info, done.output_shardings
+    )

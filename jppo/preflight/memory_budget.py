@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jppo.forecast.machines import Machine
 from jppo.learner import devices, sharding
 from jppo.preflight import described_machine, memory
-from jppo.preflight.memory import Estimate
+from jppo.preflight.programs import Estimate
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs
 from jppo.settings import Common, Settings
@@ -48,8 +48,8 @@ def device_parts(found: Estimate) -> dict[str, int]:
     return {about: count for about, count in parts.items() if count}
 
 
-def of_machine(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
-    """Returns the budgets of devices and host; on a CPU they are one."""
+def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
+    """Returns the rooms of devices and host; on a CPU they are one."""
     parts = device_parts(found)
     device, taken, free = mesh.devices.flat[0], devices.resident(), host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
@@ -104,8 +104,8 @@ def of_servers(c: Settings, inputs: Inputs, mesh: Any) -> MemoryBudget | None:
     return MemoryBudget(f"{name}'s share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
 
 
-def table(room: MemoryBudget) -> list[str]:
-    """Formats a budget, its sum and its verdict last."""
+def budget_lines(room: MemoryBudget) -> list[str]:
+    """Formats a room, its sum and its verdict last."""
     widest = max(len(about) for about in room.parts)
     lines = [f"memory of {room.where}, MiB"]
     lines += [f"  {about:<{widest}}  {count / MIB:>10,.0f}" for about, count in room.parts.items()]

@@ -1,4 +1,4 @@
-"""The worker process of `parity.py`: transformers' log-probs of a few tokens.
+"""The worker process of the check `parity`: transformers' log-probs of a few tokens.
 
     python -m jppo.preflight.parity_worker DIRECTORY ID ID ...
 

@@ -18,12 +18,19 @@ from jppo.learner import packing, ppo, update
 from jppo.learner.make import make_passes
 from jppo.learner.plan import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
 from jppo.preflight import auto, described_machine, memory, memory_budget
-from jppo.preflight import table as forecast
 from jppo.preflight.described_machine import Request
-from jppo.preflight.memory import Estimate
-from jppo.preflight.sampling_notes import describe_sampling, sampling_warnings
-from jppo.preflight.table import Executions
+from jppo.preflight.programs import (
+    Estimate,
+    Executions,
+    Outlook,
+    exchange_lines,
+    make_outlook,
+    program_lines,
+    report_dict,
+    step_lines,
+)
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
+from jppo.runlog.diagnosis import Alert
 from jppo.settings import Common, Settings
 from jppo.types import Prompt, Trajectory, given_text
 
@@ -109,7 +116,7 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     )
 
 
-def sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
+def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     """Returns the derived sizes of a PPO run as lines, and a step's work."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
     step = work(c, inputs, mesh)
@@ -143,10 +150,10 @@ def shapes(plan: packing.Plan) -> str:
 
 def look(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and its memory_budget."""
-    lines, step = sizes(c, inputs, mesh)
+    lines, step = derived_sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
     share = memory_budget.of_servers(c, inputs, mesh)
-    places = memory_budget.of_machine(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
+    places = memory_budget.machine_budgets(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
     return lines, found, [*places, *filter(None, [share])]
 
 
@@ -158,7 +165,7 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
 def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
-        return described_machine.fits(estimate(c, inputs, mesh), described_machine.capacity(c, machine)[0])
+        return described_machine.estimate_fits(estimate(c, inputs, mesh), described_machine.capacity(c, machine)[0])
     _, found, places = look(c, inputs, mesh)
     return not found.refused and all(place.verdict != "FAIL" for place in places)
 
@@ -167,20 +174,25 @@ def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = No
     """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
     if not auto.asked(c):
         return c, []
-    changes = auto.choose(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
+    changes = auto.first_fitting(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
     return settings.changed(c, changes), [f"chosen by memory {said}"]
 
 
-def report(
+def format_report(
     lines: Sequence[str],
     found: Estimate,
     places: Sequence[memory_budget.MemoryBudget],
-    outlook: forecast.Outlook | None = None,
+    outlook: Outlook | None = None,
 ) -> str:
     """Formats the report."""
-    blocks = [list(lines), forecast.table(found, outlook), forecast.exchanges(found), *map(memory_budget.table, places)]
-    blocks += [forecast.step(outlook)] if outlook is not None else []
+    blocks = [
+        list(lines),
+        program_lines(found, outlook),
+        exchange_lines(found),
+        *map(memory_budget.budget_lines, places),
+    ]
+    blocks += [step_lines(outlook)] if outlook is not None else []
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -195,8 +207,8 @@ def report_here(
     request: Request, lines: Sequence[str], found: Estimate, places: Sequence[memory_budget.MemoryBudget]
 ) -> str:
     """Formats the report for this machine; writes the file of --json."""
-    request.write(forecast.as_dict(found, None))
-    return report(lines, found, places)
+    request.write(report_dict(found, None))
+    return format_report(lines, found, places)
 
 
 def dry_run(c: Settings, request: Request = HERE) -> str:
@@ -208,7 +220,7 @@ def dry_run(c: Settings, request: Request = HERE) -> str:
     if request.machine is None:
         return report_here(request, *here(c, inputs, mesh))
     c, chosen = settled(c, inputs, mesh, request.machine)
-    lines, step = sizes(c, inputs, mesh)
+    lines, step = derived_sizes(c, inputs, mesh)
     lines += chosen
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
     again = functools.partial(estimate, inputs=inputs, mesh=mesh)
@@ -230,13 +242,45 @@ def of_estimate(
     """
     machine = request.machine
     if machine is None:
-        return report_here(request, lines, found, memory_budget.of_machine(found, mesh, host={}))
-    outlook = forecast.look(found, machine, mesh, executions, request.rollout_tokens_per_s)
-    request.write(forecast.as_dict(found, outlook))
-    text = report(
+        return report_here(request, lines, found, memory_budget.machine_budgets(found, mesh, host={}))
+    outlook = make_outlook(found, machine, mesh, executions, request.rollout_tokens_per_s)
+    request.write(report_dict(found, outlook))
+    text = format_report(
         [f"machine          {machine}", *lines], found, memory_budget.described_rooms(c, machine, found), outlook
     )
-    if not described_machine.fits(found, described_machine.capacity(c, machine)[0]):
+    if not described_machine.estimate_fits(found, described_machine.capacity(c, machine)[0]):
         print(escaped(text), end="", flush=True)
         described_machine.require_room(c, machine, found, estimate)
     return text
+
+
+def describe_sampling(c: Settings) -> str:
+    """Describes the sampling of training responses and what ends them."""
+    r = c.rollout
+    drawn = ", ".join([f"temperature {r.temperature:g}", *(f"{name} {x:g}" for name, x in settings.cuts(r).items())])
+    texts = " or ".join(map(repr, settings.stop_texts(r.stop)))
+    ends = [*([] if r.ignore_eos else ["an end token"]), *([texts] if texts else [])]
+    return f"{drawn}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
+
+
+def sampling_warnings(c: Settings, step: int = 0) -> list[Alert]:
+    """Returns warnings on the sampling settings, before the run does anything.
+
+    A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one. Importance
+    weights correct exactly this.
+    """
+    found = []
+    cut = ", ".join(f"rollout.{name}={value:g}" for name, value in settings.cuts(c.rollout).items())
+    if cut and (c.algorithm.old_logprob != "correction" or c.algorithm.rollout_is == "none"):
+        said = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
+        remedy = "set algorithm.old_logprob=correction with algorithm.rollout_is=token, or leave the cut to"
+        found.append(Alert(step, "sampling_cut", said, f"{remedy} rollout.val_kwargs"))
+    # In process, only the trainer can change the weights.
+    if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
+        said = (
+            f"rollout.max_kl_jump={c.rollout.max_kl_jump:g}: servers whose weights are changed in mid-run go unnoticed,"
+        )
+        remedy = "set algorithm.old_logprob=decoupled, or rollout.max_kl_jump=0 where nobody else reaches the servers"
+        why = "as algorithm.old_logprob=bypass computes no log-probs to compare theirs with"
+        found.append(Alert(step, "mismatch_unchecked", f"{said} {why}", remedy))
+    return found

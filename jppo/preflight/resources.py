@@ -15,7 +15,7 @@ from jppo.preflight.finding import GIB, Finding, Verdict
 from jppo.preflight.memory_budget import MemoryBudget
 from jppo.rollout.servers.process import check_ports
 from jppo.run.resume import require_own, require_resumable
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.make import require_loggers
 from jppo.settings import Common, Settings
@@ -153,7 +153,7 @@ def folder(c: Common) -> Iterator[Finding]:
 
 def changed_settings(file: pathlib.Path, c: Common) -> list[str]:
     """Returns settings of a run's config.json that differ from `c`, as name=theirs."""
-    theirs = settings.by_name(atomic_file.read_json(file))
+    theirs = settings.by_name(durable_files.read_json(file))
     if not theirs:
         return [f"{file.name} cannot be read"]
     ours = settings.by_name(json.loads(settings.dump(c)))

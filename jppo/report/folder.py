@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.errors import expanded
-from jppo.runlog import atomic_file, logger
+from jppo.runlog import durable_files, logger
 from jppo.settings import UserError
 
 SERVER_HEAD = 65_536  # bytes of a server's log that contain its version
@@ -115,7 +115,7 @@ def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         notes.append("no config.json: no settings, and no planned number of steps")
         return None
-    if not (found := atomic_file.read_json(path)):
+    if not (found := durable_files.read_json(path)):
         notes.append("config.json cannot be read: no settings, and no planned number of steps")
     return found or None
 

@@ -5,7 +5,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,12 @@ LEVELS = 12  # up to this many distinct scores are listed; more are binned
 BINS = 20
 TEXT = 20_000  # characters kept of a text
 RATIO = 6.0  # assumed compression of texts, until some are packed
+QUANTITIES = ("reward", "value", "advantage", "log_ratio_engine", "log_ratio_reference")
+TOKENS = 5_000  # kept of a response, half of them from its end
+TOKEN_RATIO = 4.0  # assumed compression of a file of token records
 
 
-def choose(files: Sequence[SampleFile]) -> list[SampleFile]:
+def files_read(files: Sequence[SampleFile]) -> list[SampleFile]:
     """Returns the files that are read."""
     return [f for kind, most in FILES.items() for f in evenly([f for f in files if f.kind == kind], most)]
 
@@ -47,7 +50,7 @@ def read_samples(
     return entries
 
 
-def told(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:
+def samples_left_out(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:
     """Describes the samples that the report omits; None if it has all."""
     rows, kept = sum(e["of"] for e in entries), sum(e["kept"] for e in entries)
     if len(entries) == len(files) and rows == kept:
@@ -70,7 +73,7 @@ def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) ->
     for row in rows:
         if not groups or before is None or row.get("uid") != before:
             groups.append([])
-        groups[-1].append(compact(cut(row)))
+        groups[-1].append(compact(shortened(row)))
         before = row.get("uid")
         if "token_record" in row:
             recorded.add(len(groups) - 1)
@@ -81,7 +84,7 @@ def fit(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) ->
         others = evenly([i for i in range(len(groups)) if i not in recorded], count - len(first))
         kept = [text for i in sorted([*first, *others]) for text in groups[i]]
         text = f"[{','.join(kept)}]"
-        packed = pack(text)
+        packed = deflate(text)
         if len(packed) <= budget:
             return len(kept), packed, len(text) / len(packed)
         count = min(count - 1, int(0.95 * count * budget / len(packed)))
@@ -93,20 +96,20 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def pack(text: str) -> str:
+def deflate(text: str) -> str:
     """Returns the text deflated in base64, as the page's `unpack` reads it."""
     return base64.b64encode(zlib.compress(text.encode("ascii"))).decode()
 
 
-def cut(value: Any) -> Any:
+def shortened(value: Any) -> Any:
     """Returns the value for JSON, with long texts cut in the middle."""
     if isinstance(value, str) and len(value) > TEXT:
         gone = len(value) - TEXT
         return f"{value[: TEXT // 2]}\n[… {gone:,} characters are left out here …]\n{value[-TEXT // 2 :]}"
     if isinstance(value, Mapping):
-        return {key: cut(inner) for key, inner in value.items()}
+        return {key: shortened(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [cut(inner) for inner in value]
+        return [shortened(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -128,7 +131,7 @@ def levels(scores: Sequence[float]) -> dict[str, Any]:
     return {"edges": [float(f"{e:.5g}") for e in edges]}
 
 
-def histogram(entries: Sequence[Mapping[str, Any]], rows: Mapping[str, Any]) -> dict[str, Any]:
+def score_histogram(entries: Sequence[Mapping[str, Any]], rows: Mapping[str, Any]) -> dict[str, Any]:
     """Counts a step's samples by `levels`, and those that could not be graded.
 
     Uses training samples, or test samples if there are no others.
@@ -148,3 +151,55 @@ def histogram(entries: Sequence[Mapping[str, Any]], rows: Mapping[str, Any]) -> 
         counts.append(found)
         ungraded.append(len(entry["scores"]) - len(graded))
     return {"kind": kind, "steps": steps, "counts": counts, "ungraded": ungraded}
+
+
+class Records(NamedTuple):
+    """The records of a step: the lines of their samples in its file, and the packed records."""
+
+    samples: list[int]
+    packed: str
+
+
+def read_records(files: Sequence[SampleFile], budget: int, notes: list[str]) -> dict[int, Records]:
+    """Returns the records of evenly spaced steps by step; `budget` is in characters of packed text, in total."""
+    size = sum(file.path.stat().st_size for file in files)
+    count = len(files) if size <= budget * TOKEN_RATIO else max(1, int(len(files) * budget * TOKEN_RATIO / size))
+    found: dict[int, Records] = {}
+    for file in reversed(evenly(files, count)):
+        lines = read_jsonl(file.path, notes, None)
+        rows = [row for row in map(record, lines) if row is not None]
+        if len(rows) < len(lines):
+            notes.append(f"{file.path.name}: {len(lines) - len(rows)} of {len(lines)} records are broken and left out")
+        packed = deflate(compact(rows))
+        if rows and len(packed) <= budget:
+            found[file.step] = Records([row["sample"] for row in rows], packed)
+            budget -= len(packed)
+    return found
+
+
+def record(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns a record as the page reads it, without the middle of a long response; None if it is broken."""
+    columns = {name: row[name] for name in ("pieces", "tokens", "trained", *QUANTITIES) if name in row}
+    pieces, sample = row.get("pieces"), row.get("sample")
+    if not isinstance(sample, int) or sample < 0 or not isinstance(pieces, list):
+        return None
+    if not all(isinstance(x, list) and len(x) == len(pieces) for x in columns.values()):
+        return None
+    if not all(isinstance(piece, str) for piece in pieces):
+        return None
+    gone = max(0, len(pieces) - TOKENS)
+    columns = {name: [*x[: TOKENS // 2], *x[gone + TOKENS // 2 :]] for name, x in columns.items()}
+    columns |= {name: [short_value(x) for x in columns[name]] for name in QUANTITIES if name in columns}
+    return {"sample": sample, "gone": gone} | columns
+
+
+def short_value(value: Any) -> Any:
+    """Returns a finite number with four digits, another value as text, None as it is."""
+    found = number(value)
+    return float(f"{found:.4g}") if found is not None else None if value is None else str(value)
+
+
+def tokens_left_out(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """Describes the records that the report omits; None if it has all."""
+    kept = sum(bool(entry["records"]) for entry in entries)
+    return None if kept == len(files) else f"{kept:,} of {len(files):,} files of token values are in this page"

@@ -36,10 +36,10 @@ def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
         one: dict[str, Any] = {"axis": axes.index(axis)}
         count = np.add.reduceat(finite, starts, dtype=np.int64)
         mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / np.maximum(count, 1)
-        one["mean"] = short(np.where(count, mean, np.nan))
+        one["mean"] = rounded(np.where(count, mean, np.nan))
         if width > 1:
             whole = np.where(finite, values, np.nan)
-            one["low"], one["high"] = (short(f.reduceat(whole, starts)) for f in (np.fmin, np.fmax))
+            one["low"], one["high"] = (rounded(f.reduceat(whole, starts)) for f in (np.fmin, np.fmax))
         series[name] = one
     return {"axes": axes, "series": dict(sorted(series.items())), "odd": odd}
 
@@ -73,7 +73,7 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
         "totals": totals,
         "steps": firsts.tolist(),
         "width": width,
-        "bars": {s: short(values) for s, values in drawn.items()},
+        "bars": {s: rounded(values) for s, values in drawn.items()},
     }
 
 
@@ -97,7 +97,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def short(values: np.ndarray) -> list[float | None]:
+def rounded(values: np.ndarray) -> list[float | None]:
     """Rounds to five digits, enough for a chart; None if non-finite."""
     return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]
 

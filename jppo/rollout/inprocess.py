@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 
-from jppo.models import offload
+from jppo.models import placing
 from jppo.models.lora import Weights
 from jppo.rollout import continuous_batching, conversations
 from jppo.rollout.continuous_batching import Batcher, InprocessSettings, Programs, choice_of, make_programs
@@ -65,7 +65,7 @@ class InprocessSampler(Sampler):
         """Sets the parameters to sample from, as `version`, valid until the caller donates them."""
         self.version, self._policy = version, policy
         if not self._compiled:
-            self._batcher(self._programs.prepare(offload.to_device(policy))).compile()
+            self._batcher(self._programs.prepare(placing.to_device(policy))).compile()
             self._compiled = True
 
     def start(
@@ -78,7 +78,7 @@ class InprocessSampler(Sampler):
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; blocks, because the devices are the trainer's."""
         self._check(prompts, sampling)
-        model = self._programs.prepare(offload.to_device(self._held()))
+        model = self._programs.prepare(placing.to_device(self._held()))
 
         async def generate() -> list[Trajectory]:
             batcher = self._batcher(model)

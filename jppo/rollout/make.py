@@ -27,7 +27,7 @@ from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.served_reference import ServedReference
-from jppo.settings import Rollout, Settings, UserError, ValKwargs, addresses, parts
+from jppo.settings import Rollout, Settings, UserError, ValKwargs, parts, texts
 from jppo.settings.rules_rollout import publish_via
 from jppo.types import Sampling
 
@@ -132,7 +132,7 @@ def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine
         require_routing(c)
         start = functools.partial(start_vllm, publish_host=r.publish_host)
     return start(
-        str(hf.resolve(c.model.path, weights=False)),
+        str(hf.resolve_directory(c.model.path, weights=False)),
         str(run),
         settings=server_settings(c),
         urls=attached(r.urls, hosts),
@@ -189,9 +189,9 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
 
 def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
     """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
-    place = addresses.place(urls)
+    place = texts.lookup_place(urls)
     if place is None:
-        return own_urls(hosts, addresses.listed(urls))
+        return own_urls(hosts, texts.split_urls(urls))
     if hosts.count > 1:
         raise UserError(
             f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"

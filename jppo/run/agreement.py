@@ -11,7 +11,7 @@ from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import batch, ppo
 from jppo.learner.make import Learner
-from jppo.models import offload, placing
+from jppo.models import placing
 from jppo.rollout.inprocess import InprocessSampler
 from jppo.rollout.make import Source, sampling
 from jppo.rollout.protocol import RolloutError, Sampler
@@ -147,7 +147,7 @@ class Match:
         """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
         if (last := self._last) is None:
             return
-        rows, passes, policy = last.device, learner.passes, offload.to_device(learner.policy(now))
+        rows, passes, policy = last.device, learner.passes, placing.to_device(learner.policy(now))
 
         def require(about: str, array: Array) -> None:
             if not np.isfinite(placing.fetch(array)[last.host.mask]).all():
@@ -155,7 +155,7 @@ class Match:
 
         require("log-probs of the policy", passes.logprob(policy, rows)[0])
         if passes.value is not None:
-            require("values of the critic", passes.value(offload.to_device(learner.value(now)), rows))
+            require("values of the critic", passes.value(placing.to_device(learner.value(now)), rows))
 
 
 def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:

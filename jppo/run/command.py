@@ -27,7 +27,7 @@ def run(
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, about or "", settings.config_of(kind), describes=True)
     c = settings.typed(config, kind)
-    request = described_machine.read(switches, name, argv)
+    request = described_machine.read_request(switches, name, argv)
     if switches["dry_run"]:
         print(settings.dump(c), flush=True)
         print(escaped(dry_run(c, request)), end="")

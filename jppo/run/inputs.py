@@ -9,7 +9,7 @@ from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import expanded
 from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models
-from jppo.learner.optimizers import require_optimizers
+from jppo.learner.recipe import require_optimizers
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.samples.make import prompts_per_batch

@@ -13,8 +13,7 @@ from jppo.errors import RunEnded
 from jppo.learner import devices
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.logger import Logger, Silent
-from jppo.runlog.profile import Profiler
-from jppo.runlog.timers import Timers
+from jppo.runlog.timers import Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.settings import Common, due
 from jppo.types import TrainState

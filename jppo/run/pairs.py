@@ -14,7 +14,7 @@ import numpy as np
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, packing, ppo, sharding
-from jppo.models import cost, offload, placing
+from jppo.models import cost, placing
 from jppo.models.params import Head
 from jppo.preflight import memory, preview
 from jppo.preflight.checks import dry_run_of_one_model
@@ -112,7 +112,7 @@ def read(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
 
 def scored(task: Task, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
-    base, params = offload.to_device((model.base, params))
+    base, params = placing.to_device((model.base, params))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
     found = placing.put(np.zeros(2 * pairs, np.float32), whole)
     for one in rows:
@@ -148,7 +148,7 @@ def estimate(c: Paired, task: Task) -> tuple[memory.Estimate, int]:
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
     shapes, lm = memory.largest(plan), task.head == "lm"
-    rows = [memory.rows_of(shape, mesh) for shape in shapes]
+    rows = [memory.abstract_rows(shape, mesh) for shape in shapes]
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
     flop, needed = (
         [memory.useful(c, task.cfg, shape, task.adapters, head=lm, count=of) for shape in shapes]

@@ -21,10 +21,10 @@ from jppo.learner.step import scalar
 from jppo.rewards.reward_sum import RewardSum
 from jppo.run.inputs import Inputs
 from jppo.run.loop import Progress
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
-from jppo.runlog.restore import Restored, require, restore
+from jppo.runlog.restore import Restored, require_checkpoint, restore
 from jppo.settings import Common, Settings, UserError, table
 from jppo.types import TrainState
 
@@ -255,7 +255,7 @@ def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 def require_own(c: Common) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(atomic_file.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(vars(c))
+    wrote, here = command_of(durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(vars(c))
     if wrote not in (None, here):
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
@@ -265,7 +265,7 @@ def require_own(c: Common) -> None:
 def require_resumable(c: Common) -> None:
     """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
-        require(pathlib.Path(c.trainer.resume_mode))
+        require_checkpoint(pathlib.Path(c.trainer.resume_mode))
 
 
 def command_of(config: Container[str]) -> str | None:

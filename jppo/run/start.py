@@ -16,11 +16,11 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.errors import expanded
 from jppo.learner import offloading, packing, sharding
 from jppo.learner.make import Learner, attention_kernel, compile_passes, make_learner, make_mesh
-from jppo.learner.mesh_checks import require_models_fit
+from jppo.learner.model_configs import require_models_fit
 from jppo.learner.plan import replayed
 from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import auto, preview
-from jppo.preflight.sampling_notes import sampling_warnings
+from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
 from jppo.rewards.reward_sum import RewardSum
@@ -33,14 +33,13 @@ from jppo.run.hosts import require_alike, require_shareable
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs, speaking
 from jppo.run.loop import Opened
 from jppo.run.resume import Begun, finished
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, require_loggers
-from jppo.runlog.profile import Profiler
-from jppo.runlog.timers import Laps, Timers
+from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
 from jppo.samples.make import make_supply
@@ -187,7 +186,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = begun.now.step
     if run.hosts.first:
-        atomic_file.write_text(run.folder / "config.json", settings.dump(c))
+        durable_files.write_text(run.folder / "config.json", settings.dump(c))
     lines = [
         introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
         *sizes(inputs, mesh, run.learner.plan, begun.step),
@@ -195,7 +194,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         inputs.policy.unread,
         kernel,
         describe_decoding(inputs.policy),
-        offloading.introduce(c, inputs, mesh.devices.flat[0]),
+        offloading.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(c, mesh),
         chosen,
         f"seconds of the start: {laps}",

@@ -21,22 +21,21 @@ from jppo.learner.make import Trained, load_trained, make_descent, spare_rows
 from jppo.learner.state import begin as begin_state
 from jppo.learner.state import portable
 from jppo.learner.step import scalar
-from jppo.models import hf_write, offload, placing
+from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.run import loop
 from jppo.run.loop import Diverged, Progress
 from jppo.run.resume import Begun, finished, resume, run_identity
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.checkpoint_arrays import nonfinite
 from jppo.runlog.console import Columns
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.make import make_logger
-from jppo.runlog.profile import Profiler
-from jppo.runlog.timers import Timers
+from jppo.runlog.timers import Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.settings import Supervised
 from jppo.types import Params, TrainState
@@ -114,9 +113,9 @@ def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
             del trained, opt  # a resumed run must not hold two states
         logger = make_logger(c, run, total_steps=task.steps, columns=objective.columns, resumed_step=begun.logged)
         with logger:
-            atomic_file.write_text(run / "config.json", settings.dump(c))
+            durable_files.write_text(run / "config.json", settings.dump(c))
             resuming = None if begun.step is None else f"resuming from the checkpoint of step {begun.step}"
-            offloaded = offloading.introduce(c, None, task.mesh.devices.flat[0])
+            offloaded = offloading.describe_offload(c, None, task.mesh.devices.flat[0])
             for line in filter(None, (objective.opening, resuming, *begun.said, offloaded)):
                 logger.note(line)
             opened = Run(
@@ -250,7 +249,7 @@ def remedy(c: Supervised) -> str:
 
 def require_finite(descent: ppo.ModelUpdate, learned: Params, drawn: Batch) -> None:
     """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
-    params, base, further = offload.to_device((learned, descent.base, drawn.further))
+    params, base, further = placing.to_device((learned, descent.base, drawn.further))
     rows = placing.put(drawn.mini.micros[0], drawn.mini.place)
     carry, _ = descent.accumulate(params, base, descent.zeros(), rows, drawn.mini.counts, *further)
     leaves: Sequence[Any] = jax.tree.leaves(carry)

@@ -15,7 +15,7 @@ import jax
 from jppo.learner import sharding, state
 from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
-from jppo.runlog import atomic_file
+from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all
 from jppo.runlog.restore import restore_field
@@ -129,7 +129,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
 
 def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPolicy:
     """Makes the policy of a run without checkpoints: hf/, or its adapter/ unless merged; `dtype` None: as stored."""
-    about: dict[str, Any] = dict(step=None, settings=by_name(atomic_file.read_json(run / "config.json")), versions={})
+    about: dict[str, Any] = dict(step=None, settings=by_name(durable_files.read_json(run / "config.json")), versions={})
     if (run / "adapter").is_dir() and not merge:
         return TrainedPolicy(
             "adapter", dtype="float32", write=lambda out: shutil.copytree(run / "adapter", out), **about

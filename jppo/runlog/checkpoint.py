@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import escaped
-from jppo.runlog import atomic_file, checkpoint_arrays
+from jppo.runlog import checkpoint_arrays, durable_files
 from jppo.runlog.restore import Damaged, Restored, checkpointer, quiet, restore
 from jppo.settings import UserError
 
@@ -68,7 +68,7 @@ class Checkpoints:
 
     def best(self) -> dict[str, Any] | None:
         """Returns `step`, `metric` and `value` of the best complete checkpoint; None without one."""
-        found = atomic_file.read_json(self._directory / BEST)
+        found = durable_files.read_json(self._directory / BEST)
         return found if found.get("step") in self.steps() else None
 
     def save(
@@ -187,7 +187,7 @@ class Checkpoints:
 
     def _finish(self, save: "_Save") -> None:
         path = self._directory / str(save.step)
-        atomic_file.sync(self._directory)  # makes the checkpoint's name durable before older ones are removed
+        durable_files.sync(self._directory)  # makes the checkpoint's name durable before older ones are removed
         shutil.rmtree(path.with_name(f"{save.step}{REPLACED}"), ignore_errors=True)
         if save.export is not None:
             save.export.rename(path / "hf")
@@ -196,7 +196,7 @@ class Checkpoints:
             metric, value = save.score
             if best is None or best["metric"] != metric or value >= best["value"]:
                 best = {"step": save.step, "metric": metric, "value": value}
-                atomic_file.write_text(self._directory / BEST, json.dumps(best))
+                durable_files.write_text(self._directory / BEST, json.dumps(best))
         kept = set(self.steps()[-self._keep :]) | ({best["step"]} if best is not None else set())
         self._remove([step for step in self.steps() if step not in kept])
 

@@ -5,26 +5,18 @@ the means of one batch. The constants below are the thresholds. Rules take media
 and compare with the run's own first steps where values depend on the model. A stalled stage is reported at once.
 """
 
+import collections
 import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
 from jppo.runlog.healthy_ranges import RANGES
-from jppo.runlog.metric_history import (
-    ADVANTAGE_SPREAD,
-    ERRORS,
-    FIRST_STEPS,
-    KEPT_STEPS,
-    LAST_STEPS,
-    MEMORY,
-    RESPONSES,
-    SCORE_SPREAD,
-    SUSPICIOUS,
-    TIMED,
-    Past,
-)
+from jppo.runlog.timers import STAGES
 
+FIRST_STEPS = 5  # baseline that later steps are compared with
+LAST_STEPS = 5  # window of the current median or sum
+KEPT_STEPS = 50  # longest history of a rule
 IN_A_ROW = 3  # steps, for conditions that no healthy batch meets even once
 
 ERROR_SHARE = 0.01  # of the responses of the last steps; above the usual time-outs of a judge
@@ -42,6 +34,18 @@ SLOW_TIMES = 10.0  # factor over the stage's median
 SLOW_SECONDS = 1.0  # minimum: a stage of milliseconds may take ten times as long on a busy core
 SLOW_AFTER = 5  # earlier measurements of the stage
 
+# Values derived from a step's metrics.
+SCORE_SPREAD = "largest minus smallest score"
+ADVANTAGE_SPREAD = "largest minus smallest advantage"
+SPREADS = {
+    SCORE_SPREAD: ("critic/score/max", "critic/score/min"),
+    ADVANTAGE_SPREAD: ("critic/advantages/max", "critic/advantages/min"),
+}
+ERRORS, RESPONSES = "reward/errors", "responses"
+SUSPICIOUS = "reward/code/suspicious"
+MEMORY = "perf/cpu_memory_used_gb"
+TIMED = tuple(f"timing_s/{stage}" for stage in STAGES if stage not in ("start", "step"))
+
 
 @dataclasses.dataclass(frozen=True)
 class Alert:
@@ -51,6 +55,56 @@ class Alert:
     name: str
     found: str
     remedy: str
+
+
+class Past:
+    """The history that rules read, the newest step included; non-finite values are left out."""
+
+    def __init__(self) -> None:
+        self.now: Mapping[str, float] = {}
+        self._first: dict[str, list[float]] = collections.defaultdict(list)
+        self._last: dict[str, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=KEPT_STEPS)
+        )
+        self._count: collections.Counter[str] = collections.Counter()
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Appends a step."""
+        self.now = observed(metrics)
+        for name, value in self.now.items():
+            self._count[name] += 1
+            self._last[name].append(value)
+            if len(self._first[name]) < FIRST_STEPS:
+                self._first[name].append(value)
+
+    def count(self, name: str) -> int:
+        """Returns the number of steps that had the metric."""
+        return self._count[name]
+
+    def first(self, name: str) -> float:
+        """Returns the median of the first FIRST_STEPS steps that had the metric."""
+        return statistics.median(self._first[name])
+
+    def last(self, name: str, n: int = LAST_STEPS) -> list[float]:
+        """Returns at most the last n values."""
+        return list(self._last[name])[-n:]
+
+    def recent(self, name: str) -> float | None:
+        """Returns the median of the last LAST_STEPS values; None if there are fewer or this step lacks the metric."""
+        values = self.last(name)
+        return statistics.median(values) if len(values) == LAST_STEPS and name in self.now else None
+
+
+def observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns the finite metrics, and the values derived from them."""
+    out = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+    for spread, (most, least) in SPREADS.items():
+        if most in out and least in out:
+            out[spread] = out[most] - out[least]
+    tokens = out.get("prompt_length/mean", 0.0) + out.get("response_length/mean", 0.0)
+    if tokens > 0 and "perf/total_num_tokens" in out:
+        out[RESPONSES] = out["perf/total_num_tokens"] / tokens
+    return out
 
 
 Rule = Callable[[Past], str | None]  # returns what is wrong, or None

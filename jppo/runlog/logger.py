@@ -14,32 +14,22 @@ import operator
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import rich.console
 
-from jppo.runlog import atomic_file, to_mlflow, to_wandb
-from jppo.runlog.append_file import Appender, cut_lines, read_lines
+from jppo.runlog import durable_files
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
-from jppo.runlog.prometheus import Exporter
-from jppo.runlog.sinks import About, Rows, Sink
-
-
-class Remote(NamedTuple):
-    """A logger outside the run folder."""
-
-    require: Callable[[], None]  # UserError if it cannot be used
-    make: Callable[..., Sink]  # (run_dir, about, resumed=)
-
+from jppo.runlog.durable_files import Appender, cut_lines, read_lines
+from jppo.runlog.remote_loggers import MLflow, Wandb
+from jppo.runlog.sinks import About, Exporter, Rows, Sink
+from jppo.runlog.timers import STAGES
 
 FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
 DEFAULT = ("console", "jsonl", "tensorboard")
-REMOTE = {
-    "wandb": Remote(to_wandb.require, to_wandb.Wandb),
-    "mlflow": Remote(to_mlflow.require, to_mlflow.MLflow),
-}
+REMOTE: dict[str, type[Wandb] | type[MLflow]] = {"wandb": Wandb, "mlflow": MLflow}
 # The fate of records that a logger could not take: they wait in memory, with these exceptions.
 LATER = "records wait in memory"
 LOST = {"samples": "that file is skipped", "bad_steps": "that file is skipped", "wandb": "it is skipped"}
@@ -85,7 +75,7 @@ class Logger:
         if scraped is not None:
             self._sinks["prometheus"] = Exporter(*scraped)
         for name in (name for name in REMOTE if name in places):
-            sink = REMOTE[name].make(run_dir, about or About(), resumed=resumed_step is not None)
+            sink = REMOTE[name](run_dir, about or About(), resumed=resumed_step is not None)
             self._sinks[name] = sink
             for row in kept:  # sends missed steps
                 self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
@@ -222,10 +212,31 @@ def read_metrics(run_dir: pathlib.Path) -> list[dict[str, Any]]:
     return read_lines(run_dir / FILE)
 
 
+def print_summary(run: pathlib.Path, report: str) -> None:
+    """Prints test scores before and after, time by stage, and the paths of results."""
+    lines = read_metrics(run)
+    print()
+    if tested := [(line["step"], line["val/score"]) for line in lines if line.get("val/score") is not None]:
+        (first, before), (final, after) = tested[0], tested[-1]
+        print(f"test score        {before:.3f} at step {first}  →  {after:.3f} at step {final}")
+    print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")
+    for stage in STAGES:
+        seconds = sum(m.get(f"timing_s/{stage}", 0.0) for m in lines)
+        if seconds:
+            print(f"  {stage:<15} {seconds:8.1f}")
+    print(f"report            {report}")
+    print(f"samples           {run / 'samples'}, step_N.jsonl and test_N.jsonl")
+    board = f", TensorBoard in {run / 'tensorboard'}" if (run / "tensorboard").is_dir() else ""
+    print(f"metrics           {run / 'metrics.jsonl'}{board}")
+    if warned := read_lines(run / WARNINGS):
+        print(f"warnings          {', '.join(w['name'] for w in warned)}: {run / WARNINGS} has the remedies")
+    print(f"model             {run / 'hf'}")
+
+
 def write_samples(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.Path:
     """Writes samples/NAME.jsonl: prompt, response, score and its parts, one sample per line."""
     text = "".join(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    return atomic_file.write_text(run_dir / "samples" / f"{name}.jsonl", text)
+    return durable_files.write_text(run_dir / "samples" / f"{name}.jsonl", text)
 
 
 def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
@@ -235,7 +246,7 @@ def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarr
         with path.open("wb") as file:
             np.savez_compressed(file, **dict(arrays))  # type: ignore[arg-type]  # its stubs take a name for an option
 
-    return atomic_file.write(run_dir / "bad_steps" / f"{name}.npz", write)
+    return durable_files.write_file(run_dir / "bad_steps" / f"{name}.npz", write)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -54,7 +54,6 @@ ONLY_WITH = {  # settings that matter only if another one is on
 ONLY_GAE = ("algorithm.gamma", "algorithm.lam", "critic.lr")  # say something where there is a critic
 MAYBE_PATHS = ("reward.function", "algorithm.adv_estimator", "actor.loss_mode")
 OFF: tuple[Any, ...] = (None, "", False, [], ())
-CURVE = "curve.svg"
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -85,8 +84,6 @@ def card(
     ]
     if scores := _scores(lines):
         parts += ["## Scores", scores]
-    if lines:
-        parts.append(f"![the run's curve]({CURVE})")
     if rows := _settings(settings, OF_PPO if by_ppo else OF_SFT):
         parts += ["## Settings", rows]
     return "\n\n".join(part for part in parts if part) + "\n"

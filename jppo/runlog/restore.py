@@ -29,7 +29,7 @@ class Damaged(UserError):
     """A checkpoint is unreadable, or its arrays differ from the saved ones."""
 
 
-def require(path: pathlib.Path) -> None:
+def require_checkpoint(path: pathlib.Path) -> None:
     """UserError if `path` is not a checkpoint that a run can resume from."""
     if not path.is_dir():
         raise UserError(f"trainer.resume_mode={path}: no such checkpoint; use auto, disable, or RUN/checkpoints/STEP")
@@ -49,7 +49,7 @@ def restore(
     where the checkpoint has nothing for the field. `fits` sees the meta first and raises what speaks against it. An
     array that is not there is read by its `former_name`. A checkpoint of another structure is a user's error.
     """
-    require(path)
+    require_checkpoint(path)
     quiet()
     with checkpointer() as reader:
         content = _about(reader, path)

@@ -7,7 +7,7 @@ import numpy as np
 from jppo.types import Reward, Trajectory
 
 
-def describe(
+def sample_metrics(
     trajectories: Sequence[Trajectory], rewards: Sequence[Reward], greedy: Sequence[Reward] | None = None
 ) -> dict[str, float]:
     """Returns lengths and scores of samples and of remax's greedy responses; at least one sample must be graded."""

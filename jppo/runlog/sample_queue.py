@@ -184,7 +184,7 @@ def _packed(one: Step) -> dict[str, Any]:
             {
                 "per_prompt": way.per_prompt,
                 "numbers": sorted(way.responses),
-                "responses": trajectories.pack([way.responses[number] for number in sorted(way.responses)]),
+                "responses": trajectories.serialise([way.responses[number] for number in sorted(way.responses)]),
                 "rewards": [[number, dataclasses.asdict(reward)] for number, reward in sorted(way.rewards.items())],
             }
             for way in ways
@@ -196,7 +196,7 @@ def _unpacked(one: Mapping[str, Any]) -> Step:
     found = [
         Found(
             way["per_prompt"],
-            dict(zip(way["numbers"], trajectories.unpack(way["responses"]), strict=True)),
+            dict(zip(way["numbers"], trajectories.deserialise(way["responses"]), strict=True)),
             {number: trajectories.reward_of(reward) for number, reward in way["rewards"]},
         )
         for way in one["found"]

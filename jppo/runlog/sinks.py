@@ -1,17 +1,19 @@
-"""The protocol of loggers, and the resume state of remote ones."""
+"""The protocol of a run's loggers, and the one of them for Prometheus."""
 
+import collections
 import dataclasses
-import json
-import math
-import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from jppo.runlog import atomic_file
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jppo.errors import UserError
 from jppo.runlog.diagnosis import Alert
 
 Rows = Sequence[Mapping[str, Any]]  # samples, as in evaluate.samples
-COLUMNS = ("prompt", "response", "ground_truth", "score", "error", "finish")  # shown of samples
 
 
 class Sink(Protocol):
@@ -39,51 +41,47 @@ class About:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class Sent:
-    """NAME.json in the run folder: the run's id at a logger that cannot go back, and the last step it has.
+class Exporter(Collector):
+    """The metrics of the last step at `http://HOST:PORT/metrics`, in Prometheus' text format.
 
-    A step that runs again after a resume is not sent again; missed steps are sent from metrics.jsonl.
+    The server has its own threads.
     """
 
-    def __init__(self, run_dir: pathlib.Path, name: str, *, resumed: bool) -> None:
-        """Reads the file when the run resumes; a new run has a new id."""
-        self._path = run_dir / f"{name}.json"
-        found = self._read() if resumed and self._path.exists() else {}
-        self.id: str | None = found.get("id")
-        self._step: int = found.get("step", -1)
+    def __init__(self, host: str, port: int) -> None:
+        self._metrics: Mapping[str, float] = {}
+        self._warnings: collections.Counter[str] = collections.Counter()
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, _ = start_http_server(port, host, registry)
+        except (OSError, OverflowError) as e:
+            raise UserError(
+                f"trainer.metrics_port={port} cannot be opened on trainer.metrics_host={host!r}: {e}; choose another"
+            ) from e
+        self.port = self._server.server_port
 
-    def new(self, step: int) -> bool:
-        """Whether the step was not sent yet."""
-        return step > self._step
+    def collect(self) -> Iterator[Metric]:
+        """Yields `jppo_actor_entropy` for `actor/entropy`, and the counted warnings."""
+        for name, value in self._metrics.items():
+            yield GaugeMetricFamily("jppo_" + re.sub(r"[^a-zA-Z0-9_]", "_", name), name, value)
+        if self._warnings:
+            counted = CounterMetricFamily("jppo_warnings", "warnings of the run", labels=["name"])
+            for name, count in list(self._warnings.items()):
+                counted.add_metric([name], count)
+            yield counted
 
-    def begin(self, run_id: str) -> None:
-        """Sets the run's id there."""
-        self.id = run_id
-        self._write()
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows this step."""
+        self._metrics = {"step": step, **metrics}
 
-    def done(self, step: int) -> None:
-        """Records that the step was sent."""
-        self._step = step
-        self._write()
+    def generations(self, step: int, rows: Rows) -> None:
+        """Does nothing: samples are not numbers."""
 
-    def _read(self) -> dict[str, Any]:
-        found = atomic_file.read_json(self._path)  # {} if truncated, or NULs after a power cut
-        if isinstance(found.get("id", 0), str | None) and isinstance(found.get("step"), int):
-            return found
-        print(f"{self._path} cannot be read: the run gets a new id there and sends all of its steps again", flush=True)
-        return {}
+    def warn(self, alert: Alert) -> None:
+        """Counts a warning."""
+        self._warnings[alert.name] += 1
 
-    def _write(self) -> None:
-        atomic_file.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
-
-
-def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the finite metrics."""
-    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
-
-
-def cell(value: Any) -> str | float | None:
-    """Returns a sample's field for a table; the last of chat messages."""
-    if isinstance(value, list) and value:
-        return str(value[-1].get("content", value[-1]) if isinstance(value[-1], Mapping) else value[-1])
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    def close(self, *, failed: bool) -> None:
+        """Ends the server."""
+        self._server.shutdown()
+        self._server.server_close()

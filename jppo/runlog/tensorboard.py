@@ -16,8 +16,8 @@ from typing import Any
 from tensorboardX import record_writer, summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from jppo.runlog.append_file import Appender
 from jppo.runlog.diagnosis import Alert
+from jppo.runlog.durable_files import Appender
 
 
 class Board:

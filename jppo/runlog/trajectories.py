@@ -16,7 +16,7 @@ ARRAYS = ("tokens", "sampled", "logprob", "version")
 APART = (*ARRAYS, "experts")  # the fields that are not JSON
 
 
-def pack(episodes: Sequence[Trajectory]) -> str:
+def serialise(episodes: Sequence[Trajectory]) -> str:
     """Serialises trajectories, bit for bit; the branches of each follow it."""
     trajectories = [t for episode in episodes for t in (episode, *episode.branches)]
     flat = [dataclasses.asdict(dataclasses.replace(t, branches=())) for t in trajectories]
@@ -38,7 +38,7 @@ def pack(episodes: Sequence[Trajectory]) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def unpack(text: str) -> list[Trajectory]:
+def deserialise(text: str) -> list[Trajectory]:
     """Restores packed trajectories."""
     with np.load(io.BytesIO(base64.b64decode(text))) as file:
         rest = json.loads(file["rest"].tobytes())
@@ -64,7 +64,7 @@ def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:
     """Returns the trajectories of all hosts, in host order."""
     if hosts.count == 1:
         return own
-    return [t for text in hosts.gather(lambda: pack(own)) for t in unpack(text)]
+    return [t for text in hosts.gather(lambda: serialise(own)) for t in deserialise(text)]
 
 
 def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward]:

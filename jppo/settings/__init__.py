@@ -7,9 +7,8 @@ else reads the frozen sections that it returns. Start with `table.py`.
 from jppo.errors import UserError
 from jppo.settings.checks import check, typed
 from jppo.settings.commandline import Parser, describe, exit_on_user_error, natural, parse
+from jppo.settings.configfile import recipe
 from jppo.settings.rules_rollout import cuts, has_branches
-from jppo.settings.shipped import recipe
-from jppo.settings.steps import check_within, due, parse_steps
 from jppo.settings.table import (
     Common,
     FineTuning,
@@ -33,7 +32,17 @@ from jppo.settings.table import values as by_name
 from jppo.settings.table_rollout import Rollout, ValKwargs
 from jppo.settings.table_run import Judge, RewardModel
 from jppo.settings.table_training import Critic, Mesh, Model, Optimizer
-from jppo.settings.texts import importance_band, loggers, rejection_rules, save_contents, stop_texts, template_arguments
+from jppo.settings.texts import (
+    check_within,
+    due,
+    importance_band,
+    loggers,
+    parse_steps,
+    rejection_rules,
+    save_contents,
+    stop_texts,
+    template_arguments,
+)
 
 __all__ = [
     "Common",

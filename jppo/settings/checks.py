@@ -57,11 +57,11 @@ def _check_values(found: dict[str, Any], *, training: bool) -> None:
 
 def _check_rules(made: Common, *, training: bool) -> None:
     if isinstance(made, Settings):
-        rules_rollout.check(made, training=training)
+        rules_rollout.check_rollout(made, training=training)
     if training:
         if not made.data.train_files:
             raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
-        rules_training.check(made)
+        rules_training.check_training(made)
 
 
 def _check_read(name: str, found: dict[str, Any]) -> None:

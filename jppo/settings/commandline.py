@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jppo.errors import UserError, one_line
-from jppo.settings import configfile, shipped
+from jppo.settings import configfile
 from jppo.settings.table import TABLE, values
 
 ODD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
@@ -54,7 +54,7 @@ def parse(
     switches of --dry_run for a described machine.
     """
     given = flags.FlagValues()  # type: ignore[no-untyped-call]
-    argv = [shipped.locate(word) for word in argv]
+    argv = [configfile.locate(word) for word in argv]
     named = [a.split("=", 1)[1] for a in argv if a.startswith("--config=")]
     flags.DEFINE_bool("dry_run", False, "print the resolved settings and stop", flag_values=given)
     if describes:
@@ -68,7 +68,7 @@ def parse(
         raise UserError("--config is given without a file; name it behind a =, as in --config=configs/quickstart.py")
     if (needs_file or named) and (len(named) != 1 or not named[0]):
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
-    config = configfile.read(named[0]) if named else defaults
+    config = configfile.read_configfile(named[0]) if named else defaults
     if set(config) != set(defaults):
         raise UserError(
             f"--config={named[0]} is a config of {_command_of(config)}; name one of {_command_of(defaults)}"

@@ -1,4 +1,7 @@
-"""Config files: users' Python programs; their faults become errors that name file and line."""
+"""Config files: users' Python programs, whose faults become errors that name file and line, and jppo's own.
+
+--config=jppo://quickstart is configs/quickstart.py.
+"""
 
 import pathlib
 import re
@@ -11,15 +14,17 @@ import ml_collections
 
 from jppo.errors import UserError
 from jppo.registry import did_you_mean
-from jppo.settings import shipped
 from jppo.settings.table import PPO, REWARD_MODEL, SFT, values
 
+SCHEME = "jppo://"
+SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "configs"  # of the package: in a checkout a link to configs/
 
-def read(named: str) -> ml_collections.ConfigDict:
+
+def read_configfile(named: str) -> ml_collections.ConfigDict:
     """Returns the settings from get_config() of FILE or FILE:ARGUMENT, locked."""
     file, _, argument = named.partition(":")
     if not is_file(file):
-        raise UserError(f"--config={named}: no such file; jppo's own are {shipped.SCHEME}NAME, as jppo://gsm8k is")
+        raise UserError(f"--config={named}: no such file; jppo's own are {SCHEME}NAME, as jppo://gsm8k is")
     get_config = functions(file).get("get_config")
     if not callable(get_config):
         raise UserError(f"--config={named}: the file has no get_config(); write one that returns the settings")
@@ -90,3 +95,25 @@ def _check_names(config: Any, file: str) -> None:
         integer = asked is float and type(value) is int
         if not (isinstance(value, asked) or integer or (value is None and table[name].optional)):
             raise UserError(f"{file}: {name}={value!r:.40} must be of type {asked.__name__}, as the default is")
+
+
+def shipped_names() -> list[str]:
+    """Returns the names that may follow the scheme."""
+    return sorted(path.stem for path in SHIPPED.glob("*.py"))
+
+
+def locate(word: str) -> str:
+    """Replaces the NAME of --config=jppo://NAME[:ARGUMENT] by its file's path; returns other arguments unchanged."""
+    flag, scheme, named = word.partition(SCHEME)
+    if flag != "--config=" or not scheme:
+        return word
+    name, colon, argument = named.partition(":")
+    if name not in shipped_names():
+        raise UserError(f"{word}: jppo has no config {name!r}; it has {', '.join(shipped_names())}")
+    return f"{flag}{SHIPPED / name}.py{colon}{argument}"
+
+
+def recipe(name: str, argument: str = "") -> ml_collections.ConfigDict:
+    """Returns the settings of configs/NAME.py, for a config that differs in a few."""
+    get_config = runpy.run_path(str(SHIPPED / f"{name}.py"))["get_config"]
+    return get_config(argument) if argument else get_config()

@@ -37,7 +37,7 @@ ENGINES = Registry[Part](
 )
 
 
-class Estimates(Protocol):
+class EstimatorFields(Protocol):
     """The fields of an advantage estimator that rules between settings read."""
 
     @property
@@ -57,7 +57,7 @@ class Estimates(Protocol):
         """Whether it discounts from turn to turn."""
 
 
-class Objective(Protocol):
+class PolicyLossFields(Protocol):
     """The fields of a policy loss that rules between settings read."""
 
     @property
@@ -65,17 +65,17 @@ class Objective(Protocol):
         """The required aggregation over tokens; None for any."""
 
 
-def estimator(config: "Settings") -> Estimates:
+def estimator(config: "Settings") -> EstimatorFields:
     """Returns the estimator that `algorithm.adv_estimator` names; `critic.lam` is its `critic_lam`."""
     values = ChainMap[str, object](dict(critic_lam=config.critic.lam), vars(config.algorithm))
     made = ESTIMATORS.make(config.algorithm.adv_estimator, "algorithm.adv_estimator", values)
-    return cast(Estimates, made)  # `make` has checked the class
+    return cast(EstimatorFields, made)  # `make` has checked the class
 
 
-def objective(config: "Settings") -> Objective:
+def objective(config: "Settings") -> PolicyLossFields:
     """Returns the policy loss that `actor.loss_mode` names; unset clip ranges are `clip_ratio`."""
     a = config.actor
     low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
     high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
     values = ChainMap[str, object](dict(clip_ratio_low=low, clip_ratio_high=high), vars(a))
-    return cast(Objective, POLICY_LOSSES.make(a.loss_mode, "actor.loss_mode", values))
+    return cast(PolicyLossFields, POLICY_LOSSES.make(a.loss_mode, "actor.loss_mode", values))

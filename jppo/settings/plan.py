@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.errors import UserError
-from jppo.settings import addresses, checks, commandline, configfile, shipped, table
+from jppo.settings import checks, commandline, configfile, table, texts
 from jppo.settings.table import TABLE, default
 
 FOLDER = "trainer.run_dir"
@@ -35,7 +35,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun
     config, switches = commandline.parse(list(argv), "", default())
     if switches["dry_run"]:
         raise UserError("--dry_run starts nothing, and a sweep starts runs; --print shows them")
-    file = next(shipped.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
+    file = next(configfile.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
     if out is None:
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"
     known, given = table.values(config), {a[len("--config.") :].split("=")[0] for a in argv}
@@ -129,7 +129,7 @@ def check_apart(runs: Sequence[PlannedRun]) -> None:
 def _claims(values: dict[str, Any]) -> Iterator[str]:
     port = values["rollout.port"]
     yield from (f"port {p}" for p in range(port, port + values["rollout.servers"]) if port)
-    yield from (f"the server {url}" for url in addresses.listed(values["rollout.urls"]))
+    yield from (f"the server {url}" for url in texts.split_urls(values["rollout.urls"]))
 
 
 def differing(runs: Sequence[PlannedRun]) -> list[str]:

@@ -3,7 +3,7 @@
 import re
 
 from jppo.errors import UserError
-from jppo.settings import addresses
+from jppo.settings import texts
 from jppo.settings.table import PPO, Settings
 from jppo.settings.table_rollout import MultiTurn, Rollout, ValKwargs
 from jppo.settings.table_run import Reward, RewardModel
@@ -24,7 +24,7 @@ def has_branches(r: Rollout) -> bool:
     return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
 
 
-def check(config: Settings, *, training: bool) -> None:
+def check_rollout(config: Settings, *, training: bool) -> None:
     """Raises a UserError at the first rule that is broken."""
     r = config.rollout
     if (last := r.port + r.servers - 1) > 65535:
@@ -154,7 +154,7 @@ def publish_via(r: Rollout) -> str:
     """Returns the transport of weights; `auto` is the file's unless a server is at another address."""
     if r.publish_via != "auto":
         return str(r.publish_via)
-    return "tcp" if r.name == "vllm" and addresses.remote(r.urls) else "file"
+    return "tcp" if r.name == "vllm" and texts.remote_urls(r.urls) else "file"
 
 
 def _publish(r: Rollout) -> None:
@@ -178,7 +178,7 @@ def _publish(r: Rollout) -> None:
         raise UserError(
             f"rollout.publish_host={r.publish_host!r} is no address that a server can reach; give the trainer's own"
         )
-    away = [url for url in addresses.remote(r.urls) if not url.startswith("file:")]
+    away = [url for url in texts.remote_urls(r.urls) if not url.startswith("file:")]
     if resolved == "tcp" and away and not r.publish_host:
         raise UserError(
             f"{via} needs the trainer's address for the server at {away[0]}; set rollout.publish_host to the address of"
@@ -194,8 +194,8 @@ def _publish(r: Rollout) -> None:
 def _secrets(config: Settings) -> None:
     """Rejects secrets, which would be printed and saved, without showing them."""
     r = config.rollout
-    place = addresses.place(r.urls)
-    urls = [("rollout.urls", url) for url in addresses.listed(r.urls) if place is None]
+    place = texts.lookup_place(r.urls)
+    urls = [("rollout.urls", url) for url in texts.split_urls(r.urls) if place is None]
     if config.ref.url:
         urls.append(("ref.url", config.ref.url))
     for name, url in urls:
@@ -203,9 +203,9 @@ def _secrets(config: Settings) -> None:
             token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
             way = token if name == "rollout.urls" else "leave it out"
             raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
-        if not addresses.is_address(url):
+        if not texts.is_url(url):
             raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
-    if len({url.rstrip("/") for url in addresses.listed(r.urls)}) < len(addresses.listed(r.urls)):
+    if len({url.rstrip("/") for url in texts.split_urls(r.urls)}) < len(texts.split_urls(r.urls)):
         raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
     if found := SECRET.search(r.engine_args):
         raise UserError(

@@ -7,7 +7,7 @@ from jppo.settings.table_training import Critic, Optimizer
 from jppo.settings.texts import rejection_rules
 
 
-def check(config: Common) -> None:
+def check_training(config: Common) -> None:
     """Raises a UserError at the first rule that is broken; for the settings of any command that trains."""
     if isinstance(config, Settings):
         for rule in (_estimator, _loss, _kl, _served_reference, _teacher, _correction, _order, _reference_offload):

@@ -134,13 +134,13 @@ def setting(default: T, meaning: str, **about: Any) -> T:
     return field
 
 
-def table(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Setting]]:
+def settings_by_name(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Setting]]:
     """Yields the settings of a section and its sections by their dotted names."""
     hints = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         if "setting" not in field.metadata:
-            yield from table(hint, f"{name}.")
+            yield from settings_by_name(hint, f"{name}.")
             continue
         entry: Setting = field.metadata["setting"]
         kinds = [one for one in typing.get_args(hint) if one is not type(None)] if entry.optional else []

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ml_collections
 from ml_collections import config_dict
 
-from jppo.settings.setting import Section, Setting, table
+from jppo.settings.setting import Section, Setting, settings_by_name
 from jppo.settings.table_rollout import Rollout
 from jppo.settings.table_run import Reward, TestedRun, Trainer, TrainingRun
 from jppo.settings.table_training import (
@@ -102,17 +102,17 @@ Table = dict[str, Setting]  # by dotted name
 S = TypeVar("S", bound=Section)
 C = TypeVar("C", bound=Common)
 
-PPO: Table = dict(table(Settings))
-SFT: Table = dict(table(FineTuning))
-REWARD_MODEL: Table = dict(table(PairTraining))
-DPO: Table = dict(table(PreferenceTuning))
+PPO: Table = dict(settings_by_name(Settings))
+SFT: Table = dict(settings_by_name(FineTuning))
+REWARD_MODEL: Table = dict(settings_by_name(PairTraining))
+DPO: Table = dict(settings_by_name(PreferenceTuning))
 TABLE: Table = PPO | SFT | REWARD_MODEL | DPO
 
 
 def config_of(kind: type[Common]) -> ml_collections.ConfigDict:
     """Returns the settings of a command with their defaults, as configs, command lines and sweeps change them."""
     config = ml_collections.ConfigDict()
-    for name, setting in table(kind):
+    for name, setting in settings_by_name(kind):
         *sections, leaf = name.split(".")
         node = config
         for section in sections:

@@ -4,7 +4,7 @@ import dataclasses
 
 from jppo.settings import texts
 from jppo.settings.setting import Section, setting
-from jppo.settings.steps import parse_steps
+from jppo.settings.texts import parse_steps
 
 _JUDGE, _MODEL, _STEPS = "reward.judge.api_type", "reward.model.path", "reward.model.step_aggregation"
 

@@ -1,6 +1,9 @@
-"""Parsers of settings that are a list or a band in one text."""
+"""Parsers of settings that are a list, a band, steps or addresses of servers in one text."""
 
 import ast
+import pathlib
+import re
+import urllib.parse
 from typing import Any
 
 from jppo.errors import UserError
@@ -14,6 +17,8 @@ REJECTION_RULES = tuple(
     if (over, k) != ("seq_max", "k1")
 )
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", ",": ",", "\\": "\\"}
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+Named = tuple[str, int]  # a DNS name and a port
 
 
 def save_contents(names: str) -> tuple[str, ...]:
@@ -133,3 +138,66 @@ def _band(spec: str | float, name: str) -> tuple[float | None, float]:
     if len(bounds) not in (1, 2) or not all(0 < b < float("inf") for b in bounds) or bounds != sorted(bounds):
         raise UserError(f"{name}={spec!r} must be a number above 0, or a band low_high such as 0.5_2.0")
     return (None, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
+
+
+def parse_steps(spec: str, name: str) -> tuple[range, ...]:
+    """Parses steps, as in '3,5' or '2-4': single ones and ranges with both ends, separated by commas; '' for none."""
+    found = []
+    for part in (part.strip() for part in spec.split(",")) if spec.strip() else ():
+        matched = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+        if matched is None:
+            raise UserError(f"{name}={spec!r}: {part!r} is no step; give steps as in 3, in 3,5 or in 2-4")
+        first, last = int(matched[1]), int(matched[2] or matched[1])
+        if not 1 <= first <= last:
+            raise UserError(f"{name}={spec!r}: {part!r} names no step; the first step is 1, and a range rises, as 2-4")
+        found.append(range(first, last + 1))
+    return tuple(found)
+
+
+def check_within(steps: tuple[range, ...], total: int, name: str) -> None:
+    """Raises a UserError where a step comes after the last step of the run."""
+    last = max((part[-1] for part in steps), default=0)
+    if last > total:
+        raise UserError(f"{name}: step {last} is none of this run, which has {total}; name steps from 1 to {total}")
+
+
+def split_urls(urls: str) -> list[str]:
+    """Splits a list of servers' addresses."""
+    return [url.strip() for url in urls.split(",") if url.strip()]
+
+
+def lookup_place(urls: str) -> pathlib.Path | Named | None:
+    """Returns where addresses are looked up: the file of `file:PATH` or the name of `dns://NAME:PORT`; None for a list.
+
+    UserError if malformed.
+    """
+    try:
+        at = urllib.parse.urlsplit(urls.strip())
+        if at.scheme == "file" and at.path and not at.netloc and not at.query:
+            return pathlib.Path(at.path)
+        if at.scheme == "dns" and at.hostname and at.port and at.netloc == urls.strip()[len("dns://") :]:
+            return at.hostname, at.port
+    except ValueError:  # of a port
+        at = urllib.parse.urlsplit("")
+    if urls.strip().startswith(("file:", "dns:")):
+        raise UserError(f"rollout.urls={urls!r} must be file:PATH, with an address on each line, or dns://NAME:PORT")
+    return None
+
+
+def remote_urls(urls: str) -> list[str]:
+    """Returns the addresses that are not this machine's; also `file:PATH`, whose addresses are not read."""
+    return [url for url in split_urls(urls) if urllib.parse.urlsplit(url).hostname not in LOOPBACK]
+
+
+def is_url(url: str) -> bool:
+    """Whether `url` is a server's address."""
+    try:
+        at = urllib.parse.urlsplit(url)
+        return at.scheme in ("http", "https") and at.hostname is not None and (at.port or 1) > 0
+    except ValueError:
+        return False
+
+
+def due(step: int, every: int) -> bool:
+    """Whether a periodic action is due at `step`; -1 disables it."""
+    return every > 0 and step % every == 0

@@ -165,7 +165,7 @@ def test_a_message_that_the_template_or_the_tokenizer_cannot_take_is_refused(her
 def test_branches_are_packed_and_trained_with_their_episode(hermes):
     found = [asyncio.run(an_episode(hermes, seed))[1] for seed in range(40)]
     assert any(t.branches for t in found)
-    for before, after in zip(found, trajectories.unpack(trajectories.pack(found)), strict=True):
+    for before, after in zip(found, trajectories.deserialise(trajectories.serialise(found)), strict=True):
         assert len(before.branches) == len(after.branches) and before.exchange == after.exchange
         for a, b in zip((before, *before.branches), (after, *after.branches), strict=True):
             assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in trajectories.ARRAYS)

@@ -79,7 +79,7 @@ def test_tools_and_an_environment_have_their_own_parts_and_weights(plain, tmp_pa
     reward = graded(t, "environment_score=1,tool_score=10")
     assert reward.score == 9.0 and reward.parts == {"environment_score": 4.0, "tool_score": 0.5}
     assert reward.earned == ((five, 2.0), (seven, 2.0), (call, 5.0))
-    (back,) = trajectories.unpack(trajectories.pack([t]))
+    (back,) = trajectories.deserialise(trajectories.serialise([t]))
     assert back.exchange == t.exchange
 
 

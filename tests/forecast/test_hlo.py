@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jppo.forecast import account, collectives, flops, hlo, traffic
+from jppo.forecast import account, collectives, hlo, program_costs
 
 SIZES = {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
 
@@ -42,7 +42,7 @@ def test_loops_multiply_and_an_async_pair_counts_once():
         inner,
         outer,
     )
-    (one,) = collectives.find(hlo.parse(text), SIZES)
+    (one,) = collectives.find_collectives(hlo.parse_hlo(text), SIZES)
     assert (one.kind, one.times, one.bytes, one.total, one.in_loop) == ("all-gather", 15, 8 * 8 * 2, 15 * 128, True)
     assert one.axes == ("fsdp",) and one.source == "jit(f)/while/dot"
 
@@ -57,7 +57,7 @@ def test_loops_multiply_and_an_async_pair_counts_once():
 )
 def test_the_trip_count_of_a_tpus_loop_is_its_conditions(condition, expected):
     text = module(["%w = (s32[]) while(%t), condition=%c, body=%b"], body("c", *condition), body("b"))
-    program = hlo.parse(text)
+    program = hlo.parse_hlo(text)
     assert program.trips(program.computations["main"]["w"]) == expected
     assert program.unknown_loops() == ([] if expected else ["w"])
 
@@ -70,7 +70,7 @@ def test_a_loop_over_the_tokens_of_a_mask_runs_their_share():
     )
     text = module(["%w = (s32[]) while(%t), condition=%c, body=%b"], body("c", "%x = pred[] parameter(0)"), inner)
     for share, trips in ((1.0, 9), (0.5, 5), (1 / 3, 3)):
-        program = hlo.parse(text, share)
+        program = hlo.parse_hlo(text, share)
         assert program.trips(program.computations["main"]["w"]) == trips
 
 
@@ -90,7 +90,7 @@ def test_a_loop_over_the_tokens_of_a_mask_runs_their_share():
 )
 def test_groups_of_devices_in_every_spelling(spelling, axes, first):
     text = module(["%x = f32[4]{0} parameter(0)", f"%r = f32[4]{{0}} all-reduce(%x), {spelling}, to_apply=%add"])
-    (one,) = collectives.find(hlo.parse(text), SIZES)
+    (one,) = collectives.find_collectives(hlo.parse_hlo(text), SIZES)
     assert one.axes == axes and one.groups[0] == first
     assert sorted(n for group in one.groups for n in group) == list(range(8))
 
@@ -104,7 +104,7 @@ def test_a_group_of_one_device_sends_nothing_and_a_permute_to_itself_neither():
             "%q = f32[4]{0} collective-permute(%x), source_target_pairs={{0,0},{1,3}}",
         ]
     )
-    (one,) = collectives.find(hlo.parse(text), SIZES)
+    (one,) = collectives.find_collectives(hlo.parse_hlo(text), SIZES)
     assert (one.kind, one.groups, one.axes, one.bytes) == ("collective-permute", ((1, 3),), ("fsdp",), 16)
 
 
@@ -116,7 +116,7 @@ def test_what_is_reduced_counts_as_before_and_what_is_gathered_as_after():
             "%g = ((f32[8,4], f32[2]), (f32[16,4], f32[4])) all-gather-start(%x, %y), replica_groups=[4,2]<=[8]",
         ]
     )
-    assert {one.kind: one.bytes for one in collectives.find(hlo.parse(text), SIZES)} == {
+    assert {one.kind: one.bytes for one in collectives.find_collectives(hlo.parse_hlo(text), SIZES)} == {
         "reduce-scatter": 8 * 4 * 4,
         "all-gather": 16 * 4 * 4 + 4 * 4,
     }
@@ -151,10 +151,10 @@ def test_attention_kernels_by_name_and_with_their_products(line, kernel):
         "%q2 = bf16[2,4,128,64]{3,2,1,0} parameter(4)",
         "%k2 = bf16[2,2,128,64]{3,2,1,0} parameter(5)",
     ]
-    program = hlo.parse(module([*operands, line]))
-    assert flops.kernels(program) == {kernel: 1}
+    program = hlo.parse_hlo(module([*operands, line]))
+    assert program_costs.kernels(program) == {kernel: 1}
     # 2 rows, 4 heads, 128 x 128 pairs of which half are seen, 64 wide, two products of a multiplication and an addition
-    assert flops.of_program(program) == {"bfloat16": 2 * 4 * 128 * 128 // 2 * 64 * 2 * 2}
+    assert program_costs.flops(program) == {"bfloat16": 2 * 4 * 128 * 128 // 2 * 64 * 2 * 2}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_convolution_counts_the_positions_that_meet_its_input(line, pairs):
             f"%c = bf16[{out}]{{2,1,0}} convolution(%x, %w), {line}",
         ]
     )
-    assert flops.of_program(hlo.parse(text)) == {"bfloat16": 2 * 4 * 32 * 16 * pairs}
+    assert program_costs.flops(hlo.parse_hlo(text)) == {"bfloat16": 2 * 4 * 32 * 16 * pairs}
 
 
 def test_a_slice_of_what_is_stacked_is_read_and_not_all_of_it():
@@ -205,8 +205,8 @@ def test_a_slice_of_what_is_stacked_is_read_and_not_all_of_it():
         sliced,
         updated,
     )
-    program = hlo.parse(text)
-    found = {one.name: traffic.of_instruction(program, name, one) for name, one, _ in program.executed()}
+    program = hlo.parse_hlo(text)
+    found = {one.name: program_costs.bytes_moved(program, name, one) for name, one, _ in program.executed()}
     entry = 4 * 4 * 4
     assert found["f"] == 2 * entry + 4  # and the index
     assert found["g"] == 2 * entry  # the new part read, and written in place
@@ -268,4 +268,4 @@ def test_partitioner_warnings_are_kept_and_the_rest_is_written(capfd):
 
 def test_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
-        hlo.parse("HloModule m")
+        hlo.parse_hlo("HloModule m")

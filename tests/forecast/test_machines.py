@@ -29,7 +29,7 @@ from jppo.settings import UserError
     ],
 )
 def test_names_as_people_say_them(name, groups, each, shape, kind):
-    found = machines.parse(name)
+    found = machines.parse_machine(name)
     assert (found.groups, found.each, found.shape, found.chip.kind) == (groups, each, shape, kind)
     assert found.devices == groups * each and found.chip.peak("bfloat16") > 1e14
 
@@ -37,17 +37,17 @@ def test_names_as_people_say_them(name, groups, each, shape, kind):
 @pytest.mark.parametrize("name", ["8xB300", "0xH100", "H100x8", "", "2x2x2xH100", "v9-8", "2x2xv5e-8"])
 def test_an_unknown_machine_lists_the_known_ones(name):
     with pytest.raises(UserError, match=r"no such machine; known are H100, H200, A100-40GB, .*v5e-16, v5p-64"):
-        machines.parse(name)
+        machines.parse_machine(name)
 
 
 def test_a_slice_of_another_size_lists_the_sizes():
     with pytest.raises(UserError, match="v6e-7: no slice has that size; there are v6e-1, v6e-4, v6e-8, v6e-16"):
-        machines.parse("v6e-7")
+        machines.parse_machine("v6e-7")
 
 
 @pytest.mark.parametrize("name", [*machines.GPUS, *(f"{tpu}-8" for tpu in machines.TPUS)])
 def test_every_figure_is_there_and_plausible(name):
-    chip = machines.parse(name).chip
+    chip = machines.parse_machine(name).chip
     assert chip.peak("float32") < chip.peak("bfloat16") and 15 * 2**30 < chip.memory < 145 * 2**30
     assert chip.network < chip.link < chip.hbm and chip.source
     if isinstance(chip, machines.Gpu):
@@ -90,13 +90,13 @@ def collective(kind, groups, size):
     ],
 )
 def test_the_time_of_a_collective(name, kind, groups, seconds):
-    machine = machines.parse(name)
+    machine = machines.parse_machine(name)
     one = collective(kind, tuple(tuple(g) for g in groups), 9e9)
     assert forecast.seconds_of(one, machine, devices(machine)) == pytest.approx(seconds)
 
 
 def test_the_largest_of_compute_memory_and_links_is_the_forecast():
-    machine = machines.parse("8xH100")
+    machine = machines.parse_machine("8xH100")
     mesh = SimpleNamespace(devices=np.array(devices(machine), object))
     account = Account(flops={"bfloat16": int(989.4e12)}, hbm=int(3.35e12) // 2)
     found = forecast.of_account(account, machine, mesh, useful=int(4 * 989.4e12))
@@ -108,14 +108,14 @@ def test_the_largest_of_compute_memory_and_links_is_the_forecast():
 
 
 def test_a_missing_compiler_names_its_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(compilers, "folder", lambda platform: tmp_path / platform)
+    monkeypatch.setattr(compilers, "compiler_folder", lambda platform: tmp_path / platform)
     for name, target in (("8xH100", "gpu"), ("v5e-16", "tpu")):
         with pytest.raises(UserError, match=f"not installed in .*{target}; run: make target-{target} "):
-            compilers.require(machines.parse(name))
+            compilers.require_compiler(machines.parse_machine(name))
         (tmp_path / target).mkdir()
         (tmp_path / target / compilers.READY).write_text("0.0.1")  # of another JAX
         with pytest.raises(UserError, match="is not installed"):
-            compilers.require(machines.parse(name))
+            compilers.require_compiler(machines.parse_machine(name))
 
 
 def test_the_packages_are_of_this_jax():
@@ -128,6 +128,6 @@ def test_the_packages_are_of_this_jax():
 
 def test_a_compiler_that_crashes_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "crashes.py").write_text("import os; os.abort()")
-    monkeypatch.setattr(compilers, "require", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr(compilers, "require_compiler", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
     with pytest.raises(UserError, match=r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh"):
-        compilers.rerun(machines.parse("v5p-8"), "crashes", [])
+        compilers.rerun(machines.parse_machine("v5p-8"), "crashes", [])

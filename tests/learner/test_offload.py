@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import ppo
-from jppo.models import offload
+from jppo.models import placing
 from jppo.models.decoder import Decoder
 
 
@@ -18,7 +18,7 @@ def kinds(tree):
 
 def updated(ours, drawn, *, params=False, optimizer=False, reference=False, tokens_per_micro=60):
     """Policy and optimizer after two steps of an update whose parts wait on the host as asked."""
-    place = {True: offload.to_host, False: lambda tree: tree}
+    place = {True: placing.to_host, False: lambda tree: tree}
     trajectories, scores = drawn(16)
     policy, judge = ours.weights("actor", 0), place[reference](ours.weights("actor", 1))
     how, opt = ours.descent("actor", policy, lr=1e-2, tx=ours.adamw)
@@ -62,13 +62,13 @@ def test_what_is_computed_anew_is_the_same(new_learner, make_recipe, drawn, rema
 
 
 def test_one_array_in_two_trees_comes_once_and_what_is_there_stays():
-    there, waiting = jnp.arange(4.0), offload.to_host(jnp.arange(3.0))
-    a, (b, c, none) = offload.to_device((waiting, (waiting, there, None)))
+    there, waiting = jnp.arange(4.0), placing.to_host(jnp.arange(3.0))
+    a, (b, c, none) = placing.to_device((waiting, (waiting, there, None)))
     assert a is b and c is there and none is None and kinds((a, c)) == {"device"}
     assert not waiting.is_deleted() and kinds(waiting) == {"pinned_host"}
-    back = offload.put_back((a, c), (waiting, there))
+    back = placing.put_back((a, c), (waiting, there))
     assert [x.sharding.memory_kind for x in back] == ["pinned_host", "device"]
-    taken = offload.take((waiting, there))
+    taken = placing.take((waiting, there))
     assert waiting.is_deleted() and not there.is_deleted() and taken[1] is there
     np.testing.assert_array_equal(taken[0], np.arange(3.0))
 

@@ -200,12 +200,12 @@ def test_a_prompt_is_shared_as_far_as_its_experts_are_the_same():
 
 def test_experts_are_saved_and_restored_to_the_bit():
     found = [*drawn(), *drawn(1, known=False)]
-    back = saved.unpack(saved.pack(found))
+    back = saved.deserialise(saved.serialise(found))
     for a, b in zip(found, back, strict=True):
         assert (a.experts is None) == (b.experts is None)
         assert a.experts is None or (np.array_equal(a.experts, b.experts) and b.experts.dtype == np.int16)
         assert np.array_equal(a.tokens, b.tokens)
-    assert saved.unpack(saved.pack(drawn(known=False)))[0].experts is None
+    assert saved.deserialise(saved.serialise(drawn(known=False)))[0].experts is None
 
 
 def test_replay_is_refused_without_experts_or_an_engine_that_returns_them():

@@ -8,7 +8,7 @@ import pytest
 
 from jppo.agent import turn_metrics
 from jppo.learner import batch, estimate
-from jppo.runlog.rollout_metrics import describe
+from jppo.runlog.rollout_metrics import sample_metrics
 from jppo.types import Exchange, Reward, Trajectory
 
 from .conftest import recipe
@@ -89,7 +89,7 @@ def test_rewards_and_advantages_pass_over_what_tools_said(trajectories):
 
 def test_the_metrics_of_conversations(trajectories):
     rewards = [Reward(1.0, {}, None) for _ in trajectories]
-    found = describe(trajectories, rewards)
+    found = sample_metrics(trajectories, rewards)
     assert found["prompt_length/mean"] == np.mean([prompt for prompt, _ in CONVERSATIONS]) == 3
     assert found["response_length/mean"] == np.mean([sum(turns[::2]) for _, turns in CONVERSATIONS])
     assert found["perf/total_num_tokens"] == sum(prompt + sum(turns) for prompt, turns in CONVERSATIONS)

@@ -12,7 +12,7 @@ import pytest
 from scipy import special
 
 from jppo.algorithms import losses
-from jppo.learner import metric_sums, optim, ppo, sharding, state, update
+from jppo.learner import optim, ppo, sharding, state, update
 from jppo.learner.score import Scores
 from jppo.models.decoder import Decoder
 from jppo.types import Counts, Rows, Scored
@@ -155,12 +155,12 @@ def test_a_metric_is_summed_over_micro_batches_and_averaged_over_mini_batches():
         ([{"a": 1.0, "a_max": 1.0, "a_min": 1.0}, {"a": 2.0, "a_max": 7.0, "a_min": 3.0}], {"skipped": 1.0}),
         ([{"a": 5.0, "a_max": 2.0, "a_min": -1.0}], {"skipped": 0.0}),
     ]
-    assert metric_sums.of_update(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
+    assert ppo.update_metrics(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
 
 
 @pytest.mark.parametrize("name, expected", [("x", 6.0), ("x_max", 3.0), ("x_min", 1.0)])
 def test_metrics_of_groups_of_devices_are_combined_by_their_names(name, expected):
-    assert float(metric_sums.of_groups(name, jnp.array([2.0, 3.0, 1.0]))) == expected
+    assert float(update.combine_groups(name, jnp.array([2.0, 3.0, 1.0]))) == expected
 
 
 @pytest.mark.parametrize(

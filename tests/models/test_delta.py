@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import sharding
-from jppo.learner.mesh_checks import require_divisible
+from jppo.learner.sharding import require_divisible
 from jppo.models import cache, config_reader, cost, decoder, delta, hf_write, lora
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.unserved import require_delta_nets

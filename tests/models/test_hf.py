@@ -294,7 +294,8 @@ def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_sha
     cfg, expected = load(directory)
     mesh = sharding.make_mesh(mesh_shape)
     shapes = params.abstract(cfg, head="lm", param_dtype=jnp.float32)
-    places = sharding.param_shardings(mesh, params.logical_axes(cfg, head="lm"), shapes)
+    axes = params.tree(params.table(cfg, head="lm"), lambda entry: entry.axes)
+    places = sharding.param_shardings(mesh, axes, shapes)
     values = hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32, shardings=places)
     for x, place, plain in zip(*map(jax.tree.leaves, (values, places, expected)), strict=True):
         assert x.sharding == place

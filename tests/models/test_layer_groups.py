@@ -2,7 +2,7 @@
 
 import pytest
 
-from jppo.models.layer_groups import LayerModules, groups
+from jppo.models.layer_groups import LayerModules, layer_groups
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from jppo.models.layer_groups import LayerModules, groups
     ],
 )
 def test_a_repeated_pattern_is_one_scan_and_another_one_a_run(pattern, expected):
-    found = groups(tuple(LayerModules(letter == "s") for letter in pattern))
+    found = layer_groups(tuple(LayerModules(letter == "s") for letter in pattern))
     layers = [{stack.path: list(range(len(pattern)))[stack.layers] for stack in group} for group in found]
     assert layers == expected
     for group in found:

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from jppo.models import hf, hf_write, tensorfile
-from jppo.preflight import parity
+from jppo.preflight import models_and_data
 from jppo.settings import UserError
 from tests.models.conftest import config_of
 
@@ -79,8 +79,10 @@ def test_it_is_read_as_bfloat16_and_exported_without_its_packing(packed, tmp_pat
 def test_the_doctor_compares_it_with_transformers(packed):
     folder, _, _ = packed
     ids = np.arange(3, 15)
-    found = parity.reference("", str(folder), ids)
-    np.testing.assert_allclose(found, parity.ours(str(folder), hf.read_config(folder)[1], ids), atol=1e-4)
+    found = models_and_data.transformers_logprobs("", str(folder), ids)
+    np.testing.assert_allclose(
+        found, models_and_data.own_logprobs(str(folder), hf.read_config(folder)[1], ids), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(

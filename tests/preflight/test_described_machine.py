@@ -11,11 +11,11 @@ from jppo import settings
 from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account
 from jppo.preflight import described_machine
-from jppo.preflight.memory import Estimate, ProgramMemory
+from jppo.preflight.programs import Estimate, ProgramMemory
 from jppo.settings import UserError
 from tests.make import typed
 
-NO_GPU = not (compilers.folder("gpu") / compilers.READY).is_file()
+NO_GPU = not (compilers.compiler_folder("gpu") / compilers.READY).is_file()
 GIB = 2**30
 
 
@@ -31,7 +31,7 @@ GIB = 2**30
 )
 def test_what_cannot_be_is_said(switches, said):
     with pytest.raises(UserError, match=said):
-        described_machine.read(switches, "jppo.train", [])
+        described_machine.read_request(switches, "jppo.train", [])
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path):
@@ -51,9 +51,9 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path):
 def test_a_trainers_share_of_a_gpu_is_what_its_servers_leave(changes, share):
     c = settings.default()
     c.update_from_flattened_dict(changes)
-    room, why = described_machine.capacity(typed(c), machines.parse("H100"))
+    room, why = described_machine.capacity(typed(c), machines.parse_machine("H100"))
     assert room == pytest.approx(share * 84978434048) and why.startswith(f"{share:.0%}")
-    assert described_machine.capacity(typed(c), machines.parse("v6e-8"))[0] == 31.25 * GIB
+    assert described_machine.capacity(typed(c), machines.parse_machine("v6e-8"))[0] == 31.25 * GIB
 
 
 def estimate_of(peak, error=None):
@@ -74,9 +74,9 @@ def test_a_machine_that_is_too_small_names_the_moment_and_the_first_change_that_
         r" --config\.actor\.max_tokens_per_device=8192 fits: 10\.0 GiB"
     )
     with pytest.raises(UserError, match=said):
-        described_machine.require_room(typed(c), machines.parse("H100"), estimate_of(80 * GIB), estimate)
+        described_machine.require_room(typed(c), machines.parse_machine("H100"), estimate_of(80 * GIB), estimate)
     assert tried == [("full", 16384, False), ("full", 8192, False)]
-    described_machine.require_room(typed(c), machines.parse("H100"), estimate_of(50 * GIB), estimate)  # fits
+    described_machine.require_room(typed(c), machines.parse_machine("H100"), estimate_of(50 * GIB), estimate)  # fits
 
 
 def test_where_no_change_is_enough_that_is_said_too():
@@ -84,7 +84,7 @@ def test_where_no_change_is_enough_that_is_said_too():
     said = r"actor gradient is refused by the compiler: too large; neither .* take more devices with mesh\.fsdp=-1"
     with pytest.raises(UserError, match=said):
         described_machine.require_room(
-            typed(c), machines.parse("v5e-4"), estimate_of(0, "too large"), lambda _: estimate_of(1e12)
+            typed(c), machines.parse_machine("v5e-4"), estimate_of(0, "too large"), lambda _: estimate_of(1e12)
         )
 
 
@@ -107,7 +107,7 @@ def test_a_trainer_beside_servers_on_other_gpus_has_its_own(monkeypatch, visible
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert described_machine.capacity(typed(c), machines.parse("H100"))[0] == pytest.approx(share * 84978434048)
+    assert described_machine.capacity(typed(c), machines.parse_machine("H100"))[0] == pytest.approx(share * 84978434048)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import time
 import pytest
 import rich.console
 
-from jppo.preflight.finding import Check, Finding, examine, report
+from jppo.preflight.finding import Check, Finding, examine, print_findings
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 
@@ -82,14 +82,14 @@ def test_each_line_is_printed_when_it_is_there():
             seen.append(console.file.getvalue().count("\n"))
             yield Finding(name, "OK", "x")
 
-    assert report(findings(), console) == 0
+    assert print_findings(findings(), console) == 0
     assert seen == [0, 1]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_lines_fit_the_terminal(width):
     console = rich.console.Console(file=io.StringIO(), width=width)
-    report([Finding("publish room", "FAIL", "/a/very/long/path" * 20, "shorten it " * 20)], console)
+    print_findings([Finding("publish room", "FAIL", "/a/very/long/path" * 20, "shorten it " * 20)], console)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert all(line.startswith(" " * 22) for line in lines[1:-1])  # what goes on stands below what it goes on from

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jppo.learner.make import make_mesh
-from jppo.preflight import models_and_data, parity
+from jppo.preflight import models_and_data
 from jppo.preflight.finding import Check, examine
 from jppo.run.inputs import read_inputs
 from tests.make import typed
@@ -18,7 +18,7 @@ from tests.make import typed
 @pytest.fixture(autouse=True)
 def ample(monkeypatch):
     """A machine with room, whatever else it runs."""
-    monkeypatch.setattr(parity.memory_budget, "host_room", lambda: 2**40)
+    monkeypatch.setattr(models_and_data.memory_budget, "host_room", lambda: 2**40)
 
 
 @pytest.fixture
@@ -110,34 +110,34 @@ def test_a_reward_that_knows_nothing(small_run, tmp_path):
 
 
 def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp_path, monkeypatch):
-    (found,) = looked(parity.check, real)
+    (found,) = looked(models_and_data.parity, real)
     if "skipped" not in found.found:
         assert found.verdict == "OK" and "largest gap" in found.found
-        theirs = parity.reference
+        theirs = models_and_data.transformers_logprobs
 
         def other(*args):
             return theirs(*args) + np.float32(0.01)
 
         with monkeypatch.context() as patch:
-            patch.setattr(parity, "reference", other)
-            (found,) = looked(parity.check, real)
+            patch.setattr(models_and_data, "transformers_logprobs", other)
+            (found,) = looked(models_and_data.parity, real)
         assert found.verdict == "FAIL" and "more than 0.001" in found.found
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # the same Python without its site-packages
     bare.chmod(0o755)
     real.rollout.python = str(bare)
-    (found,) = looked(parity.check, real)
+    (found,) = looked(models_and_data.parity, real)
     assert found.verdict == "OK" and "skipped: no torch" in found.found
-    monkeypatch.setattr(parity.memory_budget, "host_room", lambda: 1)
-    (found,) = looked(parity.check, real)
+    monkeypatch.setattr(models_and_data.memory_budget, "host_room", lambda: 1)
+    (found,) = looked(models_and_data.parity, real)
     assert found.verdict == "WARN" and "skipped: it takes" in found.found
     real.model.init = "random"
-    assert "random weights" in looked(parity.check, real)[0].found
+    assert "random weights" in looked(models_and_data.parity, real)[0].found
 
 
 def test_a_model_that_transformers_cannot_read(real, tmp_path):
     real.rollout.python = str(tmp_path / "none")
-    (found,) = looked(parity.check, real)
+    (found,) = looked(models_and_data.parity, real)
     assert found.verdict == "FAIL" and "rollout.python" in found.remedy
 
 
@@ -146,8 +146,8 @@ def test_our_log_probs_are_of_the_tokens_that_follow(tiny_model, quick_compilati
 
     _, cfg = hf.read_config(tiny_model)
     ids = np.arange(2, 10, dtype=np.int32)
-    found = parity.ours(tiny_model, cfg, ids)
+    found = models_and_data.own_logprobs(tiny_model, cfg, ids)
     assert found.shape == (7,) and np.all(found < 0)
-    other = parity.ours(tiny_model, cfg, np.append(ids[:-1], 3).astype(np.int32))
+    other = models_and_data.own_logprobs(tiny_model, cfg, np.append(ids[:-1], 3).astype(np.int32))
     assert np.array_equal(found[:-1], other[:-1]) and found[-1] != other[-1]  # only the last is another token
     assert jax.devices()[0].platform == "cpu"

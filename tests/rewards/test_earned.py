@@ -207,5 +207,5 @@ def test_earned_amounts_survive_json_and_other_hosts():
 
     assert trajectories.rewards_of_all(Two(), lambda: [reward]) == [reward, reward]
     t = conversation("a", exchange=Exchange(0, 0, 0.0, 0.5, None, earned=((1, 0.5),)))
-    (back,) = trajectories.unpack(trajectories.pack([t]))
+    (back,) = trajectories.deserialise(trajectories.serialise([t]))
     assert back.exchange == t.exchange

@@ -13,7 +13,7 @@ from jppo.rollout.servers import engine, membership, repair
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.membership import make_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
-from jppo.settings import UserError, addresses
+from jppo.settings import UserError, texts
 from tests.rollout import test_buckets
 from tests.rollout.conftest import INFO, FakeServer
 from tests.rollout.test_fleet import PROMPTS, REVIVED, SAMPLING, SWAP, TENSORS, asked, serve, until, whole
@@ -254,13 +254,13 @@ def test_a_start_waits_for_the_first_server(run, servers, settings):
 def test_a_name_is_looked_up_in_dns(monkeypatch):
     answers = [(socket.AF_INET, 1, 6, "", ("10.0.0.2", 8000)), (socket.AF_INET6, 1, 6, "", ("fd00::1", 8000, 0, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port, **_: answers if name == "vllm.svc" else 1 / 0)
-    find = make_lookup(addresses.place("dns://vllm.svc:8000"))
+    find = make_lookup(texts.lookup_place("dns://vllm.svc:8000"))
     assert find() == ["http://10.0.0.2:8000", "http://[fd00::1]:8000"]
 
 
 def test_where_the_addresses_are():
-    assert addresses.place("http://a:1, http://b:2") is None and addresses.place("") is None
-    assert str(addresses.place("file:/mnt/servers.txt")) == "/mnt/servers.txt"
+    assert texts.lookup_place("http://a:1, http://b:2") is None and texts.lookup_place("") is None
+    assert str(texts.lookup_place("file:/mnt/servers.txt")) == "/mnt/servers.txt"
     for bad in (
         "dns://name",
         "dns://name:8000/path",
@@ -271,6 +271,6 @@ def test_where_the_addresses_are():
         "dns:a:1",
     ):
         with pytest.raises(UserError, match=r"must be file:PATH.* or dns://NAME:PORT"):
-            addresses.place(bad)
+            texts.lookup_place(bad)
     with pytest.raises(UserError, match=r"looked up by one host, and this run has 2"):
         attached("dns://name:8000", Hosts(0, 2))

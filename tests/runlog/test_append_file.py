@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from jppo.runlog.append_file import Appender, cut_lines, read_lines
+from jppo.runlog.durable_files import Appender, cut_lines, read_lines
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo.runlog import metric_history
 from jppo.runlog.diagnosis import RULES, Diagnosis
 from jppo.settings import default
 from jppo.settings.table import values
@@ -149,7 +148,9 @@ def test_memory_of_the_process_before_does_not_count():
 
 
 def test_nothing_and_what_is_no_number_are_no_fault():
-    odd = {name: float("nan") for name in metric_history.READ}
+    faulty = [fault(11, {}) for fault in FAULTS.values()]
+    odd = {name: float("nan") for metrics in (*faulty, *(m for _, m in STEPS)) for name in metrics}
+    assert odd.keys() >= {"actor/ppo_kl", "critic/score/max", "reward/code/suspicious", "timing_s/gen"}
     assert [f for step in range(100) for f in Diagnosis().feed(step, odd)] == []
     doctor = Diagnosis()
     assert [f for step in range(100) for f in doctor.feed(step, {"actor/ppo_kl": None})] == []

@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 from jppo.runlog import logger as module
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.logger import Logger, read_metrics, write_samples
-from jppo.runlog.sinks import Sent
+from jppo.runlog.remote_loggers import Sent
 
 
 def console(terminal=False):

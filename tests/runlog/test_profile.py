@@ -7,8 +7,7 @@ import pathlib
 import pytest
 
 from jppo import train
-from jppo.runlog.profile import Profiler
-from jppo.runlog.timers import Timers
+from jppo.runlog.timers import Profiler, Timers
 from jppo.settings import UserError, check_within, parse_steps
 
 

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from jppo.errors import UserError
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.logger import Logger
-from jppo.runlog.prometheus import Exporter
+from jppo.runlog.sinks import Exporter
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jppo.runlog import to_mlflow
+from jppo.runlog import remote_loggers
 from jppo.runlog.logger import Logger
 from jppo.runlog.sinks import About
 from jppo.settings import UserError
@@ -14,13 +14,13 @@ from jppo.settings import UserError
 def test_no_package_is_the_users_to_mend(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match=r"pip install 'jppo\[mlflow\]'"):
-        to_mlflow.require()
+        remote_loggers.MLflow.require()
 
 
 @pytest.fixture
 def client(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", *to_mlflow.PATIENCE):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", *remote_loggers.PATIENCE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return lambda: mlflow.MlflowClient(tracking_uri=(tmp_path / "run/mlruns").as_uri())

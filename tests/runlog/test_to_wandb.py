@@ -9,7 +9,7 @@ import sys
 import pytest
 import rich.console
 
-from jppo.runlog import to_wandb
+from jppo.runlog import remote_loggers
 from jppo.runlog.logger import Logger, read_metrics
 from jppo.runlog.sinks import About
 from jppo.settings import UserError
@@ -80,7 +80,7 @@ ROW = {
 
 
 def test_offline_the_metrics_and_samples_are_in_wandbs_files(tmp_path):
-    to_wandb.require()
+    remote_loggers.Wandb.require()
     run = tmp_path / "run"
     with logger(run) as log:
         log.generations(0, [ROW])
@@ -163,13 +163,13 @@ def test_no_key_is_the_users_to_mend(monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     wandb.teardown()
     with pytest.raises(UserError, match="run `wandb login`, or set WANDB_MODE=offline"):
-        to_wandb.require()
+        remote_loggers.Wandb.require()
 
 
 def test_no_package_is_the_users_to_mend(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install 'jppo\[wandb\]'"):
-        to_wandb.require()
+        remote_loggers.Wandb.require()
 
 
 def test_nothing_of_it_lands_elsewhere(tmp_path, monkeypatch):

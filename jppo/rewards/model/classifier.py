@@ -88,9 +88,9 @@ def read_classifier(
 def located(path: str) -> pathlib.Path:
     """Returns the directory of the reward model after checking for weights."""
     try:
-        directory = hf.resolve(path, weights=True)
+        directory = hf.resolve_directory(path, weights=True)
         if not list(directory.glob("*.safetensors")):  # of the hub's models some have PyTorch weights alone
-            directory = hf.resolve(path, weights=True, further=["pytorch_model*.bin"])
+            directory = hf.resolve_directory(path, weights=True, further=["pytorch_model*.bin"])
         return directory
     except UserError as e:
         raise refused(path, str(e)) from e

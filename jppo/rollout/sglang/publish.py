@@ -104,7 +104,7 @@ class Publisher:
             (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
             with (folder / FILE).open("wb") as file:
                 entries = layout.write(file.fileno(), tensors, start=HEAD_ROOM, align=1)
-                head = tensorheader.head(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
+                head = tensorheader.make_header(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
                 if len(head) > HEAD_ROOM:
                     raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")
                 file.write(head)

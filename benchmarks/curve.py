@@ -1,9 +1,8 @@
-"""The learning curve as a small SVG, without a plotting library."""
+"""Curves over steps as a small SVG, without a plotting library."""
 
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 from xml.sax.saxutils import escape
 
 Points = Sequence[tuple[float, float]]  # (step, value)
@@ -13,32 +12,23 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 28, 72, 56
 COLOURS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#64748b")
 
 
-def write_curve(path: pathlib.Path, *, title: str, lines: Mapping[str, Points], dots: Mapping[str, Points]) -> None:
-    """Draws `lines` as lines and `dots` as marked points over steps; skips non-finite values."""
-    series = [(name, _finite(points), name in dots) for name, points in [*lines.items(), *dots.items()]]
-    everything = [point for _, points, _ in series for point in points]
+def write_curve(path: pathlib.Path, *, title: str, lines: Mapping[str, Points]) -> None:
+    """Draws lines over steps; skips non-finite values."""
+    series = {name: _finite(points) for name, points in lines.items()}
+    everything = [point for points in series.values() for point in points]
     xs = _ticks([x for x, _ in everything], count=8, whole=True)
     ys = _ticks([y for _, y in everything], count=6, whole=False)
     parts = [*_frame(title, xs, ys)]
     legend = LEFT
-    for i, (name, points, marked) in enumerate(series):
+    for i, (name, points) in enumerate(series.items()):
         colour = COLOURS[i % len(COLOURS)]
-        parts += _series(points, xs, ys, colour, marked)
-        parts.append(_mark(legend + 9, 52, colour) if marked else _stroke(legend, 52, legend + 18, 52, colour, 2.5))
+        if points:
+            places = " ".join(f"{_x(x, xs):.1f},{_y(y, ys):.1f}" for x, y in points)
+            parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(_stroke(legend, 52, legend + 18, 52, colour, 2.5))
         parts.append(_text(legend + 24, 56, escape(name), anchor="start", size=13))
         legend += 48 + round(7.2 * len(name))
     path.write_text("\n".join([*parts, "</svg>\n"]), encoding="utf-8")
-
-
-def learning(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Points]]:
-    """Returns the `lines` and `dots` of `write_curve` from lines of metrics."""
-
-    def of(metric: str) -> Points:
-        return [(m["step"], m[metric]) for m in lines if m.get(metric) is not None]
-
-    if loss := of("sft/loss"):
-        return {"lines": {"loss": loss}, "dots": {}}
-    return {"lines": {"training reward": of("critic/score/mean")}, "dots": {"test score": of("val/score")}}
 
 
 def _finite(points: Points) -> list[tuple[float, float]]:
@@ -85,28 +75,6 @@ def _frame(title: str, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
     parts.append(_stroke(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "#94a3b8", 1))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 14, "step", size=13))
     return parts
-
-
-def _series(
-    points: list[tuple[float, float]], xs: Sequence[float], ys: Sequence[float], colour: str, marked: bool
-) -> list[str]:
-    if not points:
-        return []
-    places = [(_x(x, xs), _y(y, ys)) for x, y in points]
-    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dash = ' stroke-dasharray="4 4" stroke-opacity="0.6"' if marked else ""
-    parts = [f'<polyline points="{joined}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
-    if marked:
-        parts += [_mark(x, y, colour) for x, y in places]
-        for i, anchor in {0: "start", len(places) - 1: "end"}.items():
-            (x, y), (_, value) = places[i], points[i]
-            above = y - 10 if y - 10 > TOP else y + 20
-            parts.append(_text(x, above, f"{value:.3f}", anchor=anchor, colour=colour, weight=600))
-    return parts
-
-
-def _mark(x: float, y: float, colour: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}" stroke="#ffffff" stroke-width="1.5"/>'
 
 
 def _stroke(x1: float, y1: float, x2: float, y2: float, colour: str, width: float) -> str:

@@ -1,10 +1,7 @@
-"""An append-only file of whole records that survives a temporarily full disk.
-
-Records that do not fit wait in memory and are written first when there is room again: nothing is lost, the order stays,
-and no reader keeps half a record.
-"""
+"""Files that survive a kill, a full disk and a power cut: written atomically, or appended in whole records."""
 
 import collections
+import errno
 import json
 import os
 import pathlib
@@ -13,7 +10,11 @@ from typing import Any
 
 
 class Appender:
-    """Appends after the last complete record."""
+    """An append-only file of whole records that survives a temporarily full disk.
+
+    Records that do not fit wait in memory and are written first when there is room again: nothing is lost, the order
+    stays, and no reader keeps half a record.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         """Opens the file for appending."""
@@ -99,3 +100,44 @@ def _readable(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
             break
         found.append((row, end))
     return found
+
+
+def write_file(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
+    """Writes a file with `make`, then renames it to its name; readers see the old file until then."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        make(path)  # writes to a device or a pipe directly: a rename would replace it by a file
+        return path
+    new = path.with_name(path.name + ".new")
+    try:
+        make(new)
+        sync(new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)  # a partial file would take room
+    return path
+
+
+def write_text(path: pathlib.Path, text: str) -> pathlib.Path:
+    """Writes a text atomically."""
+    return write_file(path, lambda new: new.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; {} if it is missing, truncated or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def sync(path: pathlib.Path) -> None:
+    """Returns when a file, or the names in a folder, are on disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -11,13 +11,12 @@ from jppo.forecast.account import Account
 from jppo.forecast.seconds import Forecast
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
-from jppo.preflight import described_machine, search
-from jppo.preflight.memory import Estimate, ProgramMemory
-from jppo.preflight.table import Executions, Outlook
+from jppo.preflight import described_machine
+from jppo.preflight.programs import Estimate, Executions, Outlook, ProgramMemory
 from tests.make import typed
 
 GIB = 2**30
-MACHINE = machines.parse("8xH100")
+MACHINE = machines.parse_machine("8xH100")
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def candidate(changes, seconds, peak, links=0.0):
     moment = ProgramMemory("actor gradient", 0, int(peak * GIB), account=Account())
     one = Forecast(compute=seconds, hbm=0.0, links=links)
     outlook = Outlook(MACHINE, ((moment, one),), Executions({"actor gradient": 1}))
-    return search.Candidate(changes, Estimate({}, (moment,)), outlook, room=60 * GIB)
+    return plan.Candidate(changes, Estimate({}, (moment,)), outlook, room=60 * GIB)
 
 
 INPUTS = types.SimpleNamespace(policy=types.SimpleNamespace(experts=None))
@@ -46,10 +45,10 @@ def searched(config, monkeypatch, cost):
         tried.append(changes)
         return candidate(changes, *cost(changes))
 
-    monkeypatch.setattr(search, "try_settings", attempt)
+    monkeypatch.setattr(plan, "try_settings", attempt)
     monkeypatch.setattr(described_machine, "devices_of", lambda machine: [])
     said = []
-    return search.search(typed(config), INPUTS, MACHINE, rate=0.0, say=said.append), tried, said
+    return plan.search(typed(config), INPUTS, MACHINE, rate=0.0, say=said.append), tried, said
 
 
 def test_each_group_is_tried_on_the_best_so_far(config, monkeypatch):
@@ -104,22 +103,22 @@ SIX = Experts(6, 2, 8, 0, normalized=True, sparse=(True,), names=QWEN3, routing=
     [("8xH100", None, 9), ("4x8xH100", None, 8), ("H100", None, 1), ("v5e-4", None, 7), ("8xH100", SIX, 10)],
 )
 def test_meshes_have_all_devices_and_stay_within_a_host(machine, experts, count):
-    found = list(search.meshes(machines.parse(machine), experts))
+    found = list(plan.meshes(machines.parse_machine(machine), experts))
     sizes = [tuple(one.values()) for one in found]
     assert len(sizes) == len(set(sizes)) == count
-    n, each = machines.parse(machine).devices, machines.parse(machine).each
+    n, each = machines.parse_machine(machine).devices, machines.parse_machine(machine).each
     assert all(a * b * c * d * e == n and c * d * e <= each for a, b, c, d, e in sizes)
     assert experts is None or {one["mesh.expert"] for one in found} == {1, 2}, "6 are not divided by 4 or 8"
 
 
 def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, tmp_path):
     rows = [candidate({"model.remat": "full"}, 5.0, 10.0), candidate({}, 7.0, 20.0), candidate({"a": 1}, 3.0, 99.0)]
-    rows.append(search.Candidate({"mesh.tensor": 8}, reason="mesh.tensor=8 must divide 28"))
+    rows.append(plan.Candidate({"mesh.tensor": 8}, reason="mesh.tensor=8 must divide 28"))
     switches = {"machine": "8xH100", "json": str(tmp_path / "plan.json"), "rollout_tokens_per_s": 0.0}
     monkeypatch.setattr(settings, "parse", lambda *_, **__: (config, switches))
     monkeypatch.setattr(compilers, "present", lambda machine: True)
     monkeypatch.setattr(plan, "read_inputs", lambda c: None)
-    monkeypatch.setattr(search, "search", lambda *_, **__: rows)
+    monkeypatch.setattr(plan, "search", lambda *_, **__: rows)
     plan.main(["--config=mine.py", "--config.model.remat=dots", "--machine=8xH100"])
     out = capsys.readouterr().out.splitlines()
     assert out[2].split()[:3] == ["5", "10.0", "fits"] and "does not fit" in out[4]
@@ -127,7 +126,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     assert out[-1] == "best: python -m jppo.train --config=mine.py --config.model.remat=full"
     said = json.loads((tmp_path / "plan.json").read_text())
     assert [one["fits"] for one in said["candidates"]] == [True, True, False, False]
-    monkeypatch.setattr(search, "search", lambda *_, **__: rows[2:])
+    monkeypatch.setattr(plan, "search", lambda *_, **__: rows[2:])
     with pytest.raises(SystemExit) as e:
         plan.main(["--config=mine.py"])
     assert e.value.code == 2 and "none of 2 settings fits a device's 59.4 GiB" in capsys.readouterr().err

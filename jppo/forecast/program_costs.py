@@ -1,11 +1,11 @@
-"""FLOP of the products in a compiled program, from shapes: dots, convolutions, named kernels."""
+"""FLOP of the products in a compiled program, and the bytes that its instructions read and write, from shapes."""
 
 import collections
 import math
 import re
 from collections.abc import Iterator
 
-from jppo.forecast.hlo import Instruction, Program, Shape
+from jppo.forecast.hlo import HloProgram, Instruction, Shape
 
 FUSIONS = ("fusion", "async-start")
 PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
@@ -13,21 +13,29 @@ PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
 ATTENTION = {"splash_mha_fwd": (2, 2), "splash_mha_dq": (3, 2), "splash_mha_dkv": (4, 2), "mha_forward": (2, 1)}
 ATTENTION |= {"mha_backward": (7, 1)}
 
+# Instructions that move nothing, or are counted elsewhere.
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
+    "add-dependency", "partition-id", "replica-id", "opt-barrier", "iota", "domain", "get-dimension-size",
+}  # fmt: skip
+_PASSING = ("bitcast", "convert", "copy", "reshape", "transpose")
+_SLICES = ("dynamic-slice", "slice", "gather")
+
 Operands = list[tuple[Shape, ...]]
 
 
-def of_program(program: Program) -> dict[str, int]:
+def flops(program: HloProgram) -> dict[str, int]:
     """Counts FLOP of one execution by factor dtype: float32 if either is."""
     found: collections.Counter[str] = collections.Counter()
     for place, line, times in _lines(program):
         operands = program.shapes_of(place, line)
-        if flop := of_instruction(line, operands):
+        if flop := instruction_flops(line, operands):
             wide = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
             found["float32" if wide else "bfloat16"] += times * flop
     return dict(found)
 
 
-def kernels(program: Program) -> dict[str, int]:
+def kernels(program: HloProgram) -> dict[str, int]:
     """Counts the calls of each custom kernel."""
     found: collections.Counter[str] = collections.Counter()
     for _, line, times in _lines(program):
@@ -36,14 +44,14 @@ def kernels(program: Program) -> dict[str, int]:
     return dict(found)
 
 
-def _lines(program: Program) -> Iterator[tuple[str, Instruction, int]]:
+def _lines(program: HloProgram) -> Iterator[tuple[str, Instruction, int]]:
     """Yields (computation, instruction, executions), fused ones too."""
     for computation, one, times in program.executed():
         yield computation, one, times
         yield from ((place, line, times) for place, line in _fused(program, one))
 
 
-def _fused(program: Program, one: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _fused(program: HloProgram, one: Instruction) -> Iterator[tuple[str, Instruction]]:
     """Yields (computation, instruction) for all that a fusion holds."""
     for name in one.called if one.opcode in FUSIONS else ():
         for line in program.computations.get(name, {}).values():
@@ -51,7 +59,7 @@ def _fused(program: Program, one: Instruction) -> Iterator[tuple[str, Instructio
             yield from _fused(program, line)
 
 
-def of_instruction(one: Instruction, operands: Operands) -> int:
+def instruction_flops(one: Instruction, operands: Operands) -> int:
     """Counts FLOP of one execution, two per multiply-add; 0 if it is no product."""
     if one.opcode == "dot":
         return _dot(one, operands)
@@ -145,3 +153,81 @@ def _cudnn_attention(one: Instruction, operands: Operands, *, backward: bool) ->
     width = operands[0][0].dims[-1]
     causal = "CAUSAL" in (one.attribute(r'mask_type":\s*"(\w+)"') or "")
     return (5 if backward else 2) * 2 * pairs * width // (2 if causal else 1)
+
+
+def bytes_moved(program: HloProgram, computation: str, one: Instruction) -> int:
+    """Counts main-memory bytes read and written by one execution of an instruction outside of fusions.
+
+    A fusion reads its operands once, or only the part that it slices. Of an in-place update it writes the new part.
+    """
+    if one.opcode in FREE or one.opcode.endswith("-done"):
+        return 0
+    operands = program.shapes_of(computation, one)
+    if one.opcode in _SLICES:
+        return 2 * _main(one.shapes)
+    if one.opcode == "dynamic-update-slice":
+        return 2 * _main(operands[1])
+    if one.opcode == "fusion" and len(one.called) == 1 and one.called[0] in program.computations:
+        return _fusion(program, one, operands)
+    if one.opcode.endswith("-start"):
+        return 2 * _main(one.shapes[one.nested or len(operands) :] or one.shapes)
+    return sum(map(_main, operands)) + _main(one.shapes)
+
+
+def _main(shapes: tuple[Shape, ...]) -> int:
+    return sum(shape.bytes for shape in shapes if shape.space == 0)
+
+
+def _fusion(program: HloProgram, one: Instruction, operands: list[tuple[Shape, ...]]) -> int:
+    inner = program.computations[one.called[0]]
+    users: dict[str, list[Instruction]] = {}
+    for line in inner.values():
+        for name in line.operands:
+            users.setdefault(name, []).append(line)
+    read = 0
+    for line in inner.values():
+        if line.opcode == "parameter":
+            number = int(line.attribute(r"^(\d+)") or 0)
+            if number < len(operands):
+                read += min(_main(operands[number]), _read(line, users, operands[number]))
+    return read + _written(inner, one)
+
+
+def _read(line: Instruction, users: dict[str, list[Instruction]], whole: tuple[Shape, ...]) -> int:
+    """Counts bytes of an operand that a fusion reads: only slices if nothing else reads it."""
+    if any(shape.space for shape in whole):
+        return 0
+    total = 0
+    for user in users.get(line.name, ()):
+        if user.opcode in _SLICES and user.operands[0] == line.name:
+            width = _width(whole) / max(1, _width(user.shapes))  # in the dtype of the operand
+            total += int(sum(s.bytes for s in user.shapes) * width)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == line.name:
+            continue  # updated in place
+        elif user.opcode in _PASSING:
+            total += _read(user, users, whole)
+        else:
+            return sum(shape.bytes for shape in whole)
+    return total
+
+
+def _width(shapes: tuple[Shape, ...]) -> float:
+    elements = sum(shape.elements for shape in shapes)
+    return sum(shape.bytes for shape in shapes) / elements if elements else 1
+
+
+def _written(inner: dict[str, Instruction], one: Instruction) -> int:
+    """Counts bytes that a fusion writes: only the new part of in-place updates."""
+    root = next(line for line in inner.values() if line.root)
+    parts = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
+    if len(parts) != len(one.shapes):
+        return _main(one.shapes)
+    total = 0
+    for part, shape in zip(parts, one.shapes, strict=True):
+        while part.opcode in _PASSING and part.operands and part.operands[0] in inner:
+            part = inner[part.operands[0]]
+        if part.opcode == "dynamic-update-slice" and part.operands[1] in inner:
+            total += min(sum(s.bytes for s in inner[part.operands[1]].shapes), shape.bytes) * (shape.space == 0)
+        else:
+            total += _main((shape,))
+    return total

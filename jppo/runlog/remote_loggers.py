@@ -1,0 +1,208 @@
+"""Loggers outside the run folder: Weights & Biases and MLflow."""
+
+import collections
+import json
+import math
+import os
+import pathlib
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from jppo.runlog import durable_files
+from jppo.runlog.diagnosis import Alert
+from jppo.runlog.sinks import About, Rows
+from jppo.settings import UserError
+
+COLUMNS = ("prompt", "response", "ground_truth", "score", "error", "finish")  # shown of samples
+GIVE_UP_S = 120.0  # at the end; unsent data is then in RUN/wandb/ for `wandb sync`
+AT_ONCE = 1000  # metrics per request to MLflow
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # not minutes
+
+
+class Sent:
+    """NAME.json in the run folder: the run's id at a logger that cannot go back, and the last step it has.
+
+    A step that runs again after a resume is not sent again; missed steps are sent from metrics.jsonl.
+    """
+
+    def __init__(self, run_dir: pathlib.Path, name: str, *, resumed: bool) -> None:
+        """Reads the file when the run resumes; a new run has a new id."""
+        self._path = run_dir / f"{name}.json"
+        found = self._read() if resumed and self._path.exists() else {}
+        self.id: str | None = found.get("id")
+        self._step: int = found.get("step", -1)
+
+    def new(self, step: int) -> bool:
+        """Whether the step was not sent yet."""
+        return step > self._step
+
+    def begin(self, run_id: str) -> None:
+        """Sets the run's id there."""
+        self.id = run_id
+        self._write()
+
+    def done(self, step: int) -> None:
+        """Records that the step was sent."""
+        self._step = step
+        self._write()
+
+    def _read(self) -> dict[str, Any]:
+        found = durable_files.read_json(self._path)  # {} if truncated, or NULs after a power cut
+        if isinstance(found.get("id", 0), str | None) and isinstance(found.get("step"), int):
+            return found
+        print(f"{self._path} cannot be read: the run gets a new id there and sends all of its steps again", flush=True)
+        return {}
+
+    def _write(self) -> None:
+        durable_files.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
+
+
+class Wandb:
+    """A run in Weights & Biases; WANDB_MODE=offline needs neither account nor network.
+
+    The run's id is in RUN/wandb.json, so a resume continues the same run. wandb's steps only increase: a repeated step
+    keeps its first values. Offline, each start has its own folder in RUN/wandb/, with the same id.
+    """
+
+    @staticmethod
+    def require() -> None:
+        """UserError if wandb or its login is missing."""
+        try:
+            import wandb
+        except ImportError as e:
+            raise UserError("trainer.logger has wandb, which is not installed; pip install 'jppo[wandb]'") from e
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise UserError("trainer.logger has wandb, which has no key; run `wandb login`, or set WANDB_MODE=offline")
+
+    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        import wandb
+
+        self._sent = Sent(run_dir, "wandb", resumed=resumed)
+        try:
+            self._run: Any = wandb.init(
+                project=about.project,
+                name=about.experiment or run_dir.resolve().name,
+                id=self._sent.id or uuid.uuid4().hex[:12],
+                resume=None if self._sent.id is None or wandb.setup().settings.mode == "offline" else "allow",
+                dir=str(run_dir.resolve()),
+                config=dict(about.config),
+                reinit="create_new",
+                settings=wandb.Settings(console="off", silent=True, finish_timeout=GIVE_UP_S),
+            )
+        except (wandb.Error, OSError) as e:
+            raise UserError(
+                f"wandb does not start: {' '.join(str(e).split())}; fix that, set WANDB_MODE=offline, or remove"
+                " wandb from trainer.logger"
+            ) from e
+        self._sent.begin(self._run.id)
+        self._table = wandb.Table
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a step, unless it was sent before."""
+        if self._sent.new(step):
+            self._run.log(finite_metrics(metrics), step=step, commit=True)
+            self._sent.done(step)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Sends a table of samples, in the step of the next metrics."""
+        if rows and self._sent.new(step):
+            data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
+            self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
+
+    def warn(self, alert: Alert) -> None:
+        """Adds a line to the run's summary."""
+        self._run.summary[f"warnings/{alert.name}"] = f"step {alert.step}: {alert.found}; {alert.remedy}"
+
+    def close(self, *, failed: bool) -> None:
+        """Sends the rest, with a time limit."""
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflow:
+    """A run in MLflow: at the server of MLFLOW_TRACKING_URI, or else in the folder RUN/mlruns.
+
+    The run's id is in RUN/mlflow.json, so a resume continues the same run; a repeated step keeps its first values.
+    """
+
+    @staticmethod
+    def require() -> None:
+        """UserError if MLflow is missing."""
+        try:
+            import mlflow  # noqa: F401
+        except ImportError as e:
+            raise UserError("trainer.logger has mlflow, which is not installed; pip install 'jppo[mlflow]'") from e
+
+    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
+        where = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not where:
+            where = (run_dir.resolve() / "mlruns").as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is enough for one run
+        self._sent, self._metric = Sent(run_dir, "mlflow", resumed=resumed), Metric
+        self._waiting: collections.deque[list[Any]] = collections.deque()  # steps that the server has not taken yet
+        try:
+            self._client = MlflowClient(tracking_uri=where)
+            if self._sent.id is None:
+                found = self._client.get_experiment_by_name(about.project)
+                experiment = found.experiment_id if found else self._client.create_experiment(about.project)
+                made = self._client.create_run(experiment, run_name=about.experiment or run_dir.resolve().name)
+                self._sent.begin(made.info.run_id)
+                self._client.log_dict(self._id, dict(about.config), "config.json")
+            else:
+                self._client.update_run(self._id, status="RUNNING")
+        except (MlflowException, OSError) as e:
+            raise UserError(
+                f"MLflow at {where} does not start: {' '.join(str(e).split())}; fix MLFLOW_TRACKING_URI, or remove"
+                " mlflow from trainer.logger"
+            ) from e
+
+    @property
+    def _id(self) -> str:
+        assert self._sent.id is not None
+        return self._sent.id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a step, unless it was sent before."""
+        if self._sent.new(step):
+            now = int(time.time() * 1000)
+            found = finite_metrics(metrics).items()
+            self._waiting.append([self._metric(name, value, now, step) for name, value in found])
+        while self._waiting:
+            values = self._waiting[0]
+            for first in range(0, len(values), AT_ONCE):
+                self._client.log_batch(self._id, metrics=values[first : first + AT_ONCE])
+            self._sent.done(self._waiting.popleft()[0].step)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Sends a file of samples."""
+        if rows and self._sent.new(step):
+            shown = [{name: cell(row.get(name)) for name in COLUMNS} for row in rows]
+            self._client.log_dict(self._id, {"rows": shown}, f"generations/step_{step}.json")
+
+    def warn(self, alert: Alert) -> None:
+        """Sets a tag of the run."""
+        said = f"step {alert.step}: {alert.found}; {alert.remedy}"
+        self._client.set_tag(self._id, f"warnings.{alert.name}", said)
+
+    def close(self, *, failed: bool) -> None:
+        """Ends the run."""
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+
+def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns the finite metrics."""
+    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+
+
+def cell(value: Any) -> str | float | None:
+    """Returns a sample's field for a table; the last of chat messages."""
+    if isinstance(value, list) and value:
+        return str(value[-1].get("content", value[-1]) if isinstance(value[-1], Mapping) else value[-1])
+    return value if value is None or isinstance(value, str | int | float) else str(value)
