@@ -154,7 +154,7 @@ READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
-    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.document", "jppo.verl.values"),
+    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.values"),
     *MAKERS,
 )
 SECTIONS = {name.split(".")[0] for name in table.TABLE}
@@ -357,7 +357,7 @@ def test_the_walk_sees_the_project():
         ("jppo.learner.ppo", "from jppo.learner.model_configs import ModelConfigs", None),
         ("jppo.models.heads", "def f(given):\n    return given.actor.clip_ratio", "reads given.actor.clip_ratio"),
         ("jppo.algorithms.losses", "def f(c):\n    a = c.actor\n    return a.clip_ratio", "reads c.actor"),
-        ("jppo.learner.optimizers", "def f(c):\n    return c.actor.lr", None),
+        ("jppo.learner.make", "def f(c):\n    return c.actor.lr", None),
         ("jppo.rewards.pool", "from jppo.settings import Settings", "it is none of READERS"),
         ("jppo.rewards.pool", "def f(c):\n    return c.reward.workers", "reads c.reward.workers"),
         ("jppo.rewards.make", "from jppo.settings import Settings\ndef f(c):\n    return c.reward.workers", None),

@@ -1,8 +1,8 @@
 """A reward model as a command: its gradient is torch's, it learns, and what it writes is a classifier."""
 
-import dataclasses
 import json
 import pathlib
+import types
 
 import jax
 import numpy as np
@@ -10,11 +10,13 @@ import pytest
 
 from examples import arithmetic
 from jppo import reward_model, settings
+from jppo.data.preferences import Pair
 from jppo.learner import batch, packing, sharding
 from jppo.learner.make import load_trained, make_descent
 from jppo.models import hf, hf_write
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
+from jppo.run import pairs
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError
@@ -115,17 +117,15 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     c.optim.max_tokens_per_device, c.loss.margin_column, c.loss.center_rewards_coefficient = tokens, "gap", 0.1
     c.mesh.fsdp, c.mesh.tensor, c.mesh.sequence = (8, 1, 1) if tokens == 8192 else (1, 2, 2)
     task = reward_model.prepare(typed(c))
-    cfg, pairs = task.cfg, task.pairs.pairs[:12]
+    cfg, some = task.cfg, task.pairs.pairs[:12]
     how = dict(head="value", key=jax.random.key(3), adapters=task.adapters)
     trained = load_trained(typed(c), task.mesh, cfg, c.model.path, **how)
     descent, _ = make_descent(typed(c).optim, "rm", task.accumulate, trained, 1)
     path = hf_write.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
                    changes=task.changes)  # fmt: skip
-    micros = reward_model.pack_pairs(pairs, task.plan)
+    micros = pairs.pack(task, some)
     assert len(micros) > 2 or tokens == 8192
-    slopes = task.slope(
-        reward_model.score_pairs(task, descent, trained.learned, micros, len(pairs)), reward_model.margins(pairs)
-    )
+    slopes = task.slope(pairs.scored(task, descent, trained.learned, micros, len(some)), pairs.margins(some))
     carry = descent.zeros()
     mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
     for micro in mini.micros:
@@ -137,16 +137,16 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
 
     model, _ = theirs(path)
     halves = [
-        torch.stack([model(torch.tensor(getattr(pair, half))[None].long()).logits[0, 0] for pair in pairs])
+        torch.stack([model(torch.tensor(getattr(pair, half))[None].long()).logits[0, 0] for pair in some])
         for half in ("chosen", "rejected")
     ]
-    gap = halves[0] - halves[1] - torch.tensor([pair.margin for pair in pairs])
+    gap = halves[0] - halves[1] - torch.tensor([pair.margin for pair in some])
     expected = (torch.log(1 + torch.exp(-gap)) + 0.1 * (halves[0] + halves[1]) ** 2).mean()
     expected.backward()
     (loss, metrics), _ = slopes
     assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
-    assert float(metrics["rm/accuracy"]) == float((halves[0] > halves[1]).float().mean())
-    assert float(metrics["rm/margin"]) == pytest.approx((halves[0] - halves[1]).mean().item(), abs=1e-5)
+    assert float(metrics["accuracy"]) == float((halves[0] > halves[1]).float().mean())
+    assert float(metrics["margin"]) == pytest.approx((halves[0] - halves[1]).mean().item(), abs=1e-5)
     gradients = {name: tensor.grad for name, tensor in model.named_parameters()}
     assert gradients.keys() == ours.keys()
     for name, gradient in gradients.items():
@@ -155,9 +155,10 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
 
 
 def test_a_text_is_read_to_its_end_and_packed_once(config):
-    plan = packing.Plan((6,), ((4,),), share_rows=False)
-    pair = dataclasses.make_dataclass("P", ("chosen", "rejected"))(np.array([5, 6, 7]), np.array([5, 8]))
-    [made] = reward_model.pack_pairs([pair], plan)
+    task = types.SimpleNamespace(
+        plan=packing.Plan((6,), ((4,),), share_rows=False), sequence=reward_model.as_trajectory
+    )
+    [made] = pairs.pack(task, [Pair(np.array([5, 6, 7]), np.array([5, 8]), margin=0.0)])
     assert made.inputs[:2].tolist() == [[5, 6, 7, 0, 0, 0], [5, 8, 0, 0, 0, 0]]
     assert made.mask[:2].tolist() == [[False, False, True] + [False] * 3, [False, True] + [False] * 4]
     assert made.sequence[made.mask].tolist() == [0, 1]
