@@ -140,17 +140,19 @@ class Watch:
 def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
     """Wraps a whole command: whatever is expected to end a run becomes one line and the exit code.
 
-    | raised                           | exit code              | checkpoint of the last complete state |
-    |----------------------------------|------------------------|---------------------------------------|
-    | UserError                        | 2                      | yes                                   |
-    | RunEnded: RolloutError, Diverged | 1                      | yes                                   |
-    | RunEnded: Unwritten              | 1                      | yes, before the export                |
-    | Elsewhere: another host's error  | 1                      | if every host raised its counterpart  |
-    | OSError of a full disk           | 1                      | if there is room for it               |
-    | Stopped: SIGTERM, SIGHUP, Ctrl-C | trainer.stop_exit_code | yes                                   |
-    | Stopped: a stage is stuck        | 1                      | yes, unless the end is stuck, too     |
-    | a second Ctrl-C                  | 130                    | no                                    |
-    | anything else: a traceback       | 1                      | yes, on a single host                 |
+    | raised                               | exit code              | checkpoint of the last complete state |
+    |--------------------------------------|------------------------|---------------------------------------|
+    | UserError                            | 2                      | yes                                   |
+    | RunEnded: RolloutError, Diverged     | 1                      | yes                                   |
+    | RunEnded: Unwritten                  | 1                      | yes, before the export                |
+    | Elsewhere: another host's error      | 1                      | if all hosts raise it in an agreement |
+    | OSError of a full disk               | 1                      | if there is room for it               |
+    | Stopped by SIGTERM, SIGHUP           | trainer.stop_exit_code | yes                                   |
+    | Stopped by Ctrl-C                    | 130                    | yes                                   |
+    | Stopped because a stage is stuck     | 1                      | yes                                   |
+    | KeyboardInterrupt: a second Ctrl-C   | 130                    | yes; a third one ends its writing     |
+    | anything else, with a traceback      | 1                      | yes, on a single host                 |
+    | none: the end took too long          | 1, by force            | no                                    |
 
     `exit_on_user_error` prints a UserError. Only an update that was broken off leaves no complete state.
     """
