@@ -1,5 +1,6 @@
 """The sandbox: protections that are found or missing, the filter's table, and a service that runs programs."""
 
+import contextlib
 import fcntl
 import functools
 import http.server
@@ -352,6 +353,30 @@ def test_a_service_grades_as_the_sandbox_here(stand_in):
     assert run_program("print(6 * 7)", **limits) == "42\n"
     assert run_program("print(1)\n1 / 0", **limits) == "1\nerror: ZeroDivisionError: division by zero"
     assert run_program("while True: pass", **limits) == "error: the program took longer than 1 s"
+
+
+def test_nothing_is_left_of_a_program_that_a_service_ends_for_its_time(stand_in, monkeypatch):
+    """The service ends the process that it has started, the one of the tests."""
+    monkeypatch.setenv("OF_THIS_TEST", mark := uuid.uuid4().hex)
+
+    def left() -> list[pathlib.Path]:
+        found = []
+        for environment in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                found += [environment] * (mark.encode() in environment.read_bytes())
+        return [one for one in found if one.parent.name != str(os.getpid())]
+
+    seen = []
+    watch = threading.Thread(target=lambda: [seen.extend(left()) or time.sleep(0.05) for _ in range(40)])
+    watch.start()
+    grade = functools.partial(code, time_s=1.0, memory_bytes=2**29, runner=make_runner("container", stand_in.url))
+    assert grade(response("def f(x):\n    while True: pass"), ASSERTS).score == 0.0
+    watch.join()
+    assert seen, "the processes could be seen"
+    deadline = time.monotonic() + 10
+    while left():
+        assert time.monotonic() < deadline, left()
+        time.sleep(0.05)
 
 
 def test_a_service_that_fails_is_asked_again_and_counted(stand_in, monkeypatch):

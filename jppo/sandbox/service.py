@@ -69,6 +69,7 @@ asked, answers = map(int, sys.argv[1:])
 text = sys.stdin.read()
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 kernel.drop_capabilities()
+kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)  # a service that ends the tests for their time may not know of this process
 serve(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=look_up), Captured())
 """
 
