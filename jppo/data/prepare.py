@@ -9,8 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.data.files import SUFFIXES, make_directory, read_rows
-from jppo.data.rows import Row
+from jppo.data.rows import SUFFIXES, Row, make_directory, read_rows
 from jppo.errors import escaped
 from jppo.settings import UserError
 

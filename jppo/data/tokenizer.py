@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from huggingface_hub import constants
 
-from jppo.errors import expanded
+from jppo.errors import expanded, first_line
 from jppo.settings import UserError
 
 LONG = 1_000_000  # characters of one text
@@ -36,7 +36,7 @@ def load_tokenizer(path: str) -> Any:
         tokenizer("")  # some errors in its files appear only here
         return tokenizer
     except Exception as e:  # tokenizers raises a plain Exception, transformers various errors
-        raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
+        raise UserError(f"the tokenizer in {local} cannot be read: {first_line(e)}") from e
 
 
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ def _from_hub(name: str) -> Any:
         httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
         return _read_tokenizer(name)
     except (httpx.HTTPError, OSError, ValueError) as e:
-        raise UserError(f"{sought}, and {constants.ENDPOINT} did not provide it ({_first_line(e)}); {remedy}") from e
+        raise UserError(f"{sought}, and {constants.ENDPOINT} did not provide it ({first_line(e)}); {remedy}") from e
 
 
 def _read_config(path: str, name: str) -> dict[str, Any]:
@@ -200,11 +200,7 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     try:
         config = json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{found} is not valid JSON: {_first_line(e)}; fetch it again") from e
+        raise UserError(f"{found} is not valid JSON: {first_line(e)}; fetch it again") from e
     if not isinstance(config, dict):
         raise UserError(f"{found} must be a JSON object, not {type(config).__name__}")
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -6,7 +6,7 @@ import pytest
 
 from examples import stories
 from jppo.data import pairs
-from jppo.data.files import read_rows
+from jppo.data.rows import read_rows
 from jppo.rewards.graders import GRADERS
 
 
