@@ -15,7 +15,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.agent import turn_metrics
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import Elsewhere
 from jppo.errors import expanded, one_line
@@ -38,7 +37,7 @@ from jppo.run.supervised import due
 from jppo.run.token_values import record_tokens
 from jppo.run.validation import samples, validate
 from jppo.runlog.checkpoint import NonFinite
-from jppo.runlog.rollout_metrics import describe, source_means
+from jppo.runlog.rollout_metrics import conversation_metrics, describe, source_means
 from jppo.runlog.sample_queue import unanswered
 from jppo.runlog.summary import print_summary
 from jppo.runlog.timers import Timers
@@ -70,7 +69,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= (
         drawn.metrics | describe(trajectories, graded, baseline) | source_means(graded, [p.data_source for p in asked])
     )
-    metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
+    metrics |= conversation_metrics(trajectories) | summed(run.hosts, run.panel.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     weights = [run.panel.weights.of(prompt.data_source) for prompt in asked]
     trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, weights)

@@ -26,11 +26,11 @@ from jppo.errors import escaped, first_line
 from jppo.registry import said
 from jppo.settings import Parser, UserError, exit_on_user_error
 
-SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
+_SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
 TFDS_NAME, TFDS_VERSION = "gsm8k", "1.0.0"
 SPLITS = ("train", "test")
 COMMIT = "3101c7d5072418e28b9008a6636bde82a006892c"
-SOURCE = f"https://raw.githubusercontent.com/openai/grade-school-math/{COMMIT}/grade_school_math/data"
+_SOURCE = f"https://raw.githubusercontent.com/openai/grade-school-math/{COMMIT}/grade_school_math/data"
 
 _ANSWER = re.compile(r"#### *(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")
 
@@ -43,7 +43,7 @@ def example(row: Row, split: str) -> dict[str, Any]:
         raise UserError(f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}")
     extra: dict[str, Any] = dict(split=split, index=row.number - 1, question=question, answer=answer)
     truth = match.group(1).replace(",", "")
-    return prepare.example(f"{question} {SUFFIX}", truth, source="openai/gsm8k", **extra)
+    return prepare.example(f"{question} {_SUFFIX}", truth, source="openai/gsm8k", **extra)
 
 
 def examples(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
@@ -67,7 +67,7 @@ def convert(source: pathlib.Path, out: pathlib.Path, *, tfds: bool = False) -> d
 def download(directory: pathlib.Path) -> None:
     """Downloads the JSON lines of both splits from OpenAI's repository."""
     for split in SPLITS:
-        url = f"{SOURCE}/{split}.jsonl"
+        url = f"{_SOURCE}/{split}.jsonl"
         try:
             response = httpx.get(url, timeout=60.0, follow_redirects=True).raise_for_status()
         except httpx.HTTPError as e:

@@ -27,7 +27,7 @@ from jppo.settings import UserError
 
 TFDS = "tfds:"
 TFDS_MISSING = "tensorflow-datasets cannot be imported ({}); pip install 'jppo[tfds]'"
-FORMS = f"{', '.join(SUFFIXES)} or {TFDS}NAME/SPLIT"
+_FORMS = f"{', '.join(SUFFIXES)} or {TFDS}NAME/SPLIT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_sources(
     """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's."""
     listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
     if not listed:
-        raise UserError(f"{setting}={entries!r} names no file; give one or more of {FORMS}, separated by commas")
+        raise UserError(f"{setting}={entries!r} names no file; give one or more of {_FORMS}, separated by commas")
     for i, entry in enumerate(listed):
         if entry in listed[:i]:
             raise UserError(f"{setting} lists {entry} twice; a source may be listed once")
@@ -86,7 +86,7 @@ def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str
         return functools.partial(_tfds_rows, spec), f"{spec.name}/{spec.split}"
     path = expanded(entry)
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {FORMS}")
+        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {_FORMS}")
     if not path.is_file():
         raise UserError(f"{setting}: no file {path}; use the path of a {', '.join(SUFFIXES)} file")
     return functools.partial(read_rows, path), path.stem

@@ -24,10 +24,10 @@ import jinja2
 from jinja2 import meta
 from transformers.utils.chat_template_utils import render_jinja_template
 
-LENGTH = struct.Struct(">Q")
+_LENGTH = struct.Struct(">Q")
 TIME_S = 5.0  # of the processor, for one conversation
 MEMORY_BYTES = 2**30  # more than the process has before the first request
-MOST = 2**26  # characters of a text
+_MOST = 2**26  # characters of a text
 
 # Names that transformers passes to every template; special tokens missing in a tokenizer are empty.
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -62,8 +62,8 @@ def _render(template: str, messages: Sequence[Any], tools: Any, opened: bool, na
         conversations=[list(messages)], tools=tools, chat_template=template, add_generation_prompt=opened, **names
     )
     text: str = rendered[0][0]
-    if len(text) > MOST:
-        raise ValueError(f"its text has more than {MOST} characters")
+    if len(text) > _MOST:
+        raise ValueError(f"its text has more than {_MOST} characters")
     return text
 
 
@@ -86,8 +86,8 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _bound_memory()
     answers: dict[str, Callable[..., Iterable[str]]] = {"render_all": render_all, "unknown_names": unknown_names}
-    while len(head := sys.stdin.buffer.read(LENGTH.size)) == LENGTH.size:
-        what, arguments = pickle.loads(sys.stdin.buffer.read(*LENGTH.unpack(head)))
+    while len(head := sys.stdin.buffer.read(_LENGTH.size)) == _LENGTH.size:
+        what, arguments = pickle.loads(sys.stdin.buffer.read(*_LENGTH.unpack(head)))
         reply = _reply(answers[what], arguments)
         sys.stdout.write(reply + "\n")
         sys.stdout.flush()

@@ -17,7 +17,7 @@ DICTS = (  # keys whose value is a dict
     key_of("R.engine_kwargs.vllm"),
     key_of("R.engine_kwargs.sglang"),
 )
-NAMES = ("trainer.project_name", "trainer.experiment_name")
+_NAMES = ("trainer.project_name", "trainer.experiment_name")
 OWN_FILES = ("config", "ppo_trainer", "ppo_megatron_trainer")  # of Hydra's --config-path and --config-name
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
@@ -118,7 +118,7 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
 def _without_unread(values: dict[str, Any]) -> list[str]:
     """Leaves the parts of a run's names that only the script could expand out of them; returns notes."""
     notes = []
-    for key in NAMES:
+    for key in _NAMES:
         if UNREAD in (text := str(values.get(key, ""))):
             left = re.sub(rf"{UNREAD}[^{UNREAD}]*{UNREAD}", "", text).strip("-_ ")
             notes.append(f"{key}={_shown(text)}: nothing of the script is run; it is {left or 'left out'}")
