@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic, multiplication
 from jppo import settings, sft, train
 from jppo.agent.calculator import Calculator
-from jppo.data.files import write_jsonl
+from jppo.data.rows import write_jsonl
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import load_tokenizer
 from jppo.rollout.vllm.client import Vllm

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic, stories
 from jppo import evaluate, reward_model, settings, sft
 from jppo.data import pairs
-from jppo.data.files import write_jsonl
+from jppo.data.rows import write_jsonl
 from jppo.settings import UserError
 
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"

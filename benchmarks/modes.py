@@ -32,7 +32,7 @@ from safetensors.numpy import load_file
 sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
-from jppo.data.files import write_jsonl
+from jppo.data.rows import write_jsonl
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError
 

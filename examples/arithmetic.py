@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from jppo.data.files import make_directory, write_jsonl
+from jppo.data.rows import make_directory, write_jsonl
 from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 

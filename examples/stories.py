@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.data.files import make_directory, read_rows, write_jsonl
-from jppo.data.rows import Row, checked_prompt, checked_text
+from jppo.data.rows import Row, checked_prompt, checked_text, make_directory, read_rows, write_jsonl
 from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 

@@ -19,10 +19,9 @@ from typing import Any
 
 import jax
 
-from jppo.agent.dialogue import Message, fitting, pieces
 from jppo.data.prompts import tokenise
 from jppo.data.rows import Row, checked_text
-from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
+from jppo.data.tokenizer import decode, decode_stream, end_token_ids, load_tokenizer
 from jppo.errors import escaped, one_line
 from jppo.learner import sharding, state
 from jppo.models import cache, hf
@@ -38,6 +37,7 @@ CONTEXT = 4096  # tokens; a longer context costs time and memory
 LONGEST = 256  # tokens of an answer
 AT_ONCE = 4  # tokens per device call
 PLACE = Row("the conversation", 1, {}, "line")
+Message = dict[str, str]
 HELP = "/reset clears the history, /exit quits, Ctrl-C stops an answer"
 
 
@@ -118,6 +118,27 @@ def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
     return state.load(what, path, init="pretrained", key=jax.random.key(0))
 
 
+def fitting(
+    messages: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], room: int
+) -> tuple[list[Message], list[int]]:
+    """Drops the oldest turns until the messages fit into `room` tokens; returns messages and tokens.
+
+    An initial system message and the last message stay.
+    """
+    head = [message for message in messages[:1] if message["role"] == "system"]
+    rest = list(messages[len(head) :])
+    while len(ids := encode([*head, *rest])) > room:
+        following = next((i for i, message in enumerate(rest) if i and message["role"] == "user"), None)
+        if following is None:
+            with_system = " with the system message" if head else ""
+            raise UserError(
+                f"the last message has {len(ids)} tokens{with_system}, but {room} fit with an answer; shorten it, or"
+                " lower --max_tokens"
+            )
+        rest = rest[following:]
+    return [*head, *rest], ids
+
+
 class Conversation:
     """The history of a conversation."""
 
@@ -151,7 +172,7 @@ class Conversation:
                 yield new[:-1] if last in model.ends else new
 
         try:
-            for piece in pieces(spoken(), model.decode, before=() if model.templated else ids):
+            for piece in decode_stream(spoken(), model.decode, before=() if model.templated else ids):
                 heard += piece
                 show(piece)
             if last not in model.ends:

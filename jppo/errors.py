@@ -28,6 +28,11 @@ def one_line(error: BaseException) -> str:
     return escaped(f"error: {error}").replace("\n", "\\n")
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message."""
+    return str(error).strip().partition("\n")[0]
+
+
 def expanded(path: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the path with a home folder in place of ~; UserError where ~ names no user."""
     try:

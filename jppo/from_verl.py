@@ -21,7 +21,7 @@ from typing import Any
 from jppo import settings
 from jppo.errors import escaped, expanded
 from jppo.settings import UserError, table
-from jppo.verl import page
+from jppo.verl import names
 from jppo.verl.script import read_script
 from jppo.verl.translate import PATHS, Translation, translate
 
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> Any:
         print(__doc__)
         return
     if argv == ["--names"]:
-        print(page.names(), end="")
+        print(names.page(), end="")
         return
     if any(word.startswith(OWN) for word in argv):
         changes, found = on_top(argv)

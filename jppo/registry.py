@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from jppo.errors import UserError, expanded
+from jppo.errors import UserError, expanded, first_line
 
 T = TypeVar("T")
 
@@ -154,4 +154,4 @@ def _import(name: str, said_as: str) -> ModuleType:
 
 def said(error: BaseException) -> str:
     """Returns the error's type and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"

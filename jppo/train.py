@@ -15,7 +15,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.agent import turn_metrics
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, estimate, ppo
@@ -36,7 +35,7 @@ from jppo.run.start import Run, open_run
 from jppo.run.token_values import record_tokens
 from jppo.run.validation import samples, validate
 from jppo.runlog.logger import print_summary
-from jppo.runlog.rollout_metrics import sample_metrics, source_means
+from jppo.runlog.rollout_metrics import conversation_metrics, sample_metrics, source_means
 from jppo.runlog.sample_queue import unanswered
 from jppo.runlog.timers import Timers
 from jppo.samples.make import fresh
@@ -61,7 +60,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     require_graded(rewards)
     metrics |= drawn.metrics | sample_metrics(trajectories, graded, baseline)
     metrics |= source_means(graded, [p.data_source for p in asked])
-    metrics |= turn_metrics.metrics(trajectories) | summed(run.hosts, run.reward_sum.metrics() | run.sampler.metrics())
+    metrics |= conversation_metrics(trajectories) | summed(run.hosts, run.reward_sum.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     earned = [run.reward_sum.earned(prompt.data_source) for prompt in asked]
     trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)

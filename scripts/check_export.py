@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import transformers
 
-from jppo.data.files import read_rows
 from jppo.data.prompts import prompt_of, tokenise
+from jppo.data.rows import read_rows
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.config import ModelConfig

@@ -7,7 +7,7 @@ import textwrap
 
 from jppo.settings.setting import Setting
 from jppo.settings.table import DPO, PPO, REWARD_MODEL, SFT
-from jppo.verl.names import TABLE
+from jppo.verl.names import KEYS
 
 WIDTH = 120
 SECTIONS = {
@@ -102,7 +102,7 @@ def condition(setting: Setting) -> str:
 def names_of_verl() -> dict[str, str]:
     """Returns the first of verl's names for each setting."""
     found: dict[str, str] = {}
-    for row in TABLE:
+    for row in KEYS:
         if row.kind == "same" and "*" not in row.key:
             found.setdefault(row.setting, row.key)
     return found

@@ -20,7 +20,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from hostile_programs import NOTHING, PROGRAMS
 
 from jppo.rewards import code as rule
-from jppo.sandbox import launcher, protections
+from jppo.sandbox import choice, launcher
 
 PLACES = ("/tmp", "/dev/shm", "/var/tmp")
 
@@ -39,7 +39,7 @@ def main(uid, without, out):
     victim = subprocess.Popen(["sleep", "600"], env={"SOME_API_KEY": "secret"})
     try:
         with listeners(out) as (port, abstract, heard):
-            guards = protections.probe(frozenset(filter(None, without.split(","))))
+            guards = choice.probe(frozenset(filter(None, without.split(","))))
             runner = functools.partial(launcher.run, guards=guards)
             results = {}
             for group, name, program, truth, right in PROGRAMS:
@@ -67,9 +67,7 @@ def main(uid, without, out):
     finally:
         victim.kill()
         victim.wait()
-    print(
-        json.dumps({"guards": protections.describe(guards), "missing": protections.lacks(guards), "results": results})
-    )
+    print(json.dumps({"guards": choice.describe_guards(guards), "missing": choice.lacks(guards), "results": results}))
 
 
 def grade(program, truth, runner, time_s):

@@ -1,14 +1,19 @@
-"""What several tests make: settings as frozen sections, a record of the settings that are read, weights."""
+"""What several tests make and look at: settings, a record of the settings that are read, rows, samples, processes."""
 
 import functools
+import json
+import pathlib
 import sys
 
 import jax
 import ml_collections
+import numpy as np
 
 from jppo.models import decoder, hf, hf_write
+from jppo.rewards.parts import Sample
 from jppo.settings import table
 from jppo.settings.setting import Section
+from jppo.types import Prompt
 
 
 def typed(config):
@@ -69,3 +74,27 @@ def write_weights(directory, seed=5):
     _, cfg = hf.read_config(str(directory))
     params = decoder.init_params(cfg, jax.random.key(seed), head="lm", param_dtype="float32")
     hf_write.save(directory, params, cfg, source=str(directory), dtype="float32")
+
+
+def write_rows(path, *rows):
+    """Writes rows as JSON lines; returns the path as a setting has it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def sample(text, truth="0", *, source="mine", messages="q", **extra):
+    """A response to grade."""
+    return Sample(Prompt("u", source, messages, np.zeros(1, np.int32), truth, extra), text, len(text), "stop")
+
+
+def bytes_as_text(ids):
+    """Decodes as a tokenizer whose tokens are bytes, of which 0 is the end token."""
+    return bytes(i for i in ids if i).decode(errors="replace")
+
+
+def alive(pid):
+    """Whether a process runs: one that has ended and waits for its parent does not."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from jppo import chat
-from jppo.chat import ChatModel, Conversation
+from jppo.chat import ChatModel, Conversation, fitting
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.rollout.inprocess import InprocessEngine
 from jppo.settings import UserError
@@ -191,3 +191,43 @@ def test_what_cannot_be_is_one_line(tiny_model, tmp_path, capsys, words, why):
         chat.main([word.format(**places) for word in words])
     err = capsys.readouterr().err
     assert ended.value.code == 2 and why in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def turns(*said, system=None):
+    """Messages of user and assistant in turn."""
+    roles = ["user", "assistant"] * len(said)
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return head + [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]
+
+
+def joined(messages):
+    """A token for each character, and one between messages."""
+    return [ord(c) for c in "|".join(message["content"] for message in messages)]
+
+
+@pytest.mark.parametrize(
+    "room,kept",
+    [
+        (14, "aa|bb|cc|dd|ee"),
+        (13, "cc|dd|ee"),
+        (8, "cc|dd|ee"),
+        (7, "ee"),
+        (2, "ee"),
+    ],
+)
+def test_the_oldest_turns_of_both_sides_go(room, kept):
+    messages, ids = fitting(turns("aa", "bb", "cc", "dd", "ee"), joined, room)
+    assert "".join(map(chr, ids)) == kept == "|".join(m["content"] for m in messages)
+    assert messages[0]["role"] == "user"
+
+
+def test_a_system_message_stays():
+    messages, ids = fitting(turns("aa", "bb", "cc", system="s"), joined, 5)
+    assert [m["content"] for m in messages] == ["s", "cc"] and len(ids) == 4
+
+
+def test_what_was_said_last_must_fit():
+    with pytest.raises(UserError, match="3 tokens, but 2 fit"):
+        fitting(turns("aa", "bb", "ccc"), joined, 2)
+    with pytest.raises(UserError, match="4 tokens with the system message, but 3 fit"):
+        fitting(turns("aa", "bb", "cc", system="s"), joined, 3)

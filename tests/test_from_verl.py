@@ -8,10 +8,9 @@ import pytest
 
 from jppo import from_verl, settings
 from jppo.settings import table
-from jppo.verl import names, page
-from jppo.verl.overrides import read_value
+from jppo.verl import names
 from jppo.verl.script import read_script
-from jppo.verl.translate import translate
+from jppo.verl.translate import read_value, translate
 from tests.verl_scripts import SCRIPTS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -399,12 +398,12 @@ def test_help_shows_an_example(capsys):
 
 def test_every_row_of_the_table_can_be_met():
     known = table.values(settings.default())
-    for name in names.TABLE:
+    for name in names.KEYS:
         found = names.find(name.key)
         assert found is not None and (found is name or "*" in name.key or found.key == name.key), name.key
         assert (name.kind == "same") == bool(name.setting) and (not name.setting or name.setting in known), name.key
         assert name.kind == "same" or name.why, name.key
-    keys = [name.key for name in names.TABLE]
+    keys = [name.key for name in names.KEYS]
     assert len(keys) == len(set(keys))
     assert all(names.today(new) == new and (new.endswith(".") or names.find(new)) for new in names.OLDER.values())
 
@@ -412,7 +411,7 @@ def test_every_row_of_the_table_can_be_met():
 def test_the_page_is_the_table(capsys):
     from_verl.main(["--names"])
     printed = capsys.readouterr().out
-    assert printed == page.names()
+    assert printed == names.page()
     assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(printed)
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
-from jppo.data.curriculum import Curriculum
-from jppo.data.stream import Cursor
+from jppo.data.stream import Curriculum, Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
 from jppo.models import decoder, hf, hf_write

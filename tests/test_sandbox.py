@@ -15,23 +15,20 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from jppo import settings
 from jppo.agent.python import Python
 from jppo.rewards.code import code, run_program
 from jppo.rewards.graders import RulePart
-from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
-from jppo.sandbox import cgroup, choice, kernel, launcher, protections, seccomp, service, values
+from jppo.sandbox import choice, kernel, launcher, limits, seccomp, service, values
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.launcher import Guards, NoSandbox
 from jppo.settings import UserError
-from jppo.types import Prompt
 from tests.hostile_programs import PROGRAMS
-from tests.make import typed
+from tests.make import alive, sample, typed
 from tests.rewards import graded
 
 RIGHT = "def f(x):\n    return x + 1\n"
@@ -135,10 +132,10 @@ def test_preallocation_is_refused_where_blocks_are_counted():
 
 
 def test_the_strongest_guards_are_found_and_pretending_weakens_them():
-    here, without = protections.probe(), protections.probe(frozenset({"namespaces"}))
+    here, without = choice.probe(), choice.probe(frozenset({"namespaces"}))
     assert without.spaces == "none" and without.landlock == here.landlock and without.seccomp == here.seccomp
     everything = {"landlock", "namespaces", "seccomp", "user", "cgroup", "folder quota"}
-    assert protections.probe(frozenset(everything)) == Guards()
+    assert choice.probe(frozenset(everything)) == Guards()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,7 @@ def test_the_strongest_guards_are_found_and_pretending_weakens_them():
     ],
 )
 def test_what_strict_needs(guards, why, monkeypatch):
-    assert protections.lacks(guards).startswith(why) and bool(protections.lacks(guards)) == bool(why)
+    assert choice.lacks(guards).startswith(why) and bool(choice.lacks(guards)) == bool(why)
     monkeypatch.setattr(choice, "probe", lambda: guards)
     if why:
         with pytest.raises(ValueError, match=rf"reward.sandbox='strict': {why}.*reward.sandbox=container"):
@@ -194,7 +191,7 @@ def test_a_program_locks_no_library(without, tmp_path):
     library = pathlib.Path(sysconfig.get_path("purelib")) / f"jppo-lock-{os.getpid()}.txt"
     library.write_text("library")
     program = LOCKS.replace("LIBRARY", repr(str(library)))
-    guards = protections.probe(frozenset(filter(None, [without])))
+    guards = choice.probe(frozenset(filter(None, [without])))
     try:
         with ThreadPoolExecutor(1) as pool, library.open("r+b") as mine:
             running = pool.submit(launcher.run, program, guards=guards, time_s=20, memory_bytes=2**29)
@@ -212,7 +209,7 @@ def test_a_program_locks_no_library(without, tmp_path):
 
 
 def test_a_control_group_bounds_threads_and_is_removed():
-    if not (groups := cgroup.bases()):
+    if not (groups := limits.group_bases()):
         pytest.skip("no control group can be made here")
     threads = (
         "import os, threading, time\nn = 0\ntry:\n"
@@ -245,8 +242,8 @@ def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
 def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_path):
     """A worker that is killed takes its program along, also one in a process namespace of its own."""
     script = (
-        "from jppo.sandbox import launcher, protections\n"
-        "guards = protections.probe()\nprint('ready', flush=True)\n"
+        "from jppo.sandbox import choice, launcher\n"
+        "guards = choice.probe()\nprint('ready', flush=True)\n"
         "launcher.run('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=os.getcwd(), text=True)
@@ -271,14 +268,6 @@ def children(pid):
             return [int(one) for one in f.read().split()]
     except OSError:
         return []
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -395,10 +384,6 @@ def test_a_service_that_fails_is_asked_again_and_counted(stand_in, monkeypatch):
         grade(response(RIGHT), ASSERTS)
 
 
-def sample(text, truth):
-    return Sample(Prompt("p", "code", "q", np.zeros(1, np.int32), truth, {}), text, 1, "stop")
-
-
 def test_programs_are_counted(stand_in):
     part = RulePart(
         ["code"],
@@ -409,7 +394,7 @@ def test_programs_are_counted(stand_in):
     try:
         stand_in.plan[:] = [503, "run", 404]
         programs = [RIGHT, RIGHT, "import gc\n" + RIGHT]
-        rewards = [part.submit(sample(response(one), ASSERTS)).result(60) for one in programs]
+        rewards = [part.submit(sample(response(one), ASSERTS, source="code")).result(60) for one in programs]
         assert [r.error is None for r in rewards] == [True, False, True] and rewards[2].score == 1.0
         counted = {"reward/code/suspicious": 1.0, "reward/code/errors": 1.0, "reward/code/retries": 1.0}
         assert part.metrics() == counted and part.metrics() == dict.fromkeys(counted, 0.0)
@@ -520,7 +505,7 @@ ORDINARY = {
 @pytest.mark.parametrize("without", ["", "namespaces"])
 @pytest.mark.parametrize("program", ORDINARY.values(), ids=ORDINARY)
 def test_ordinary_programs_work(program, without):
-    guards = protections.probe(frozenset(filter(None, [without])))
+    guards = choice.probe(frozenset(filter(None, [without])))
     ran = launcher.run(program, guards=guards, time_s=20, memory_bytes=2**30, stdin="ok\n")
     assert (ran.status, ran.printed.strip()) == (0, "ok"), ran.errors
 

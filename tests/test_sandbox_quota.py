@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from jppo.sandbox import launcher, protections
+from jppo.sandbox import choice, launcher
 
 TAKES = """
 import ctypes, fcntl, mmap, os, struct, time
@@ -73,7 +73,7 @@ MOST = 8 * QUOTA  # what may have been written at the kill; before there was a b
 
 @functools.cache
 def found(without: str) -> launcher.Guards:
-    return protections.probe(frozenset(filter(None, [without])))
+    return choice.probe(frozenset(filter(None, [without])))
 
 
 @pytest.mark.parametrize("without", ["", "namespaces"])

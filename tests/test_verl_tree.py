@@ -43,7 +43,7 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "trainer.node_rank",
     }
     current = {names.today(key) for key in KEYS} | set(KEYS)
-    rows = {name.key for name in names.TABLE if name.kind == "same"}
+    rows = {name.key for name in names.KEYS if name.kind == "same"}
     groups = {key for key in rows if any(known.startswith(f"{key}.") for known in current)}
     assert rows - current - groups - older <= {"reward.reward_kwargs.overlong_buffer_cfg.len"}
 

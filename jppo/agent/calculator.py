@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-LONGEST = 500  # characters of an expression
+_LONGEST = 500  # characters of an expression
 DEPTH = 50  # nesting of parentheses, signs and powers
-BITS = 4096  # of a numerator or denominator
+_BITS = 4096  # of a numerator or denominator
 
 _TOKEN = re.compile(r"\s*(?:(\d[\d,]*(?:\.\d+)?|\.\d+)|(\*\*|//|[-+*/%^()×÷]))")
 _SUMS: dict[str, Callable[[Fraction, Fraction], Any]] = {"+": operator.add, "-": operator.sub}
@@ -47,8 +47,8 @@ class Calculator:
 
 def evaluate(expression: str) -> Fraction:
     """Evaluates an expression; ValueError if it is invalid or too large."""
-    if len(expression) > LONGEST:
-        raise ValueError(f"the expression has more than {LONGEST} characters")
+    if len(expression) > _LONGEST:
+        raise ValueError(f"the expression has more than {_LONGEST} characters")
     tokens, at = [], 0
     end = len(expression.rstrip())
     while at < end:
@@ -131,13 +131,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         return Fraction(float(base) ** float(exponent))
     if base == 0 and exponent < 0:
         raise ValueError("division by zero")
-    if abs(base) != 1 and abs(exponent) * max(_bits(base), 1) > BITS:
+    if abs(base) != 1 and abs(exponent) * max(_bits(base), 1) > _BITS:
         raise ValueError("the number is too large")
     return _bounded(base ** int(exponent))
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if _bits(value) > BITS:
+    if _bits(value) > _BITS:
         raise ValueError("the number is too large")
     return value
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jppo.rewards.pool import Pool, Target
-from jppo.sandbox.choice import make_runner
-from jppo.sandbox.protections import STRICT
+from jppo.sandbox.choice import STRICT, make_runner
 from jppo.settings import UserError
 
 _MORE_S = 5.0  # for the process around the program

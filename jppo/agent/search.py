@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.data.files import read_rows
-from jppo.data.rows import text_column
+from jppo.data.rows import read_rows, text_column
 from jppo.errors import expanded
 from jppo.settings import UserError
 

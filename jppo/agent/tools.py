@@ -27,7 +27,7 @@ from jppo.agent.user_code import UserCodeRunner
 from jppo.errors import expanded
 from jppo.registry import Registry, said, user_module
 from jppo.rewards.earned import finite, short
-from jppo.sandbox.protections import STRICT
+from jppo.sandbox.choice import STRICT
 from jppo.settings import UserError
 from jppo.types import Prompt
 

@@ -22,7 +22,7 @@ from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error
 
-BINS = 10
+_BINS = 10
 BAR = 40  # characters of the longest bar
 
 
@@ -114,7 +114,7 @@ def lengths(seen: Looked) -> tuple[np.ndarray, str]:
 def histogram(values: np.ndarray) -> list[str]:
     """Returns a histogram as text lines."""
     low, high = int(values.min()), int(values.max())
-    step = max(1, -(-(high - low + 1) // BINS))  # integers, so that bins are equal
+    step = max(1, -(-(high - low + 1) // _BINS))  # integers, so that bins are equal
     counts = np.bincount((values - low) // step)
     wide = len(str(high + step))
     lines = []
@@ -125,7 +125,7 @@ def histogram(values: np.ndarray) -> list[str]:
     return lines
 
 
-def report(seen: Looked, found: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
+def _report(seen: Looked, found: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
     """Returns the printed lines of one set."""
     values, unit = lengths(seen)
     said = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
@@ -188,9 +188,9 @@ def main(argv: list[str] | None = None) -> None:
     train = look(",".join(args.files), "FILES", **read)
     val = look(args.val, "--val", **read) if args.val else None
     said = dict(max_prompt_length=args.max_prompt_length, graders=_graders(train, val))
-    lines = report(train, findings(train, **said), "training set", tokenizer)
+    lines = _report(train, findings(train, **said), "training set", tokenizer)
     if val is not None:
-        lines += report(val, [*findings(val, **said), overlap(train, val)], "test set", tokenizer)
+        lines += _report(val, [*findings(val, **said), overlap(train, val)], "test set", tokenizer)
     print(escaped("\n".join(lines)))
 
 

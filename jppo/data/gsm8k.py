@@ -7,23 +7,30 @@ The layout is verl's, so either project reads the other's files: the question wi
 message, and the text after `####` in the worked solution, without commas, as the ground truth.
 """
 
+import contextlib
+import io
 import pathlib
 import re
+import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
+import numpy as np
 
-from jppo.data import gsm8k_tfds, prepare
-from jppo.data.files import make_directory, read_rows
-from jppo.data.rows import Row, text_column
-from jppo.errors import escaped
+from jppo.data import prepare
+from jppo.data.rows import Row, make_directory, read_rows, text_column
+from jppo.data.sources import TFDS_MISSING
+from jppo.errors import escaped, first_line
+from jppo.registry import said
 from jppo.settings import Parser, UserError, exit_on_user_error
 
-SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
+_SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
+TFDS_NAME, TFDS_VERSION = "gsm8k", "1.0.0"
 SPLITS = ("train", "test")
 COMMIT = "3101c7d5072418e28b9008a6636bde82a006892c"
-SOURCE = f"https://raw.githubusercontent.com/openai/grade-school-math/{COMMIT}/grade_school_math/data"
+_SOURCE = f"https://raw.githubusercontent.com/openai/grade-school-math/{COMMIT}/grade_school_math/data"
 
 _ANSWER = re.compile(r"#### *(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")
 
@@ -36,7 +43,7 @@ def example(row: Row, split: str) -> dict[str, Any]:
         raise UserError(f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}")
     extra: dict[str, Any] = dict(split=split, index=row.number - 1, question=question, answer=answer)
     truth = match.group(1).replace(",", "")
-    return prepare.example(f"{question} {SUFFIX}", truth, source="openai/gsm8k", **extra)
+    return prepare.example(f"{question} {_SUFFIX}", truth, source="openai/gsm8k", **extra)
 
 
 def examples(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
@@ -52,15 +59,15 @@ def convert(source: pathlib.Path, out: pathlib.Path, *, tfds: bool = False) -> d
     splits = examples(source)
     if tfds:
         make_directory(out)
-        gsm8k_tfds.build(splits, out)
-        return {f"tfds:{gsm8k_tfds.NAME}/{split}@{out}": len(rows) for split, rows in splits.items()}
+        write_tfds(splits, out)
+        return {f"tfds:{TFDS_NAME}/{split}@{out}": len(rows) for split, rows in splits.items()}
     return prepare.write(splits, out)
 
 
 def download(directory: pathlib.Path) -> None:
     """Downloads the JSON lines of both splits from OpenAI's repository."""
     for split in SPLITS:
-        url = f"{SOURCE}/{split}.jsonl"
+        url = f"{_SOURCE}/{split}.jsonl"
         try:
             response = httpx.get(url, timeout=60.0, follow_redirects=True).raise_for_status()
         except httpx.HTTPError as e:
@@ -69,6 +76,55 @@ def download(directory: pathlib.Path) -> None:
                 "openai/grade-school-math on a machine with a network, and pass their directory by --from"
             ) from e
         (directory / f"{split}.jsonl").write_bytes(response.content)
+
+
+def write_tfds(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) -> None:
+    """Writes the rows of each split below `out` with tensorflow-datasets, in their order, replacing earlier output.
+
+    Stored as array_record, which is written and read without TensorFlow. It is not the registered data set gsm8k, which
+    has raw questions and answers; a folder holds only one of the two.
+    """
+    try:
+        import tensorflow_datasets as tfds
+        from tensorflow_datasets.core import registered
+    except ImportError as e:
+        raise UserError(f"--tfds: {TFDS_MISSING.format(first_line(e))}") from e
+    text = tfds.features.Text
+    features = tfds.features.FeaturesDict(
+        {
+            "data_source": text(),
+            "prompt": tfds.features.Sequence({"role": text(), "content": text()}),
+            "ability": text(),
+            "reward_model": {"style": text(), "ground_truth": text()},
+            "extra_info": {"split": text(), "index": np.int64, "question": text(), "answer": text()},
+        }
+    )
+
+    with registered.skip_registration():
+
+        class Builder(tfds.core.GeneratorBasedBuilder):
+            name = TFDS_NAME
+            VERSION = tfds.core.Version(TFDS_VERSION)
+            code_path = None  # no checksums of downloads to look for
+
+            def _info(self) -> Any:
+                return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+            def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+                return {split: self._generate_examples(rows) for split, rows in splits.items()}
+
+            def _generate_examples(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+                yield from enumerate(rows)
+
+    shutil.rmtree(out / TFDS_NAME / TFDS_VERSION, ignore_errors=True)
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it would print about a download
+            Builder(data_dir=str(out), file_format="array_record").download_and_prepare()
+    except Exception as e:  # tensorflow-datasets raises its own errors, and TensorFlow's if it needs that
+        raise UserError(
+            f"--tfds: tensorflow-datasets could not write {out / TFDS_NAME} ({said(e)}); omit --tfds to write parquet"
+        ) from e
 
 
 @exit_on_user_error

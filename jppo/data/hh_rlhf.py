@@ -19,10 +19,10 @@ from jppo.settings import UserError, exit_on_user_error
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
-Messages = list[dict[str, str]]
+_Messages = list[dict[str, str]]
 
 
-def messages_of(transcript: str, row: Row) -> Messages:
+def messages_of(transcript: str, row: Row) -> _Messages:
     """Parses the turns of a transcript."""
     before, *turns = _TURN.split(transcript)
     if before.strip() or not turns:

@@ -14,8 +14,8 @@ from jppo.data.rows import Row, text_column
 from jppo.rewards.verl_rules import last_box
 from jppo.settings import UserError, exit_on_user_error
 
-SOURCE = "DigitalLearningGmbH/MATH-lighteval"
-SUFFIX = r"Let's think step by step and output the final answer within \boxed{}."
+_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
+_SUFFIX = r"Let's think step by step and output the final answer within \boxed{}."
 
 
 def example(row: Row, split: str, index: int) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def example(row: Row, split: str, index: int) -> dict[str, Any]:
         raise UserError(f"{row.place}: solution must hold \\boxed{{ANSWER}}; it ends with {solution[-40:]!r}")
     known = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
     extra: dict[str, Any] = dict(split=split, index=index, solution=solution, **known)
-    return prepare.example(f"{problem} {SUFFIX}", truth, source=SOURCE, **extra)
+    return prepare.example(f"{problem} {_SUFFIX}", truth, source=_SOURCE, **extra)
 
 
 def make(source: pathlib.Path) -> prepare.Made:

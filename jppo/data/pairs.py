@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.data.files import make_directory, read_rows, write_jsonl
-from jppo.data.rows import Row, brief, checked_prompt, checked_text, is_finite
+from jppo.data.rows import Row, brief, checked_prompt, checked_text, is_finite, make_directory, read_rows, write_jsonl
 from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 

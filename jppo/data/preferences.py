@@ -15,6 +15,7 @@ from jppo.data.prompts import Messages, prompt_of, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, is_finite, text_column
 from jppo.data.sources import read_sources
 from jppo.data.tokenizer import enough
+from jppo.errors import first_line
 from jppo.settings import UserError
 
 Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
@@ -125,7 +126,7 @@ def _tokens(row: Row, half: tuple[Messages, str], encode: Encode, most: int | No
             ids = np.asarray(encode(*half), np.int32)
         return ids
     except Exception as e:  # a chat template may raise anything
-        said = str(e).strip().partition("\n")[0]
+        said = first_line(e)
         raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {said}") from e
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.data.files import SUFFIXES, make_directory, read_rows
-from jppo.data.rows import Row
+from jppo.data.rows import SUFFIXES, Row, make_directory, read_rows
 from jppo.errors import escaped
 from jppo.settings import UserError
 
 Made = Mapping[str, list[dict[str, Any]]]  # rows by output file, without its suffix
-READ = (*SUFFIXES, ".jsonl.gz")
+_READ = (*SUFFIXES, ".jsonl.gz")
 
 
 def rows_of(source: pathlib.Path, split: str = "") -> list[Row]:
@@ -27,7 +26,7 @@ def rows_of(source: pathlib.Path, split: str = "") -> list[Row]:
         raise UserError(f"--from={source} does not exist; name the directory of the downloaded data set")
     files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _is_of(split, p, source))
     if not files:
-        what = f"{split}.parquet, {split}-*.parquet, {split}.jsonl or {split}/*.json" if split else ", ".join(READ)
+        what = f"{split}.parquet, {split}-*.parquet, {split}.jsonl or {split}/*.json" if split else ", ".join(_READ)
         raise UserError(f"--from={source} has none of {what}; name the directory of the downloaded data set")
     return [row for file in files for row in read_rows(file)]
 
@@ -36,7 +35,7 @@ def _is_of(split: str, path: pathlib.Path, source: pathlib.Path) -> bool:
     folders = path.relative_to(source).parent.parts
     hidden = path.name.startswith(".") or any(folder.startswith(".") for folder in folders)
     named = not split or split in folders or re.match(rf"{split}(?![A-Za-z])", path.name) is not None
-    return named and not hidden and path.name.endswith(READ) and path.is_file()
+    return named and not hidden and path.name.endswith(_READ) and path.is_file()
 
 
 def example(

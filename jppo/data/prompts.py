@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from rich import console, progress
 
-from jppo.data.curriculum import Curriculum
 from jppo.data.rows import Row, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
-from jppo.data.stream import Order, Part, mix_parts, parse_mix
+from jppo.data.stream import Curriculum, Order, Part, mix_parts, parse_mix
 from jppo.data.template import make_renderer
 from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos
 from jppo.settings import UserError

@@ -4,23 +4,30 @@ A setting such as data.train_files lists sources, separated by commas: PATH.parq
 tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry is passed to the class: CLASS(entry,
 tokenizer=tokenizer) must be an iterable of rows, dicts with the columns of a file. Data is never run as code; the
 custom class is.
+
+Data sets of tensorflow-datasets must have been prepared on disk, as array_record or parquet, which have random access
+and need no TensorFlow. Nothing is downloaded or built. NAME may have a config and a version, as in gsm8k:1.0.0; SPLIT
+may be a slice, as in train[:90%]. Without DIR it is tensorflow-datasets' default folder.
 """
 
 import dataclasses
 import functools
 import pathlib
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from jppo.data import tfds
-from jppo.data.files import SUFFIXES, read_rows
-from jppo.data.rows import Row, brief
+import numpy as np
+
+from jppo.data.rows import SUFFIXES, Row, brief, read_rows
 from jppo.errors import expanded
 from jppo.registry import resolve, said
 from jppo.settings import UserError
 
-FORMS = f"{', '.join(SUFFIXES)} or {tfds.PREFIX}NAME/SPLIT"
+TFDS = "tfds:"
+TFDS_MISSING = "tensorflow-datasets cannot be imported ({}); pip install 'jppo[tfds]'"
+_FORMS = f"{', '.join(SUFFIXES)} or {TFDS}NAME/SPLIT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +52,7 @@ def read_sources(
     """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's."""
     listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
     if not listed:
-        raise UserError(f"{setting}={entries!r} names no file; give one or more of {FORMS}, separated by commas")
+        raise UserError(f"{setting}={entries!r} names no file; give one or more of {_FORMS}, separated by commas")
     for i, entry in enumerate(listed):
         if entry in listed[:i]:
             raise UserError(f"{setting} lists {entry} twice; a source may be listed once")
@@ -74,12 +81,12 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
 
 def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
     """Returns a reader of an entry, after checking that it exists, and its short name."""
-    if entry.startswith(tfds.PREFIX):
-        spec = tfds.parse(entry, setting)
-        return functools.partial(tfds.read_rows, spec), f"{spec.name}/{spec.split}"
+    if entry.startswith(TFDS):
+        spec = tfds_spec(entry, setting)
+        return functools.partial(_tfds_rows, spec), f"{spec.name}/{spec.split}"
     path = expanded(entry)
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {FORMS}")
+        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {_FORMS}")
     if not path.is_file():
         raise UserError(f"{setting}: no file {path}; use the path of a {', '.join(SUFFIXES)} file")
     return functools.partial(read_rows, path), path.stem
@@ -101,3 +108,83 @@ def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, e
     if not rows:
         raise UserError(f"{where} has no rows; at least one is needed")
     return rows
+
+
+class TfdsSpec(NamedTuple):
+    """One split of one data set."""
+
+    text: str  # as in the setting
+    name: str
+    split: str
+    directory: str | None
+
+
+def tfds_spec(entry: str, setting: str) -> TfdsSpec:
+    """Parses tfds:NAME/SPLIT@DIR."""
+    of, at, directory = entry.removeprefix(TFDS).partition("@")
+    name, slash, split = of.rpartition("/")
+    if not (slash and name and split) or (at and not directory):
+        raise UserError(f"{setting}: {entry!r} must be {TFDS}NAME/SPLIT or {TFDS}NAME/SPLIT@DIR")
+    return TfdsSpec(entry, name, split, directory or None)
+
+
+def _tfds_rows(spec: TfdsSpec) -> list[Row]:
+    """Reads all rows of a split, with text as str."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as e:
+        raise UserError(f"{spec.text}: {TFDS_MISSING.format(said(e))}") from e
+    _hide_gpus(spec)
+    where = {} if spec.directory is None else {"data_dir": spec.directory}
+    try:
+        # Like tfds.data_source, which would prefer code of the same name to the files.
+        source = tfds.core.read_only_builder.builder_from_files(spec.name, **where).as_data_source(spec.split)
+        features = source.dataset_info.features
+        rows = []
+        for number, example in enumerate(source, start=1):
+            row = Row(spec.text, number, {})
+            row.columns.update({column: _json_types(value, features[column], row) for column, value in example.items()})
+            rows.append(row)
+    except UserError:
+        raise
+    except Exception as e:  # a damaged file, another format, an unknown name: each raises its own
+        raise UserError(
+            f"{spec.text} cannot be read ({said(e)}); it must have been prepared, as array_record, in "
+            f"{spec.directory or 'the folder of tensorflow-datasets'}"
+        ) from e
+    _hide_gpus(spec)
+    if not rows:
+        raise UserError(f"{spec.text} has no rows; at least one is needed")
+    return rows
+
+
+def _json_types(value: Any, feature: Any, row: Row) -> Any:
+    """Converts a feature's value to JSON types; a sequence of dicts, stored as a dict of lists, is restored."""
+    inner = getattr(feature, "feature", None)
+    if isinstance(value, dict):
+        if inner is None:
+            return {name: _json_types(each, feature[name], row) for name, each in value.items()}
+        columns = {name: [_json_types(v, inner[name], row) for v in each] for name, each in value.items()}
+        return [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{row.place} is not UTF-8 ({e.reason}); build the data set from UTF-8") from e
+    if isinstance(value, np.ndarray | np.generic):
+        return _json_types(value.tolist(), feature, row)
+    if isinstance(value, list):
+        return [_json_types(each, inner if inner is not None else feature, row) for each in value]
+    return value
+
+
+def _hide_gpus(spec: TfdsSpec) -> None:
+    """Prevents an imported TensorFlow from taking the GPU memory that JAX needs."""
+    if (tensorflow := sys.modules.get("tensorflow")) is not None:
+        try:
+            tensorflow.config.set_visible_devices([], "GPU")
+        except RuntimeError as e:
+            raise UserError(
+                f"{spec.text}: TensorFlow has taken the GPU already ({e}); run without tensorflow, the "
+                "data does not need it"
+            ) from e

@@ -78,7 +78,7 @@ class _Worker:
         return "it takes too long" if late else f"its process ended with code {process.returncode}"
 
 
-Messages = Sequence[Mapping[str, Any]]
+_Messages = Sequence[Mapping[str, Any]]
 _WORKER = _Worker()
 
 
@@ -104,11 +104,11 @@ class Renderer:
         _check_arguments(arguments, self._unknown)
         self._names = {**tokenizer.special_tokens_map, **arguments}
 
-    def __call__(self, messages: Messages, row: Row, opened: bool = True) -> str:
+    def __call__(self, messages: _Messages, row: Row, opened: bool = True) -> str:
         """Returns the text, with the start of the assistant's turn if `opened`."""
         return self.all([messages], [row], opened)[0]
 
-    def all(self, conversations: Sequence[Messages], rows: Sequence[Row], opened: bool = True) -> list[str]:
+    def all(self, conversations: Sequence[_Messages], rows: Sequence[Row], opened: bool = True) -> list[str]:
         """Returns the texts of several conversations, in a part of the time."""
         if self._template is None and rows:
             raise UserError(

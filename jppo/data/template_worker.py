@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 TIME_S = 5.0  # of the processor, for one conversation
 MEMORY_BYTES = 2**30  # more than the process has before the first request
-MOST = 2**26  # characters of a text
+_MOST = 2**26  # characters of a text
 
 # Names that transformers passes to every template; special tokens missing in a tokenizer are empty.
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
@@ -60,8 +60,8 @@ def _render(template: str, messages: Sequence[Any], tools: Any, opened: bool, na
         conversations=[list(messages)], tools=tools, chat_template=template, add_generation_prompt=opened, **names
     )
     text: str = rendered[0][0]
-    if len(text) > MOST:
-        raise ValueError(f"its text has more than {MOST} characters")
+    if len(text) > _MOST:
+        raise ValueError(f"its text has more than {_MOST} characters")
     return text
 
 

@@ -5,18 +5,19 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import httpx
 from huggingface_hub import constants
 
-from jppo.errors import expanded
+from jppo.errors import expanded, first_line
 from jppo.settings import UserError
 
 LONG = 1_000_000  # characters of one text
 CUT_FROM = 100_000  # characters; shorter texts are always tokenised quickly
-LONGEST = 32  # tokens of one character; bytes that are no text would make later ones wait for ever
+_HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
+_LONGEST = 32  # tokens of one character; bytes that are no text would make later ones wait for ever
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "spm.model", "tekken.json")
 
@@ -36,7 +37,7 @@ def load_tokenizer(path: str) -> Any:
         tokenizer("")  # some errors in its files appear only here
         return tokenizer
     except Exception as e:  # tokenizers raises a plain Exception, transformers various errors
-        raise UserError(f"the tokenizer in {local} cannot be read: {_first_line(e)}") from e
+        raise UserError(f"the tokenizer in {local} cannot be read: {first_line(e)}") from e
 
 
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -136,11 +137,29 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     context = begin = 0  # tokens from `begin` have no text yet; those from `context` are decoded with them
     for end in range(1, len(ids) + 1):
         text = spell(tokenizer, ids[context:end])
-        waits = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids) and end - begin < LONGEST
+        waits = text.endswith(_HALF) and end < len(ids) and end - begin < _LONGEST
         found.append("" if waits else text[len(spell(tokenizer, ids[context:begin])) :])
         if not waits:
             context, begin = begin, end
     return found
+
+
+def decode_stream(
+    answer: Iterable[Sequence[int]], decode: Callable[[list[int]], str], *, before: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yields the text of an answer piece by piece, continuing the tokens `before`, without incomplete characters."""
+    ids = list(before)
+    said = decode(ids) if ids else ""
+    for new in answer:
+        ids += new
+        text = decode(ids).rstrip(_HALF)
+        if text.startswith(said) and text != said:  # otherwise later tokens will change its end
+            yield text[len(said) :]
+            said = text
+    whole = decode(ids)
+    same = next((i for i, (a, b) in enumerate(zip(whole, said, strict=False)) if a != b), min(len(whole), len(said)))
+    if rest := whole[same:]:
+        yield rest
 
 
 def check_stop_texts(tokenizer: Any, texts: Sequence[str]) -> None:
@@ -178,7 +197,7 @@ def _from_hub(name: str) -> Any:
         httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
         return _read_tokenizer(name)
     except (httpx.HTTPError, OSError, ValueError) as e:
-        raise UserError(f"{sought}, and {constants.ENDPOINT} did not provide it ({_first_line(e)}); {remedy}") from e
+        raise UserError(f"{sought}, and {constants.ENDPOINT} did not provide it ({first_line(e)}); {remedy}") from e
 
 
 def _read_config(path: str, name: str) -> dict[str, Any]:
@@ -200,11 +219,7 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     try:
         config = json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{found} is not valid JSON: {_first_line(e)}; fetch it again") from e
+        raise UserError(f"{found} is not valid JSON: {first_line(e)}; fetch it again") from e
     if not isinstance(config, dict):
         raise UserError(f"{found} must be a JSON object, not {type(config).__name__}")
     return config
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -29,9 +29,9 @@ from jppo.errors import RunEnded
 from jppo.settings import UserError
 
 T = TypeVar("T")
-POLL_S = 0.5
+_POLL_S = 0.5
 INLINE = 2**16  # bytes sent through the store; larger data uses a collective, which is faster
-CHUNK = 2**20  # bytes per host in one collective, so it is compiled once
+_CHUNK = 2**20  # bytes per host in one collective, so it is compiled once
 BY_LOSS = ("Gloo", "NCCL", "UNAVAILABLE", "ABORTED")  # in errors of collectives whose peer is gone
 RESUMES = "saved checkpoints remain, and the same command resumes from them"
 LOST = 1  # exit code of a host in a run that another host ended by force
@@ -200,11 +200,11 @@ class Hosts:
     def _crash(self, error: BaseException) -> None:
         """Ends this host and tells the others; a collective whose peer is gone is the peer's fault."""
         if any(word in str(error) for word in BY_LOSS):
-            self._over.wait(self._timeout_s + 2 * POLL_S)  # meanwhile the lost host is identified, and this host ends
+            self._over.wait(self._timeout_s + 2 * _POLL_S)  # meanwhile the lost host is identified, and this host ends
         traceback.print_exception(error)
         self._put(f"gone/{self.rank}", _short(error))
         if self.first:
-            time.sleep(2 * POLL_S)  # the store goes with this process; the others have read it by then
+            time.sleep(2 * _POLL_S)  # the store goes with this process; the others have read it by then
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else LOST)
 
@@ -216,7 +216,7 @@ class Hosts:
                 self._put(f"alive/{self.rank}", str(number), again=True)
                 alive, ending, gone = (self._all(what) for what in ("alive", "ending", "gone"))
             except jax.errors.JaxRuntimeError:  # the coordinator is gone: XLA ends the process (see `launchers.py`)
-                self._over.wait(POLL_S)
+                self._over.wait(_POLL_S)
                 continue
             number, now = number + 1, time.monotonic()
             for rank, text in gone.items():
@@ -234,7 +234,7 @@ class Hosts:
                 if rank != self.rank and self._heard is None:
                     error = json.loads(text)
                     self._heard = Stopped(error["status"], f"host {rank}: {error['said']}", heard=True)
-            self._over.wait(POLL_S)
+            self._over.wait(_POLL_S)
 
     def _put(self, key: str, text: str, *, again: bool = False) -> None:
         self._store.key_value_set(f"jppo/{key}", text, allow_overwrite=again)
@@ -243,7 +243,7 @@ class Hosts:
         """Waits for a host's message; checks for signals in between."""
         while True:
             try:
-                return str(self._store.blocking_key_value_get(f"jppo/{key}", int(POLL_S * 1000)))
+                return str(self._store.blocking_key_value_get(f"jppo/{key}", int(_POLL_S * 1000)))
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise
@@ -278,9 +278,9 @@ def _exchange(data: bytes, sizes: Sequence[int]) -> list[bytes]:
     """Exchanges bytes between all hosts, by collectives of one shape."""
     own = np.frombuffer(data, np.uint8)
     pieces = []
-    for begin in range(0, max(sizes), CHUNK):
-        piece = np.zeros(CHUNK, np.uint8)
-        there = own[begin : begin + CHUNK]
+    for begin in range(0, max(sizes), _CHUNK):
+        piece = np.zeros(_CHUNK, np.uint8)
+        there = own[begin : begin + _CHUNK]
         piece[: len(there)] = there
         pieces.append(multihost_utils.process_allgather(piece))
     whole = np.concatenate(pieces, axis=1)

@@ -19,7 +19,7 @@ import jax
 from jppo.distributed.hosts import ALONE, LOST, RESUMES, Hosts
 from jppo.settings import UserError
 
-POLL_S = 0.5
+_POLL_S = 0.5
 # Environment variables that make JAX's own detection find several processes.
 DETECTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 POD = "TPU_WORKER_HOSTNAMES"
@@ -192,7 +192,7 @@ def _await_coordinator(address: str, timeout_s: float) -> None:
                     f"no coordinator answers at {address} within trainer.join_timeout_s={timeout_s:g} ({e}); start host"
                     " 0, too, and check its address and port"
                 ) from e
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _knock(address: str) -> None:

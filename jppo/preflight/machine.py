@@ -19,7 +19,7 @@ from jppo.preflight.finding import Finding
 from jppo.rollout.servers.process import HOST
 from jppo.rollout.sglang.arguments import check_sglang
 from jppo.rollout.vllm.arguments import check_vllm
-from jppo.sandbox import protections
+from jppo.sandbox import choice
 from jppo.settings import UserError
 
 # Runs in a separate process: a broken jaxlib ends it, and a device may be slow or in use.
@@ -116,13 +116,11 @@ def check_loopback() -> Finding:
 
 def check_sandbox() -> Finding:
     """Reports the sandbox protections, if the run executes programs of the model."""
-    guards = protections.probe()
-    if why := protections.lacks(guards):
+    guards = choice.probe()
+    if why := choice.lacks(guards):
         remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
-        return Finding(
-            "sandbox", "WARN", f"{protections.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy
-        )
-    return Finding("sandbox", "OK", protections.summary(guards))
+        return Finding("sandbox", "WARN", f"{choice.summary(guards)}; reward.sandbox=strict refuses: {why}", remedy)
+    return Finding("sandbox", "OK", choice.summary(guards))
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):

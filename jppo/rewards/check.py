@@ -19,11 +19,11 @@ from jppo.run.inputs import read_inputs
 from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward
 
-ROWS = 8  # per source
+_ROWS = 8  # per source
 # Columns with worked solutions; verl's data sets have the first.
 SOLUTIONS = ("answer", "solution", "rationale", "response")
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
-FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
+_FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SourceCheck:
         return not self.errors and self.truth > self.wrong
 
 
-def check(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = ROWS) -> list[SourceCheck]:
+def check(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = _ROWS) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
     return [_source(reward_sum, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
@@ -53,7 +53,7 @@ def solutions(prompt: Prompt) -> list[str]:
     """Returns right answers: the worked solution first, then the ground truth in the forms that rules read."""
     places = [prompt.extra, prompt.extra.get("extra_info") or {}]
     worked = [place[name] for place in places for name in SOLUTIONS if isinstance(place.get(name), str)]
-    return worked + [form.format(prompt.ground_truth) for form in FORMS]
+    return worked + [form.format(prompt.ground_truth) for form in _FORMS]
 
 
 def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
@@ -93,7 +93,7 @@ def _mean(rewards: Sequence[Reward]) -> float:
     return sum(scores) / len(scores) if scores else float("-inf")
 
 
-def report(findings: Sequence[SourceCheck]) -> str:
+def _report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for f in findings:
@@ -111,7 +111,7 @@ def report(findings: Sequence[SourceCheck]) -> str:
     return "\n".join(lines)
 
 
-def run(c: Settings) -> bool:
+def _run(c: Settings) -> bool:
     """Prints the report; False if a source fails."""
     if world := c.rollout.multi_turn.environment:
         raise UserError(
@@ -132,7 +132,7 @@ def run(c: Settings) -> bool:
         findings = check(reward_sum, inputs.train.prompts)
     finally:
         reward_sum.close()
-    print(report(findings))
+    print(_report(findings))
     return all(f.good for f in findings)
 
 
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     if switches["dry_run"]:
         print(settings.dump(c), end="")
         return
-    if not run(c):
+    if not _run(c):
         sys.exit(1)
 
 

@@ -15,13 +15,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from jppo.rewards.rules import Verdict
-from jppo.rewards.suspicion import suspicious
 from jppo.sandbox.choice import Runner, make_runner
 from jppo.sandbox.launcher import TOO_LONG, Ran
 from jppo.sandbox.program import IDLE, PASSED
 
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# Names with which a program reaches into its interpreter.
+_REACHING_MODULES = {
+    "__main__", "_ctypes", "_posixsubprocess", "builtins", "ctypes", "faulthandler", "gc", "inspect", "mmap",
+}  # fmt: skip
+_REACHING = {
+    "__builtins__", "__closure__", "__code__", "__globals__", "__subclasses__", "__traceback__", "_exit", "_getframe",
+    "addaudithook", "ag_frame", "cr_frame", "currentframe", "exc_info", "f_back", "f_builtins", "f_globals", "f_locals",
+    "get_objects", "get_referrers", "gi_frame", "setprofile", "settrace", "tb_frame", "tb_next",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,3 +162,31 @@ def run_program(program: str, *, time_s: float, memory_bytes: int, runner: Runne
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def suspicious(program: str) -> tuple[str, ...]:
+    """Returns the names by which a program reaches into its interpreter, sorted.
+
+    They are counted, with a warning. A program can hide them, so no verdict relies on their absence.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(program)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    found: set[str] = set()
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names if alias.name.split(".")[0] in _REACHING_MODULES}
+            case ast.ImportFrom(module=module, names=names):
+                found |= {module or ""} if (module or "").split(".")[0] in _REACHING_MODULES else set()
+                found |= {alias.name for alias in names if alias.name in _REACHING}
+            case ast.Attribute(attr=name) if name in _REACHING:
+                found.add(name)
+            case ast.Attribute(value=ast.Name(id="sys"), attr="modules"):
+                found.add("sys.modules")
+            case ast.Name(id=name) if name in _REACHING | {"__import__"}:
+                found.add(name)
+            case ast.Constant(value=str(name)) if name in _REACHING_MODULES - {"__main__"} | _REACHING:
+                found.add(name)
+    return tuple(sorted(found))

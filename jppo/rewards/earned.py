@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-FORMS = ("spans", "steps", "turns")
+_FORMS = ("spans", "steps", "turns")
 DELIMITER = "\n\n"  # of steps
-HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
+_HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
 _BLOCK = 32  # tokens that are decoded at once
 
 Amounts = tuple[tuple[int, float], ...]  # (place, amount)
@@ -39,11 +39,11 @@ def read(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amou
 
     Raises ValueError with a readable reason.
     """
-    given = {form: amounts for form in FORMS if (amounts := _listed(result.get(form))) is not None}
+    given = {form: amounts for form in _FORMS if (amounts := _listed(result.get(form))) is not None}
     if not given:
         return None
     if len(given) > 1:
-        raise ValueError(f"the function returned {' and '.join(given)}; return one of {', '.join(FORMS)}")
+        raise ValueError(f"the function returned {' and '.join(given)}; return one of {', '.join(_FORMS)}")
     ((form, amounts),) = given.items()
     if form == "spans":
         return "characters", tuple(_span(one, len(text)) for one in amounts)
@@ -118,7 +118,7 @@ def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[lis
         here = blocks[min(bisect.bisect_left(blocks, end, key=lambda block: block.done), len(blocks) - 1)]
 
         def done(k: int) -> int:
-            return here.offset + len(decode(list(tokens[here.window : k + 1])).rstrip(HALF))
+            return here.offset + len(decode(list(tokens[here.window : k + 1])).rstrip(_HALF))
 
         inside = range(here.first, here.behind)
         return min(here.first + bisect.bisect_left(inside, end, key=done), here.behind - 1)
@@ -141,7 +141,7 @@ def _blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_
     window = first = done = 0
     for behind in (*range(_BLOCK, len(tokens), _BLOCK), len(tokens)):
         before, text = decode(list(tokens[window:first])), decode(list(tokens[window:behind]))
-        whole = len(text) > len(before) and not text.endswith(HALF)  # otherwise the block grows
+        whole = len(text) > len(before) and not text.endswith(_HALF)  # otherwise the block grows
         if whole or behind == len(tokens):
             out.append(_Block(first, behind, window, done - len(before), done - len(before) + len(text)))
             window, first, done = first, behind, out[-1].done

@@ -17,7 +17,7 @@ from jppo.rewards import code, rules, verl_rules
 from jppo.rewards.parts import Part, Sample, failed, graded
 from jppo.rewards.pool import Pool, Target, as_plain, ready
 from jppo.rewards.rules import Verdict
-from jppo.sandbox.protections import STRICT
+from jppo.sandbox.choice import STRICT
 from jppo.settings import UserError
 from jppo.types import Reward
 

@@ -13,8 +13,7 @@ from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
-from jppo.rewards.conversation import AGENT, ENVIRONMENT, INTERACTION, TOOLS, TURNS, ConversationPart
-from jppo.rewards.function import FunctionPart
+from jppo.rewards.function import FormatPart, FunctionPart, OverlongPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.judge.client import JudgeClient
 from jppo.rewards.judge.part import JudgePart
@@ -22,18 +21,15 @@ from jppo.rewards.judge.prompts import make_rubric
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
-from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, located, read_classifier
-from jppo.rewards.model.convert import converted
-from jppo.rewards.model.part import ModelPart, Normalizer
-from jppo.rewards.model.steps import StepPart
-from jppo.rewards.parts import Part
+from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, converted, located, read_classifier
+from jppo.rewards.model.part import ModelPart, Normalizer, StepPart
+from jppo.rewards.parts import AGENT, ENVIRONMENT, INTERACTION, TOOLS, TURNS, ConversationPart, Part
 from jppo.rewards.pool import Pool
 from jppo.rewards.reward_sum import PartWeights, RewardSum, parse_weights
-from jppo.rewards.shape import FormatPart, OverlongPart
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import Settings, UserError
 
-RULES = "rule_score"
+_RULES = "rule_score"
 
 
 def make_reward_sum(
@@ -52,7 +48,7 @@ def make_reward_sum(
     mesh = sharding.own_part(mesh)
     r, log = c.reward, own_folder(hosts, expanded(c.trainer.run_dir))
     names = _configured_parts(c, tool_rewards)
-    weights = parse_weights(r.weights, names, optional=[RULES])
+    weights = parse_weights(r.weights, names, optional=[_RULES])
     used = _used_parts(weights, r.weights, sources)
 
     @functools.cache
@@ -61,13 +57,13 @@ def make_reward_sum(
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
     def rules() -> Part:
-        of_rules = [source for source, parts in used.items() if RULES in parts]
+        of_rules = [source for source, parts in used.items() if _RULES in parts]
         return RulePart(
             of_rules, override=r.grader, allow_code=r.allow_code, sandbox=c.reward.sandbox_choice, pool=pool()
         )
 
     makers = {
-        RULES: rules,
+        _RULES: rules,
         "function_score": lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
         "judge_score": lambda: make_judge(c),
         "rm_score": lambda: make_reward_model(c, tokenizer, mesh, log),
@@ -94,7 +90,7 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
     r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
     own = talk.environment or (agent and c.rollout.agent_reward != "graders")
     asked = {
-        RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
+        _RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
         "function_score": bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 from jppo.rewards import code, earned, rules
 from jppo.sandbox.choice import make_runner
 
-Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
-Sample = dict[str, Any]  # data_source, text, truth, extra and, for custom functions, the number of turns
+_Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
+_Sample = dict[str, Any]  # data_source, text, truth, extra and, for custom functions, the number of turns
 
-SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
+_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _MODULE = "jppo_reward_function"
 
 
 class Prepared(NamedTuple):
     """A prepared target: returns an answer for each sample."""
 
-    call: Callable[[Sequence[Sample]], list[Answer]]
+    call: Callable[[Sequence[_Sample]], list[_Answer]]
     batch: bool  # it takes many samples at once
 
 
@@ -41,7 +41,7 @@ def prepare(target: Sequence[str]) -> Prepared:
     return makers[kind](*rest)
 
 
-def failed(error: str) -> Answer:
+def _failed(error: str) -> _Answer:
     """Returns the answer for a sample that could not be scored."""
     return {"score": math.nan, "parts": {}, "error": error[:2000]}
 
@@ -56,7 +56,7 @@ def explain(e: BaseException) -> str:
     return f"{type(e).__name__}: {e}{where}"
 
 
-def answer_of(result: Any, sample: Sample) -> Answer:
+def answer_of(result: Any, sample: _Sample) -> _Answer:
     """Converts a custom function's result to an answer: a number, or a dict with a score and further numbers.
 
     Entries of the dict that are not finite numbers are dropped. `pred`, verl's name for the extracted answer, is kept
@@ -67,9 +67,9 @@ def answer_of(result: Any, sample: Sample) -> Answer:
     try:
         found = earned.read(result, text=sample["text"], turns=sample["turns"])
     except ValueError as e:
-        return failed(str(e))
+        return _failed(str(e))
     if "score" not in result and found is None:
-        return failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
+        return _failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
     score = result["score"] if "score" in result or found is None else sum(amount for _, amount in found[1])
     parts = {str(k): earned.finite(v) for k, v in result.items() if k != "score"}
     checked = _checked(score, {k: v for k, v in parts.items() if v is not None})
@@ -78,10 +78,10 @@ def answer_of(result: Any, sample: Sample) -> Answer:
     return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
 
 
-def _checked(score: Any, parts: dict[str, float]) -> Answer:
+def _checked(score: Any, parts: dict[str, float]) -> _Answer:
     number = earned.finite(score)
     if number is None:
-        return failed(f"the function returned the score {earned.short(score)}; it must be a finite number")
+        return _failed(f"the function returned the score {earned.short(score)}; it must be a finite number")
     return {"score": number, "parts": parts, "error": None}
 
 
@@ -93,8 +93,8 @@ def _text(value: Any) -> str:
         return ""
 
 
-def _each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
-    def call(samples: Sequence[Sample]) -> list[Answer]:
+def _each(score: Callable[[_Sample], rules.Verdict]) -> Prepared:
+    def call(samples: Sequence[_Sample]) -> list[_Answer]:
         verdicts = [score(sample) for sample in samples]
         return [{"score": v.score, "parts": v.parts, "error": None, "answer": v.answer} for v in verdicts]
 
@@ -119,7 +119,7 @@ def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
     runner = make_runner(*sandbox)
     execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
 
-    def run(sample: Sample) -> rules.Verdict:
+    def run(sample: _Sample) -> rules.Verdict:
         return rules.Verdict(0.0, {}, execute(sample["text"]))
 
     return _each(run)
@@ -128,7 +128,7 @@ def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
 def _format(pattern: str) -> Prepared:
     compiled = re.compile(pattern, re.DOTALL)
 
-    def score(sample: Sample) -> rules.Verdict:
+    def score(sample: _Sample) -> rules.Verdict:
         matches = float(compiled.fullmatch(sample["text"]) is not None)
         return rules.Verdict(matches, {})
 
@@ -158,11 +158,11 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
         raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
     if not callable(function):
         raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
-    wanted = BATCH if _is_batch(function) else SINGLE
+    wanted = _BATCH if _is_batch(function) else _SINGLE
     if inspect.iscoroutinefunction(function) or not _takes(function, wanted):
         what = "is async" if inspect.iscoroutinefunction(function) else f"has the signature {_signature(function)}"
         raise ValueError(
-            f"{name!r} {what}; it must be a plain function of ({', '.join(SINGLE)}=None), or of ({', '.join(BATCH)}) "
+            f"{name!r} {what}; it must be a plain function of ({', '.join(_SINGLE)}=None), or of ({', '.join(_BATCH)}) "
             "for all samples at once"
         )
     return function
@@ -185,22 +185,22 @@ def _takes(function: Callable[..., Any], names: Sequence[str]) -> bool:
 
 def _is_batch(function: Callable[..., Any]) -> bool:
     try:
-        return BATCH[1] in inspect.signature(function).parameters
+        return _BATCH[1] in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
 
 
-def _arguments(sample: Sample) -> tuple[Any, ...]:
+def _arguments(sample: _Sample) -> tuple[Any, ...]:
     return sample["data_source"], sample["text"], sample["truth"], sample["extra"]
 
 
-def _single(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Answer]:
-    return [answer_of(function(**dict(zip(SINGLE, _arguments(sample), strict=True))), sample) for sample in samples]
+def _single(function: Callable[..., Any], samples: Sequence[_Sample]) -> list[_Answer]:
+    return [answer_of(function(**dict(zip(_SINGLE, _arguments(sample), strict=True))), sample) for sample in samples]
 
 
-def _batch(function: Callable[..., Any], samples: Sequence[Sample]) -> list[Answer]:
+def _batch(function: Callable[..., Any], samples: Sequence[_Sample]) -> list[_Answer]:
     columns = map(list, zip(*map(_arguments, samples), strict=True))
-    results = function(**dict(zip(BATCH, columns, strict=True)))
+    results = function(**dict(zip(_BATCH, columns, strict=True)))
     try:
         results = list(results)
     except TypeError as e:

@@ -24,7 +24,7 @@ from jppo import descendants
 from jppo.rewards import pool_tasks
 
 LENGTH = struct.Struct(">Q")
-POLL_S = 0.5  # how soon the guard detects the trainer's end
+_POLL_S = 0.5  # how soon the guard detects the trainer's end
 
 
 def main(parent: int, memory_bytes: int) -> None:
@@ -72,7 +72,7 @@ def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
                     return status
                 if pid == 0:
                     break
-        if select.select([woken], [], [], POLL_S)[0]:
+        if select.select([woken], [], [], _POLL_S)[0]:
             os.read(woken, 4096)
     return None
 

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from jppo import traces
-from jppo.rewards.conversation import ConversationPart, weighted
-from jppo.rewards.parts import Part, Sample
+from jppo.rewards.parts import ConversationPart, Part, Sample, weighted
 from jppo.settings import UserError
 from jppo.types import Reward, Trajectory
 
-FLOAT32 = float(np.finfo(np.float32).max)
-OFF = "off"  # weight of a part that is not computed for a source
+_FLOAT32 = float(np.finfo(np.float32).max)
+_OFF = "off"  # weight of a part that is not computed for a source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +73,14 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
 
 
 def _weight(value: str, said: str) -> float | None:
-    if value.strip() == OFF:
+    if value.strip() == _OFF:
         return None
     try:
         weight = float(value)
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise UserError(f"{said} must end with a number, or with {OFF}")
+        raise UserError(f"{said} must end with a number, or with {_OFF}")
     return weight
 
 
@@ -211,5 +210,5 @@ def _error(weight: float, reward: Reward) -> str | None:
     if reward.error is not None:
         return reward.error
     numbers = [weight * number for number in (reward.score, *(amount for _, amount in reward.earned))]
-    large = next((number for number in numbers if not abs(number) <= FLOAT32), None)
+    large = next((number for number in numbers if not abs(number) <= _FLOAT32), None)
     return None if large is None else f"the weighted reward {large:g} must be finite in float32; scale it down"

@@ -35,7 +35,7 @@ class Filter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class _Group:
     """The graded samples of one prompt."""
 
     prompt: Prompt
@@ -80,7 +80,7 @@ class DynamicSampleQueue:
     def take(self, step: int) -> StepSamples:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
         how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
-        kept, rewards, lacking = list[Group](), list[Reward](), 0
+        kept, rewards, lacking = list[_Group](), list[Reward](), 0
         for batches in itertools.count(1):
             supply = self._gen_batch(batches - 1, after)
             drawn = supply.take(step)
@@ -151,11 +151,11 @@ class DynamicSampleQueue:
         return said
 
 
-def _groups(drawn: StepSamples, n: int) -> list[Group]:
+def _groups(drawn: StepSamples, n: int) -> list[_Group]:
     """Waits for the rewards of a gen batch."""
     rewards, best = drawn.grade()
     return [
-        Group(
+        _Group(
             prompt,
             drawn.trajectories[i * n : (i + 1) * n],
             rewards[i * n : (i + 1) * n],

@@ -28,7 +28,7 @@ from jppo.runlog import sample_queue, trajectories
 from jppo.samples.requests import Asked, Draws, Queue, rewards_of
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
-POLL_S = 0.5  # polling interval of waits, so that a signal ends them
+_POLL_S = 0.5  # polling interval of waits, so that a signal ends them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,7 @@ class SampleQueue:
                 for asked in self._now.queue:
                     for draws in asked.draws:
                         draws.require()
-                self._changed.wait(POLL_S)
+                self._changed.wait(_POLL_S)
         return what
 
     def _drawn(self, groups: list[tuple[Asked, int]], waited: float) -> StepSamples:

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 
-from jppo.sandbox import kernel, landlock, program, seccomp, spaces
+from jppo.sandbox import confine, kernel, program, seccomp
 
 # What Python imports here delays every program: no json, re, typing or signal.
 _SIGKILL, _SIGSTOP = 9, 19
@@ -86,17 +86,17 @@ def _close(limits: dict, parent: int) -> str:
     os.umask(0o022)
     home, owner = limits["folder"], limits["uid"]
     how = limits["spaces"]
-    if how != spaces.NONE:
-        spaces.enter(how)
+    if how != confine.NONE:
+        confine.enter_namespaces(how)
         _become_child()
-        spaces.build_tree(
+        confine.build_tree(
             limits["folder"],
             read=limits["read"],
             devices=limits["devices"],
             size=limits["folder_bytes"],
             owner=(os.geteuid(), os.getegid()) if owner is None else (owner, owner),
         )
-        home = spaces.HOME
+        home = confine.HOME
     os.chdir(home)
     for which, value in limits["rlimits"].items():
         _limit(getattr(resource, which), value)
@@ -111,7 +111,7 @@ def _close(limits: dict, parent: int) -> str:
     if limits["counted"]:  # a change of user has hidden the counter from that user
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     if limits["landlock"]:
-        landlock.restrict(read=limits["read"], write=[home], devices=limits["devices"])
+        confine.restrict(read=limits["read"], write=[home], devices=limits["devices"])
     return str(home)
 
 

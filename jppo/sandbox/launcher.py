@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jppo.sandbox import cgroup, quota, spaces
+from jppo.sandbox import confine, limits
 from jppo.sandbox.child import CLOSED
 
 FILE_BYTES = 2**24  # of each file that a program writes
@@ -42,11 +42,11 @@ Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
 
 @dataclasses.dataclass(frozen=True)
 class Guards:
-    """The protections that the kernel supports here; `protections.py` finds out."""
+    """The protections that the kernel supports here; `choice.py` finds out."""
 
     landlock: int = 0  # its ABI; 0: none
     seccomp: bool = False
-    spaces: str = spaces.NONE
+    spaces: str = confine.NONE
     uid: int | None = None  # the user that programs become; None: the trainer's
     groups: tuple[str, ...] = ()  # folders for control groups
     counted: bool = False  # without namespaces: the kernel counts what programs write
@@ -86,20 +86,20 @@ def run(
     groups: list[str] = []
     try:
         if guards.groups:
-            most = memory_bytes + quota.BYTES + _OF_PYTHON
-            groups = cgroup.make(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
-        if guards.uid is not None and guards.spaces == spaces.NONE:
+            most = memory_bytes + limits.FOLDER_BYTES + _OF_PYTHON
+            groups = limits.make_groups(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
+        if guards.uid is not None and guards.spaces == confine.NONE:
             os.chown(folder, guards.uid, guards.uid)
         job = {
             "program": text.encode("utf-8", "replace").decode("utf-8"),
             "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
             "limits": _limits(folder, guards, time_s, memory_bytes) | {"groups": groups},
         }
-        excess = functools.partial(quota.excess, folder, user=guards.uid, counted=guards.counted)
-        ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == spaces.NONE else None)
+        excess = functools.partial(limits.excess, folder, user=guards.uid, counted=guards.counted)
+        ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
     finally:
         _remove(folder)
-        cgroup.remove(groups)
+        limits.remove_groups(groups)
     if ran.replies[:1] != (CLOSED,) and not ran.why:  # a program could fake an exit code
         raise NoSandbox(ran.errors.strip() or "the sandbox's process ended before it was closed")
     return dataclasses.replace(ran, replies=ran.replies[1:])
@@ -120,7 +120,7 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int) -> di
     user = os.getuid() if guards.uid is None else guards.uid
     return {
         "folder": folder,
-        "folder_bytes": quota.BYTES,
+        "folder_bytes": limits.FOLDER_BYTES,
         "read": readable(),
         "devices": _DEVICES,
         "spaces": guards.spaces,

@@ -75,7 +75,7 @@ _TIOCSTI, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x8901, 0x8902
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD to FIOCLEX
 _AF_UNIX, _SOCK_STREAM, _OTHER_SOCKETS = 1, 1, 0xE  # the last: bits of all other types
 
-Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+_Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
 class _Instruction(ctypes.Structure):
@@ -94,7 +94,7 @@ def supported() -> bool:
 def install(pid: int, *, counted: bool) -> None:
     """Installs the permanent filter for this process, whose id is `pid`. Needs PR_SET_NO_NEW_PRIVS.
 
-    `counted`: without fallocate, which takes blocks that `quota.py` does not see; libraries then write them.
+    `counted`: without fallocate, which takes blocks that `limits.py` does not see; libraries then write them.
     """
     code = build(kernel.MACHINE, pid, counted=counted)
     instructions = (_Instruction * len(code))(*(_Instruction(*one) for one in code))
@@ -102,10 +102,10 @@ def install(pid: int, *, counted: bool) -> None:
     kernel.syscall(kernel.SECCOMP[kernel.MACHINE], 1, 0, ctypes.byref(program))  # SECCOMP_SET_MODE_FILTER
 
 
-def build(machine: str, pid: int, *, counted: bool = False) -> list[Instruction]:
+def build(machine: str, pid: int, *, counted: bool = False) -> list[_Step]:
     """Builds the filter's instructions."""
     column = 0 if machine == kernel.X86_64 else 1
-    code: list[Instruction] = [
+    code: list[_Step] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
         (_RETURN, 0, 0, _KILL),
@@ -126,7 +126,7 @@ def build(machine: str, pid: int, *, counted: bool = False) -> list[Instruction]
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _rules(name: str, pid: int) -> list[Instruction]:
+def _rules(name: str, pid: int) -> list[_Step]:
     if name == "clone":  # threads only
         return [_low(0), (_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM)]
     if name in ("clone3", "openat2"):  # their flags are behind a pointer; libraries then fall back to the older call
@@ -155,21 +155,21 @@ def _rules(name: str, pid: int) -> list[Instruction]:
     return [flags, (_ANY_BIT, 2, 0, os.O_WRONLY | os.O_RDWR), (_ANY_BIT, 0, 1, os.O_TRUNC), _refuse(errno.EPERM)]
 
 
-def _none_of(*values: int) -> list[Instruction]:
+def _none_of(*values: int) -> list[_Step]:
     return [one for value in values for one in ((_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
 
 
-def _only(values: Sequence[int], code: int) -> list[Instruction]:
+def _only(values: Sequence[int], code: int) -> list[_Step]:
     return [*((_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)), _refuse(code)]
 
 
-def _low(argument: int) -> Instruction:
+def _low(argument: int) -> _Step:
     return (_LOAD, 0, 0, _ARGS + 8 * argument)  # both architectures are little-endian
 
 
-def _high(argument: int) -> Instruction:
+def _high(argument: int) -> _Step:
     return (_LOAD, 0, 0, _ARGS + 8 * argument + 4)
 
 
-def _refuse(code: int) -> Instruction:
+def _refuse(code: int) -> _Step:
     return (_RETURN, 0, 0, _ERRNO | code)

@@ -10,13 +10,13 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from jppo.sandbox import kernel, peer, program, remote, shared, values
+from jppo.sandbox import kernel, peer, program, remote, values
 from jppo.sandbox.launcher import TOO_LONG, NoSandbox, Ran
 
-RETRIES = 4
+_RETRIES = 4
 FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
-_SIDES = (kernel, shared, remote, values, peer, program)  # each imports only those before it
+_SIDES = (kernel, remote, values, peer, program)  # each imports only those before it
 # Makes modules of their texts, in the process of the tests and in the program's.
 _MODULES = """
 import json, sys, types
@@ -93,7 +93,7 @@ def run(
     stdin: str = "",
     tests: str | None = None,
 ) -> Ran:
-    """Runs a program as `launcher.run` does, on the service. Raises NoSandbox after more than RETRIES failures."""
+    """Runs a program as `launcher.run` does, on the service. Raises NoSandbox after more than _RETRIES failures."""
     code = text
     if tests is not None:
         sides = _MODULES.format(sides=json.dumps([[one.__name__, inspect.getsource(one)] for one in _SIDES]))
@@ -106,13 +106,13 @@ def run(
         "compile_timeout": time_s,
         "memory_limit_MB": memory_bytes // 2**20,
     }
-    for tries in range(RETRIES + 1):
+    for tries in range(_RETRIES + 1):
         try:
             ran = _ran(_post(check_url(url), body, time_s + MARGIN_S), tests is not None)
             return Ran(ran.status, ran.printed, ran.errors, ran.replies, ran.why, retries=tries)
         except _Again as e:
-            if tries == RETRIES:
-                raise NoSandbox(f"the sandbox service failed {RETRIES + 1} times; the last: {e}") from e
+            if tries == _RETRIES:
+                raise NoSandbox(f"the sandbox service failed {_RETRIES + 1} times; the last: {e}") from e
             time.sleep(FIRST_WAIT_S * 2**tries)
     raise AssertionError("not reached")
 

@@ -13,8 +13,7 @@ import sys
 import types
 from typing import Any
 
-from jppo.sandbox.remote import remote_base
-from jppo.sandbox.shared import SHARED, imported, is_plain_class, shared, shared_name
+from jppo.sandbox.remote import SHARED, imported, is_plain_class, remote_base, shared, shared_name
 
 _MUTABLE: dict[Any, str] = {
     list: "list",

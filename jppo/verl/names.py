@@ -1,17 +1,29 @@
 """The table of verl's settings, with the defaults of verl 0.9.1. A `*` in a key matches anything.
 
-`docs/verl.md` is this table. If several rows match a key, the first counts.
+If several rows match a key, the first counts. Then the settings that follow from several keys. `page` prints it all.
 """
 
 import fnmatch
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from jppo.verl.keys_engines import ENGINES
-from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA
-from jppo.verl.keys_running import MODEL, REF, ROLLOUT
-from jppo.verl.keys_service import REWARD, TRAINER
-from jppo.verl.name import Name, key_of
+from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING
+from jppo.verl.keys_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
+from jppo.verl.name import MICRO, Look, Name, key_of, longest, off_or, on_each, reward_model
 
-TABLE: tuple[Name, ...] = (*DATA, *MODEL, *ACTOR, *CRITIC, *REF, *ENGINES, *ROLLOUT, *ALGORITHM, *REWARD, *TRAINER)
+KEYS: tuple[Name, ...] = (
+    *DATA,
+    *MODEL,
+    *ACTOR,
+    *CRITIC,
+    *REF,
+    *TRAINING,
+    *ROLLOUT,
+    *ALGORITHM,
+    *REWARD,
+    *TRAINER,
+)
 
 # Aliases: keys of older verl versions, or second keys of one setting; a prefix of a key is enough.
 _OLDER = {
@@ -83,4 +95,96 @@ def today(key: str) -> str:
 
 def find(key: str) -> Name | None:
     """Returns the row of a verl 0.9.1 key."""
-    return next((name for name in TABLE if fnmatch.fnmatchcase(key, name.key)), None)
+    return next((name for name in KEYS if fnmatch.fnmatchcase(key, name.key)), None)
+
+
+def _room(look: Look) -> int | None:
+    """Returns a default that holds the longest sequence if no micro-batch size is set, where verl refuses to run."""
+    said = look("A.use_dynamic_bsz") or any(look(key) for key in MICRO)
+    return None if said else max(16384, on_each(look, 1))
+
+
+def _weights(look: Look) -> str | None:
+    factor = off_or(look("OVERLONG.penalty_factor"), 1.0)
+    own = {"rm_score": 1.0} if reward_model(look) else {}
+    if look("FUNCTION.path"):
+        own = {"function_score": 1.0}
+    if look("OVERLONG.enable") and look("OVERLONG.len"):
+        own = {**(own or {"rule_score": 1.0}), "length_score": float(factor)}
+    return ",".join(f"{part}={weight:g}" for part, weight in own.items()) or None
+
+
+def _all_read(look: Look) -> int | None:
+    return longest(look) if reward_model(look) and not look("RM.max_length") else None
+
+
+# Settings that follow from several keys, and why; None: jppo's own default. The keys are those that decide, for an
+# override on top of a jppo config.
+FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
+    "actor.max_tokens_per_device": (_room, "", "nothing is said of micro-batches"),
+    "mesh.data": (lambda look: 1 if look("A.fsdp_config.fsdp_size") == -1 else -1, "A.fsdp_config.fsdp_size",
+      "fsdp_size=-1 has the model in as many parts as there are devices"),
+    "reward.weights": (_weights, "RM.enable FUNCTION.path OVERLONG.enable",
+      "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
+    "reward.sandbox": (lambda look: "container" if look("BOX.url") else None, "BOX.url",
+      "reward.sandbox_fusion.url names a service"),
+    "model.lora_alpha": (lambda look: 32 if look("M.lora.rank") else None, "M.lora.rank",
+      "32 is the default of Megatron's adapters"),
+    "reward.model.max_length": (_all_read, "RM.enable", "verl's reward model reads all of prompt and response"),
+    "rollout.logp_tolerance": (lambda look: 0.5 if look("R.dtype") != "float32" else None, "R.dtype",
+      "two engines in less than float32 round differently"),
+    "trainer.run_dir": (
+      lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name')}",
+      "trainer.experiment_name", "a folder by the experiment's name"),
+}  # fmt: skip
+
+# For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
+UNCHANGED = (
+    "as_is", "dtype", "drawn", "engine", "in_turns", "off", "overlong", "top_k", "train_dtype", "warmup_steps",
+    "with_model",
+)  # fmt: skip
+OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
+    key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),
+    key_of("RM.enable"): lambda config, _: bool(config["reward.model.path"]),
+    key_of("OVERLONG.enable"): lambda config, _: config["reward.overlong_buffer_tokens"] > 0,
+    key_of("FUNCTION.path"): lambda config, _: config["reward.function"].partition(":")[0],
+}
+
+
+def page() -> str:
+    """Formats all rows as Markdown, for docs/verl.md: settings, needless keys, unsupported keys, older names."""
+    parts = [
+        "### Settings\n",
+        *(_setting(name) for name in KEYS if name.kind == "same"),
+        "\n### What follows from several\n",
+        *(_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
+        "\n### No meaning in jppo\n",
+        *_grouped("needless"),
+        "\n### Not supported\n",
+        *_grouped("missing"),
+        "\n### Older names\n",
+        *(_item(f"`{old}` is `{new}`") for old, new in OLDER.items()),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _setting(name: Name) -> str:
+    default = name.default
+    shown = (
+        "" if default is None else f", `{default[1:] if str(default).startswith('=') else default}` unless it is given"
+    )
+    return _item(f"`{name.key}` is `{name.setting}`{shown}{f': {name.why}' if name.why else ''}")
+
+
+def _grouped(kind: str) -> Iterator[str]:
+    """Yields the rows of a kind by their reason."""
+    rows = [name for name in KEYS if name.kind == kind]
+    for why in dict.fromkeys(name.why for name in rows):
+        yield _item(f"{why}: {', '.join(f'`{name.key}`' for name in rows if name.why == why)}")
+
+
+def _item(text: str) -> str:
+    text = text.replace("``", "`''`")
+    return textwrap.fill(
+        text, 120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -7,11 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jppo.settings import UserError
-from jppo.verl.derived import FOLLOWING, OF_CONFIG, UNCHANGED
-from jppo.verl.lookup import Moot, Unfit
-from jppo.verl.name import Name, key_of
-from jppo.verl.names import TABLE, find, today
-from jppo.verl.overrides import flat, read_value
+from jppo.verl.name import Moot, Name, Unfit, key_of
+from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
 from jppo.verl.script import UNREAD
 from jppo.verl.values import CONVERSIONS
 
@@ -20,7 +17,7 @@ DICTS = (  # keys whose value is a dict
     key_of("R.engine_kwargs.vllm"),
     key_of("R.engine_kwargs.sglang"),
 )
-NAMES = ("trainer.project_name", "trainer.experiment_name")
+_NAMES = ("trainer.project_name", "trainer.experiment_name")
 OWN_FILES = ("config", "ppo_trainer", "ppo_megatron_trainer")  # of Hydra's --config-path and --config-name
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
@@ -65,7 +62,7 @@ def translate(words: Iterable[str], config: Mapping[str, Any] | None = None) -> 
         return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
     settings: dict[str, Any] = {}
-    for name in TABLE if config is None else ():
+    for name in KEYS if config is None else ():
         if name.default is not None and name.key not in values and not _of_no_critic(name.key, look):
             with contextlib.suppress(Moot, Unfit):
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
@@ -121,7 +118,7 @@ def _read(words: Iterable[str]) -> tuple[dict[str, Any], dict[str, str], list[Li
 def _without_unread(values: dict[str, Any]) -> list[str]:
     """Leaves the parts of a run's names that only the script could expand out of them; returns notes."""
     notes = []
-    for key in NAMES:
+    for key in _NAMES:
         if UNREAD in (text := str(values.get(key, ""))):
             left = re.sub(rf"{UNREAD}[^{UNREAD}]*{UNREAD}", "", text).strip("-_ ")
             notes.append(f"{key}={_shown(text)}: nothing of the script is run; it is {left or 'left out'}")
@@ -214,3 +211,47 @@ def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
 
 def _shown(text: str) -> str:
     return text.replace(UNREAD, "")
+
+
+_WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def read_value(text: str) -> Any:
+    """Parses a value by Hydra's grammar: null, numbers, booleans, quoted or bare text, lists and dicts."""
+    text = text.strip()
+    if text in _WORDS:
+        return _WORDS[text]
+    if _NUMBER.fullmatch(text):
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1].replace(f"\\{text[0]}", text[0])
+    if text.startswith("[") and text.endswith("]"):
+        return [read_value(part) for part in _parts(text[1:-1])]
+    if text.startswith("{") and text.endswith("}"):
+        pairs = (part.partition(":") for part in _parts(text[1:-1]))
+        return {str(read_value(key)): read_value(value) for key, _, value in pairs}
+    return text
+
+
+def flat(key: str, value: Any) -> dict[str, Any]:
+    """Flattens a dict to dotted keys."""
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {k: v for name, inner in value.items() for k, v in flat(f"{key}.{name}", inner).items()}
+
+
+def _parts(text: str) -> list[str]:
+    """Splits at commas outside quotes and brackets."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += 0 if quote else (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in parts if part.strip()]

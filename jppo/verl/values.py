@@ -7,7 +7,7 @@ from typing import Any
 
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
-from jppo.verl.lookup import Look, Moot, Unfit, commas, lora_rank, need, off_or, on_each
+from jppo.verl.name import Look, Moot, Unfit, commas, lora_rank, need, off_or, on_each
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections

@@ -15,7 +15,7 @@ from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import BadRequest
 from jppo.learner import batch
-from jppo.rewards.conversation import ConversationPart
+from jppo.rewards.parts import ConversationPart
 from jppo.rewards.reward_sum import PartWeights, RewardSum
 from jppo.rollout.protocol import Answer, greedy
 from jppo.runlog import trajectories

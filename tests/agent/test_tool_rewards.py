@@ -13,8 +13,7 @@ from jppo.agent.conversation import Turns
 from jppo.agent.partners import make_environment
 from jppo.agent.tools import Limits, Toolbox
 from jppo.learner import batch, estimate, estimators
-from jppo.rewards.conversation import ConversationPart
-from jppo.rewards.parts import sample_of
+from jppo.rewards.parts import ConversationPart, sample_of
 from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.runlog import trajectories
 from jppo.types import Prompt

@@ -1,9 +1,8 @@
-import json
-
 import numpy as np
 import pytest
 
 from jppo.data import check
+from tests.make import write_rows
 
 CHAT = [{"role": "user", "content": "1+1="}]
 
@@ -12,22 +11,17 @@ def row(prompt, answer="2", source="arithmetic", **more):
     return {"prompt": prompt, "ground_truth": answer, "data_source": source, **more}
 
 
-def write(path, *rows):
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(path)
-
-
 def lines(capsys, *args):
     check.main(list(args))
     return capsys.readouterr().out.splitlines()
 
 
 def test_findings_of_bad_data_are_warned_of(tmp_path, capsys, character_model):
-    train = write(
+    train = write_rows(
         tmp_path / "train.jsonl",
         row("1+1="), row("2+2=", "", "strange"), row("1+1="), row("11111+2=", None), row("3+3=", level=1),
     )  # fmt: skip
-    val = write(tmp_path / "val.jsonl", row("3+3="), row("4+4="))
+    val = write_rows(tmp_path / "val.jsonl", row("3+3="), row("4+4="))
     out = lines(
         capsys, train, "--val", val, "--tokenizer", str(character_model), "--max-prompt-length", "5",
     )  # fmt: skip
@@ -48,7 +42,7 @@ def test_findings_of_bad_data_are_warned_of(tmp_path, capsys, character_model):
 
 
 def test_good_data_are_ok(tmp_path, capsys):
-    files = [write(tmp_path / f"{name}.jsonl", row(name)) for name in "ab"]
+    files = [write_rows(tmp_path / f"{name}.jsonl", row(name)) for name in "ab"]
     out = lines(capsys, *files)
     assert out[0] == "training set: 2 rows" and not [line for line in out if line.startswith("WARN")]
     assert "OK    lengths     1 to 1 characters, mean 1.0" in out
@@ -97,6 +91,6 @@ def test_bars_count_every_value():
 )
 def test_bad_input_is_exit_2(tmp_path, capsys, rows, args, said):
     with pytest.raises(SystemExit) as e:
-        check.main([write(tmp_path / "d.jsonl", *rows), *args])
+        check.main([write_rows(tmp_path / "d.jsonl", *rows), *args])
     err = capsys.readouterr().err
     assert e.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1 and said in err

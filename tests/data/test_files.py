@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jppo.data.files import read_rows
+from jppo.data.rows import read_rows
 from jppo.settings import UserError
 
 

@@ -1,18 +1,12 @@
 """Pairs from scored samples, and the story example's data."""
 
-import json
-
 import pytest
 
 from examples import stories
 from jppo.data import pairs
-from jppo.data.files import read_rows
+from jppo.data.rows import read_rows
 from jppo.rewards.graders import GRADERS
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from tests.make import write_rows
 
 
 def sample(uid, response, score, finish="stop"):
@@ -22,8 +16,8 @@ def sample(uid, response, score, finish="stop"):
 def test_the_better_of_a_prompts_responses_are_set_against_the_worse(tmp_path, capsys):
     rows = [sample("a", f"r{i}", score) for i, score in enumerate((1.0, 0.0, 0.5, 0.0, None))]
     rows += [sample("b", "r5", 1.0), sample("b", "r6", 1.0), sample("c", "r7", 0.0), sample("c", "r8", 2.0)]
-    file = write(tmp_path / "test.jsonl", *rows)
-    pairs.main(["--samples", str(file), "--out", str(tmp_path / "out"), "--test", "0.5"])
+    file = write_rows(tmp_path / "test.jsonl", *rows)
+    pairs.main(["--samples", file, "--out", str(tmp_path / "out"), "--test", "0.5"])
     assert "2 pairs of 1 prompts" in capsys.readouterr().out
     made = {name: [r.columns for r in read_rows(tmp_path / f"out/{name}.jsonl")] for name in ("train", "test")}
     of = {rows[0]["prompt"]: rows for rows in made.values()}
@@ -51,9 +45,9 @@ def test_the_better_of_a_prompts_responses_are_set_against_the_worse(tmp_path, c
     ],
 )
 def test_what_gives_no_pairs_is_one_line(tmp_path, capsys, rows, more, complaint):
-    file = write(tmp_path / "test.jsonl", *rows)
+    file = write_rows(tmp_path / "test.jsonl", *rows)
     with pytest.raises(SystemExit) as e:
-        pairs.main(["--samples", str(file), "--out", str(tmp_path / "out"), *more])
+        pairs.main(["--samples", file, "--out", str(tmp_path / "out"), *more])
     said = capsys.readouterr().err
     assert e.value.code == 2 and complaint in said and said.count("\n") == 1
 
@@ -80,14 +74,14 @@ def test_demonstrations_are_the_stories_that_their_model_ended(tmp_path, capsys)
         sample("b", "<|end_story|>", 1.0),
         sample("c", " saw < it > |.", None),
     ]
-    file = write(tmp_path / "samples.jsonl", *rows)
-    stories.main(["--out", str(tmp_path), "--samples", str(file)])
+    file = write_rows(tmp_path / "samples.jsonl", *rows)
+    stories.main(["--out", str(tmp_path), "--samples", file])
     assert [row.columns for row in read_rows(tmp_path / "demo.jsonl")] == [
         {"prompt": "pa ", "response": " went home."},
         {"prompt": "pc ", "response": " saw < it > |."},
     ]
     with pytest.raises(SystemExit):
-        stories.main(["--out", str(tmp_path), "--samples", str(write(file, rows[1]))])
+        stories.main(["--out", str(tmp_path), "--samples", write_rows(tmp_path / "samples.jsonl", rows[1])])
     assert "none of 1 samples was ended by its model" in capsys.readouterr().err
 
 

@@ -1,15 +1,8 @@
-import json
-
 import pytest
 
 from jppo.data.preferences import read_pairs
 from jppo.settings import UserError
-
-
-def write(tmp_path, *rows):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+from tests.make import write_rows
 
 
 def user(text):
@@ -27,7 +20,7 @@ def encode(messages, response):
 
 
 def read(tmp_path, *rows, **how):
-    return read_pairs(write(tmp_path, *rows), encode=encode, **{"max_length": 20, **how})
+    return read_pairs(write_rows(tmp_path / "pairs.jsonl", *rows), encode=encode, **{"max_length": 20, **how})
 
 
 def text(ids):
@@ -115,4 +108,4 @@ def test_a_template_that_refuses_is_one_line(tmp_path):
 
     row = {"prompt": "1", "chosen": "2", "rejected": "3"}
     with pytest.raises(UserError, match=r"line 1: the tokenizer or its chat template refuses .*: no$"):
-        read_pairs(write(tmp_path, row), encode=refuse, max_length=9)
+        read_pairs(write_rows(tmp_path / "pairs.jsonl", row), encode=refuse, max_length=9)

@@ -1,28 +1,23 @@
-import json
-
 import pytest
 
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import load_tokenizer
 from jppo.settings import UserError
 from jppo.sft import as_trajectory
-
-
-def write(tmp_path, *rows):
-    path = tmp_path / "sft.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+from tests.make import write_rows
 
 
 def test_a_response_is_its_tokens_and_the_end_token(tmp_path, characters):
-    files = write(tmp_path, {"prompt": "4+8=", "response": "12"})
+    files = write_rows(tmp_path / "sft.jsonl", {"prompt": "4+8=", "response": "12"})
     [pair] = read_demonstrations(files, tokenizer=characters, max_length=7).demonstrations
     assert pair.prompt.tolist() == [6, 12, 10, 13] and pair.response.tolist() == [3, 4, 1]
 
 
 def test_what_others_say_in_a_response_is_not_learned_from(tmp_path, characters):
     response = [{"text": "4+", "learn": True}, {"text": "=8", "learn": False}, {"text": "12", "learn": True}]
-    files = write(tmp_path, {"prompt": "4+8=", "response": response}, {"prompt": "1=", "response": "1"})
+    files = write_rows(
+        tmp_path / "sft.jsonl", {"prompt": "4+8=", "response": response}, {"prompt": "1=", "response": "1"}
+    )
     pair, plain = read_demonstrations(files, tokenizer=characters, max_length=20).demonstrations
     assert pair.response.tolist() == [6, 12, 1, 13, 10, 3, 4, 1]  # an end token behind what is learned from
     assert pair.learn.tolist() == [True, True, True, False, False, True, True, True]
@@ -37,12 +32,16 @@ def test_the_last_turn_of_a_chat_is_the_response(tmp_path, characters):
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
     chat = [{"role": "user", "content": "4+8"}, {"role": "assistant", "content": "12"}]
-    [pair] = read_demonstrations(write(tmp_path, {"messages": chat}), tokenizer=characters, max_length=7).demonstrations
+    [pair] = read_demonstrations(
+        write_rows(tmp_path / "sft.jsonl", {"messages": chat}), tokenizer=characters, max_length=7
+    ).demonstrations
     assert pair.prompt.tolist() == [6, 12, 10, 13] and pair.response.tolist() == [3, 4, 1]
 
 
 def test_overlong_pairs_are_counted(tmp_path, characters):
-    files = write(tmp_path, {"prompt": "4+8=", "response": "12"}, {"prompt": "4+8=", "response": "123"})
+    files = write_rows(
+        tmp_path / "sft.jsonl", {"prompt": "4+8=", "response": "12"}, {"prompt": "4+8=", "response": "123"}
+    )
     read = read_demonstrations(files, tokenizer=characters, max_length=7)
     assert len(read.demonstrations) == 1 and read.overlong == 1
     with pytest.raises(UserError, match="all 2 demonstrations are longer than 6"):
@@ -67,7 +66,7 @@ def test_overlong_pairs_are_counted(tmp_path, characters):
 )
 def test_a_bad_row_is_named(tmp_path, characters, row, said):
     with pytest.raises(UserError, match=r"sft\.jsonl, line 1") as e:
-        read_demonstrations(write(tmp_path, row), tokenizer=characters, max_length=10)
+        read_demonstrations(write_rows(tmp_path / "sft.jsonl", row), tokenizer=characters, max_length=10)
     assert said in str(e.value)
 
 
@@ -99,7 +98,7 @@ def qwen(shared):
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
 def test_every_turn_of_a_chat_has_the_mask_that_transformers_gives_it(tmp_path, qwen, system):
     messages = system + CHAT
-    files = write(tmp_path, {"messages": messages})
+    files = write_rows(tmp_path / "sft.jsonl", {"messages": messages})
     [found] = read_demonstrations(files, tokenizer=qwen, max_length=200, learn_turns="all").demonstrations
     whole = qwen.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
     ours = [*found.prompt, *found.response]
@@ -128,7 +127,7 @@ def runs(made):
 
 
 def test_the_last_turn_alone_has_the_same_tokens(tmp_path, qwen):
-    files = write(tmp_path, {"messages": CHAT})
+    files = write_rows(tmp_path / "sft.jsonl", {"messages": CHAT})
     [last] = read_demonstrations(files, tokenizer=qwen, max_length=200).demonstrations
     [every] = read_demonstrations(files, tokenizer=qwen, max_length=200, learn_turns="all").demonstrations
     assert [*last.prompt, *last.response] == [*every.prompt, *every.response]
@@ -143,7 +142,7 @@ def test_a_greeting_is_read_and_not_learned_from(tmp_path, characters):
     chat = [{"role": r, "content": c} for r, c in (("assistant", "9"), ("user", "1"), ("assistant", "2"))]
     chat += [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
     [found] = read_demonstrations(
-        write(tmp_path, {"messages": chat}), tokenizer=characters, max_length=20, learn_turns="all"
+        write_rows(tmp_path / "sft.jsonl", {"messages": chat}), tokenizer=characters, max_length=20, learn_turns="all"
     ).demonstrations
     assert characters.decode(found.prompt) == "=9<eos>1="
     assert characters.decode(found.response) == "2<eos>3=4<eos>"
@@ -163,4 +162,9 @@ def test_a_template_that_changes_turns_is_refused(tmp_path, characters, template
         {"role": r, "content": c} for r, c in (("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4"))
     ]
     with pytest.raises(UserError, match=r"line 1: .* changes message 2 .* data\.learn_turns=last"):
-        read_demonstrations(write(tmp_path, {"messages": chat}), tokenizer=characters, max_length=20, learn_turns="all")
+        read_demonstrations(
+            write_rows(tmp_path / "sft.jsonl", {"messages": chat}),
+            tokenizer=characters,
+            max_length=20,
+            learn_turns="all",
+        )

@@ -4,9 +4,8 @@ import types
 import numpy as np
 import pytest
 
-from jppo.data import tfds
 from jppo.data.prompts import read_prompts
-from jppo.data.sources import read_sources
+from jppo.data.sources import _hide_gpus, read_sources, tfds_spec
 from jppo.settings import UserError
 
 CLASSES = """
@@ -90,8 +89,8 @@ def test_a_split_that_is_not_spelt_out(entry):
 
 
 def test_what_a_split_is_made_of():
-    assert tfds.parse("tfds:gsm8k/main:1.0.0/train[:10%]@/d/e", "")[1:] == ("gsm8k/main:1.0.0", "train[:10%]", "/d/e")
-    assert tfds.parse("tfds:gsm8k/test", "")[1:] == ("gsm8k", "test", None)
+    assert tfds_spec("tfds:gsm8k/main:1.0.0/train[:10%]@/d/e", "")[1:] == ("gsm8k/main:1.0.0", "train[:10%]", "/d/e")
+    assert tfds_spec("tfds:gsm8k/test", "")[1:] == ("gsm8k", "test", None)
 
 
 def test_without_tensorflow_datasets_the_error_says_how_to_get_it(monkeypatch):
@@ -152,7 +151,7 @@ def test_tensorflow_gets_no_gpu(monkeypatch):
     asked = []
     config = types.SimpleNamespace(set_visible_devices=lambda *args: asked.append(args))
     monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace(config=config))
-    tfds._hide_gpus(tfds.parse("tfds:a/b", ""))
+    _hide_gpus(tfds_spec("tfds:a/b", ""))
     assert asked == [([], "GPU")]
 
     def late(*_):
@@ -160,4 +159,4 @@ def test_tensorflow_gets_no_gpu(monkeypatch):
 
     config.set_visible_devices = late
     with pytest.raises(UserError, match="TensorFlow has taken the GPU already"):
-        tfds._hide_gpus(tfds.parse("tfds:a/b", ""))
+        _hide_gpus(tfds_spec("tfds:a/b", ""))

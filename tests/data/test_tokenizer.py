@@ -7,6 +7,7 @@ import pytest
 from jppo.data.tokenizer import (
     announce_long,
     decode,
+    decode_stream,
     encode_all,
     end_token_ids,
     load_tokenizer,
@@ -14,6 +15,7 @@ from jppo.data.tokenizer import (
     tokenize,
 )
 from jppo.settings import UserError
+from tests.make import bytes_as_text
 
 
 def test_end_tokens_of_all_three_files_each_once(tmp_path, characters):
@@ -130,3 +132,20 @@ def test_tokens_within_the_limit_are_those_of_the_whole_text(characters, monkeyp
         found = encode_all(characters, texts, max_length=most)
         for ids, all_ids in zip(found, whole, strict=True):
             assert ids == all_ids if len(all_ids) <= most else most < len(ids) <= max(10, most * longest + 1)
+
+
+def test_pieces_are_whole_characters():
+    text = "né €5"
+    answer = [[byte] for byte in text.encode()]
+    assert list(decode_stream(answer, bytes_as_text)) == ["n", "é", " ", "€", "5"]
+    cut = [list(text.encode())[:5]]  # in the middle of a character
+    assert list(decode_stream(cut, bytes_as_text)) == ["né ", "\N{REPLACEMENT CHARACTER}"]
+    assert list(decode_stream([], bytes_as_text)) == []
+
+
+def test_an_answer_goes_on_from_what_was_before():
+    def strip(ids):  # as tokenizers that mark the beginning of words do: the text has no space at its beginning
+        return bytes_as_text(ids).lstrip(" ")
+
+    assert list(decode_stream([[*b" a"], [*b" b"]], strip, before=[*b"x"])) == [" a", " b"]
+    assert list(decode_stream([[*b" a"], [*b" b"]], strip)) == ["a", " b"]

@@ -158,7 +158,7 @@ def signing(store, rank, left, **limits):
 
 
 def test_a_host_that_gives_no_sign_is_lost_and_one_that_does_is_not(monkeypatch):
-    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "_POLL_S", 0.02)
     store, left = Store(), []
     (_, waiting), (second, _) = (signing(store, rank, left, timeout_s=0.5) for rank in (0, 1))
     time.sleep(1.0)
@@ -169,7 +169,7 @@ def test_a_host_that_gives_no_sign_is_lost_and_one_that_does_is_not(monkeypatch)
 
 
 def test_who_is_ending_or_gone_is_heard(monkeypatch):
-    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "_POLL_S", 0.02)
     store, left = Store(), []
     (first, _), (second, waiting) = (signing(store, rank, left, timeout_s=30.0) for rank in (0, 1))
     first.tell(Stopped(0, "stopped by SIGTERM"))

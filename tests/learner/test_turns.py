@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.agent import turn_metrics
 from jppo.learner import batch, estimate
-from jppo.runlog.rollout_metrics import sample_metrics
+from jppo.runlog.rollout_metrics import conversation_metrics, sample_metrics
 from jppo.types import Exchange, Reward, Trajectory
 
 from .conftest import recipe
@@ -93,7 +92,7 @@ def test_the_metrics_of_conversations(trajectories):
     assert found["prompt_length/mean"] == np.mean([prompt for prompt, _ in CONVERSATIONS]) == 3
     assert found["response_length/mean"] == np.mean([sum(turns[::2]) for _, turns in CONVERSATIONS])
     assert found["perf/total_num_tokens"] == sum(prompt + sum(turns) for prompt, turns in CONVERSATIONS)
-    found = turn_metrics.metrics(trajectories)
+    found = conversation_metrics(trajectories)
     assert found == {
         "agent/branches/mean": 1.0,
         "agent/branches_left_out": 0.0,
@@ -105,4 +104,4 @@ def test_the_metrics_of_conversations(trajectories):
         "agent/given_tokens/mean": (5 + 5 + 0 + 4 + 2) / 5,
         "agent/faults": 0.0,
     }
-    assert turn_metrics.metrics([]) == {}
+    assert conversation_metrics([]) == {}

@@ -9,7 +9,7 @@ import pytest
 
 from jppo.rewards.code import code, read_tests
 from jppo.sandbox import launcher
-from jppo.sandbox.protections import probe
+from jppo.sandbox.choice import probe
 
 SUMS = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "3 4", "output": "7"}])
 RIGHT = "def f(x):\n    return x + 1\n"

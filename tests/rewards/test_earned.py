@@ -11,21 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jppo.rewards import earned, pool_tasks
-from jppo.rewards.conversation import ConversationPart
 from jppo.rewards.function import FunctionPart
-from jppo.rewards.parts import sample_of
+from jppo.rewards.parts import ConversationPart, sample_of
 from jppo.rewards.pool import Pool
 from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.runlog import trajectories
 from jppo.types import Exchange, Prompt, Reward, Trajectory
+from tests.make import bytes_as_text
 
 PROMPT = Prompt("p7", "s", "q", np.zeros(2, np.int32), "truth", {"note": "kept"})
 SAMPLE = {"data_source": "s", "text": "ab\n\n \n\ncd", "truth": "", "extra": {}, "turns": 2}
-
-
-def bytes_as_text(ids):
-    """A tokenizer whose tokens are bytes; 0 is its end token."""
-    return bytes(i for i in ids if i).decode(errors="replace")
 
 
 def conversation(*turns, exchange=None):

@@ -22,12 +22,12 @@ from jppo.models import hf
 from jppo.rewards.model.by_jax import JaxRewardModel, row_lengths
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
-from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier, without_padding
-from jppo.rewards.model.convert import converted
+from jppo.rewards.model.classifier import Texts, choose_engine, converted, read_classifier, without_padding
 from jppo.rewards.model.part import ModelPart, Normalizer, ScoringError
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError
 from jppo.types import Prompt
+from tests.make import alive
 
 torch = pytest.importorskip("torch")
 files_of_torch = pytest.importorskip("safetensors.torch")
@@ -437,13 +437,6 @@ def test_a_run_that_goes_on_has_the_scores_of_one_that_was_not_broken_off():
 
 
 # --- the process of transformers
-
-
-def alive(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_model_of_another_family_is_scored_in_its_process_and_survives_one_crash(made, tmp_path):

@@ -8,16 +8,13 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
-from jppo.rewards.function import FunctionPart
+from jppo.rewards.function import FormatPart, FunctionPart
 from jppo.rewards.graders import RulePart
-from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
-from jppo.rewards.shape import FormatPart
 from jppo.settings import UserError
-from jppo.types import Prompt
+from tests.make import bytes_as_text, sample
 
 NASTY = """
 import os, subprocess, sys, threading, time
@@ -32,10 +29,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 TIMEOUT_S = 1.0
 
 
-def sample(text, truth="0", *, source="mine", **extra):
-    return Sample(Prompt("u", source, "q", np.zeros(1, np.int32), truth, extra), text, len(text), "stop")
-
-
 @pytest.fixture
 def pool():
     made = Pool(2, timeout_s=TIMEOUT_S, memory_bytes=2**28)
@@ -48,11 +41,6 @@ def shared_pool():
     made = Pool(2, timeout_s=TIMEOUT_S, memory_bytes=2**30)
     yield made
     made.close()
-
-
-def bytes_as_text(ids):
-    """A tokenizer whose tokens are bytes."""
-    return bytes(ids).decode(errors="replace")
 
 
 def function(tmp_path, source, pool, name="compute_score"):

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from jppo.rewards.code import code, read_tests
-from jppo.rewards.suspicion import suspicious
+from jppo.rewards.code import code, read_tests, suspicious
 from jppo.sandbox.program import needed
 from tests.rewards import graded
 

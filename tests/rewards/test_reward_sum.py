@@ -9,15 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jppo.rewards.conversation import ConversationPart
-from jppo.rewards.parts import Part, Sample, failed
+from jppo.rewards.parts import ConversationPart, Part, failed
 from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.settings import UserError
-from jppo.types import Exchange, Prompt, Reward
-
-
-def sample(text, source="a"):
-    return Sample(Prompt("0", source, "?", np.zeros(1, np.int32), "", {}), text, len(text), "stop")
+from jppo.types import Exchange, Reward
+from tests.make import sample
 
 
 class Table(Part):
@@ -59,7 +55,7 @@ def test_a_reward_is_the_weighted_sum_and_keeps_every_part():
 def test_sources_have_weights_of_their_own_and_may_leave_a_part_out():
     rule, judge = Table({"x": 1.0, "y": 1.0}), Table({"x": 0.5, "y": 0.5})
     found = reward_sum({"rule": rule, "judge": judge}, "rule=1,judge=2,b:judge=off,b:rule=3").grade(
-        [sample("x", "a"), sample("y", "b")]
+        [sample("x", source="a"), sample("y", source="b")]
     )
     assert [r.score for r in found] == [2.0, 3.0]
     assert judge.asked == ["x"] and found[1].parts == {"rule": 1.0, "rule/raw": 10.0}

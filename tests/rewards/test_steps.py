@@ -15,9 +15,8 @@ from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.by_torch import TransformersRewardModel
-from jppo.rewards.model.classifier import Texts, read_classifier
-from jppo.rewards.model.convert import converted
-from jppo.rewards.model.steps import StepPart
+from jppo.rewards.model.classifier import Texts, converted, read_classifier
+from jppo.rewards.model.part import StepPart
 from jppo.rewards.parts import Sample
 from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.settings import UserError

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.make import alive
+
 # A child with a child of its own, both deaf to SIGTERM when asked; it writes both process ids.
 CHILD = """
 import os, signal, subprocess, sys, time
@@ -37,14 +39,6 @@ def eventually(truth, seconds=10.0):
     while not truth() and time.monotonic() < deadline:
         time.sleep(0.02)
     return truth()
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture

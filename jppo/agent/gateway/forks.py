@@ -145,7 +145,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def execute(command: list[str]) -> int:
+def _execute(command: list[str]) -> int:
     """Replaces the fork by the command."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)
@@ -157,7 +157,7 @@ def execute(command: list[str]) -> int:
 
 
 def _serve(channel: socket.socket, kind: str, *what: str) -> None:
-    work = functools.partial(execute, list(what))
+    work = functools.partial(_execute, list(what))
     if kind == "function":
         work = functools.partial(call, resolve(what[0], "rollout.agent"))
     channel.send(json.dumps({"ready": True}).encode())

@@ -13,9 +13,9 @@ from jppo.agent.gateway.request import BadRequest
 HOST = "127.0.0.1"
 MOST_HEAD, MOST_BODY = 2**16, 2**24  # bytes
 HEAD_S = 10.0  # until a connection's first request must have shown a key
-UNKNOWN = 512  # connections without a key yet; the oldest make room for further ones
-AT_ONCE, BACKLOG = 64, 1024  # connections accepted before any is read, a part of UNKNOWN; those that wait for that
-PROBE_S = 0.5  # between two looks whether a client that sends no more still reads
+_UNKNOWN = 512  # connections without a key yet; the oldest make room for further ones
+_AT_ONCE, _BACKLOG = 64, 1024  # connections accepted before any is read, a part of _UNKNOWN; those that wait for that
+_PROBE_S = 0.5  # between two looks whether a client that sends no more still reads
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Content Too Large"}
 
 
@@ -67,7 +67,7 @@ async def serve(answer: Answering, admit: Admitting) -> asyncio.Server:
             forget(writer)
 
         unknown[writer] = asyncio.get_running_loop().call_later(HEAD_S, writer.transport.abort)
-        if len(unknown) > UNKNOWN:
+        if len(unknown) > _UNKNOWN:
             oldest = next(iter(unknown))
             forget(oldest)
             oldest.transport.abort()
@@ -82,9 +82,9 @@ async def serve(answer: Answering, admit: Admitting) -> asyncio.Server:
     listening = socket.create_server((HOST, 0))
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
-        lambda: asyncio.StreamReaderProtocol(_Reader(), handle), sock=listening, backlog=AT_ONCE
+        lambda: asyncio.StreamReaderProtocol(_Reader(), handle), sock=listening, backlog=_AT_ONCE
     )
-    listening.listen(BACKLOG)
+    listening.listen(_BACKLOG)
     return server
 
 
@@ -161,7 +161,7 @@ async def _while_there(answer: Awaitable[Any], reader: asyncio.StreamReader, wri
         while not working.done():
             if _gone(writer):
                 raise ConnectionResetError
-            await asyncio.wait({working}, timeout=PROBE_S)
+            await asyncio.wait({working}, timeout=_PROBE_S)
         return working.result()
     finally:
         ended.cancel()

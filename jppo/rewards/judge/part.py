@@ -8,18 +8,26 @@ reported in tokens.
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
+import hashlib
+import json
+import math
+import os
+import pathlib
 import random
 import secrets
+import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.rewards.judge.cache import Cache
+from jppo.errors import expanded
 from jppo.rewards.judge.client import JudgeClient, JudgeError, JudgeReply
 from jppo.rewards.judge.prompts import Rubric, read_score
 from jppo.rewards.parts import Part, Sample, failed, graded
+from jppo.settings import UserError
 from jppo.types import Reward
 
 
@@ -39,7 +47,7 @@ class JudgePart(Part):
     ):
         self._client, self._rubric = client, rubric
         self._retries, self._first_wait_s, self._longest_wait_s = retries, first_wait_s, longest_wait_s
-        self._cache = Cache(cache_dir) if cache_dir else None
+        self._cache = ScoreCache(cache_dir) if cache_dir else None
         self._slots = asyncio.Semaphore(concurrency)
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()  # guards the counts and _closed
@@ -149,3 +157,44 @@ class JudgePart(Part):
     def _count(self, **more: int) -> None:
         with self._lock:
             self._counts.update(more)
+
+
+class ScoreCache:
+    """Scores from 0 to 1, keyed by the request and the judge: a file per entry, shared by any number of processes.
+
+    An unreadable entry is ignored and rewritten.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self._folder = expanded(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"reward.judge.cache_dir={str(folder)!r} cannot be created: {e}; choose another") from e
+
+    def get(self, asked: Mapping[str, Any]) -> float | None:
+        """Returns the score of an entry, or None."""
+        try:
+            score = json.loads(self._file(asked).read_bytes())["score"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        known = isinstance(score, float | int) and not isinstance(score, bool)
+        return float(score) if known and math.isfinite(score) and 0 <= score <= 1 else None
+
+    def put(self, asked: Mapping[str, Any], score: float, reply: str) -> None:
+        """Writes an entry atomically; `reply` is for human readers."""
+        file = self._file(asked)
+        file.parent.mkdir(exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        try:
+            with open(handle, "w") as f:
+                json.dump({"score": score, "reply": reply}, f)
+            os.replace(name, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+    def _file(self, asked: Mapping[str, Any]) -> pathlib.Path:
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        return self._folder / digest[:2] / f"{digest[2:]}.json"

@@ -18,12 +18,12 @@ from jppo.rewards.model.classifier import Classifier, refused, without_padding
 from jppo.settings import UserError
 from jppo.types import Params
 
-SHORTEST = 64  # tokens; shorter rows are padded to this
+_SHORTEST = 64  # tokens; shorter rows are padded to this
 
 
 def row_lengths(max_length: int) -> list[int]:
-    """Returns the compiled row lengths: powers of two times SHORTEST, then `max_length`."""
-    lengths = [SHORTEST]
+    """Returns the compiled row lengths: powers of two times _SHORTEST, then `max_length`."""
+    lengths = [_SHORTEST]
     while lengths[-1] < max_length:
         lengths.append(2 * lengths[-1])
     return [*lengths[:-1], max_length]

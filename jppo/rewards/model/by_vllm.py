@@ -21,9 +21,9 @@ from jppo.rewards.model.classifier import Classifier, without_padding
 from jppo.rewards.model.part import ScoringError
 from jppo.rewards.model.process import ScorerProcess
 
-POLL_S = 0.2
-STOP_S = 15.0  # longer than the launcher takes
-NAME = "reward-model"
+_POLL_S = 0.2
+_STOP_S = 15.0  # longer than the launcher takes
+_NAME = "reward-model"
 # Variables that would override the cache's size, and ask for a key on a socket that its permissions protect.
 DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY")
 
@@ -54,7 +54,7 @@ class VllmRewardModel(ScorerProcess):
         self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
         self._socket = os.path.join(self._folder, "vllm.sock")
         arguments = [
-            *("--model", what.directory, "--served-model-name", NAME, "--uds", self._socket),
+            *("--model", what.directory, "--served-model-name", _NAME, "--uds", self._socket),
             *("--runner", "pooling", "--convert", "classify"),
             *("--dtype", dtype, "--max-model-len", str(max_length), "--max-num-seqs", str(batch_size)),
             *("--max-num-batched-tokens", str(max(max_length, 4096))),
@@ -80,7 +80,7 @@ class VllmRewardModel(ScorerProcess):
         with self._turn:
             self._ensure()
             try:
-                body = {"model": NAME, "input": kept, "use_activation": False}  # the logit itself
+                body = {"model": _NAME, "input": kept, "use_activation": False}  # the logit itself
                 reply = self._client.post("/classify", json=body)
             except httpx.HTTPError as e:
                 raise self._failed(f"broke off ({type(e).__name__} {e})") from e
@@ -121,7 +121,7 @@ class VllmRewardModel(ScorerProcess):
             with contextlib.suppress(httpx.HTTPError):
                 self._ready = _listens(self._socket) and self._client.get("/health").status_code == 200
             if not self._ready:
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
 
     def _failed(self, what: str) -> ScoringError:
         """Ends the server, to be restarted for the next batch, and returns the error."""
@@ -136,7 +136,7 @@ class VllmRewardModel(ScorerProcess):
             return
         process.terminate()  # the launcher forwards it
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
+            process.wait(_STOP_S)
         with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,16 +1,23 @@
-"""The files of a reward model: its config and tokenizer, and the text that it reads for a sample."""
+"""The files of a reward model: its config, its tokenizer with the text of a sample, and weights as safetensors."""
 
 import bisect
+import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
+import os
 import pathlib
+import shutil
+import subprocess
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jppo.models import families, hf
+from jppo.interpreter import executable, python_path
+from jppo.models import families, hf, tensorfile
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError
 
@@ -27,8 +34,10 @@ class Classifier:
     steps: bool = False  # a token classifier
 
 
+CONVERTED = "~/.cache/jppo/reward_models"
+_V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
 _PLACE = "said-by-the-policy"
-OWN = "reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
+_OWN = "reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
 
 
 def read_classifier(
@@ -58,7 +67,7 @@ def read_classifier(
         raise refused(path, f"{file} has architectures={kind}, which scores {'responses' if steps else 'steps'}; {way}")
     if labels not in ((None, 1, 2) if steps else (None, 1)):
         rule = "a model of steps has one, or two of which the second is good" if steps else "a reward model has one"
-        raise refused(path, f"{file} has {labels} labels; {rule}; {OWN}")
+        raise refused(path, f"{file} has {labels} labels; {rule}; {_OWN}")
     if steps and not tokenizer.is_fast:
         raise refused(path, "its tokenizer has no offsets, which locate the steps; put a tokenizer.json there")
     inner = config.get("text_config")  # of multimodal models
@@ -94,6 +103,54 @@ def located(path: str) -> pathlib.Path:
         return directory
     except UserError as e:
         raise refused(path, str(e)) from e
+
+
+def converted(directory: pathlib.Path, *, python: str, cache: str = CONVERTED, steps: bool = False) -> pathlib.Path:
+    """Returns the directory, or its copy in the cache with weights as safetensors; UserError if that fails.
+
+    Models with PyTorch files, and causal models with a value head, are converted once. The latter become sequence
+    classifiers, or token classifiers with `steps`.
+    """
+    weights = torch_files(directory)
+    if not weights and not has_v_head(directory):
+        return directory
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(directory.iterdir())]
+    key = hashlib.sha256(json.dumps([str(directory.resolve()), stats]).encode()).hexdigest()[:16]
+    kind = "token" if steps else "sequence"
+    target = pathlib.Path(cache).expanduser() / f"{directory.name}-{key}{'-steps' if steps else ''}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = tempfile.mkdtemp(dir=target.parent)
+    try:
+        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.convert_worker"]
+        env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [*program, str(directory), made, kind], env=env, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
+            raise refused(str(directory), f"its weights cannot be converted to safetensors: {said}")
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.rename(made, target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def torch_files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Lists the PyTorch weights of a directory without safetensors."""
+    return [] if list(directory.glob("*.safetensors")) else sorted(directory.glob("pytorch_model*.bin"))
+
+
+def has_v_head(directory: pathlib.Path) -> bool:
+    """Whether the safetensors of a directory are a causal model with a value head."""
+    if not ((directory / tensorfile.SINGLE).is_file() or (directory / tensorfile.INDEX).is_file()):
+        return False
+    try:
+        return any(name in _V_HEADS for name in tensorfile.slots(directory))
+    except UserError as e:
+        raise refused(str(directory), str(e)) from e
 
 
 def refused(path: str, why: str) -> UserError:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
+_V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
 V_BIASES = ("v_head.bias", "v_head.summary.bias")
 TEXTS = (".json", ".model", ".txt", ".jinja")
 
@@ -27,7 +27,7 @@ def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
         tensors |= load_file(file)
     for file in [] if tensors else sorted(source.glob("pytorch_model*.bin")):
         tensors |= torch.load(file, map_location="cpu", weights_only=True)
-    if any(name in V_HEADS for name in tensors):
+    if any(name in _V_HEADS for name in tensors):
         cls: Any = getattr(transformers, f"AutoModelFor{kind.title()}Classification")._model_mapping[type(config)]
         tensors = renamed(tensors, cls.base_model_prefix, bias=kind == "token")
         config.architectures, config.num_labels = [cls.__name__], 1
@@ -45,7 +45,7 @@ def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
 
 def renamed(tensors: dict[str, Any], prefix: str, *, bias: bool) -> dict[str, Any]:
     """Returns a causal model with a value head as a classifier of that base prefix, with or without the head's bias."""
-    head = next(name for name in V_HEADS if name in tensors)
+    head = next(name for name in _V_HEADS if name in tensors)
     out = {"score.weight": tensors[head]}
     for name, tensor in tensors.items():
         if name in V_BIASES and bias:

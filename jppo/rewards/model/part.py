@@ -1,21 +1,32 @@
-"""A reward model as a part of the reward: batches, normalisation, clipping.
+"""A reward model as a part of the reward: batches, normalisation, clipping; scores of responses or of steps.
 
 A `Scorer` computes the scores: `by_jax.py` for families that jppo supports, `by_torch.py` for all others in
 transformers, `by_vllm.py` for classifiers served by vLLM. All take token ids, so the text and its end are the same
 for each.
 """
 
+import dataclasses
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
+from jppo.rewards.earned import at_characters, step_ends
 from jppo.rewards.model.classifier import Texts
 from jppo.rewards.parts import Sample, failed
 from jppo.types import Reward
+
+# Aggregates of the first, the first two, ... of the steps' probabilities [K]: [K].
+_AGGREGATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "last": lambda p: p,
+    "min": np.minimum.accumulate,
+    "prod": np.cumprod,
+    "sum": np.cumsum,
+    "mean": lambda p: np.cumsum(p) / np.arange(1, len(p) + 1),
+}
 
 
 class ScoringError(Exception):
@@ -134,14 +145,8 @@ class ModelPart:
 
     def testing(self) -> "ModelPart":
         """Returns the same part for held-out samples, without updating the normalizer; must not be closed."""
-        return ModelPart(
-            self._model,
-            self._texts,
-            batch_size=self._batch_size,
-            normalizer=self._normalizer,
-            clip=self._clip,
-            learn=False,
-        )
+        how = dict(batch_size=self._batch_size, normalizer=self._normalizer, clip=self._clip)
+        return ModelPart(self._model, self._texts, **how, learn=False)  # type: ignore[arg-type]
 
     def state(self) -> dict[str, float]:
         """Returns the normalizer's state for a checkpoint, if there is one."""
@@ -227,3 +232,67 @@ class ModelPart:
     def _resolve(self, future: Future[Reward], reward: Reward) -> None:
         self._open.discard(future)
         future.set_result(reward)
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkedSteps:
+    """A response for the model."""
+
+    ids: list[int]
+    places: list[int]  # among the ids: the last token of each step's mark
+    earn_at: list[int]  # tokens of the response that end its steps; none for a text without tokens
+
+
+class StepPart(ModelPart):
+    """A token classifier as a part; `parts` has the number of steps. A response without steps scores 0.
+
+    The response is split at a delimiter; blank texts are no steps. The model reads each step followed by a mark, and
+    its log-odds at the last token of the mark give p, the probability that the step is good. The score of a response is
+    an aggregate of p_1 to p_K. A step earns the change of the aggregate over the steps so far, at its last token. So
+    the amounts sum to the score, and are potential-based shaping of it (Ng, Harada and Russell 1999).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        texts: Texts,
+        *,
+        batch_size: int,
+        aggregation: str,
+        delimiter: str,
+        mark: str,
+        decode: Callable[[list[int]], str],
+    ):
+        """`model` is a Scorer with `score_at(ids, places)`, which returns the log-odds of each text at its places.
+
+        `decode` is the policy's tokenizer; `mark` follows each step in the model's input.
+        """
+        super().__init__(model, texts, batch_size=batch_size)
+        self._steps, self._decode = model, decode
+        self._running, self._delimiter, self._mark = _AGGREGATIONS[aggregation], delimiter, mark
+
+    def testing(self) -> "StepPart":
+        """Returns the part itself: it has no statistics."""
+        return self
+
+    def _read(self, sample: Sample) -> tuple[MarkedSteps, bool]:
+        pieces = [piece for piece in sample.text.split(self._delimiter) if piece.strip()]
+        tokens = [] if sample.tokens is None else sample.tokens.tolist()
+        ends = tuple((end, 0.0) for end in step_ends(sample.text, self._delimiter))
+        ids, places, cut = self._texts.read_marked(sample, [piece + self._mark for piece in pieces])
+        return MarkedSteps(ids, places, [token for token, _ in at_characters(ends, tokens, self._decode)]), cut
+
+    def _scores(self, asked: Sequence[MarkedSteps]) -> list[list[float]]:
+        return self._steps.score_at([one.ids for one in asked], [one.places for one in asked])
+
+    def _finish(self, future: Future[Reward], asked: MarkedSteps, odds: Any) -> None:
+        if len(odds) != len(asked.places):
+            reward = failed(f"the reward model gave {len(odds)} scores for {len(asked.places)} steps")
+        elif not all(map(math.isfinite, odds)):
+            reward = failed(f"the reward model's scores of the steps are {odds}; they must be finite numbers")
+        else:
+            good = 0.5 * (1.0 + np.tanh(0.5 * np.array(odds, np.float64)))  # σ without overflow
+            amounts = np.diff(self._running(good), prepend=0.0).tolist()
+            earned = tuple(zip(asked.earn_at, amounts, strict=True)) if asked.earn_at else ()
+            reward = Reward(math.fsum(amounts), {"steps": float(len(amounts))}, error=None, earned=earned)
+        self._resolve(future, reward)

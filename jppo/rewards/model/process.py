@@ -11,7 +11,7 @@ from jppo.interpreter import python_path
 from jppo.rewards.model.classifier import refused
 from jppo.rewards.model.part import ScoringError
 
-LOG_LINES = 8
+_LOG_LINES = 8
 STARTS = 2  # of one process: after a crash it is restarted once
 
 
@@ -72,5 +72,5 @@ class ScorerProcess:
         with open(self._log, "rb") as file:
             file.seek(self._log_start)
             lines = file.read().decode(errors="replace").splitlines()
-        last = [line[:300] for line in lines if line.strip()][-LOG_LINES:]
+        last = [line[:300] for line in lines if line.strip()][-_LOG_LINES:]
         return "\n  ".join([f"{self._log} says:", *last])

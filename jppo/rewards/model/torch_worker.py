@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 import transformers
 
-POLL_S = 0.5
+_POLL_S = 0.5
 
 
 class Refused(Exception):
@@ -35,17 +35,17 @@ def main(directory: str, parent: int, device: str, dtype: str, threads: int, kin
     try:
         model = load(directory, device=device, dtype=dtype, kind=kind)
     except Refused as e:
-        write(out, {"refused": str(e)})
+        _write(out, {"refused": str(e)})
         return
-    write(out, {"ready": {"device": device}})
-    while (message := read(sys.stdin.buffer)) is not None:
+    _write(out, {"ready": {"device": device}})
+    while (message := _read(sys.stdin.buffer)) is not None:
         try:
             found = score_at(model, **message) if kind == "token" else score(model, message["ids"])
-            write(out, {"scores": found})
+            _write(out, {"scores": found})
         except BrokenPipeError:
             return
         except Exception as e:  # of this batch only, such as out of memory
-            write(out, {"error": f"{type(e).__name__}: {e}"})
+            _write(out, {"error": f"{type(e).__name__}: {e}"})
 
 
 def load(directory: str, *, device: str, dtype: str, kind: str = "sequence") -> Any:
@@ -103,7 +103,7 @@ def _logits(model: Any, ids: list[list[int]]) -> Any:
         return model(input_ids=tokens.to(model.device), attention_mask=mask.to(model.device)).logits.float()
 
 
-def read(source: BinaryIO) -> Any:
+def _read(source: BinaryIO) -> Any:
     """Reads the next message; None at the end."""
     head = source.read(8)
     if len(head) < 8:
@@ -113,7 +113,7 @@ def read(source: BinaryIO) -> Any:
     return json.loads(body) if len(body) == size else None
 
 
-def write(target: BinaryIO, message: Any) -> None:
+def _write(target: BinaryIO, message: Any) -> None:
     """Writes and flushes a message."""
     body = json.dumps(message).encode()
     target.write(struct.pack("<Q", len(body)) + body)
@@ -122,7 +122,7 @@ def write(target: BinaryIO, message: Any) -> None:
 
 def _end_with(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     os._exit(1)
 
 
