@@ -166,8 +166,9 @@ SHAPES = {
     # two dense layers, groups, yarn with the scale on the scores
     "deepseek3-grouped": _shape("deepseek_v3", "40 46 4 83  4 4", **_latent(18, 22, 13, 8, 15), **_routed(15, 4, 18, 1),
                                 first_k_dense_replace=2, n_group=5, topk_group=3, rope_theta=1e4,
-                                rope_scaling=YARN | dict(factor=16.0, original_max_position_embeddings=8, beta_fast=32.0,
-                                                         beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)),
+                                rope_scaling=YARN | dict(
+                                    factor=16.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0,
+                                    mscale=1.0, mscale_all_dim=1.0)),
     "deepseek3-halves": _shape("deepseek_v3", "28 40 2 53  2 2", tied=True, attention_bias=True,
                                **_latent(None, 16, 12, 14, 7), **_routed(4, 2, 26, 3), first_k_dense_replace=0,
                                n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=0.6,
