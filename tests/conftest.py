@@ -36,7 +36,7 @@ from examples import arithmetic
 from jppo import settings
 from jppo.models import decoder, hf, hf_write
 from jppo.rollout import make as rollout
-from jppo.types import Trajectory
+from tests.make import trajectory, write_lines
 
 jax.config.update("jax_platforms", "cpu")  # where a plugin imported jax before the lines above
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -44,26 +44,9 @@ jax.config.update("jax_debug_key_reuse", True)
 
 QUICK = "jax_disable_most_optimizations"
 # Files that take longest start first, so that both workers end at the same time.
-LONG = [
-    "test_train",
-    "test_recipes",
-    "test_invariance",
-    "test_supervised",
-    "test_decoder",
-    "test_resume",
-    "test_inprocess",
-]
-LONG += [
-    "test_hf",
-    "test_memory",
-    "test_hosts",
-    "test_real_vllm",
-    "test_optimizers",
-    "test_lora",
-    "test_chat",
-    "test_fused",
-]
-LONG += ["test_prefix", "test_accounts"]
+LONG = ["test_train", "test_recipes", "test_invariance", "test_supervised", "test_decoder", "test_resume"]
+LONG += ["test_inprocess", "test_hf", "test_memory", "test_hosts", "test_real_vllm", "test_optimizers", "test_lora"]
+LONG += ["test_chat", "test_fused", "test_prefix", "test_accounts"]
 MAPS = pathlib.Path("/proc/self/maps")
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
@@ -168,10 +151,8 @@ class RandomEngine:
         for prompt in (p for p in prompts for _ in range(sampling.n)):
             response = np.append(rng.integers(2, 12, rng.integers(1, sampling.max_tokens)), self.end)
             sampled = np.repeat([False, True], [len(prompt.ids), len(response)])
-            tokens = np.concatenate([prompt.ids, response]).astype(np.int32)
-            logp = np.where(sampled, rng.normal(-3.3, 0.5, len(tokens)), 0.0).astype(np.float32)
-            of = np.where(sampled, version, -1).astype(np.int32)
-            out.append(Trajectory(prompt.uid, tokens, sampled, logp, of, self.decode(response[:-1]), "stop", 1))
+            how = dict(logprob=rng.normal(-3.3, 0.5, len(sampled)), version=version, text=self.decode(response[:-1]))
+            out.append(trajectory(np.concatenate([prompt.ids, response]), sampled, prompt.uid, **how))
             if done is not None:
                 done(len(out) - 1, out[-1])
         return out
@@ -238,16 +219,12 @@ def finished_run(tmp_path_factory):
 def write_small_run(config, tmp_path):
     """Writes data and model of two steps of the arithmetic task; fills in the config."""
     made = arithmetic.make(seed=0, test=4, sloppy=0.5, demonstrations=1)
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name][:8]))
+    files = [str(write_lines(tmp_path / f"{name}.jsonl", made[name][:8])) for name in ("train", "test")]
     arithmetic.write_model(tmp_path / "model")
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     (tmp_path / "model/config.json").write_text(json.dumps(arithmetic.MODEL | shape))
     config.model.path, config.model.init = str(tmp_path / "model"), "random"
-    config.data.train_files, config.data.val_files = (
-        str(tmp_path / "train.jsonl"),
-        str(tmp_path / "test.jsonl"),
-    )
+    config.data.train_files, config.data.val_files = files
     config.data.train_batch_size, config.actor.ppo_mini_batch_size = 4, 4
     config.data.max_prompt_length, config.data.max_response_length, config.data.row_lengths = 8, 6, 1
     config.trainer.run_dir, config.rollout.logp_tolerance = str(tmp_path / "run"), 100.0

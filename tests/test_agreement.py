@@ -22,10 +22,14 @@ from jppo.run.agreement import Match, Mismatch, agree
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Reward
-from tests.make import typed
+from tests.make import read_lines, typed
 
 CUT = {"rollout.top_p": 0.7, "rollout.top_k": 5, "rollout.min_p": 0.1}
 WEIGHED = {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"}
+
+
+def steps_of(run):
+    return [line["step"] for line in read_lines(run / "metrics.jsonl")]
 
 
 def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sampling(small_run, quick_compilation):
@@ -58,10 +62,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
         ({}, None),
         ({"rollout.val_kwargs.top_p": 0.9, "rollout.val_kwargs.temperature": 1.0}, None),
         ({"rollout.top_p": 0.9}, "rollout.top_p=0.9"),
-        (
-            {"rollout.top_k": 20, "algorithm.old_logprob": "bypass", "rollout.max_kl_jump": 0.0},
-            "rollout.top_k=20",
-        ),
+        ({"rollout.top_k": 20, "algorithm.old_logprob": "bypass", "rollout.max_kl_jump": 0.0}, "rollout.top_k=20"),
         ({**CUT, "rollout.top_k": -1}, "rollout.top_p=0.7, rollout.min_p=0.1"),
         ({**CUT, **WEIGHED}, None),
         (
@@ -97,7 +98,7 @@ def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compila
     c.algorithm.adv_estimator = "remax"
     c.trainer.total_training_steps = 1
     train.train(c)
-    [row] = map(json.loads, (pathlib.Path(c.trainer.run_dir) / "warnings.jsonl").read_text().splitlines())
+    [row] = read_lines(pathlib.Path(c.trainer.run_dir) / "warnings.jsonl")
     assert (row["step"], row["name"]) == (0, "sampling_cut") and "rollout.top_p=0.5" in row["found"]
     said = capsys.readouterr()
     assert (said.out + said.err).count("warning: sampling_cut: rollout.top_p=0.5") == 1
@@ -141,11 +142,11 @@ def test_a_jump_of_the_mismatch_stops_the_run_before_it_learns(small_run, engine
     with pytest.raises(Mismatch, match=said):
         train.train(c)
     run = pathlib.Path(c.trainer.run_dir)
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert steps_of(run) == [1]
     assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["1"]
     monkeypatch.setattr(engine, "generate", honest)
     train.train(c)
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert steps_of(run) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_publish_of_wrong_weights_ends_the_run_before_it_learns_from_them(
     assert not (run / "samples/step_3.jsonl").exists()
     monkeypatch.setattr(engine, "probe", honest)
     train.train(c)  # resumes after the last good step, with new samples
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert steps_of(run) == [1, 2, 3]
 
 
 def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, monkeypatch):

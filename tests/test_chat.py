@@ -16,6 +16,7 @@ from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
 from jppo.rollout.inprocess import InprocessEngine
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling
+from tests.make import one_line
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '+' }}{% endfor %}"
 
@@ -74,12 +75,6 @@ def test_a_stream_has_the_tokens_of_the_engine(tiny_model):
     assert [token for piece in streamed for token in piece] == one.tokens[one.sampled].tolist()
 
 
-@pytest.fixture
-def asked():
-    """All that the stand-in was asked."""
-    return []
-
-
 def conversation(asked, answer=("an", "swer"), *, room=100, templated=True, system=None):
     """A conversation with a stand-in whose tokens are characters and whose end token is 0."""
 
@@ -102,45 +97,51 @@ def lines(text):
     return iter(text.splitlines(keepends=True))
 
 
-def test_turns_are_remembered_until_a_reset(asked, capsys):
+def test_turns_are_remembered_until_a_reset(capsys):
+    asked = []
     chat.answer_lines(conversation(asked, system="s"), lines("a\n\nb\n/help\n/reset\nc\n/exit\nd\n"), terminal=False)
     assert asked == ["s|a", "s|a|answer|b", "s|c"]
     out, err = capsys.readouterr()
     assert out == "answer\n" * 3 and err == f"[{chat.HELP}]\n"
 
 
-def test_the_oldest_turns_go_and_it_says_so(asked, capsys):
+def test_the_oldest_turns_go_and_it_says_so(capsys):
+    asked = []
     chat.answer_lines(conversation(asked, room=12), lines("a\nb\nc\n"), terminal=False)
     assert asked == ["a", "a|answer|b", "b|answer|c"]
     assert capsys.readouterr().err == "[the context is full: the oldest 2 messages were dropped]\n"
 
 
-def test_without_a_template_each_line_stands_alone(asked, capsys):
+def test_without_a_template_each_line_stands_alone(capsys):
+    asked = []
     chat.answer_lines(conversation(asked, templated=False), lines("a\nb\n"), terminal=False)
     assert asked == ["a", "b"]
 
 
-def test_a_line_that_is_too_long_ends_a_pipe_and_no_terminal(asked, capsys):
+def test_a_line_that_is_too_long_ends_a_pipe_and_no_terminal(capsys):
+    asked = []
     with pytest.raises(UserError, match="7 tokens, but 6 fit"):
         chat.answer_lines(conversation(asked, room=6), lines("toolong\nb\n"), terminal=False)
     chat.answer_lines(conversation(asked, room=6, templated=False), lines("toolong\nb\n"), terminal=True)
     assert asked == ["b"] and "7 tokens, but 6 fit" in capsys.readouterr().err
 
 
-def test_an_answer_that_is_cut_is_said(asked, capsys):
+def test_an_answer_that_is_cut_is_said(capsys):
+    asked = []
     made = conversation(asked)
     endless = ChatModel(**{**vars(made._model), "answer": lambda ids, turn: iter([[ord("x")] * 9])})
     Conversation(endless, system=None).say("a", show=chat.show, tell=chat.tell)
     assert capsys.readouterr() == ("xxxxxxxxx", "[stopped at 9 tokens: see --max_tokens]\n")
 
 
-def test_an_interrupted_answer_is_kept_as_far_as_it_came(asked, capsys, monkeypatch):
+def test_an_interrupted_answer_is_kept_as_far_as_it_came(capsys, monkeypatch):
+    asked, heard = [], []
+
     def interrupted(piece):
         heard.append(piece)
         if len(heard) == 2:
             raise KeyboardInterrupt
 
-    heard = []
     monkeypatch.setattr(chat, "show", interrupted)
     made = conversation(asked, ("one", "two", "three"))
     chat.answer_lines(made, lines("a\nb\n"), terminal=True)
@@ -187,10 +188,8 @@ def test_what_cannot_be_is_one_line(tiny_model, tmp_path, capsys, words, why):
         (tmp_path / name).mkdir()
     (tmp_path / "adapters/adapter_config.json").write_text(json.dumps({}))
     places = {"none": tmp_path / "none", "model": tiny_model, **{n: tmp_path / n for n in ("empty", "adapters")}}
-    with pytest.raises(SystemExit) as ended:
-        chat.main([word.format(**places) for word in words])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and why in err and err.startswith("error: ") and err.count("\n") == 1
+    err = one_line(capsys, chat.main, *(word.format(**places) for word in words))
+    assert why in err and err.startswith("error: ")
 
 
 def turns(*said, system=None):

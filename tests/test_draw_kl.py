@@ -1,7 +1,6 @@
 """scripts/draw_kl.py on the metrics of runs."""
 
 import importlib.util
-import json
 import math
 import pathlib
 import xml.etree.ElementTree as ET
@@ -17,34 +16,6 @@ def script():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def run(folder, rows):
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
-
-
-def test_rewards_of_each_run_and_the_mean_kl(script, tmp_path, monkeypatch):
-    def rows(kl):
-        steps = [{"step": i, "reward_mean": i / 2, "actor/reward_kl_penalty_seq": kl * i} for i in (1, 2)]
-        return [{"step": 0, "val/score": 1.0}, *steps]  # a test before training has neither
-
-    runs = [run(tmp_path / name, rows(kl)) for name, kl in (("a", 1.0), ("b", 3.0))]
-    seen = {}
-    monkeypatch.setattr(script, "write_curve", lambda path, *, title, lines: seen.update(lines))
-    script.main([*runs, "--out", str(tmp_path / "x.svg")])
-    assert seen == {
-        "reward, a": [(1, 0.5), (2, 1.0)],
-        "reward, b": [(1, 0.5), (2, 1.0)],
-        "KL, nats a response": [(1, 2.0), (2, 4.0)],
-    }
-
-
-def test_a_run_without_them_is_one_line(script, tmp_path, capsys):
-    with pytest.raises(SystemExit) as e:
-        script.main([run(tmp_path / "a", [{"step": 1, "sft/loss": 1.0}]), "--out", str(tmp_path / "x.svg")])
-    assert e.value.code == 2 and "has no reward_mean" in capsys.readouterr().err
 
 
 def test_a_line_stands_where_its_values_are_inside_the_picture(script, tmp_path):

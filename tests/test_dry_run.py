@@ -19,7 +19,9 @@ from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
-from tests.make import typed
+from tests.make import typed, write_lines
+
+KEY = jax.random.key(0)
 
 
 def held(tree):
@@ -132,17 +134,11 @@ def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
     assert memory_budget.of_servers(typed(small_run), inputs, cpu) is None  # on a CPU it is the host's
     room = memory_budget.of_servers(typed(small_run), inputs, gpu)
+    values = jax.eval_shape(lambda key: decoder.init_params(inputs.policy, key, head="lm", param_dtype="float32"), KEY)
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
+    assert [memory.served(inputs.policy, dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
     assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
     assert set(memory_budget.host_parts(typed(small_run), inputs, gpu)) == {"published weights"}
-
-
-def test_what_a_server_holds(tiny_model):
-    from jppo.models import hf
-
-    _, cfg = hf.read_config(tiny_model)
-    values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
-    assert memory.served(cfg, "float32") == 4 * count and memory.served(cfg, "bfloat16") == 2 * count
 
 
 def command(main, monkeypatch, c, **switches):
@@ -176,15 +172,21 @@ def test_a_missing_model_is_one_line_after_the_settings(small_run, monkeypatch, 
     assert said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
-def test_fine_tuning_has_its_own(small_run, quick_compilation, monkeypatch, capsys, tmp_path):
+@pytest.fixture
+def tuning(small_run, tmp_path):
+    """The config of fine-tuning on two demonstrations."""
     c = settings.sft_default()
     c.model = small_run.model
     rows = [{"prompt": "12+34=", "response": "46"}, {"prompt": "1+2=", "response": "3"}]
-    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    c.data.train_files = str(tmp_path / "demonstrations.jsonl")
+    c.data.train_files = str(write_lines(tmp_path / "demonstrations.jsonl", rows))
     c.data.train_batch_size, c.data.max_prompt_length, c.data.max_response_length = 2, 8, 6
     c.trainer.run_dir, c.trainer.total_epochs, c.data.row_lengths = str(tmp_path / "run"), 5, 1
     settings.check(c)
+    return c
+
+
+def test_fine_tuning_has_its_own(tuning, quick_compilation, monkeypatch, capsys, tmp_path):
+    c = tuning
     command(sft.main, monkeypatch, c)
     out = capsys.readouterr().out
     report = out[json.JSONDecoder().raw_decode(out)[1] :]
@@ -197,15 +199,9 @@ def test_fine_tuning_has_its_own(small_run, quick_compilation, monkeypatch, caps
 
 
 @pytest.mark.parametrize("fault", ["permission", "run folder", "disk", "resume", "weights"])
-def test_fine_tuning_previews_what_would_end_its_run(small_run, quick_compilation, monkeypatch, tmp_path, fault):
+def test_fine_tuning_previews_what_would_end_its_run(tuning, quick_compilation, monkeypatch, tmp_path, fault):
     """Each fault is found before the run starts, as the doctor finds those of a PPO run."""
-    c = settings.sft_default()
-    c.model = small_run.model
-    (tmp_path / "demonstrations.jsonl").write_text(json.dumps({"prompt": "1+2=", "response": "3"}) + "\n")
-    c.data.train_files, c.data.train_batch_size = str(tmp_path / "demonstrations.jsonl"), 1
-    c.data.max_prompt_length, c.data.max_response_length, c.data.row_lengths = 8, 6, 1
-    run = tmp_path / "run"
-    c.trainer.run_dir = str(run)
+    c, run = tuning, tmp_path / "run"
     expected = f"FAIL {fault}: "
     if fault == "permission":
         run.write_text("a file")

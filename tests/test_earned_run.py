@@ -1,11 +1,11 @@
 """Training with a custom reward function that returns its amounts by step."""
 
-import json
 import pathlib
 
 import pytest
 
 from jppo import settings, train
+from tests.make import read_lines
 
 FILE = """
 def by_step(data_source, solution_str, ground_truth, extra_info=None):
@@ -29,8 +29,8 @@ def trained(c, folder, name):
     settings.check(c)
     train.train(c)
     run = pathlib.Path(c.trainer.run_dir)
-    steps = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "actor/loss" in row]
-    return steps, [json.loads(line) for line in (run / "samples/step_1.jsonl").read_text().splitlines()]
+    steps = [row for row in read_lines(run / "metrics.jsonl") if "actor/loss" in row]
+    return steps, read_lines(run / "samples/step_1.jsonl")
 
 
 @pytest.mark.usefixtures("quick_compilation")

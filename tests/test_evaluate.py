@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -20,8 +19,8 @@ from jppo.rewards import graders
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog.lock import own
 from jppo.types import Reward
+from tests.make import ROOT, one_line, read_lines, write_lines
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 ANSWERS = "124689"
 
 
@@ -30,7 +29,7 @@ def data(tmp_path):
     """Two files of prompts, whose right answers are digits."""
     for source, count in (("exact", 5), ("gsm8k", 3)):
         rows = [{"prompt": f"{i}+1=", "ground_truth": ANSWERS[i], "data_source": source} for i in range(count)]
-        (tmp_path / f"{source}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{source}.jsonl", rows)
     return f"{tmp_path / 'exact.jsonl'},{tmp_path / 'gsm8k.jsonl'}"
 
 
@@ -42,10 +41,14 @@ def command(tiny_model, data, tmp_path):
         argv = {"--model": tiny_model, "--data": data, "--max_prompt_length": 8, "--max_response_length": 3}
         argv |= {"--out": tmp_path / "out"} | dict(a.split("=", 1) for a in more)
         evaluate.main([f"{name}={value}" for name, value in argv.items()])
-        lines = (tmp_path / "out/samples/test.jsonl").read_text().splitlines()
-        return json.loads((tmp_path / "out/summary.json").read_text()), list(map(json.loads, lines))
+        summary = json.loads((tmp_path / "out/summary.json").read_text())
+        return summary, read_lines(tmp_path / "out/samples/test.jsonl")
 
     return command
+
+
+def refused(capsys, command, *words, code=2):
+    return one_line(capsys, lambda words: command(*words), *words, code=code)
 
 
 @pytest.fixture
@@ -85,16 +88,8 @@ def test_the_numbers_are_those_of_the_samples(command, capsys):
 def test_the_engine_gets_the_directorys_own_weights_and_is_asked_as_told(command, engine, tiny_model, tmp_path):
     loaded = {}
     engine.load = lambda tensors, *, version: loaded.update({name: np.array(x) for name, x in tensors})
-    summary, rows = command(
-        "--top_p=0.9",
-        "--temperature=0.5",
-        "--top_k=7",
-        "--min_p=0.05",
-        r"--config.rollout.stop=\n,</a>",
-        "--seed=3",
-        "--limit=2",
-        "--dtype=bfloat16",
-    )
+    numbers = ("--top_p=0.9", "--temperature=0.5", "--top_k=7", "--min_p=0.05", "--seed=3", "--limit=2")
+    summary, rows = command(*numbers, r"--config.rollout.stop=\n,</a>", "--dtype=bfloat16")
     stored = safetensors.numpy.load_file(tiny_model / "model.safetensors")
     assert loaded.keys() == stored.keys()
     for name, array in stored.items():
@@ -127,27 +122,18 @@ def test_a_trainings_config_serves_and_its_folder_is_left_alone(tiny_model, data
 @pytest.mark.usefixtures("engine")
 def test_what_is_over_long_or_cannot_be_graded_is_told(command, tmp_path, capsys):
     rows = [("1+1=", "2"), ("100000+1=", "3"), ("2+2=", "four")]
-    file = tmp_path / "some.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": p, "ground_truth": t, "data_source": "gsm8k"}) + "\n" for p, t in rows)
-    )
+    rows = [{"prompt": prompt, "ground_truth": truth, "data_source": "gsm8k"} for prompt, truth in rows]
+    file = write_lines(tmp_path / "some.jsonl", rows)
     summary, _ = command(f"--data={file}")
     assert summary["overlong"] == 1 and summary["metrics"]["val/reward_errors"] == 1.0
     said = capsys.readouterr().out
     assert "1 over-long prompts left out" in said
     assert "1 responses could not be graded" in said and "'four' is not a number" in said
-    with pytest.raises(SystemExit) as e:
-        command(f"--data={file}", "--max_prompt_length=3")
-    assert e.value.code == 2 and "all 3 prompts are longer" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("engine")
-def test_where_nothing_can_be_graded_the_code_is_1(command, tmp_path, capsys):
+    error = refused(capsys, command, f"--data={file}", "--max_prompt_length=3")
+    assert "all 3 prompts are longer" in error
     row = {"prompt": "1+1=", "ground_truth": "two", "data_source": "gsm8k"}
-    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(SystemExit) as e:
-        command(f"--data={tmp_path / 'one.jsonl'}")
-    assert e.value.code == 1 and "no response could be graded" in capsys.readouterr().err
+    one = write_lines(tmp_path / "one.jsonl", [row])
+    assert "no response could be graded" in refused(capsys, command, f"--data={one}", code=1)
     assert json.loads((tmp_path / "out/summary.json").read_text())["metrics"]["val/score"] is None
 
 
@@ -156,9 +142,7 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
         raise RolloutError("the server refused the weights")
 
     engine.load = refuse
-    with pytest.raises(SystemExit) as e:
-        command()
-    assert e.value.code == 1 and capsys.readouterr().err == "error: the server refused the weights\n"
+    assert refused(capsys, command, code=1) == "error: the server refused the weights\n"
 
 
 @pytest.mark.parametrize(
@@ -187,16 +171,13 @@ def test_an_engine_that_fails_is_one_line_and_code_1(command, engine, capsys):
 )
 @pytest.mark.usefixtures("engine")
 def test_a_fault_of_the_user_is_one_line_and_code_2(command, argument, said, capsys):
-    with pytest.raises(SystemExit) as e:
-        command(argument)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert e.value.code == 2 and line.startswith("error: ") and said in line
+    line = refused(capsys, command, argument)
+    assert line.startswith("error: ") and said in line
 
 
 def test_a_folder_of_another_evaluation_is_left_alone(command, tmp_path, capsys):
-    with own(tmp_path / "out"), pytest.raises(SystemExit) as ended:
-        command()
-    assert ended.value.code == 2 and f"belongs to process {os.getpid()} on" in capsys.readouterr().err
+    with own(tmp_path / "out"):
+        assert f"belongs to process {os.getpid()} on" in refused(capsys, command)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.lock"]
 
 
@@ -218,8 +199,7 @@ def test_a_real_vllm_answers_by_the_directorys_weights(tmp_path):
     params = jax.tree.map(lambda x: 8 * x, params)  # answers that differ from prompt to prompt, and end
     hf_write.save(tmp_path / "hf", params, cfg, source=tmp_path / "start", dtype="float32")
     prompts = ["47+85=", "1+1=", "99+99=", "20+3="]
-    rows = [{"prompt": p, "ground_truth": "1", "data_source": "exact"} for p in prompts]
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "test.jsonl", [{"prompt": p, "ground_truth": "1", "data_source": "exact"} for p in prompts])
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [
@@ -230,7 +210,6 @@ def test_a_real_vllm_answers_by_the_directorys_weights(tmp_path):
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = (tmp_path / "out/samples/test.jsonl").read_text().splitlines()
     vocabulary = json.loads((tmp_path / "hf/tokenizer.json").read_text())["model"]["vocab"]
     letters = {number: c for c, number in vocabulary.items() if len(c) == 1}
     model, position = decoder.Decoder(cfg), np.arange(11, dtype=np.int32)[None]
@@ -240,7 +219,7 @@ def test_a_real_vllm_answers_by_the_directorys_weights(tmp_path):
         hidden = model.apply({"params": params}, tokens, (position < length).astype(np.int32), position)
         return (hidden[0, length - 1] @ decoder.head_kernel(params, cfg).T).argmax()
 
-    answers = [json.loads(row)["response"] for row in lines]
+    answers = [row["response"] for row in read_lines(tmp_path / "out/samples/test.jsonl")]
     assert len(set(answers)) > 1
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = [vocabulary[c] for c in prompt]

@@ -15,7 +15,8 @@ import transformers
 from huggingface_hub import constants
 
 from jppo import __version__, export, settings, sft, train
-from jppo.models import decoder, heads, hf
+from jppo.models import hf
+from tests.make import logits, one_line
 
 TOKENS = np.array([[3, 5, 12, 7, 2, 13]])  # '13+50=' by the quickstart's tokenizer
 
@@ -53,31 +54,22 @@ def adapted(full, small_run, made):
     return made["adapted"]
 
 
-def logits(model):
+def torch_logits(model):
     with torch.no_grad():
         return model(torch.from_numpy(TOKENS)).logits.float().numpy()
 
 
 def by_transformers(path):
-    return logits(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    return torch_logits(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 def by_jppo(path):
     _, cfg = hf.read_config(path)
-    params = hf.load_params(path, cfg, head="lm", param_dtype=jnp.float32)
-    ones = jnp.ones_like(TOKENS)
-    hidden = decoder.Decoder(cfg).apply({"params": params}, jnp.asarray(TOKENS), ones, jnp.cumsum(ones, axis=1) - 1)
-    return np.asarray(heads.logits_of((hidden, decoder.head_kernel(params, cfg), cfg)))
+    return logits(cfg, hf.load_params(path, cfg, head="lm", param_dtype=jnp.float32), TOKENS.astype(np.int32))
 
 
 def refused(capsys, *words):
-    """The one line that the command ends with, its exit code 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        export.main([str(word) for word in words])
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+    return one_line(capsys, export.main, *words)
 
 
 def test_transformers_loads_the_newest_the_best_and_any_step(full, tmp_path, capsys):
@@ -126,13 +118,11 @@ def test_adapters_alone_and_merged_are_one_model(adapted, full, tmp_path):
 
     export.main([str(adapted), "--out", str(tmp_path / "adapter")])
     export.main([str(adapted), "--merge_lora", "--out", str(tmp_path / "merged")])
-    assert (
-        not list((tmp_path / "adapter").glob("model*"))
-        and "LoRA adapters" in (tmp_path / "adapter/README.md").read_text()
-    )
+    assert not list((tmp_path / "adapter").glob("model*"))
+    assert "LoRA adapters" in (tmp_path / "adapter/README.md").read_text()
     base = transformers.AutoModelForCausalLM.from_pretrained(full / "hf", dtype=torch.float32)
-    before = logits(base)
-    applied = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    before = torch_logits(base)
+    applied = torch_logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
     merged = by_transformers(tmp_path / "merged")
     np.testing.assert_allclose(applied, merged, atol=2e-5)
     assert np.abs(merged - before).max() > 1e-2
@@ -153,11 +143,8 @@ def test_a_run_without_checkpoints_has_its_last_model(adapted, tmp_path):
 def test_a_fine_tuned_model_is_exported(full, tmp_path):
     (tmp_path / "sft.jsonl").write_text('{"prompt": "1+2=", "response": "3"}\n' * 4)
     c = settings.sft_default()
-    c.model.path, c.data.train_files, c.trainer.run_dir = (
-        str(full / "hf"),
-        str(tmp_path / "sft.jsonl"),
-        str(tmp_path / "tuned"),
-    )
+    c.model.path, c.trainer.run_dir = str(full / "hf"), str(tmp_path / "tuned")
+    c.data.train_files = str(tmp_path / "sft.jsonl")
     c.data.train_batch_size, c.data.max_prompt_length, c.data.max_response_length = 4, 8, 8
     c.trainer.total_training_steps = 2
     settings.check(c)
@@ -165,12 +152,8 @@ def test_a_fine_tuned_model_is_exported(full, tmp_path):
     export.main([str(tmp_path / "tuned"), "--out", str(tmp_path / "out")])
     assert np.array_equal(by_transformers(tmp_path / "out"), by_transformers(tmp_path / "tuned/hf"))
     text = (tmp_path / "out/README.md").read_text()
-    assert (
-        "supervised fine-tuning" in text
-        and "`optim.lr`" in text
-        and "algorithm" not in text
-        and "## Scores" not in text
-    )
+    assert "supervised fine-tuning" in text and "`optim.lr`" in text
+    assert "algorithm" not in text and "## Scores" not in text
 
 
 def test_what_cannot_be_exported_is_one_line(full, tmp_path, capsys):
@@ -227,9 +210,8 @@ def test_a_base_that_is_gone_or_another_is_said(adapted, tiny_model, tmp_path, c
     step, out = adapted / "checkpoints/2", tmp_path / "out"
     gone = refused(capsys, step, "--base", tmp_path / "gone", "--out", out)
     assert "is not a directory" in gone and "--base DIR" in gone
-    assert "differ from the base of the adapters" in refused(
-        capsys, step, "--merge_lora", "--base", adapted / "hf", "--out", out
-    )
+    other = refused(capsys, step, "--merge_lora", "--base", adapted / "hf", "--out", out)
+    assert "differ from the base of the adapters" in other
     assert "does not fit" in refused(capsys, step, "--base", tiny_model, "--out", out)
     assert "add --merge_lora" in refused(capsys, step, "--dtype", "bfloat16", "--out", out)
     assert not out.exists()
@@ -269,9 +251,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             lines = [json.loads(line) for line in body.splitlines()]
             sent = [line["value"] for line in lines if line["key"] == "file"]
             self.server.sent = {f["path"]: base64.b64decode(f["content"]) for f in sent}
-            self.answer(
-                {"commitUrl": f"{constants.ENDPOINT}/me/adder/commit/0", "commitOid": "0" * 40, "success": True}
-            )
+            url = f"{constants.ENDPOINT}/me/adder/commit/0"
+            self.answer({"commitUrl": url, "commitOid": "0" * 40, "success": True})
 
     def log_message(self, *_):
         pass

@@ -1,22 +1,19 @@
 """Runs that are broken off go on to the bit: the pieces of scripts/check_faults.py, with real processes and kills."""
 
 import importlib.util
-import pathlib
-import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "check_faults.py"
+from tests import make
+
+FAULTS = ("broken_inside", "stopped_by_signals", "cut_checkpoint", "power_cut", "two_owners", "nan_parameters")
+FAULTS += ("nan_gradient", "stuck_stage")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("check_faults", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_faults"] = module
-    spec.loader.exec_module(module)
-    return module
+    return make.script("scripts/check_faults.py")
 
 
 @pytest.fixture(scope="module")
@@ -68,19 +65,7 @@ def test_killed_between_the_updates_of_actor_and_critic(script, lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "broken_inside",
-        "stopped_by_signals",
-        "cut_checkpoint",
-        "power_cut",
-        "two_owners",
-        "nan_parameters",
-        "nan_gradient",
-        "stuck_stage",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_nothing_is_lost(script, lab, fault, tmp_path):
     rows = list(getattr(script, fault)(script.dataclasses.replace(lab, folder=tmp_path)))
     assert rows and all(row.kept for row in rows), rows

@@ -1,22 +1,18 @@
 """verl's published numbers by scripts/check_golden.py, which must also be able to say no."""
 
-import importlib.util
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "check_golden.py"
+from tests import make
+
 FOLDERS = ("advantage", "aggregate", "correction", "entropy", "kl", "policy_loss", "value_loss")
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("check_golden", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return make.script("scripts/check_golden.py")
 
 
 @pytest.fixture
@@ -57,12 +53,8 @@ def grpo(**changes):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_published_numbers(script, shared, folder):
     cases = script.read(shared / "golden" / folder)
-    assert cases
+    assert cases and tuple(sorted(p.name for p in (shared / "golden").iterdir())) == FOLDERS
     assert not {case.name: faults for case in cases if (faults := script.check(case)[0])}
-
-
-def test_no_published_folder_is_left_out(shared):
-    assert tuple(sorted(p.name for p in (shared / "golden").iterdir())) == FOLDERS
 
 
 def test_what_passes_is_counted_by_folder(script, write, capsys):
@@ -193,33 +185,23 @@ def test_a_case_where_verl_is_wrong_counts_as_failed(script, write, monkeypatch,
     assert "FAILED case.npz: verl is wrong: it counts one twice" in capsys.readouterr().out
 
 
-def truncate(file):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def flip(file):
+def flipped(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 0xFF
     file.write_bytes(data)
 
 
-def without_meta(file):
-    np.savez(file, in_x=np.zeros(2), out_x=np.zeros(2))
+DAMAGE = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "a bit flipped": flipped,
+    "without meta": lambda file: np.savez(file, in_x=np.zeros(2), out_x=np.zeros(2)),
+    "without outputs": lambda file: np.savez(file, meta="{}", in_x=np.zeros(2)),
+    "not settings": lambda file: np.savez(file, meta="[1]", in_x=np.zeros(2), out_x=np.zeros(2)),
+    "pickled": lambda file: np.savez(file, meta="{}", out_x=np.array([object()])),
+}
 
 
-def without_outputs(file):
-    np.savez(file, meta="{}", in_x=np.zeros(2))
-
-
-def not_settings(file):
-    np.savez(file, meta="[1]", in_x=np.zeros(2), out_x=np.zeros(2))
-
-
-def pickled(file):
-    np.savez(file, meta="{}", out_x=np.array([object()]))
-
-
-@pytest.mark.parametrize("damage", [truncate, flip, without_meta, without_outputs, not_settings, pickled])
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_one_line_and_exit_2(script, write, capsys, damage):
     folder = write("a/case.npz", **grpo())
     damage(folder / "a/case.npz")

@@ -1,6 +1,5 @@
 """The publish of a step: begun beside the critic's update, or after all of it."""
 
-import json
 import pathlib
 import threading
 import types
@@ -13,13 +12,7 @@ from jppo.learner import ppo
 from jppo.rollout import publish
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import PolicyPublisher, may_overlap
-from tests.make import typed
-
-
-def metrics(run):
-    lines = map(json.loads, (pathlib.Path(run) / "metrics.jsonl").read_text().splitlines())
-    clocks = ("timing", "perf/", "time")
-    return [{k: v for k, v in line.items() if not k.startswith(clocks)} for line in lines]
+from tests.make import typed, untimed
 
 
 def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monkeypatch, tmp_path):
@@ -46,7 +39,7 @@ def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monke
     monkeypatch.setattr(publish, "may_overlap", lambda *_: False)
     small_run.trainer.run_dir, first = str(tmp_path / "after"), small_run.trainer.run_dir
     train.train(small_run)
-    assert metrics(first) == metrics(tmp_path / "after")
+    assert untimed(first, "time") == untimed(tmp_path / "after", "time")
 
 
 def test_a_publish_that_fails_beside_the_critic_ends_the_run_with_a_checkpoint(small_run, engine, monkeypatch):

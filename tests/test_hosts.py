@@ -1,6 +1,5 @@
 """Several processes on this machine as the hosts of one run: equal to one process, and ended together."""
 
-import json
 import math
 import os
 import pathlib
@@ -17,9 +16,8 @@ from jppo.distributed.hosts import Hosts
 from jppo.rollout.make import own_urls
 from jppo.run.hosts import require_shareable
 from jppo.settings import UserError, table
-from tests.make import typed
+from tests.make import ROOT, changed, read_lines, typed
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 3
 
 
@@ -38,9 +36,7 @@ def run_of_groups(small_run):
 
 def in_folder(config, folder):
     """The same run in another folder."""
-    c = config.copy_and_resolve_references()
-    c.trainer.run_dir = str(folder)
-    return c
+    return changed(config, {"trainer.run_dir": str(folder)})
 
 
 def launch(config, count=2, how="whole"):
@@ -48,15 +44,7 @@ def launch(config, count=2, how="whole"):
     usual, mine = table.values(settings.default()), table.values(config)
     lines = [f"    c.{name} = {value!r}" for name, value in mine.items() if value != usual[name]]
     file = pathlib.Path(config.trainer.run_dir).with_suffix(".py")
-    text = [
-        "from jppo.settings import default",
-        "",
-        "",
-        "def get_config():",
-        "    c = default()",
-        *lines,
-        "    return c",
-    ]
+    text = ["from jppo.settings import default", "def get_config():", "    c = default()", *lines, "    return c"]
     file.write_text("\n".join(text) + "\n")
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     env["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
@@ -69,9 +57,11 @@ def launch(config, count=2, how="whole"):
 
 
 def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     own = ("timing_s/", "perf/", "step", "rollout_corr/", "rollout/")  # of the machine, or rounding and nothing else
-    return {one["step"]: {k: v for k, v in one.items() if not k.startswith(own)} for one in lines}
+    return {
+        one["step"]: {k: v for k, v in one.items() if not k.startswith(own)}
+        for one in read_lines(folder / "metrics.jsonl")
+    }
 
 
 def assert_equal_runs(folder, reference, steps=STEPS):

@@ -1,6 +1,5 @@
 """What waits on the host changes no bit of a run; a run compiles nothing once it steps, and holds what is estimated."""
 
-import json
 import pathlib
 
 import jax
@@ -13,43 +12,30 @@ from jppo.learner.make import make_learner, make_mesh
 from jppo.models import placing
 from jppo.preflight import preview
 from jppo.run.inputs import read_inputs
-from jppo.runlog.logger import read_metrics
-from tests.make import typed
+from tests.make import changed, typed, untimed, weights, write_lines
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-OFFLOAD = {
-    "actor.param_offload": True,
-    "actor.optimizer_offload": True,
-    "critic.param_offload": True,
-    "critic.optimizer_offload": True,
-    "ref.param_offload": True,
-}
+OFFLOAD = dict.fromkeys(
+    [f"{model}.{part}_offload" for model in ("actor", "critic") for part in ("param", "optimizer")], True
+) | {"ref.param_offload": True}
 
 
-def changed(config, run, **changes):
+def in_folder(config, run, changes=None):
     """The same run in another folder with these settings."""
-    c = config.copy_and_resolve_references()
-    c.update_from_flattened_dict(changes)
-    c.trainer.run_dir = str(run)
-    settings.check(c)
-    return c
+    return changed(config, {"trainer.run_dir": str(run), **(changes or {})})
 
 
 def outcome(c):
     """What a run has left: its model, and its metrics but for time and memory."""
-    run = pathlib.Path(c.trainer.run_dir)
-    metrics = [
-        {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in read_metrics(run)
-    ]
-    return (run / "hf/model.safetensors").read_bytes(), metrics
+    return weights(c.trainer.run_dir), untimed(c.trainer.run_dir)
 
 
 def test_a_run_whose_models_wait_on_the_host_is_the_same_to_the_bit(small_run, tmp_path, capsys, monkeypatch):
     small_run.algorithm.use_kl_in_reward = True
     small_run.trainer.total_training_steps = 3
-    plain = changed(small_run, tmp_path / "plain")
+    plain = in_folder(small_run, tmp_path / "plain")
     train.train(plain)
-    waiting = changed(small_run, tmp_path / "waiting", **OFFLOAD)
+    waiting = in_folder(small_run, tmp_path / "waiting", OFFLOAD)
     kinds, real = [], train.resume.save
 
     def look(c, checkpoints, learner, now, meta, **more):
@@ -59,8 +45,8 @@ def test_a_run_whose_models_wait_on_the_host_is_the_same_to_the_bit(small_run, t
 
     monkeypatch.setattr(train.resume, "save", look)
     for steps in (1, 2):
-        train.train(changed(waiting, waiting.trainer.run_dir, **{"trainer.total_training_steps": steps}))
-    train.train(changed(plain, waiting.trainer.run_dir))  # goes on from the same checkpoints
+        train.train(changed(waiting, {"trainer.total_training_steps": steps}))
+    train.train(in_folder(plain, waiting.trainer.run_dir))  # goes on from the same checkpoints
     assert kinds == [[{"pinned_host"}] * 5] * 2 + [[{"device"}] * 5]
     said = capsys.readouterr().out
     assert "offloaded to pinned_host memory between their uses: policy, policy's optimizer, critic" in said
@@ -75,7 +61,7 @@ def test_adapters_and_the_trainers_own_engine_read_what_waits(small_run, tmp_pat
     small_run.actor.lr = small_run.critic.lr = 1e-2
     runs = {"plain": {}, "waiting": OFFLOAD}
     for name, changes in runs.items():
-        runs[name] = changed(small_run, tmp_path / name, **changes)
+        runs[name] = in_folder(small_run, tmp_path / name, changes)
         train.train(runs[name])
     assert outcome(runs["waiting"]) == outcome(runs["plain"])
     adapters = [pathlib.Path(c.trainer.run_dir) / "adapter/adapter_model.safetensors" for c in runs.values()]
@@ -86,12 +72,12 @@ def test_adapters_and_the_trainers_own_engine_read_what_waits(small_run, tmp_pat
 def test_a_master_copy_is_of_the_weights_that_a_checkpoint_has(small_run, tmp_path):
     """Without the optimizers' state, too: with a rate of 0 the next step leaves what was learned."""
     narrow = {"model.param_dtype": "bfloat16", "trainer.save_contents": "model,extra", "actor.lr": 1e-2}
-    c = changed(small_run, tmp_path / "run", **narrow, **{"trainer.total_training_steps": 1})
+    c = in_folder(small_run, tmp_path / "run", narrow | {"trainer.total_training_steps": 1})
     train.train(c)
     learned, _ = outcome(c)
-    train.train(changed(c, c.trainer.run_dir, **{"trainer.total_training_steps": 2, "actor.lr": 0.0}))
+    train.train(changed(c, {"trainer.total_training_steps": 2, "actor.lr": 0.0}))
     assert outcome(c)[0] == learned
-    other = changed(c, tmp_path / "other", **{"actor.lr": 0.0})
+    other = in_folder(c, tmp_path / "other", {"actor.lr": 0.0})
     train.train(other)
     assert outcome(other)[0] != learned
 
@@ -101,15 +87,14 @@ def test_fine_tuning_with_an_optimizer_that_waits(small_run, tmp_path, narrow):
     c = settings.sft_default()
     c.model = small_run.model
     rows = [{"prompt": "12+34=", "response": "46"}, {"prompt": "1+2=", "response": "3"}]
-    (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    c.data.train_files, c.optim.lr = str(tmp_path / "demonstrations.jsonl"), 1e-2
+    c.data.train_files, c.optim.lr = str(write_lines(tmp_path / "demonstrations.jsonl", rows)), 1e-2
     c.data.train_batch_size, c.data.max_prompt_length, c.data.max_response_length = 2, 8, 6
     c.trainer.total_epochs, c.data.row_lengths = 2, 1
     if narrow:
         c.update_from_flattened_dict({"model.param_dtype": "bfloat16", "optim.moments_dtype": "bfloat16"})
     runs = {"plain": {}, "waiting": {"optim.optimizer_offload": True}}
     for name, changes in runs.items():
-        runs[name] = changed(c, tmp_path / name, **changes)
+        runs[name] = in_folder(c, tmp_path / name, changes)
         sft.train(runs[name])
     assert outcome(runs["waiting"]) == outcome(runs["plain"])
 
@@ -125,7 +110,7 @@ NARROW = {"model.param_dtype": "bfloat16", "actor.moments_dtype": "bfloat16", "c
 
 @pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), OFFLOAD | NARROW])
 def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, changes):
-    c = changed(small_run, tmp_path / "run", **{"algorithm.use_kl_in_reward": True}, **changes)
+    c = in_folder(small_run, tmp_path / "run", {"algorithm.use_kl_in_reward": True} | changes)
     inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
     _, found, (room,) = preview.look(typed(c), inputs, mesh)
     learner, now = make_learner(typed(c), inputs, mesh)
@@ -156,7 +141,7 @@ def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, ch
 
 def test_devices_without_such_memory_are_refused_before_anything_starts(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(placing, "KINDS", ("tape",))
-    c = changed(small_run, tmp_path / "run", **{"ref.param_offload": True})
+    c = in_folder(small_run, tmp_path / "run", {"ref.param_offload": True})
     with pytest.raises(settings.UserError, match=r"ref\.param_offload=True: cpu has no memory of the host"):
         train.train(c)
 
@@ -165,7 +150,7 @@ def test_no_step_of_six_compiles(small_run, tmp_path, monkeypatch):
     how = {"data.row_lengths": 2, "rollout.n": 8, "actor.max_tokens_per_device": 14, "actor.shuffle": True}
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
     length = {"trainer.total_training_steps": 6, "trainer.save_freq": -1, "trainer.test_freq": -1}
-    c = changed(small_run, tmp_path / "run", **how, **kl, **length, **OFFLOAD)
+    c = in_folder(small_run, tmp_path / "run", how | kl | length | OFFLOAD)
     steps, shapes, plans = [], set(), []
     step, save, make, cut = train.ppo_step, train.resume.save, batch.micros, batch.mini_batches
     seen, listening = [], True

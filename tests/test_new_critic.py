@@ -6,6 +6,7 @@ import pytest
 
 from jppo import settings, train
 from jppo.runlog.logger import read_metrics
+from tests.make import changed
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -13,13 +14,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 BINS = {"critic.value_bins": 8, "critic.value_range": (-1.0, 3.0)}
 LORA = {"model.lora_rank": 2, "critic.lora_rank": 4}
-
-
-def changed(config, **changes):
-    c = config.copy_and_resolve_references()
-    c.update_from_flattened_dict(changes)
-    settings.check(c)
-    return c
 
 
 @pytest.mark.parametrize(
@@ -36,17 +30,10 @@ def test_a_new_critic_explains_nothing_and_contradicts_nothing(
 ):
     """Equal values leave the variance of the returns as it is; normalised ones are the mean of the returns so far."""
     (tmp_path / "reward.py").write_text(REWARD)
-    c = changed(
-        small_run,
-        **{"reward.function": f"{tmp_path / 'reward.py'}:compute_score", "critic.value_norm_decay": 0.9},
-        **{
-            "critic.value_head_std": settings.default().critic.value_head_std,
-            "critic.lr": 0.0,
-            "actor.lr": 0.0,
-            "trainer.test_freq": -1,
-        },
-        **changes,
-    )
+    usual = {"critic.value_head_std": settings.default().critic.value_head_std, "critic.value_norm_decay": 0.9}
+    usual |= {"critic.lr": 0.0, "actor.lr": 0.0, "trainer.test_freq": -1}
+    usual |= {"reward.function": f"{tmp_path / 'reward.py'}:compute_score"}
+    c = changed(small_run, usual | changes)
     train.train(c)
     first, second = (line for line in read_metrics(pathlib.Path(c.trainer.run_dir)) if "critic/values/mean" in line)
     assert first["critic/returns/std"] > 0.02

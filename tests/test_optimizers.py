@@ -17,10 +17,9 @@ from jppo.run import resume, supervised
 from jppo.run.inputs import read_inputs
 from jppo.run.resume import former_name
 from jppo.runlog.checkpoint import Checkpoints
-from jppo.runlog.logger import read_metrics
 from jppo.runlog.restore import restore
 from jppo.settings import UserError, commandline
-from tests.make import typed
+from tests.make import changed, one_line, typed, untimed, weights, write_lines
 
 STEPS, SAVED = 8, 4
 RATES = {"adamw": 1e-2, "muon": 1e-2, "adafactor": 1e-2, "lion": 3e-3, "sgd": 3e-1, "custom": 1e-2}
@@ -47,8 +46,6 @@ def broken(lr):
 def misnamed(learning_rate, beta):
     return None
 
-
-not_a_function = 3
 """
 NARROW = {"model.param_dtype": "bfloat16", "optim.moments_dtype": "bfloat16"}
 
@@ -58,7 +55,7 @@ def folder(tmp_path_factory):
     """A small model, sums to learn, and a file of user-defined optimizers."""
     folder = tmp_path_factory.mktemp("optimizers")
     sums = [(f"{a}+{b}=", str(a + b)) for a in range(1, 8) for b in range(1, 8)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in sums))
+    write_lines(folder / "rows.jsonl", [{"prompt": p, "response": r} for p, r in sums])
     arithmetic.write_model(folder / "model")
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": None}
     (folder / "model/config.json").write_text(json.dumps(arithmetic.MODEL | shape))
@@ -73,19 +70,14 @@ def config(folder, run, **changes):
     c.data.max_prompt_length, c.data.max_response_length = 6, 4
     c.trainer.run_dir, c.trainer.logger, c.trainer.save_freq = str(folder / run), "console,jsonl", SAVED
     c.trainer.total_training_steps, c.trainer.compile_cache = STEPS, ""
-    c.update_from_flattened_dict(changes)
-    settings.check(c)
-    return c
+    return changed(c, changes)
 
 
 def trained(c):
-    """Metrics but for the time they took, and the model."""
-    sft.train(c)
-    run = pathlib.Path(c.trainer.run_dir)
-    metrics = [
-        {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))} for line in read_metrics(run)
-    ]
-    return metrics, (run / "hf/model.safetensors").read_bytes()
+    """Metrics but for the time they took, and the model; of each folder once."""
+    if not (pathlib.Path(c.trainer.run_dir) / "hf").exists():
+        sft.train(c)
+    return untimed(c.trainer.run_dir), weights(c.trainer.run_dir)
 
 
 def resumed(folder, run, **changes):
@@ -171,19 +163,15 @@ def test_each_leaf_of_a_former_checkpoint_can_be_donated(tmp_path):
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(folder):
-    trained(config(folder, "other"))
+    trained(config(folder, "former-0-new"))
     with pytest.raises(
         UserError, match=r"optim\.optimizer='lion' was 'adamw' when the checkpoint was written.*old value"
     ):
-        resumed(folder, "other", **{"optim.optimizer": "lion"})
+        resumed(folder, "former-0-new", **{"optim.optimizer": "lion"})
 
 
 REFUSED = [
     ("adam", r"'adam' is not known; it is one of 'adamw', .*, or PATH\.py:NAME.*did you mean"),
-    ("FOLDER/none.py:chain", r"no file .*none\.py; give the path of a Python file"),
-    ("FOLDER/mine.py:chains", r"mine\.py defines no 'chains'; it has .*did you mean 'chain'"),
-    ("FOLDER/mine.py:not_a_function", r"'not_a_function' is of type int; it must be a function or a class"),
-    ("FOLDER/mine.py:", r"must be PATH\.py:NAME or MODULE:NAME"),
     ("FOLDER/mine.py:nothing", r"returns NoneType; it must return a optax\.GradientTransformation"),
     ("FOLDER/mine.py:broken", r"raises AttributeError: .*no_such_attribute.*; correct it"),
     ("FOLDER/mine.py:misnamed", r"its parameter 'beta' is no setting of `(optim|actor|critic)`.*did you mean 'betas'"),
@@ -192,25 +180,23 @@ REFUSED = [
 
 @pytest.mark.parametrize("spec,said", REFUSED)
 def test_an_optimizer_that_cannot_be_made_is_one_line_and_exit_code_2(folder, spec, said, capsys):
-    def command():
+    @commandline.exit_on_user_error
+    def command(_):
         sft.train(config(folder, "refused", **{"optim.optimizer": spec.replace("FOLDER", str(folder))}))
 
-    with pytest.raises(SystemExit) as e:
-        commandline.exit_on_user_error(command)()
-    assert e.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = one_line(capsys, command)
     assert re.match(rf"error: optim\.optimizer=.*{said}", line), line
 
 
 @pytest.mark.parametrize("section", ["actor", "critic"])
-@pytest.mark.parametrize("spec,said", REFUSED[1:])
-def test_ppo_refuses_it_before_it_reads_a_model(folder, section, spec, said):
-    c = settings.default()
-    c.model.path, c.data.train_files, c.data.val_files = "no/model", "no.jsonl", "no.jsonl"
-    c[section].optimizer = spec.replace("FOLDER", str(folder))
-    with pytest.raises(UserError, match=rf"{section}\.optimizer=.*{said}"):
-        settings.check(c)
-        read_inputs(typed(c))
+def test_ppo_refuses_it_before_it_reads_a_model(folder, section):
+    for spec, said in REFUSED[1:]:
+        c = settings.default()
+        c.model.path, c.data.train_files, c.data.val_files = "no/model", "no.jsonl", "no.jsonl"
+        c[section].optimizer = spec.replace("FOLDER", str(folder))
+        with pytest.raises(UserError, match=rf"{section}\.optimizer=.*{said}"):
+            settings.check(c)
+            read_inputs(typed(c))
 
 
 @pytest.mark.parametrize("make", [settings.default, settings.sft_default, settings.reward_model_default])
@@ -227,8 +213,7 @@ def test_settings_that_an_optimizer_does_not_read_are_refused(make):
 
 def test_a_reward_model_learns_by_it_too(folder, monkeypatch):
     """The section's optimizer is the one that the training loop is given."""
-    rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 8
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "pairs.jsonl", [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 8)
     c = settings.reward_model_default()
     c.model.path, c.model.init = str(folder / "model"), "random"
     c.data.train_files = c.data.val_files = str(folder / "pairs.jsonl")

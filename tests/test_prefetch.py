@@ -19,7 +19,7 @@ from jppo.samples.make import fresh
 from jppo.samples.queue import How, SampleQueue, ages
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward, Trajectory
-from tests.make import typed
+from tests.make import trajectory, typed, untimed
 
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([i], np.int32), "", {}) for i in range(12)]
 TRAIN = PromptSet(PROMPTS, 0, 0, (Part("all", np.arange(12)),))
@@ -37,16 +37,8 @@ HOW = How(
 
 
 def sample(prompt, number, version, seed):
-    return Trajectory(
-        uid=prompt.uid,
-        tokens=np.array([prompt.ids[0], seed, number], np.int32),
-        sampled=np.array([False, True, True]),
-        logprob=np.array([0.0, -0.25, -0.5], np.float32),
-        version=np.array([-1, version, version], np.int32),
-        text=f"{prompt.uid}/{number}",
-        finish="stop",
-        turns=1,
-    )
+    how = dict(logprob=[0.0, -0.25, -0.5], version=version, text=f"{prompt.uid}/{number}")
+    return trajectory([prompt.ids[0], seed, number], [0, 1, 1], prompt.uid, **how)
 
 
 class Slow:
@@ -298,10 +290,7 @@ def test_trajectories_go_through_text_to_the_bit():
 
 
 def lines(run):
-    """The metrics but for the seconds."""
-    rows = [json.loads(line) for line in (pathlib.Path(run) / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("timing_s/", "perf/", "rollout/sampling_s", "rollout/hidden", "time")
-    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+    return untimed(run, "rollout/sampling_s", "rollout/hidden", "time")
 
 
 def inprocess(c, name):

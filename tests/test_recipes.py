@@ -19,7 +19,7 @@ from jppo.rewards import graders
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples import make as prefetch
 from jppo.types import Reward
-from tests.make import typed, write_weights
+from tests.make import read_lines, typed, untimed, write_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def digits_are_worth_something(monkeypatch):
     """Random responses are never right: this grader finds some better than others."""
     monkeypatch.setitem(graders.GRADERS.own, "arithmetic", lambda text, _: Reward(int(f"0{text}"[-1]) / 9, {}, None))
-
-
-def metrics_of(config):
-    lines = (pathlib.Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def learn(small_run, digits_are_worth_something):
         with pytest.raises(train.Diverged) if stop else contextlib.nullcontext() as e:
             train.train(small_run)
         assert stop is None or stop in str(e.value)
-        return metrics_of(small_run)
+        return read_lines(pathlib.Path(small_run.trainer.run_dir) / "metrics.jsonl")
 
     return learn
 
@@ -63,13 +58,14 @@ def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, smal
     loaded = []
     load = state.load
     monkeypatch.setattr(state, "load", lambda what, *a, **k: (loaded.append(what.head), load(what, *a, **k))[1])
-    metrics = learn({"algorithm.adv_estimator": estimator, "rollout.n": 2, "critic.path": "/no/such/model"})
+    changes = {"rollout.n": 2, "critic.path": "/no/such/model", "actor.calculate_entropy": False}
+    metrics = learn({"algorithm.adv_estimator": estimator, **changes})
     assert loaded == ["lm"]
     assert not any("value" in name for name in saved(small_run))
     for line in metrics[1:]:
         assert not {name for name in line if "vf_" in name or "critic/lr" in name or "values" in name}
         assert np.isfinite(line["actor/pg_loss"]) and line["actor/grad_norm"] > 0
-        assert "timing_s/update_critic" not in line
+        assert not {"timing_s/update_critic", "actor/entropy"} & line.keys()
     greedy = [s for s in engine.asked if s.temperature == 0.0]
     assert len(greedy) == (3 if estimator != "remax" else 5), "three tests; remax asks once more in each step"
 
@@ -78,12 +74,6 @@ def both_kls(kind):
     """The KL in the reward and in the loss, and a rate by which the policy leaves its reference."""
     both = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": kind}
     return both | {"actor.use_kl_loss": True, "actor.kl_loss_type": kind, "actor.lr": 1e-2}
-
-
-def test_both_kls_at_once(learn):
-    first, second = learn(both_kls("k3+"))[1:]
-    assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)  # the policy begins as its own reference
-    assert second["actor/reward_kl_penalty"] > 1e-4 and second["actor/kl_loss"] > 1e-4
 
 
 def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypatch):
@@ -115,42 +105,15 @@ CORRECTION = {
 }
 
 
-def test_correction_reports_what_it_did(learn):
-    for line in learn(CORRECTION)[1:]:
-        assert 0 < line["rollout_corr/rollout_rs_masked_fraction"] < 1
-        seen = line["rollout_corr/rollout_rs_seq_masked_fraction"]
-        assert line["rollout_corr/rollout_rs_masked_fraction"] <= seen <= 1
-        assert line["rollout_corr/rollout_is_mean"] <= line["rollout_corr/rollout_is_max"] <= 2.0
-        assert line["rollout_corr/rollout_is_min"] >= 0.0
-        assert 0 <= line["rollout_corr/rollout_is_eff_sample_size"] <= 1
-        assert line["rollout_corr/k3_kl"] > 0 and line["rollout_corr/chi2_token"] > -1
+def test_correction_mixed_sources_and_what_the_critic_has_of_its_own(learn, small_run, tmp_path, monkeypatch):
+    """In one run: warm-up, mini-batches and epochs of the critic; three prompts of four from one file in every step.
 
-
-def test_a_reference_of_its_own(learn, small_run, tmp_path):
-    other = shutil.copytree(small_run.model.path, tmp_path / "other")
-    write_weights(other)
-    metrics = learn({"algorithm.use_kl_in_reward": True, "ref.path": str(other), "algorithm.kl_penalty": "full"})
-    a_token, a_response = (metrics[1][f"actor/reward_kl_penalty{what}"] for what in ("", "_seq"))
-    assert a_token > 1e-3, "drawn at random from another key than the policy"
-    assert a_token < a_response < 6 * a_token  # responses have up to 6 tokens, and the exact KL is nowhere below 0
-
-
-def test_an_adaptive_coefficient_follows_the_kl_and_survives_a_resume(learn, small_run):
-    adaptive = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive", "algorithm.kl_coef": 0.5}
-    adaptive |= {"algorithm.target_kl": 0.1, "algorithm.horizon": 40, "trainer.total_training_steps": 2}
-    first, second = learn(adaptive)[1:]
-    assert first["actor/reward_kl_penalty_coeff"] == 0.5
-    # The KL of step 1 is 0: the coefficient falls by the most that it may, 0.2 of 4 sequences in 40.
-    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.2 * 4 / 40))
-    third = learn({"trainer.total_training_steps": 3})[-1]
-    error = np.clip(second["actor/reward_kl_penalty"] / 0.1 - 1, -0.2, 0.2)
-    expected = second["actor/reward_kl_penalty_coeff"] * (1 + error * 4 / 40)
-    assert third["step"] == 3 and third["actor/reward_kl_penalty_coeff"] == pytest.approx(expected)
-
-
-def test_the_critic_has_a_warm_up_mini_batches_and_epochs_of_its_own(learn, monkeypatch):
-    steps = []
-    descend = ppo.descend
+    Also after a resume in the middle of an epoch.
+    """
+    rows = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(reversed(rows)))
+    small_run.data.train_files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'other.jsonl'}"
+    steps, descend = [], ppo.descend
 
     def counted(how, params, opt, step, minis, *further):
         minis = list(minis)
@@ -158,13 +121,40 @@ def test_the_critic_has_a_warm_up_mini_batches_and_epochs_of_its_own(learn, monk
         return descend(how, params, opt, step, minis, *further)
 
     monkeypatch.setattr(ppo, "descend", counted)
-    warm_up = {"trainer.critic_warmup": 1, "critic.warmup_epochs": 5}
     actor = {"actor.ppo_epochs": 3, "actor.lr_warmup_steps_ratio": 0.0, "actor.lr": 1e-2}
     critic = {"critic.ppo_mini_batch_size": 2, "critic.ppo_epochs": 2, "critic.shuffle": True}
-    metrics = learn(warm_up | actor | critic)
+    warm_up = {"trainer.critic_warmup": 1, "critic.warmup_epochs": 5}
+    mixed = {"data.mix": "train=0.75,other=0.25", "data.val_batch_size": 3}
+    metrics = learn(CORRECTION | actor | critic | warm_up | mixed)
     assert steps == [("critic", 5 * 2), ("actor", 3), ("critic", 2 * 2)]
     assert "actor/pg_loss" not in metrics[1] and metrics[1]["critic/grad_norm"] > 0
     assert metrics[2]["actor/lr"] == pytest.approx(1e-2) and metrics[2]["actor/grad_norm"] > 0
+    for line in metrics[1:]:
+        assert 0 < line["rollout_corr/rollout_rs_masked_fraction"] < 1
+        seen = line["rollout_corr/rollout_rs_seq_masked_fraction"]
+        assert line["rollout_corr/rollout_rs_masked_fraction"] <= seen <= 1
+        assert line["rollout_corr/rollout_is_mean"] <= line["rollout_corr/rollout_is_max"] <= 2.0
+        assert line["rollout_corr/rollout_is_min"] >= 0.0
+        assert 0 <= line["rollout_corr/rollout_is_eff_sample_size"] <= 1
+        assert line["rollout_corr/k3_kl"] > 0 and line["rollout_corr/chi2_token"] > -1
+    learn({"trainer.total_training_steps": 4})
+    for step in (1, 2, 3, 4):
+        samples = read_lines(pathlib.Path(small_run.trainer.run_dir) / f"samples/step_{step}.jsonl")
+        assert sorted(row["uid"].split(":")[0] for row in samples) == ["other", "train", "train", "train"]
+
+
+def test_both_kls_and_an_adaptive_coefficient_which_follows_the_kl_and_survives_a_resume(learn):
+    adaptive = {"algorithm.kl_ctrl_type": "adaptive", "algorithm.kl_coef": 0.5, "algorithm.target_kl": 0.1}
+    first, second = learn(both_kls("k3+") | adaptive | {"algorithm.horizon": 40})[1:]
+    assert first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)  # the policy begins as its own reference
+    assert second["actor/reward_kl_penalty"] > 1e-4 and second["actor/kl_loss"] > 1e-4
+    assert first["actor/reward_kl_penalty_coeff"] == 0.5
+    # The KL of step 1 is 0: the coefficient falls by the most that it may, 0.2 of 4 sequences in 40.
+    assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.2 * 4 / 40))
+    third = learn({"trainer.total_training_steps": 3})[-1]
+    error = np.clip(second["actor/reward_kl_penalty"] / 0.1 - 1, -0.2, 0.2)
+    expected = second["actor/reward_kl_penalty_coeff"] * (1 + error * 4 / 40)
+    assert third["step"] == 3 and third["actor/reward_kl_penalty_coeff"] == pytest.approx(expected)
 
 
 def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
@@ -183,8 +173,13 @@ def test_a_step_that_is_no_number_is_skipped_counted_and_kept(learn, small_run):
         assert checkpoints.latest() == 2
 
 
-def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, monkeypatch):
-    """The second of three, so that momentum and decay would move the weights, and the target the coefficient."""
+def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, small_run, tmp_path, monkeypatch):
+    """The second of three, so that momentum and decay would move the weights, and the target the coefficient.
+
+    The run has a reference of its own.
+    """
+    other = shutil.copytree(small_run.model.path, tmp_path / "other")
+    write_weights(other)
     step, fresh, states = train.ppo_step, prefetch.fresh, []
 
     def stepped(run, now):
@@ -201,11 +196,15 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
     monkeypatch.setattr(train, "ppo_step", stepped)
     monkeypatch.setattr(train, "fresh", rejected)
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
+    kl |= {"ref.path": str(other), "algorithm.kl_penalty": "full"}
     metrics = learn(kl | {"trainer.total_training_steps": 3, "actor.lr": 1e-2, "actor.weight_decay": 0.1})
     same = [bits(dataclasses.replace(a, step=0)) == bits(dataclasses.replace(b, step=0)) for a, b in states]
     assert same == [False, True, False] and [int(b.step) for _, b in states] == [1, 2, 3]
     assert [line["actor/empty"] for line in metrics[1:]] == [0.0, 1.0, 0.0]
     assert all(np.isfinite(value) for line in metrics for value in line.values() if value is not None)
+    a_token, a_response = (metrics[1][f"actor/reward_kl_penalty{what}"] for what in ("", "_seq"))
+    assert a_token > 1e-3, "drawn at random from another key than the policy"
+    assert a_token < a_response < 6 * a_token  # responses have up to 6 tokens, and the exact KL is nowhere below 0
 
 
 ADAPTED = {"model.lora_rank": 4, "model.lora_alpha": 8, "algorithm.use_kl_in_reward": True, "algorithm.gamma": 0.9}
@@ -215,9 +214,9 @@ def bits(params):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(params)]
 
 
-def test_only_adapters_are_trained_kept_and_stepped(learn, small_run):
-    """The base is held once, by the policy, the critic and the reference; both are exported; a resume goes on."""
-    made = []
+def test_only_adapters_are_trained_kept_stepped_and_published(learn, small_run, engine, tmp_path):
+    """The base is held once, by the policy, the critic and the reference; both are exported; a resume continues."""
+    made, engine.folder = [], tmp_path
 
     def spied(*args):
         made.append(make_learner(*args))
@@ -227,7 +226,7 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run):
     before: list[bytes] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jppo.run.start.make_learner", spied)
-        metrics = learn(ADAPTED)
+        metrics = learn(ADAPTED | {"rollout.lora_sync": "adapter"})
     learner, begin = made[0]
     base = learner.actor.base.params
     assert learner.reference is base
@@ -246,6 +245,12 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run):
     run = pathlib.Path(small_run.trainer.run_dir)
     assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert (run / "hf/model.safetensors").is_file()
+    assert [version for version, _ in engine.adapters] == [0, 1, 2]
+    first, last = (safetensors.numpy.load_file(engine.adapters[i][1] / "adapter_model.safetensors") for i in (0, -1))
+    up = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    assert (first[up] == 0).all() and (last[up] != 0).any()
+    kept = safetensors.numpy.load_file(run / "adapter/adapter_model.safetensors")
+    assert all((last[name] == kept[name]).all() for name in kept)
     again = learn({"trainer.total_training_steps": 3})
     assert [line["step"] for line in again] == [0, 1, 2, 3]
     assert again[: len(metrics)] == metrics
@@ -253,14 +258,11 @@ def test_only_adapters_are_trained_kept_and_stepped(learn, small_run):
 
 @pytest.mark.slow
 def test_rank_0_is_no_adapter_to_the_bit(learn, small_run):
-    plain = learn({})
+    learn({})
+    first = small_run.trainer.run_dir
     small_run.trainer.run_dir += "-again"
-    again = learn({"model.lora_rank": 0, "model.lora_alpha": 32, "model.target_modules": "q_proj"})
-    of_time = ("timing_s", "perf/")
-    for a, b in zip(plain, again, strict=True):
-        assert {k: v for k, v in a.items() if not k.startswith(of_time)} == {
-            k: v for k, v in b.items() if not k.startswith(of_time)
-        }
+    learn({"model.lora_rank": 0, "model.lora_alpha": 32, "model.target_modules": "q_proj"})
+    assert untimed(first) == untimed(small_run.trainer.run_dir)
 
 
 @pytest.mark.slow
@@ -273,40 +275,6 @@ def test_a_critic_may_have_adapters_of_its_own_or_none(learn, small_run):
     names = saved(small_run)
     assert any("policy" in name and "embed" in name for name in names)
     assert not any("value" in name and "embed" in name for name in names)
-
-
-def test_adapters_alone_are_published_where_asked_for(learn, engine, tmp_path):
-    engine.folder = tmp_path
-    learn({"model.lora_rank": 4, "rollout.lora_sync": "adapter"})
-    assert [version for version, _ in engine.adapters] == [0, 1, 2]
-    first, last = (safetensors.numpy.load_file(engine.adapters[i][1] / "adapter_model.safetensors") for i in (0, -1))
-    up = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
-    assert (first[up] == 0).all() and (last[up] != 0).any()
-    kept = safetensors.numpy.load_file(pathlib.Path(tmp_path, "run/adapter/adapter_model.safetensors"))
-    assert all((last[name] == kept[name]).all() for name in kept)
-
-
-def test_mixed_sources_are_drawn_by_weight_and_gone_on_with(learn, small_run, tmp_path):
-    """Three prompts of four from one file, in every step, also after a resume in the middle of an epoch."""
-    rows = (tmp_path / "train.jsonl").read_text().splitlines()
-    (tmp_path / "other.jsonl").write_text("\n".join(reversed(rows)))
-    small_run.data.train_files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'other.jsonl'}"
-    learn({"data.mix": "train=0.75,other=0.25", "data.val_batch_size": 3})
-    learn({"trainer.total_training_steps": 4})
-    for step in (1, 2, 3, 4):
-        samples = (pathlib.Path(small_run.trainer.run_dir) / f"samples/step_{step}.jsonl").read_text().splitlines()
-        files = sorted(json.loads(line)["uid"].split(":")[0] for line in samples)
-        assert files == ["other", "train", "train", "train"]
-
-
-def test_the_entropy_is_left_out_where_nobody_wants_it(finished_run, small_run):
-    small_run.actor.calculate_entropy = False
-    small_run.critic.value_head_std = finished_run.critic.value_head_std
-    train.train(small_run)
-    with_it, without = metrics_of(finished_run), metrics_of(small_run)
-    assert with_it[1]["actor/entropy"] > 0 and "actor/entropy" not in without[1]
-    for name in ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss"):
-        assert without[2][name] == pytest.approx(with_it[2][name], rel=1e-4, abs=1e-6)
 
 
 def test_a_reward_that_says_nothing_is_warned_of_once_and_a_full_disk_ends_no_run(learn, small_run, monkeypatch, capfd):

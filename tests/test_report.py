@@ -16,8 +16,8 @@ from jppo.report import __main__ as command
 from jppo.report import folder, page, report_line, samples, series, write_report
 from jppo.settings import UserError
 from tests import browser
+from tests.make import ROOT, one_line, write_lines
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOSTILE = "</script><script>window.caught=1</script><img src=x onerror='window.caught=1'>{{data}} \u2028 \ud800 &lt;"
 
 
@@ -32,18 +32,9 @@ def write_run(path, lines=(), rows=None, settings=None):
     return path
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def row(i, score=1.0, **more):
-    return {
-        "uid": f"u{i}",
-        "prompt": f"{i}+1=",
-        "response": str(i + 1),
-        "ground_truth": str(i + 1),
-        "score": score,
-    } | more
+    answer = str(i + 1)
+    return {"uid": f"u{i}", "prompt": f"{i}+1=", "response": answer, "ground_truth": answer, "score": score} | more
 
 
 def unpacked(text):
@@ -153,11 +144,8 @@ def test_values_that_are_no_numbers_are_gaps_and_named():
     assert found["series"]["a"]["mean"] == [1, 2, None, 4, 5, 6, None, 8]
     assert set(found["series"]) == {"a"}
     thinned = series.curves(lines, points=2)["series"]["a"]
-    assert (
-        thinned["mean"] == [round(7 / 3, 4), round(19 / 3, 4)]
-        and thinned["low"] == [1, 5]
-        and thinned["high"] == [4, 8]
-    )
+    assert thinned["mean"] == [round(7 / 3, 4), round(19 / 3, 4)]
+    assert (thinned["low"], thinned["high"]) == ([1, 5], [4, 8])
 
 
 def test_stage_times_add_up():
@@ -168,13 +156,8 @@ def test_stage_times_add_up():
     found = series.stage_times(lines, bars=2)
     assert found["totals"] == {"start": 30, "gen": 4, "novel": 2, "testing": 2, "save": 0.25, "other": 2}
     assert (found["steps"], found["width"]) == ([1, 3], 2)
-    assert found["bars"] == {
-        "gen": [1, 1],
-        "novel": [0.5, 0.5],
-        "testing": [0, 0],
-        "save": [0, 0.125],
-        "other": [0.5, 0.5],
-    }
+    bars = {"gen": [1, 1], "novel": [0.5, 0.5], "testing": [0, 0], "save": [0, 0.125], "other": [0.5, 0.5]}
+    assert found["bars"] == bars
 
 
 def test_samples_within_the_budget_are_all_kept():
@@ -306,10 +289,7 @@ def test_names_tell_runs_apart(tmp_path):
 @pytest.mark.parametrize("make, said", [(lambda p: None, "no such folder"), (lambda p: p.mkdir(), "is not a run")])
 def test_a_path_that_is_no_run_is_one_line(tmp_path, capsys, make, said):
     make(tmp_path / "run")
-    with pytest.raises(SystemExit) as stopped:
-        command.main([str(tmp_path / "run")])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in error and error.count("\n") == 1
+    assert said in one_line(capsys, command.main, tmp_path / "run")
 
 
 def test_the_command_writes_where_it_says(tmp_path, capsys, monkeypatch):
@@ -322,9 +302,7 @@ def test_the_command_writes_where_it_says(tmp_path, capsys, monkeypatch):
     ):
         command.main(args)
         assert capsys.readouterr().out == f"{expected}\n" and expected.read_text().startswith("<!doctype html>")
-    with pytest.raises(SystemExit) as stopped:
-        command.main([str(runs[0]), "--out", str(tmp_path)])
-    assert stopped.value.code == 2 and "--out" in capsys.readouterr().err
+    assert "--out" in one_line(capsys, command.main, runs[0], "--out", tmp_path)
 
 
 def test_a_report_that_fails_does_not_fail_a_run(tmp_path):

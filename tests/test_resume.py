@@ -19,33 +19,14 @@ from jppo.rollout.protocol import RolloutError
 from jppo.run.inputs import read_inputs
 from jppo.run.resume import finished
 from jppo.runlog.checkpoint import steps_in
-from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
-from tests.make import typed
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from tests.make import ROOT, changed, typed, untimed, weights
 
 
 def again(config, **changes):
     """The config of the same command, given once more with these settings."""
-    c = config.copy_and_resolve_references()
-    for name, value in changes.items():
-        section, leaf = name.split("__")
-        c[section][leaf] = value
-    settings.check(c)
-    return c
-
-
-def untimed(run):
-    return [
-        {k: v for k, v in line.items() if not k.startswith(("timing_s/", "perf/"))}
-        for line in read_metrics(pathlib.Path(run))
-    ]
-
-
-def weights(run):
-    return (pathlib.Path(run) / "hf/model.safetensors").read_bytes()
+    return changed(config, {}, **changes)
 
 
 def saved_steps(config):
@@ -230,21 +211,6 @@ def test_a_run_that_diverges_leaves_the_checkpoint_before(whole, section, rate):
     assert [m["step"] for m in untimed(run)] == [0, 1, 2, 3, 4]
 
 
-def test_a_change_of_the_settings_is_told(whole, capsys):
-    train.train(again(whole, trainer__total_training_steps=3, actor__lr=1e-3))
-    said = capsys.readouterr().out
-    assert (
-        "settings that differ from the checkpoint's: actor.lr 1e-06 → 0.001, trainer.total_training_steps 2 → 3" in said
-    )
-    assert [m["step"] for m in untimed(whole.trainer.run_dir)] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("name,value", [("trainer__seed", 7), ("data__shuffle", False)])
-def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, name, value):
-    with pytest.raises(UserError, match=rf"{name.replace('__', '.')}=.* was .* when the checkpoint was written"):
-        train.train(again(whole, trainer__total_training_steps=3, **{name: value}))
-
-
 def test_a_checkpoint_from_before_the_setting_of_a_new_value_head_resumes_as_it_is(whole, tmp_path, capsys):
     """Such a critic began with another head, so the setting of today says nothing about it."""
     name = "critic.value_head_std"
@@ -264,7 +230,10 @@ def test_a_checkpoint_from_before_the_setting_of_a_new_value_head_resumes_as_it_
     assert weights(former.trainer.run_dir) == weights(whole.trainer.run_dir)
 
 
-def test_other_data_are_refused(whole, tmp_path):
+def test_what_the_place_in_the_data_hangs_on_may_not_change(whole, tmp_path):
+    for name, value in (("trainer__seed", 7), ("data__shuffle", False)):
+        with pytest.raises(UserError, match=rf"{name.replace('__', '.')}=.* was .* when the checkpoint was written"):
+            train.train(again(whole, trainer__total_training_steps=3, **{name: value}))
     lines, file = pathlib.Path(whole.data.train_files).read_text().splitlines(), tmp_path / "train.jsonl"
     whole.data.train_files = str(file)
     row = json.loads(lines[0])
@@ -285,22 +254,22 @@ def test_the_weights_that_stay_must_be_the_same(small_run, quick_compilation):
         train.train(other)
 
 
-def test_without_the_optimizers_they_begin_anew(small_run, quick_compilation, capsys):
+def test_without_the_optimizers_they_begin_anew_and_a_change_of_settings_is_told(small_run, quick_compilation, capsys):
     small_run.trainer.save_contents = "model,extra,hf_model"
     train.train(small_run)
     last = pathlib.Path(small_run.trainer.run_dir) / "checkpoints/2"
     names = json.loads((last / "about/metadata").read_text())["arrays"]
     assert any(".policy[" in name for name in names) and not any("_opt" in name for name in names)
     assert (last / "hf/model.safetensors").read_bytes() == weights(small_run.trainer.run_dir)
-    train.train(again(small_run, trainer__total_training_steps=3))
-    assert "no optimizer state (trainer.save_contents): the optimizers start fresh" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("contents,said", [("model", "without extra"), ("model,extra,all", "'all' is not known")])
-def test_contents_that_cannot_be(config, contents, said):
-    config.trainer.save_contents = contents
-    with pytest.raises(UserError, match=said):
-        settings.check(config)
+    train.train(again(small_run, trainer__total_training_steps=3, actor__lr=1e-3))
+    said = capsys.readouterr().out
+    assert "no optimizer state (trainer.save_contents): the optimizers start fresh" in said
+    assert "checkpoint's: actor.lr 1e-06 → 0.001, trainer.total_training_steps 2 → 3" in said
+    assert [m["step"] for m in untimed(small_run.trainer.run_dir)] == [0, 1, 2, 3]
+    for contents, why in (("model", "without extra"), ("model,extra,all", "'all' is not known")):
+        small_run.trainer.save_contents = contents
+        with pytest.raises(UserError, match=why):
+            settings.check(small_run)
 
 
 def test_a_state_is_the_same_on_any_mesh(config, small_run):
@@ -317,11 +286,8 @@ def test_a_state_is_the_same_on_any_mesh(config, small_run):
     there = state.placed(small, learner.spare(), begin)
     for one, other in zip(jax.tree.leaves(there), jax.tree.leaves(begin), strict=True):
         assert one.sharding == other.sharding and one.shape == other.shape
-    again = state.portable(there, learner.spare())
-    for one, other in zip(jax.tree.leaves(again.policy_opt), jax.tree.leaves(small.policy_opt), strict=True):
-        np.testing.assert_array_equal(one, other)
-    for one, other in zip(jax.tree.leaves(again.policy), jax.tree.leaves(small.policy), strict=True):
-        np.testing.assert_array_equal(one, other)
+    back = state.portable(there, learner.spare())
+    jax.tree.map(np.testing.assert_array_equal, (back.policy, back.policy_opt), (small.policy, small.policy_opt))
 
 
 def by_command(small_run, run, devices, *more):

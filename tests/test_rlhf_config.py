@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import pathlib
 
 import jax
 import pytest
@@ -15,9 +14,8 @@ from jppo.models import decoder, hf, hf_write
 from jppo.preflight.preview import dry_run
 from jppo.rewards.make import make_reward_sum
 from jppo.run.inputs import read_inputs
-from tests.make import typed
+from tests.make import ROOT, script, typed, write_lines
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
@@ -41,11 +39,6 @@ def small(tmp_path):
     return tmp_path
 
 
-def lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def parsed(name, small, defaults, **files):
     argv = [f"--config=configs/{name}.py:{small / 'run'}", f"--config.model.path={small / 'chat'}"]
     c, _ = settings.parse([*argv, *(f"--config.data.{k}={v}" for k, v in files.items())], "", defaults)
@@ -56,7 +49,7 @@ def parsed(name, small, defaults, **files):
 @pytest.mark.slow
 def test_ppo_against_a_reward_model(small, quick_compilation):
     prompt = {"prompt": [{"role": "user", "content": "1+2"}], "data_source": "chat", "ground_truth": "-"}
-    files = {k: lines(small / f"{k}.jsonl", [prompt] * 256) for k in ("train_files", "val_files")}
+    files = {k: write_lines(small / f"{k}.jsonl", [prompt] * 256) for k in ("train_files", "val_files")}
     c = parsed("rlhf", small, settings.default(), **files)
     said = dry_run(typed(c))
     assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
@@ -68,7 +61,7 @@ def test_ppo_against_a_reward_model(small, quick_compilation):
 def test_its_reward_model(small, quick_compilation):
     turns = [{"role": "user", "content": "1+2"}]
     pair = {k: [*turns, {"role": "assistant", "content": v}] for k, v in (("chosen", "3"), ("rejected", "4"))}
-    files = {k: lines(small / f"{k}.jsonl", [pair] * 64) for k in ("train_files", "val_files")}
+    files = {k: write_lines(small / f"{k}.jsonl", [pair] * 64) for k in ("train_files", "val_files")}
     c = parsed("rlhf_reward_model", small, settings.reward_model_default(), **files)
     said = reward_model.dry_run(typed(c))
     assert "pairs            64 (0 over-long" in said and "steps            1, each of 64 pairs" in said
@@ -94,11 +87,8 @@ def test_the_stages_of_the_example_find_each_other(name, defaults):
 
 @pytest.fixture
 def page(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    spec = importlib.util.spec_from_file_location("page", BENCHMARKS / "page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return script("benchmarks/page.py")
 
 
 def test_the_commands_of_the_example_page_are_found(page):

@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
 from jppo import serve
 from jppo.rollout.servers import guard
 from jppo.settings import UserError
+from tests.make import one_line, until
 
 SERVER = textwrap.dedent("""
     import hashlib, hmac, http.server, os, sys, time
@@ -47,13 +47,6 @@ def start(tmp_path):
     yield make
     for one in started:
         one.kill()
-
-
-def until(true, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_server_is_listed_while_it_answers(start):
@@ -115,7 +108,4 @@ def test_the_server_is_asked_where_it_listens():
 )
 def test_bad_input_is_one_line(words, token, said, monkeypatch, capsys):
     monkeypatch.setenv(guard.TOKEN, token)
-    with pytest.raises(SystemExit) as ended:
-        serve.main(["--config=configs/quickstart.py:x", *words])
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and said in error and error.count("\n") == 1
+    assert said in one_line(capsys, serve.main, "--config=configs/quickstart.py:x", *words)

@@ -2,7 +2,6 @@
 
 import ast
 import html.parser
-import importlib.util
 import os
 import pathlib
 import re
@@ -14,7 +13,8 @@ import urllib.parse
 import pytest
 import yaml
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+from tests.make import ROOT, script
+
 LOADED = {"link": "href", "script": "src", "img": "src", "source": "src", "iframe": "src"}
 
 
@@ -40,17 +40,13 @@ class Page(html.parser.HTMLParser):
 pytestmark = pytest.mark.slow  # test_docs.py checks links and anchors
 
 
-def build(folder: pathlib.Path, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *more]
-    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The pages of the site by their files."""
     folder = tmp_path_factory.mktemp("site") / "site"
-    done = build(folder)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
     assert len(pages) > 18
@@ -100,10 +96,7 @@ def test_every_public_function_and_class_is_there(site):
 
 @pytest.fixture(scope="module")
 def reference():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts/reference.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return script("scripts/reference.py")
 
 
 def test_a_function_is_shown_without_its_body_and_a_class_with_its_fields(reference):
@@ -135,16 +128,10 @@ def test_it_loads_nothing_from_elsewhere(site):
     folder, pages = site
     elsewhere = {target for page in pages.values() for target in page.loaded if "//" in target}
     assert not elsewhere
+    assert {"start", "hardware"} <= pages[folder / "index.html"].anchors  # README.md
+    assert not list(folder.rglob("*.py"))  # no source of the project is copied
     sheets = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.css"))
     assert "@import" not in sheets and "url(http" not in sheets and "url(//" not in sheets
-
-
-def test_the_first_page_is_the_readme_and_files_outside_docs_are_there(site):
-    folder, pages = site
-    assert {"start", "hardware"} <= pages[folder / "index.html"].anchors
-    assert (folder / "LICENSE").read_text(encoding="utf-8").lstrip().startswith("Apache License")
-    assert "a-release" in pages[folder / "contributing.html"].anchors
-    assert not list(folder.rglob("*.py"))  # no source of the project is linked to, and none is copied
 
 
 def test_every_page_is_in_the_navigation(reference):
@@ -155,13 +142,3 @@ def test_every_page_is_in_the_navigation(reference):
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | set(reference.pages())
     assert pages <= said, "name it under nav in mkdocs.yml"
     assert {page for page in said if page.startswith("reference/")} == set(reference.pages()), "these are no packages"
-
-
-def test_a_broken_link_fails_the_build(tmp_path):
-    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/index.md").write_text("# A\n\n[gone](gone.md), [no anchor](#nowhere)\n", encoding="utf-8")
-    kept = settings[: settings.index("nav:")].replace("hooks: [scripts/site_hook.py]\n", "")
-    (tmp_path / "mkdocs.yml").write_text(kept, encoding="utf-8")
-    done = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
-    assert done.returncode == 1 and "gone.md" in done.stderr and "#nowhere" in done.stderr

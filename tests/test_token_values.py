@@ -1,6 +1,5 @@
 """The token record of a step, and the tokens of a sample in the report."""
 
-import json
 import pathlib
 
 import numpy as np
@@ -9,8 +8,9 @@ import pytest
 from jppo.data.tokenizer import load_tokenizer, pieces, spell
 from jppo.report import page, write_report
 from jppo.run import token_values
-from jppo.types import Batch, Trajectory
-from tests.test_report import require_clean, row, tab, unpacked, write_lines, write_run  # noqa: F401
+from jppo.types import Batch
+from tests.make import read_lines, trajectory
+from tests.test_report import require_clean, row, tab, unpacked, write_run  # noqa: F401
 
 # The first byte of a character in one token, the others in the next ones; then a line break and an end token.
 PIECES = ["4", "2 <script>window.caught=1</script>", "", "\U0001f600", "\n", "\u202eabc"]
@@ -20,11 +20,6 @@ def batch_of(**more) -> Batch:
     zeros, mask = np.zeros((2, 4), np.float32), np.array([[True, False, True, False], [True, True, True, True]])
     first, score = np.array([1, 0], np.int32), np.zeros(2, np.float32)
     return Batch(mask, zeros + 0.5, first, score, np.arange(2, dtype=np.int32), None, **more)
-
-
-def trajectory(uid: str, tokens: list[int]) -> Trajectory:
-    ids = np.array(tokens, np.int32)
-    return Trajectory(uid, ids, ids > 0, np.zeros(len(ids), np.float32), ids, "", "stop", 1)
 
 
 def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
@@ -37,7 +32,7 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
     )
     chosen = token_values.choose(data.mask, 2)
     known = token_values.quantities(data, chosen, None, bypass=False)
-    trajectories = [trajectory("a", [9, 9, 1, 2, 3]), trajectory("b", [9, 5, 6, 7, 8])]
+    trajectories = [trajectory(ids, np.ones(5), uid) for uid, ids in (("a", [9, 9, 1, 2, 3]), ("b", [9, 5, 6, 7, 8]))]
     first, second = token_values.records(data, trajectories, chosen, known, lambda ids: [str(i) for i in ids])
     assert first == {
         "sample": 0,
@@ -91,11 +86,10 @@ def test_a_run_writes_records_that_match_its_samples(finished_run):
     assert len(files) == c.trainer.total_training_steps
     for file in files:
         found, written = list[float](), list[float]()
-        records = [json.loads(line) for line in file.read_text().splitlines()]
-        samples = (folder / "samples" / file.name.replace("tokens", "step")).read_text().splitlines()
+        records, samples = read_lines(file), read_lines(file.with_name(file.name.replace("tokens", "step")))
         assert len(records) == min(c.trainer.token_samples, len(samples))
         for record in records:
-            sample = json.loads(samples[record["sample"]])
+            sample = samples[record["sample"]]
             assert sample["uid"] == record["uid"] and "".join(record["pieces"]).startswith(sample["response"])
             assert all(len(record[name]) == len(record["pieces"]) for name in ("tokens", "trained", "advantage"))
             assert np.isclose(np.nansum(array(record["reward"])), sample["score"])  # the reward has no KL

@@ -1,13 +1,11 @@
 """The training command as a user runs it, with a real vLLM: trained, killed, started again; and what it refuses."""
 
 import importlib.util
-import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,9 +13,9 @@ import pytest
 from examples import arithmetic
 from jppo import settings, train
 from jppo.runlog.rollout_metrics import sample_metrics, source_means
-from jppo.types import Reward, Trajectory
+from jppo.types import Reward
+from tests.make import ROOT, one_line, read_lines, trajectory, until, write_lines
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 3
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 
@@ -35,14 +33,9 @@ def start(run, *more, **how):
     quick = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment = os.environ | quick  # on one device
     return subprocess.Popen(
-        command(run, *more, **how),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        command(run, *more, **how), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 def servers_of(run):
@@ -58,13 +51,6 @@ def servers_of(run):
     return found
 
 
-def until(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} took more than {seconds} s"
-        time.sleep(0.2)
-
-
 @pytest.fixture
 def run(tmp_path, tiny_model):
     """A run's folder with data and a starting model of random weights."""
@@ -72,7 +58,7 @@ def run(tmp_path, tiny_model):
     made = arithmetic.make(seed=1, test=64, sloppy=0.5, demonstrations=1)
     (folder / "data").mkdir(parents=True)
     for name in ("train", "test"):
-        (folder / f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made[name]))
+        write_lines(folder / f"data/{name}.jsonl", made[name])
     (folder / "sft").mkdir()
     (folder / "sft/hf").symlink_to(tiny_model)
     return folder
@@ -83,10 +69,10 @@ def run(tmp_path, tiny_model):
 def test_a_killed_run_goes_on_and_leaves_no_server(run):
     first = start(run)
     checkpoints = run / "checkpoints"
-    until(lambda: (checkpoints / "1").is_dir() or first.poll() is not None, 300, "the first step")
+    until(lambda: (checkpoints / "1").is_dir() or first.poll() is not None, "the first step", 300)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    until(lambda: not servers_of(run), 30, "the end of the killed run's server")
+    until(lambda: not servers_of(run), "the end of the killed run's server")
     left = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
     assert left < STEPS  # else nothing was left to do
 
@@ -96,16 +82,12 @@ def test_a_killed_run_goes_on_and_leaves_no_server(run):
     assert f"resuming from the checkpoint of step {left}" in said or left == 0
     assert "engine and trainer agree" in said
     assert not servers_of(run)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert [m["step"] for m in lines] == list(range(STEPS + 1))  # none missing, none twice
     assert all(m["rollout/logp_gap_max"] < 1e-3 for m in lines[1:])
     assert f"report            {run / 'report.html'}" in said and (run / "report.html").is_file()
     assert {path.name for path in (run / "hf").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    uids = {
-        row["uid"]
-        for step in range(1, STEPS + 1)
-        for row in map(json.loads, (run / f"samples/step_{step}.jsonl").read_text().splitlines())
-    }
+    uids = {row["uid"] for step in range(STEPS) for row in read_lines(run / f"samples/step_{step + 1}.jsonl")}
     assert len(uids) == 32 * STEPS  # within an epoch no prompt is drawn again, also over the kill
 
 
@@ -128,11 +110,11 @@ def test_a_worker_that_corrupts_a_tensor_is_seen_at_its_publish(run):
 @needs_vllm
 def test_a_term_signal_ends_the_run_and_its_server(run):
     process = start(run)
-    until(lambda: servers_of(run) or process.poll() is not None, 60, "the server's start")
+    until(lambda: servers_of(run) or process.poll() is not None, "the server's start", 60)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "stopped by SIGTERM; the same command resumes" in said
-    until(lambda: not servers_of(run), 30, "the server's end")
+    until(lambda: not servers_of(run), "the server's end")
 
 
 @pytest.mark.parametrize(
@@ -144,32 +126,21 @@ def test_a_term_signal_ends_the_run_and_its_server(run):
     ],
 )
 def test_a_fault_of_the_user_is_one_line_and_code_2(run, more, said, capsys):
-    with pytest.raises(SystemExit) as e:
-        train.main(command(run, *more)[3:])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert e.value.code == 2 and line.startswith("error: ") and said in line
+    line = one_line(capsys, train.main, *command(run, *more)[3:])
+    assert line.startswith("error: ") and said in line
     assert not (run / "server-0.log").exists()
 
 
 FAILED = Reward(float("nan"), {}, "boom", unusable="not graded: boom")
 
 
-def trajectory(length, finish="stop"):
-    return Trajectory(
-        uid="a",
-        tokens=np.zeros(3 + length, np.int32),
-        sampled=np.repeat([False, True], [3, length]),
-        logprob=np.zeros(3 + length, np.float32),
-        version=np.zeros(3 + length, np.int32),
-        text="",
-        finish=finish,
-        turns=1,
-    )
+def response(length, finish="stop"):
+    return trajectory(np.zeros(3 + length), np.repeat([False, True], [3, length]), finish=finish)
 
 
 def test_describe_counts_responses_and_errors():
     rewards = [Reward(1.0, {}, None), FAILED]
-    found = sample_metrics([trajectory(2), trajectory(4, "length")], rewards)
+    found = sample_metrics([response(2), response(4, "length")], rewards)
     assert found["critic/score/mean"] == 1.0 and found["reward/errors"] == 1.0
     assert found["response_length/mean"] == 3.0 and found["response_length/clip_ratio"] == 0.5
     assert (found["response_length/min"], found["response_length/max"]) == (2.0, 4.0)
@@ -180,10 +151,9 @@ def test_describe_has_the_mean_score_of_greedy_responses():
     rewards = [Reward(1.0, {}, None)]
     failed = Reward(0.0, {}, "no grade", unusable="not graded")
     greedy = [Reward(score, {}, None) for score in (1.0, 0.0, 0.5)] + [failed]
-    assert sample_metrics([trajectory(2)], rewards, greedy)["critic/greedy/mean"] == 0.5
-    assert "critic/greedy/mean" not in sample_metrics([trajectory(2)], rewards) | sample_metrics(
-        [trajectory(2)], rewards, [failed]
-    )
+    assert sample_metrics([response(2)], rewards, greedy)["critic/greedy/mean"] == 0.5
+    without = sample_metrics([response(2)], rewards) | sample_metrics([response(2)], rewards, [failed])
+    assert "critic/greedy/mean" not in without
 
 
 def test_scores_by_data_source():
@@ -197,6 +167,6 @@ def test_a_step_whose_graders_all_fail_ends_the_run():
         train.require_graded([FAILED])
 
 
-@pytest.mark.parametrize("step,every,now", [(10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)])
-def test_due(step, every, now):
-    assert settings.due(step, every) is now
+def test_due():
+    for step, every, now in ((10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)):
+        assert settings.due(step, every) is now

@@ -8,8 +8,8 @@ import pytest
 from jppo import settings, train
 from jppo.rewards import graders
 from jppo.types import Reward
+from tests.make import ROOT, one_line, read_lines
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILE = """
 import jax.numpy as jnp
 import optax
@@ -46,7 +46,6 @@ def strange(*, gama):
 def engine(c, run, hosts=None):
     return 3
 
-number = 5
 """
 
 
@@ -67,8 +66,7 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
     settings.check(c)
     train.train(c)
     run = pathlib.Path(c.trainer.run_dir)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in steps if "actor/pg_loss" in step]
+    steps = [step for step in read_lines(run / "metrics.jsonl") if "actor/pg_loss" in step]
     assert len(steps) == 2
     for step in steps:
         assert step["critic/advantages/max"] == 0.5 and step["critic/advantages/min"] == -0.5
@@ -80,20 +78,10 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
 @pytest.mark.parametrize(
     ("setting", "spec", "said"),
     [
-        ("algorithm.adv_estimator", "sihn", "is not known; it is one of 'gae'"),
-        ("algorithm.adv_estimator", "{}:sgn", "defines no 'sgn'; it has sign, "),
-        ("algorithm.adv_estimator", "{}:number", "'number' is of type int"),
-        (
-            "algorithm.adv_estimator",
-            "{}:unclipped",
-            "returns Objective; it must return a jppo.learner.estimate.",
-        ),
+        ("algorithm.adv_estimator", "{}:unclipped", "returns Objective; it must return a jppo.learner.estimate."),
         ("algorithm.adv_estimator", "{}:strange", "its parameter 'gama' is no setting of `algorithm`"),
         ("algorithm.adv_estimator", "{}:sign", "compares the samples of a prompt, and rollout.n=1"),
-        ("algorithm.adv_estimator", "/none/parts.py:sign", "no file /none/parts.py"),
         ("actor.loss_mode", "{}:unclaped", "did you mean 'unclipped'?"),
-        ("actor.loss_mode", "{}:sign", "its parameter 'gamma' is no setting of `actor`"),
-        ("actor.loss_mode", "no.such.module:loss", "cannot be imported (ModuleNotFoundError: No module named 'no')"),
         ("actor.kl_loss_type", "{}:cubed", "defines no 'cubed'"),
         ("actor.optimizer", "{}:plane", "defines no 'plane'"),
         ("rollout.name", "{}:motor", "defines no 'motor'"),
@@ -101,10 +89,9 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
 )
 def test_a_user_defined_part_that_cannot_be_is_one_line(parts, capsys, setting, spec, said):
     spec = spec.format(parts)
-    with pytest.raises(SystemExit) as e:
-        train.main([f"--config={ROOT}/configs/quickstart.py", f"--config.{setting}={spec}", "--config.rollout.n=1"])
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert e.value.code == 2 and line.startswith("error: ") and said in line and spec in line
+    words = (f"--config={ROOT}/configs/quickstart.py", f"--config.{setting}={spec}", "--config.rollout.n=1")
+    line = one_line(capsys, train.main, *words)
+    assert line.startswith("error: ") and said in line and spec in line
 
 
 def test_the_needs_of_a_user_defined_loss_are_checked(config, parts):

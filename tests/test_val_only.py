@@ -1,6 +1,5 @@
 """trainer.val_only tests the policy that a start would have, and changes nothing of what the run has written."""
 
-import json
 import pathlib
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import safetensors.numpy
 
 from jppo import settings, train
+from tests.make import read_lines
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -22,16 +22,13 @@ def look(small_run, engine):
         small_run.trainer.val_only = True
         settings.check(small_run)
         train.train(small_run)
-        lines = (pathlib.Path(small_run.trainer.run_dir) / "val_only/metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines], loaded
+        return read_lines(pathlib.Path(small_run.trainer.run_dir) / "val_only/metrics.jsonl"), loaded
 
     return look
 
 
 def contents(run):
-    return {
-        path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "val_only" not in path.parts
-    }  # fmt: skip
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "val_only" not in path.parts}
 
 
 def test_a_finished_run_is_tested_by_its_checkpoint_and_stays_as_it_is(small_run, engine, look, capsys):
@@ -51,7 +48,7 @@ def test_a_finished_run_is_tested_by_its_checkpoint_and_stays_as_it_is(small_run
     assert not [name for name in line if name.startswith(("actor/", "critic/"))]
     test = engine.asked[-1]
     assert (test.n, test.temperature, test.top_p, test.top_k) == (3, 0.7, 0.9, 5)
-    rows = [json.loads(row) for row in (run / "val_only/samples/test_2.jsonl").read_text().splitlines()]
+    rows = read_lines(run / "val_only/samples/test_2.jsonl")
     assert len(rows) == 3 * 4 and rows[0]["uid"] == rows[2]["uid"] != rows[3]["uid"]
     last = safetensors.numpy.load_file(run / "hf/model.safetensors")
     for name, array in last.items():

@@ -13,7 +13,8 @@ from jppo.rewards.pool import Pool
 from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.rollout.protocol import greedy
 from jppo.run import validation
-from jppo.types import Prompt, Reward, Trajectory
+from jppo.types import Prompt, Reward
+from tests.make import trajectory
 
 
 class Answers:
@@ -24,18 +25,12 @@ class Answers:
 
     def generate(self, prompts, sampling, *, version, done=None):
         self.asked.append((sampling, version))
+        asked = (p for p in prompts for _ in range(sampling.n))
         out = [
-            Trajectory(
-                uid=p.uid,
-                tokens=np.arange(5, dtype=np.int32),
-                sampled=np.array([False, False, True, True, True]),
-                logprob=np.zeros(5, np.float32),
-                version=np.full(5, version, np.int32),
-                text=text,
-                finish="length" if text == "" else "stop",
-                turns=1,
+            trajectory(
+                range(5), [0, 0, 1, 1, 1], p.uid, version=version, text=text, finish="stop" if text else "length"
             )
-            for p, text in zip((p for p in prompts for _ in range(sampling.n)), self.texts, strict=True)
+            for p, text in zip(asked, self.texts, strict=True)
         ]
         for number in reversed(range(len(out))):  # in any order
             done(number, out[number])

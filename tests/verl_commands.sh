@@ -40,6 +40,13 @@ $PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.ac
 
 ### ppo, two data sets
 ## actor.max_tokens_per_device=24576
+## data.train_files=/home/me/data/gsm8k/train.parquet,/home/me/data/math/train.parquet
+## model.remat=full
+## rollout.servers=4
+## trainer.logger=console,wandb,jsonl
+## trainer.run_dir=runs/run
+## mesh.fsdp=-1
+## mesh.data=1
 $PPO algorithm.adv_estimator=gae "${MATH[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${VLLM[@]}" "${CRITIC[@]}" algorithm.use_kl_in_reward=False "${RUN[@]}"
 
 ### ppo, dynamic batch size
@@ -163,6 +170,8 @@ $PPO "${GSM8K[@]}" "${QWEN[@]}" "${CRITIC[@]}" algorithm.use_pf_ppo=True algorit
 
 ### ppo, adapters
 ## model.lora_rank=32
+## model.lora_alpha=32
+## model.target_modules=all-linear
 ## mesh.fsdp=8
 $PPO "${GSM8K[@]}" data.train_batch_size=64 "${QWEN[@]}" "${CRITIC[@]}" actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.model.use_shm=True actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.actor.fsdp_config.fsdp_size=8 actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.layered_summon=True actor_rollout_ref.rollout.max_num_seqs=64 actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_batched_tokens=1536 "${RUN[@]}"
 
@@ -183,6 +192,7 @@ $PPO --config-name=ppo_megatron_trainer "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" 
 ### grpo
 ## rollout.n=5
 ## actor.ppo_mini_batch_size=1280
+## actor.kl_loss_type=low_var_kl
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${VLLM[@]}" "${RUN[@]}" $@
 
 ### grpo, dynamic batch size
@@ -241,6 +251,8 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" data.sampler.class_pa
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" data.custom_cls.path=my_data.py data.custom_cls.name=MyDataset "${RUN[@]}"
 
 ### grpo, tools
+## rollout.name=sglang
+## rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml
 ## rollout.multi_turn.enable=True
 ## rollout.multi_turn.max_assistant_turns=5
 $PPO --config-path="config" --config-name='gsm8k_multiturn_grpo' "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5 actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml "${RUN[@]}"
@@ -317,10 +329,12 @@ $PPO algorithm.adv_estimator=reinforce_plus_plus "${MATH[@]}" "${SIZES[@]}" "${Q
 $PPO algorithm.adv_estimator=reinforce_plus_plus_baseline "${MATH[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rollout.n=8 "${RUN[@]}"
 
 ### rloo
+## rollout.n=5
 ## algorithm.use_kl_in_reward=True
 $PPO algorithm.adv_estimator=rloo "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rollout.n=5 algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl algorithm.kl_ctrl.kl_coef=0.001 "${RUN[@]}"
 
 ### remax
+## actor.max_tokens_per_device=24000
 ## algorithm.adv_estimator=remax
 $PPO algorithm.adv_estimator=remax "${MATH[@]}" "${SIZES[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.rollout.n=4 algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl algorithm.kl_ctrl.kl_coef=0.001 "${RUN[@]}"
 

@@ -27,33 +27,6 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
  trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=10 trainer.test_freq=10 \\
  trainer.total_epochs=15 2>&1 | tee verl_demo.log
 """,
-    "ppo qwen2-7b": f"""set -x
-{BOTH}
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae {FILES} \\
-    data.max_prompt_length=1024 data.max_response_length=512 data.filter_overlong_prompts=True data.truncation='error' \\
-    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.model.use_remove_padding=True \\
-    actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.optim.lr=1e-6 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \\
-    {NO_OFFLOAD} actor_rollout_ref.actor.use_kl_loss=False \\
-    actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \\
-    critic.optim.lr=1e-5 critic.model.use_remove_padding=True critic.model.path=Qwen/Qwen2-7B-Instruct \\
-    critic.model.enable_gradient_checkpointing=True critic.ppo_micro_batch_size_per_gpu=32 \\
-    critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.optimizer_offload=False \\
-    algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger='["console","wandb"]' \\
-    trainer.project_name='verl_example' trainer.experiment_name='qwen2_7b_function_rm' {ENDS}
-""",
-    "ppo deepseek7b": f"""set -x
-python3 -m verl.trainer.main_ppo \\
-    {GSM8K} data.train_batch_size=1024 data.val_batch_size=1312 data.max_prompt_length=512 data.max_response_length=512 \\
-    actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat actor_rollout_ref.actor.optim.lr=1e-6 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size=64 \\
-    actor_rollout_ref.actor.fsdp_config.grad_offload=False {NO_OFFLOAD} \\
-    actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \\
-    actor_rollout_ref.ref.fsdp_config.param_offload=True critic.optim.lr=1e-5 \\
-    critic.model.path=deepseek-ai/deepseek-llm-7b-chat critic.model.enable_gradient_checkpointing=False \\
-    critic.ppo_micro_batch_size=64 algorithm.kl_ctrl.kl_coef=0.001 trainer.critic_warmup=0 \\
-    trainer.logger=['console','wandb'] trainer.project_name='verl_example_gsm8k' {ENDS}
-""",
     "ppo with a reward model": f"""set -x
 {BOTH}
 python3 -m verl.trainer.main_ppo {FILES} data.max_prompt_length=1024 data.max_response_length=512 \\
@@ -66,30 +39,6 @@ python3 -m verl.trainer.main_ppo {FILES} data.max_prompt_length=1024 data.max_re
     reward_model.enable=True reward_model.model.path=sfairXC/FsfairX-LLaMA3-RM-v0.1 \\
     reward_model.model.use_remove_padding=True reward_model.model.fsdp_config.param_offload=True \\
     reward_model.micro_batch_size_per_gpu=32 algorithm.use_kl_in_reward=False {ENDS}
-""",
-    "grpo qwen2-7b": f"""set -x
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {GSM8K} \\
-    data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 \\
-    data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct \\
-    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 \\
-    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0 \\
-    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm algorithm.norm_adv_by_std_in_grpo=False \\
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm \\
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5 \\
-    actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False \\
-    trainer.critic_warmup=0 trainer.logger='["console","wandb"]' trainer.experiment_name='qwen2_7b_function_rm' {ENDS}
-""",
-    "32b on four nodes": f"""set -x
-{BOTH}
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae {FILES} \\
-    data.max_prompt_length=1024 data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen2.5-32B-Instruct \\
-    actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.3 critic.model.path=Qwen/Qwen2.5-32B-Instruct \\
-    critic.optim.lr=1e-5 critic.ppo_micro_batch_size_per_gpu=8 algorithm.use_kl_in_reward=True \\
-    algorithm.kl_ctrl.kl_coef=0.0001 trainer.n_gpus_per_node=8 trainer.nnodes=4 trainer.test_freq=10 "$@"
 """,
     "dapo 32b": """#!/usr/bin/env bash
 set -euxo pipefail
@@ -147,42 +96,5 @@ ARGS+=(actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.tensor_model_para
 python3 -m verl.trainer.main_ppo "${{ARGS[@]}}" actor_rollout_ref.actor.strategy=fsdp2 \\
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.fsdp_config.fsdp_size=16 \\
     actor_rollout_ref.actor.use_torch_compile=False trainer.nnodes=8 trainer.default_local_dir=/ckpts/72b
-""",
-    "lora": f"""set -x
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {GSM8K} data.train_batch_size=16 \\
-    data.max_prompt_length=512 data.max_response_length=1024 data.shuffle=False \\
-    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct actor_rollout_ref.model.lora_rank=64 \\
-    actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.model.target_modules=[q_proj,v_proj] \\
-    actor_rollout_ref.model.use_shm=True actor_rollout_ref.actor.optim.lr=3e-6 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \\
-    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.load_format=safetensors \\
-    actor_rollout_ref.rollout.layered_summon=True actor_rollout_ref.ref.fsdp_config.param_offload=True {ENDS}
-""",
-    "multi-turn": f"""
-ulimit -n 65535
-PROJECT_DIR="$(pwd)"
-CONFIG_PATH="$PROJECT_DIR/examples/sglang_multiturn/config"
-python3 -m verl.trainer.main_ppo --config-path="$CONFIG_PATH" --config-name='gsm8k_multiturn_grpo' \\
-    algorithm.adv_estimator=grpo {GSM8K} data.train_batch_size=256 data.max_prompt_length=1024 \\
-    data.max_response_length=1024 data.return_raw_chat=True actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \\
-    actor_rollout_ref.rollout.name=sglang_async actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.n=16 \\
-    actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5 \\
-    actor_rollout_ref.rollout.multi_turn.tool_config_path="$PROJECT_DIR/config/gsm8k_tool_config.yaml" {ENDS}
-""",
-    "rloo": f"""set -x
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo {GSM8K} data.train_batch_size=1024 \\
-    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=80 actor_rollout_ref.actor.use_kl_loss=False \\
-    actor_rollout_ref.rollout.n=5 algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl \\
-    algorithm.kl_ctrl.kl_coef=0.001 {ENDS}
-""",
-    "remax": f"""set -x
-export HYDRA_FULL_ERROR=1
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=remax {GSM8K} data.train_batch_size=512 \\
-    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
-    actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=30000 \\
-    actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \\
-    algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl algorithm.kl_ctrl.kl_coef=0.001 {ENDS}
 """,
 }  # fmt: skip

@@ -16,7 +16,8 @@ from jppo.learner import batch, estimate, estimators, optim, packing, ppo, shard
 from jppo.models import config_reader, embedding, experts, sequence_parallel
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
-from jppo.types import Reward, Trajectory
+from jppo.types import Reward
+from tests.make import trajectory
 
 LONGEST = 24  # tokens of a trajectory
 
@@ -24,35 +25,18 @@ LONGEST = 24  # tokens of a trajectory
 def hf_config():
     """A small qwen2, every axis of which a mesh of 2 x 2 x 2 divides; weights large, so that all matter."""
     return dict(
-        model_type="qwen2",
-        architectures=["Qwen2ForCausalLM"],
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-6,
-        hidden_act="silu",
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
+        model_type="qwen2", architectures=["Qwen2ForCausalLM"], vocab_size=32, hidden_size=16, intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        rope_theta=10000.0, rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False, initializer_range=0.3,
+    )  # fmt: skip
 
 
 def experts_config(count):
     """The same width as a mixture of so many experts, whose first layer is dense."""
     return hf_config() | dict(
-        model_type="qwen2_moe",
-        architectures=["Qwen2MoeForCausalLM"],
-        num_experts=count,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=8,
-        norm_topk_prob=True,
-        mlp_only_layers=[0],
-    )
+        model_type="qwen2_moe", architectures=["Qwen2MoeForCausalLM"], num_experts=count, num_experts_per_tok=2,
+        moe_intermediate_size=16, shared_expert_intermediate_size=8, norm_topk_prob=True, mlp_only_layers=[0],
+    )  # fmt: skip
 
 
 REPLAYED = (2, 2)  # layers and active experts of `experts_config`
@@ -80,18 +64,7 @@ def draw(count, seed=0):
         if i % 6 == 0:
             sampled[-1] = False  # the tool has the last word
         sampled[prompt] = True
-        out.append(
-            Trajectory(
-                uid=str(i),
-                tokens=rng.integers(0, 32, n).astype(np.int32),
-                sampled=sampled,
-                logprob=np.where(sampled, rng.normal(-3, 1, n), 0).astype(np.float32),
-                version=np.where(sampled, 0, -1).astype(np.int32),
-                text="",
-                finish="stop",
-                turns=1,
-            )
-        )
+        out.append(trajectory(rng.integers(0, 32, n), sampled, str(i), logprob=rng.normal(-3, 1, n)))
     return out, rng.normal(size=count).astype(np.float32)
 
 
@@ -165,11 +138,8 @@ class Learner:
     replay: bool = False
 
     def __post_init__(self):
-        self.hf, self.kl_coef, self.adamw = (
-            experts_config(self.experts) if self.experts else hf_config(),
-            KL_COEF,
-            ADAMW,
-        )
+        self.hf = experts_config(self.experts) if self.experts else hf_config()
+        self.kl_coef, self.adamw = KL_COEF, ADAMW
         self.cfg = config_reader.parse_config(self.hf, path="config.json")
         self.mesh = sharding.make_mesh(self.mesh_shape)
         plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
@@ -206,16 +176,10 @@ class Learner:
 
     def plan(self, kind, tokens_per_micro, sequences):
         plan = packing.make_plan(
-            kind,
-            max_length=LONGEST,
-            row_lengths=2,
-            max_tokens_per_row=2 * LONGEST,
-            tokens_per_micro=tokens_per_micro,
-            sequences=sequences,
-            row_multiple=sharding.row_multiple(self.mesh),
-            length_multiple=sharding.length_multiple(self.mesh),
-            shared=(0, 0) if self.shared is None else self.shared,
-        )
+            kind, max_length=LONGEST, row_lengths=2, max_tokens_per_row=2 * LONGEST, tokens_per_micro=tokens_per_micro,
+            sequences=sequences, row_multiple=sharding.row_multiple(self.mesh),
+            length_multiple=sharding.length_multiple(self.mesh), shared=self.shared or (0, 0),
+        )  # fmt: skip
         return dataclasses.replace(plan, experts=REPLAYED) if self.replay else plan
 
     def descent(self, name, params, *, lr, tx):
@@ -225,13 +189,9 @@ class Learner:
             schedule = optim.make_schedule("constant", lr=lr, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
             self.applies[name, lr, tx] = update.make_apply(tx, schedule, shardings=(what.shardings, places))
         how = ppo.ModelUpdate(
-            accumulate=getattr(self.passes, name),
-            apply=self.applies[name, lr, tx],
-            zeros=self.zeros[name],
-            exchange=self.exchange[name],
-            name=name,
-            load=self.passes.router_load if name == "actor" else None,
-        )
+            accumulate=getattr(self.passes, name), apply=self.applies[name, lr, tx], zeros=self.zeros[name],
+            exchange=self.exchange[name], name=name, load=self.passes.router_load if name == "actor" else None,
+        )  # fmt: skip
         return how, opt
 
     def score(self, trajectories, scores, *, plan, policy, reference, value, unusable=()):
@@ -250,9 +210,8 @@ class Learner:
     def minis(self, flat, trajectories, *, plan, mini, epochs=1, order=None):
         order = np.arange(len(trajectories)) if order is None else order
         for _ in range(epochs):
-            yield from batch.mini_batches(
-                flat, trajectories, order=order, mini_batch_size=mini, plan=plan, mesh=self.mesh
-            )
+            how = dict(order=order, mini_batch_size=mini, plan=plan, mesh=self.mesh)
+            yield from batch.mini_batches(flat, trajectories, **how)
 
     def update(
         self, trajectories, scores, *, kind="none", tokens_per_micro=10**6, mini=8, epochs=2, lr=0.1, tx=ADAMW,

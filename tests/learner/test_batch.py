@@ -120,15 +120,8 @@ def test_a_remainder_is_spread_over_the_mini_batches(count, size, expected):
     """Every trajectory is in one of them, in the given order, and the weights of tokens are alike."""
     rng, mesh = np.random.default_rng(0), sharding.make_mesh((1, 1, 1))
     some = [trajectory([1, 2, 3, 4], [0, 1, 1, 1]) for _ in range(count)]
-    plan = packing.make_plan(
-        "buckets",
-        max_length=8,
-        row_lengths=1,
-        max_tokens_per_row=8,
-        tokens_per_micro=32,
-        sequences=size,
-        row_multiple=1,
-    )
+    how = dict(max_length=8, row_lengths=1, max_tokens_per_row=8, tokens_per_micro=32, sequences=size, row_multiple=1)
+    plan = packing.make_plan("buckets", **how)
     data = batch.flatten(some, [GRADED] * count, np.zeros(count, np.int32), shape=(count, 4))
     data = dataclasses.replace(data, old_logprob=data.rollout_logprob)
     order = rng.permutation(count)

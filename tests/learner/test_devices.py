@@ -41,12 +41,8 @@ CFG = config_reader.parse_config(
 def test_a_device_is_known_by_its_kind_and_the_dtype_counts(kind, bfloat16, float32):
     for dtype, rate in (("bfloat16", bfloat16), ("float32", float32)):
         assert devices.known_peak(kind, dtype) == (None if rate is None else pytest.approx(rate))
-
-
-def test_a_longer_name_stands_before_its_beginning():
     names = list(devices.PEAKS)
-    for i, name in enumerate(names):
-        assert not [later for later in names[i + 1 :] if later.startswith(name)]
+    assert not [a for i, a in enumerate(names) if any(b.startswith(a) for b in names[i + 1 :])], "longer names first"
 
 
 def test_what_is_not_known_is_measured_once(monkeypatch):
@@ -107,9 +103,8 @@ def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
         "perf/mfu/critic": 3 * cost.update(CFG, [5, 9], head_tokens=0, adapters=inputs.critic_adapters) / 0.25 / 1e6,
         "perf/mfu/actor_infer": cost.forward(CFG, [5, 9], head_tokens=6) / 0.125 / 1e6,
     }
-    assert list(utilisation.utilisation(config, inputs, None, both, {"update_critic": 1.0}, step=0)) == [
-        "perf/mfu/critic"
-    ]
+    found = utilisation.utilisation(config, inputs, None, both, {"update_critic": 1.0}, step=0)
+    assert list(found) == ["perf/mfu/critic"]
     config.algorithm.old_logprob = "bypass"
     alone = types.SimpleNamespace(**vars(inputs) | {"critic": None})
     assert list(utilisation.utilisation(config, alone, None, both, seconds, step=0)) == ["perf/mfu/actor"]

@@ -8,7 +8,8 @@ import pytest
 
 from jppo.algorithms import masked
 from jppo.learner import batch, correct, estimate, estimators
-from jppo.types import Reward, Trajectory
+from jppo.types import Reward
+from tests import make
 
 GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.5
 # Per trajectory: which tokens are sampled, from the first sampled one on; (token, amount) pairs; the score.
@@ -23,12 +24,7 @@ CASES = {
 
 
 def trajectory(sampled, uid):
-    sampled = np.bool_([0, 0, *sampled])
-    n = len(sampled)
-    return Trajectory(
-        uid, np.arange(n, dtype=np.int32), sampled, np.where(sampled, -0.5, 0).astype(np.float32),
-        np.where(sampled, 0, -1).astype(np.int32), "", "stop", 1,
-    )  # fmt: skip
+    return make.trajectory(range(2 + len(sampled)), [0, 0, *sampled], uid, logprob=-0.5)
 
 
 def flat(rewards, *, earns=True, n=1):

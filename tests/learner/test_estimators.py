@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jppo.learner import batch, correct, estimate, estimators
-from jppo.types import Batch, Reward, Trajectory
+from jppo.types import Batch, Reward
+from tests.make import trajectory
 
 
 def test_the_critic_may_have_another_lambda():
@@ -83,15 +84,10 @@ def test_opo_counts_a_response_of_which_nothing_is_kept(left_out):
     """Scores (1, 0, 0) of two tokens each; of the last two nothing is trained on: A = 1 - 2 · 1 / (2 + 2 + 2) = 2/3."""
     sampled = np.array([False, True, False, True, False])  # a prompt's token; a tool's in the response
 
-    def response(finish):
-        tokens = np.arange(5, dtype=np.int32)
-        return Trajectory("p", tokens, sampled, np.zeros(5, np.float32), np.zeros(5, np.int32), "", finish, 1)
-
     filters = left_out == "filtered"
-    data = batch.flatten(
-        [response("stop"), response("length"), response("length")], [Reward(x, {}, None) for x in (1.0, 0.0, 0.0)],
-        np.zeros(3, np.int32), shape=(4, 4), filter_truncated=filters,
-    )  # fmt: skip
+    responses = [trajectory(range(5), sampled, finish=finish) for finish in ("stop", "length", "length")]
+    rewards = [Reward(x, {}, None) for x in (1.0, 0.0, 0.0)]
+    data = batch.flatten(responses, rewards, np.zeros(3, np.int32), shape=(4, 4), filter_truncated=filters)
     how = dict(kl_penalty=None, bypass=False, by_sequence=False)
     # a band around equal log-probs; those of the last two are not equal
     rule = correct.Correction(None, 0.0, 1.0, normalize=False, rules=(("seq_mean_k1", 0.5, 2.0),))

@@ -36,12 +36,8 @@ def updated(ours, drawn, *, params=False, optimizer=False, reference=False, toke
 def test_what_waits_on_the_host_changes_no_bit(new_learner, make_recipe, drawn, mesh_shape):
     ours = new_learner(mesh_shape, make_recipe("grpo", kl_loss_type="full", kl_penalty="full"))
     expected = updated(ours, drawn)
-    for where in (
-        dict(params=True),
-        dict(optimizer=True),
-        dict(reference=True),
-        dict(params=True, optimizer=True, reference=True),
-    ):
+    each = ("params", "optimizer", "reference")
+    for where in (*({name: True} for name in each), dict.fromkeys(each, True)):
         policy, opt, metrics = updated(ours, drawn, **where)
         assert kinds(policy) == ({"pinned_host"} if "params" in where else {"device"})
         assert kinds(opt) == ({"pinned_host"} if "optimizer" in where else {"device"})

@@ -6,16 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jppo.learner import packing
-from jppo.types import Trajectory
+from tests import make
 
 KINDS = ("segments", "buckets", "none")
 
 
 def trajectory(tokens, sampled, uid="a"):
-    tokens, sampled = np.asarray(tokens, np.int32), np.asarray(sampled, bool)
-    logp = np.where(sampled, -tokens / 10, 0.0).astype(np.float32)
-    version = np.where(sampled, 3, -1).astype(np.int32)
-    return Trajectory(uid, tokens, sampled, logp, version, "", "stop", 1)
+    return make.trajectory(tokens, sampled, uid, logprob=-np.asarray(tokens) / 10, version=3)
 
 
 def plan(kind, **over):
@@ -52,10 +49,6 @@ def test_alignment_by_hand():
     np.testing.assert_array_equal(rows.segment, [[1, 1, 1, 1, 1, 2, 0, 0]])
     np.testing.assert_array_equal(rows.position, [[0, 1, 2, 3, 4, 0, 0, 0]])
     np.testing.assert_array_equal(rows.sequence, [[40, 40, 40, 40, 40, 41, -1, -1]])
-
-
-def test_dtypes():
-    (rows,) = packing.pack([trajectory([1, 2], [0, 1])], [0], plan("none"))
     kinds = {name: str(getattr(rows, name).dtype) for name in ("inputs", "mask", "sequence", "segment")}
     assert kinds == dict(inputs="int32", mask="bool", sequence="int32", segment="int32")
 
@@ -80,13 +73,8 @@ def ragged(lengths, seed=0):
     row_lengths=st.integers(1, 4),
 )
 def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_micro, row_multiple, row_lengths):
-    p = plan(
-        kind,
-        tokens_per_micro=tokens_per_micro,
-        row_multiple=row_multiple,
-        row_lengths=row_lengths,
-        sequences=max(1, len(lengths)),
-    )
+    how = dict(tokens_per_micro=tokens_per_micro, row_multiple=row_multiple, row_lengths=row_lengths)
+    p = plan(kind, sequences=max(1, len(lengths)), **how)
     some = ragged(lengths)
     micros = packing.pack(some, range(100, 100 + len(some)), p)
     assert {rows.inputs.shape for rows in micros} <= set(p.shapes)
@@ -106,15 +94,11 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_
             )
 
 
-def test_all_ways_hold_the_same():
+def test_all_ways_hold_the_same_and_shared_rows_waste_less():
     some = ragged([2, 20, 7, 7, 13, 19, 3, 4, 11, 20, 5, 2])
     by_kind = [entries(packing.pack(some, range(len(some)), plan(kind))) for kind in KINDS]
     assert by_kind[0] == by_kind[1] == by_kind[2]
-
-
-def test_shared_rows_waste_less():
-    some = ragged([6] * 12)
-    plans = {k: plan(k, tokens_per_micro=60) for k in KINDS}
+    some, plans = ragged([6] * 12), {k: plan(k, tokens_per_micro=60) for k in KINDS}
     area = {k: sum(m.inputs.size for m in packing.pack(some, range(12), p)) for k, p in plans.items()}
     assert area["segments"] < area["buckets"] < area["none"]
 

@@ -14,15 +14,8 @@ from tests.learner.test_packing import trajectory
 
 
 def plan(**over):
-    sizes = dict(
-        max_length=20,
-        row_lengths=3,
-        max_tokens_per_row=40,
-        tokens_per_micro=90,
-        sequences=12,
-        row_multiple=1,
-        shared=(20, 20),
-    )
+    sizes = dict(max_length=20, row_lengths=3, max_tokens_per_row=40, tokens_per_micro=90, sequences=12)
+    sizes |= dict(row_multiple=1, shared=(20, 20))
     return packing.make_plan("prefix", **(sizes | over))
 
 

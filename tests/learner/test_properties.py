@@ -18,7 +18,8 @@ from jppo import settings as options
 from jppo.learner import batch, packing, ppo, score, sharding, update
 from jppo.learner.recipe import make_recipe
 from jppo.settings.table import TABLE
-from jppo.types import Reward, Trajectory
+from jppo.types import Reward
+from tests import make
 from tests.make import typed
 
 N, G, LONGEST = 6, 3, 24  # prompts, samples of each, tokens
@@ -41,16 +42,7 @@ def trajectory(i, tools=()):
             tokens, sampled, logp = [*tokens, 0], [*sampled, False], [*logp, 0.0]
         tokens, sampled = [*tokens, rank], [*sampled, True]
         logp = [*logp, TABLES["sampler"][i, rank]]
-    return Trajectory(
-        uid=str(i // G),
-        tokens=np.array(tokens, np.int32),
-        sampled=np.array(sampled),
-        logprob=np.array(logp, np.float32),
-        version=np.zeros(len(tokens), np.int32),
-        text="",
-        finish="stop",
-        turns=1,
-    )
+    return make.trajectory(tokens, sampled, str(i // G), logprob=logp)
 
 
 def look_up(table, rows):

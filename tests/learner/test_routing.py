@@ -15,7 +15,7 @@ from jppo.learner.plan import replayed
 from jppo.models import config_reader, decoder, hf_write, params
 from jppo.runlog import trajectories as saved
 from jppo.settings import UserError
-from jppo.types import Trajectory
+from tests.make import trajectory
 
 E, K, LAYERS = 5, 2, 3
 LENGTHS = (7, 10, 4)
@@ -25,22 +25,11 @@ REAL_TOPK = torch.topk
 def config(normalized, layers):
     """A random mixture whose odd layers are dense: runs of layers if there are three, a repeated pattern if four."""
     return transformers.Qwen3MoeConfig(
-        vocab_size=40,
-        hidden_size=24,
-        intermediate_size=20,
-        moe_intermediate_size=12,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=12,
-        num_experts=E,
-        num_experts_per_tok=K,
-        mlp_only_layers=[*range(1, layers, 2)],
-        norm_topk_prob=normalized,
-        initializer_range=0.4,
-        tie_word_embeddings=True,
-        architectures=["Qwen3MoeForCausalLM"],
-    )
+        vocab_size=40, hidden_size=24, intermediate_size=20, moe_intermediate_size=12, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=12, num_experts=E, num_experts_per_tok=K,
+        mlp_only_layers=[*range(1, layers, 2)], norm_topk_prob=normalized, initializer_range=0.4,
+        tie_word_embeddings=True, architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
 
 
 def made(normalized=True, layers=LAYERS):
@@ -78,10 +67,8 @@ def drawn(seed=0, known=True, layers=LAYERS):
     for i, n in enumerate(LENGTHS):
         experts = np.argsort(rng.random((n, layers, E)))[:, :, :K].astype(np.int16)
         experts[-1] = -1
-        ids, sampled = rng.integers(0, 40, n).astype(np.int32), np.arange(n) > 1
-        empty = np.zeros(n, np.float32)
-        made = Trajectory(str(i), ids, sampled, empty, sampled.astype(np.int32) - 1, "", "stop", 1)
-        out.append(dataclasses.replace(made, experts=experts if known else None))
+        ids = rng.integers(0, 40, n)
+        out.append(trajectory(ids, np.arange(n) > 1, str(i), experts=experts if known else None))
     return out
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from jppo.learner import batch, estimate
 from jppo.runlog.rollout_metrics import conversation_metrics, sample_metrics
-from jppo.types import Exchange, Reward, Trajectory
+from jppo.types import Exchange, Reward
+from tests.make import trajectory
 
 from .conftest import recipe
 
@@ -21,17 +22,8 @@ CONVERSATIONS = [(3, [4, 5, 2]), (1, [1, 3, 1, 2, 3]), (5, [6]), (2, [2, 4, 1]),
 def conversation(uid, prompt, turns, rng):
     sampled = np.repeat([False, *(i % 2 == 0 for i in range(len(turns)))], [prompt, *turns])
     n = len(sampled)
-    return Trajectory(
-        uid=uid,
-        tokens=rng.integers(0, 32, n).astype(np.int32),
-        sampled=sampled,
-        logprob=np.where(sampled, rng.normal(-3, 1, n), 0).astype(np.float32),
-        version=np.where(sampled, 0, -1).astype(np.int32),
-        text="",
-        finish="stop",
-        turns=-(-len(turns) // 2),
-        exchange=Exchange(len(turns) // 2, 0, 0.5, 0.0, None),
-    )
+    how = dict(turns=-(-len(turns) // 2), exchange=Exchange(len(turns) // 2, 0, 0.5, 0.0, None))
+    return trajectory(rng.integers(0, 32, n), sampled, uid, logprob=rng.normal(-3, 1, n), **how)
 
 
 @pytest.fixture

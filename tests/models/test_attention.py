@@ -30,7 +30,7 @@ def loop_attend(q, k, v, segment, sinks=None, *, scale, softcap=None, window=Non
 
 
 def plain(*, scale=0.5, softcap=None, windows=(None,)):
-    return attention.make_plain(scale=scale, softcap=softcap, windows=windows)
+    return jax.jit(attention.make_plain(scale=scale, softcap=softcap, windows=windows))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def block(request, monkeypatch):
 def test_attend_is_the_loop(rows, block, window, softcap):
     inputs, segment = rows
     expected = loop_attend(*inputs, segment, scale=0.3, softcap=softcap, window=window)
-    attend = jax.jit(plain(scale=0.3, softcap=softcap, windows=(5, window)))
+    attend = plain(scale=0.3, softcap=softcap, windows=(5, window))
     np.testing.assert_allclose(attend(*inputs, segment, jnp.int32(1)), expected, atol=2e-6)
 
 
@@ -63,7 +63,7 @@ def test_sinks_are_scores_of_a_key_without_a_value(rng, rows, block, size):
     inputs, segment = rows
     sinks = (size * rng.normal(size=6)).astype(np.float32)
     expected = loop_attend(*inputs, segment, sinks, scale=0.3, window=3)
-    found = jax.jit(plain(scale=0.3, windows=(5, 3)))(*inputs, segment, jnp.int32(1), sinks)
+    found = plain(scale=0.3, windows=(5, 3))(*inputs, segment, jnp.int32(1), sinks)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 

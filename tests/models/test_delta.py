@@ -52,11 +52,12 @@ def test_chunks_give_what_single_tokens_do(rng, lengths):
 
 def test_a_row_in_parts_gives_what_it_does_at_once(rng):
     given = [jnp.asarray(x, jnp.float32) for x in arguments(rng)]
-    whole, last = delta.recurrence(*given, jnp.zeros((R, T), jnp.int32), None)
+    recurrence = jax.jit(delta.recurrence)
+    whole, last = recurrence(*given, jnp.zeros((R, T), jnp.int32), None)
     state, parts = jnp.zeros((R, N, G, A, W)), []
     for start, stop in ((0, 70), (70, 71), (71, 150)):
         zeros = jnp.zeros((R, stop - start), jnp.int32)
-        found, state = delta.recurrence(*(x[:, start:stop] for x in given), zeros, state)
+        found, state = recurrence(*(x[:, start:stop] for x in given), zeros, state)
         parts.append(found)
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=2e-6)
     np.testing.assert_allclose(state, last, atol=2e-6)
@@ -67,7 +68,7 @@ def test_equal_keys_do_not_blow_up():
     unit = jnp.zeros((1, 128, 1, 4)).at[..., 0].set(1.0)
     v = jnp.arange(128.0).reshape(1, 128, 1, 1, 1)
     zeros = jnp.zeros((1, 128, 1, 1))
-    found, _ = delta.recurrence(unit, unit, v, zeros, zeros + 1.0, jnp.zeros((1, 128), jnp.int32), None)
+    found, _ = jax.jit(delta.recurrence)(unit, unit, v, zeros, zeros + 1.0, jnp.zeros((1, 128), jnp.int32), None)
     np.testing.assert_allclose(found, v)  # each value replaces the one before
 
 
@@ -86,26 +87,34 @@ CFG = config_reader.parse_config(config_of("qwen3.5-periods") | dict(initializer
 
 
 def test_packing_changes_no_gradient(rng):
-    values = jax.jit(lambda key: decoder.init_params(CFG, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
-    parts = [rng.integers(0, CFG.vocab_size, n).astype(np.int32) for n in (9, 1, 21)]
+    config = config_of("qwen3.5-periods") | dict(initializer_range=0.2, num_hidden_layers=3)  # one period
+    cfg = config_reader.parse_config(config, path="config.json")
+    values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
+    parts = [rng.integers(0, cfg.vocab_size, n).astype(np.int32) for n in (9, 1, 21)]
 
     @jax.jit
     def gradient(values, tokens, segment, position):
         def loss(values):
-            hidden = decoder.Decoder(CFG, remat="dots").apply({"params": values}, tokens, segment, position)
+            hidden = decoder.Decoder(cfg, remat="dots").apply({"params": values}, tokens, segment, position)
             return jnp.sum(jnp.where(segment[:, :, None] > 0, hidden, 0.0) ** 3)
 
         return jax.grad(loss)(values)
 
+    def in_rows(rows, segment, position):
+        """Three rows of one length, so that one program serves both."""
+        fill = [np.pad(x, ((0, 3 - len(x)), (0, 36 - x.shape[1])), constant_values=c) for x, c in
+                zip((rows, segment, position), (7, 0, 0), strict=True)]  # fmt: skip
+        return gradient(values, *fill)
+
     rows = np.stack([np.pad(part, (0, 21 - len(part)), constant_values=7) for part in parts])
     held = (np.arange(21) < np.array([9, 1, 21])[:, None]).astype(np.int32)
-    apart = gradient(values, rows, held, np.broadcast_to(np.arange(21, dtype=np.int32), rows.shape))
+    apart = in_rows(rows, held, np.broadcast_to(np.arange(21, dtype=np.int32), rows.shape))
     packed = np.concatenate([*parts, np.full(5, 7, np.int32)])[None]
     segment = np.repeat([1, 2, 3, 0], [9, 1, 21, 5]).astype(np.int32)[None]
     position = np.concatenate([np.arange(n) for n in (9, 1, 21, 5)]).astype(np.int32)[None]
-    together = gradient(values, packed, segment, position)
-    for whole, each in zip(*map(jax.tree.leaves, (together, apart)), strict=True):
-        np.testing.assert_allclose(whole, each, rtol=1e-4, atol=1e-4 * np.abs(whole).max())
+    together = in_rows(packed, segment, position)
+    for one, each in zip(*map(jax.tree.leaves, (together, apart)), strict=True):
+        np.testing.assert_allclose(one, each, rtol=1e-4, atol=1e-4 * np.abs(one).max())
 
 
 def test_memory_grows_with_tokens_not_with_states():

@@ -26,6 +26,7 @@ from jppo.models import (
 )
 from jppo.models.attention import make_plain
 from jppo.settings import UserError
+from tests.make import whole
 from tests.models.conftest import SHAPES, config_of
 
 SPARSE = tuple(name for name in SHAPES if "num_experts_per_tok" in SHAPES[name])
@@ -108,6 +109,7 @@ def test_a_narrow_product_is_summed_in_f32(rng):
     kernel = jnp.asarray(rng.normal(size=(3, 64, 8)), jnp.float32)
     how = expert_products.GroupedMap(lambda kernel, rows: expert_products.block_product(rows[0], kernel), (1,))
 
+    @jax.jit
     def run(kernel):
         return expert_products.grouped_map(how, kernel, (x,), jnp.asarray([11, 9, 20]), jnp.arange(40))
 
@@ -158,15 +160,9 @@ def test_the_gradient_is_that_of_transformers_the_routers_included(checkpoint, r
     share = rng.normal(size=(2, 19)).astype(np.float32)
 
     def loss(values):
-        segment, position = np.ones_like(tokens), np.broadcast_to(np.arange(19, dtype=np.int32), tokens.shape)
-        hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, segment, position)
-        logp, _ = heads.logprob_entropy(
-            (hidden, decoder.head_kernel(values, cfg), cfg),
-            targets,
-            temperature=1.0,
-            chunk_tokens=64,
-            with_entropy=False,
-        )
+        hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *whole(tokens))
+        state = hidden, decoder.head_kernel(values, cfg), cfg
+        logp, _ = heads.logprob_entropy(state, targets, temperature=1.0, chunk_tokens=64, with_entropy=False)
         return jnp.sum(share * logp)
 
     ours = dict(hf_write.hf_tensors(jax.jit(jax.grad(loss))(values), cfg))
@@ -352,8 +348,9 @@ def test_padding_and_neighbours_change_no_token(rng):
         jnp.asarray([9.0, 5.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     )  # most tokens go to three experts
     chosen = router.choose_experts(logits, cfg.experts)
-    together = experts.mix(tuple(kernels), x, *chosen, cfg)
-    apart = [experts.mix(tuple(kernels), *(a[i : i + 1, 13:] for a in (x, *chosen)), cfg) for i in range(2)]
+    mix = jax.jit(lambda *rows: experts.mix(tuple(kernels), *rows, cfg))
+    together = mix(x, *chosen)
+    apart = [mix(*(a[i : i + 1, 13:] for a in (x, *chosen))) for i in range(2)]
     np.testing.assert_allclose(together[:, 13:], np.concatenate(apart), rtol=1e-4, atol=1e-4)
 
 
@@ -368,6 +365,9 @@ def test_no_array_has_tokens_by_experts_by_width():
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(tuple(shapes), x, logits).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 512) * 64 * 64 / 2
+
+
+FP8 = {"quant_method": "fp8"}
 
 
 @pytest.mark.parametrize(
@@ -397,12 +397,8 @@ def test_no_array_has_tokens_by_experts_by_width():
         ("deepseek3-grouped", dict(n_group=15), "n_group=15 must divide n_routed_experts=15 into groups of 2 or more"),
         ("deepseek3-grouped", dict(topk_group=1), "topk_group=1 must be at most n_group=5, with num_experts_per_tok=4"),
         ("deepseek3-grouped", dict(n_shared_experts=None), "n_shared_experts is missing"),
-        ("deepseek3-grouped", dict(quantization_config={"quant_method": "fp8"}), "quantization_config=.*fp8"),
-        (
-            "gpt-oss-clamped",
-            dict(quantization_config={"quant_method": "fp8"}),
-            "quantization_config=.*only absent or .*mxfp4",
-        ),
+        ("deepseek3-grouped", dict(quantization_config=FP8), "quantization_config=.*fp8"),
+        ("gpt-oss-clamped", dict(quantization_config=FP8), "quantization_config=.*only absent or .*mxfp4"),
         ("gpt-oss-clamped", dict(swiglu_limit=-1.0), "swiglu_limit=-1.0 must be above 0"),
     ],
 )
@@ -412,12 +408,9 @@ def test_experts_that_cannot_be_read_are_refused_by_field(name, changes, said):
     assert "\n" not in str(e.value)
 
 
-def test_a_model_without_a_sparse_layer_has_no_experts():
+def test_adapters_of_fused_experts_are_refused_and_a_model_without_a_sparse_layer_has_none():
     cfg = config_reader.parse_config(config_of("qwen2-moe-mixed") | dict(decoder_sparse_step=6), path="config.json")
     assert cfg.experts is None and [stack.path for stack in cfg.stacks] == [("layers",)]
-
-
-def test_adapters_of_fused_experts_are_refused():
     cfg = config_reader.parse_config(config_of("gpt-oss-clamped"), path="config.json")
     with pytest.raises(UserError, match="a gpt_oss model has no down_proj; use all-linear, or some of q_proj, k") as e:
         lora.table(cfg, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")

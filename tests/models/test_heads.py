@@ -7,20 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jppo.learner import sharding
 from jppo.models import config_reader, heads
 
 CFG = config_reader.parse_config(
     dict(
-        model_type="llama",
-        vocab_size=19,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=8,
+        model_type="llama", vocab_size=19, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, max_position_embeddings=8,
     ),
     path="config.json",
-)
+)  # fmt: skip
 
 
 def logprob_entropy(hidden, kernel, targets, cfg=CFG, **settings):
@@ -73,30 +69,35 @@ def test_gradient_is_that_of_the_whole(rng, with_entropy):
         chosen = jnp.take_along_axis(logp, targets[:, :, None], 2)[:, :, 0]
         return jnp.sum(weight * chosen + 0.3 * weight**2 * entropy)
 
-    expected = jax.grad(whole, argnums=(0, 1))(hidden, kernel)
+    expected = jax.jit(jax.grad(whole, argnums=(0, 1)))(hidden, kernel)
     for chunk_tokens in (7, 1000):
-        found = jax.grad(loss, argnums=(0, 1))(hidden, kernel, chunk_tokens)
+        found = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(hidden, kernel, chunk_tokens)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-def test_all_logits_are_never_in_memory(rng):
+@pytest.mark.parametrize("mesh_shape", [None, (2, 2, 2)])
+def test_all_logits_are_never_in_memory(rng, mesh_shape):
     """The compiled gradient's temporaries stay below the [R, T, V] logits that it would take at once."""
-    R, T, D, V = 2, 512, 8, 4096
-    hidden, kernel, targets = draw(rng, R, T, D, V)
-
+    R, T, D, V = 8, 128, 8, 4096
+    given = [jnp.asarray(x) for x in draw(rng, R, T, D, V)]
     cfg = dataclasses.replace(CFG, vocab_size=V, padded_vocab_size=V)
+    mesh = None if mesh_shape is None else sharding.make_mesh(mesh_shape)
+    if mesh is not None:
+        rows = sharding.rows_sharding(mesh)
+        kernel = sharding.param_shardings(mesh, ("vocab", "embed"), jax.ShapeDtypeStruct((V, D), jnp.float32))
+        given = [jax.device_put(x, place) for x, place in zip(given, (rows, kernel, rows), strict=True)]
 
     def temporaries(chunk_tokens):
-        def loss(hidden, kernel):
-            return logprob_entropy(
-                hidden, kernel, targets, cfg, temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=True
-            )[0].sum()
+        def loss(hidden, kernel, targets):
+            how = dict(temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=True)
+            more = {} if mesh is None else dict(mask=targets >= 0, mesh=mesh)
+            return logprob_entropy(hidden, kernel, targets, cfg, **how, **more)[0].sum()
 
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
-    logits = 4 * R * T * V
-    assert temporaries(R * T) >= logits > 4 * temporaries(64)
+    logits = 4 * R * T * V // (1 if mesh is None else 4)  # of the rows of a device
+    assert logits > 4 * temporaries(16)
+    assert mesh is not None or temporaries(R * T) >= logits
 
 
 def test_bfloat16_states_have_f32_logits_and_an_f32_gradient_sum(rng):
@@ -111,8 +112,8 @@ def test_bfloat16_states_have_f32_logits_and_an_f32_gradient_sum(rng):
     logp, entropy = run(jnp.asarray(rounded, jnp.bfloat16), kernel)
     assert logp.dtype == entropy.dtype == jnp.float32
     np.testing.assert_allclose(logp, plain(rounded, near, targets, 1.0)[0], rtol=1e-5, atol=1e-5)
-    found = jax.grad(lambda k: run(jnp.asarray(rounded, jnp.bfloat16), k)[0].sum())(kernel)
-    exact = jax.grad(lambda k: run(rounded, k)[0].sum())(near)
+    found = jax.jit(jax.grad(lambda k: run(jnp.asarray(rounded, jnp.bfloat16), k)[0].sum()))(kernel)
+    exact = jax.jit(jax.grad(lambda k: run(rounded, k)[0].sum()))(near)
     assert found.dtype == jnp.float32
     assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
 
@@ -126,7 +127,7 @@ def test_a_bfloat16_kernels_gradient_is_summed_over_chunks_in_f32(rng):
             given = dict(temperature=1.0, chunk_tokens=chunk_tokens, with_entropy=False)
             return logprob_entropy(hidden.astype(jnp.bfloat16), kernel, targets, **given)[0].sum()
 
-        return np.asarray(jax.grad(loss)(kernel), np.float32)
+        return np.asarray(jax.jit(jax.grad(loss))(kernel), np.float32)
 
     whole, cut = gradient(10_000), gradient(8)  # 512 chunks: a sum in bfloat16 would stop growing
     assert np.abs(cut - whole).max() <= 2**-7 * np.abs(whole).max()  # one rounding of the result
@@ -164,8 +165,9 @@ def test_rows_of_the_kernel_that_are_no_tokens_have_no_probability(rng, chunk_to
         logp, entropy = logprob_entropy(hidden, kernel, targets, cfg, **settings)
         return jnp.sum(logp) + 0.1 * jnp.sum(entropy), (logp, entropy)
 
-    found, grad = jax.grad(total, has_aux=True)(padded, wide)[::-1]
-    expected, plain_grad = jax.grad(total, has_aux=True)(kernel, CFG)[::-1]
+    graded = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+    found, grad = graded(padded, wide)[::-1]
+    expected, plain_grad = graded(kernel, CFG)[::-1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
     np.testing.assert_allclose(grad[:19], plain_grad, rtol=1e-5, atol=1e-6)
     assert (np.asarray(grad[19:]) == 0).all()

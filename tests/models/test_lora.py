@@ -11,6 +11,7 @@ import safetensors
 from jppo.models import decoder, heads, hf, hf_write, lora, params
 from jppo.models.lora import Lora
 from jppo.settings import UserError
+from tests.make import assert_close, logits, whole
 
 ALL = Lora(rank=3, alpha=8, targets=tuple(lora.TARGETS))
 OF_ATTENTION = Lora(rank=3, alpha=8, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -26,21 +27,6 @@ def adapted(directory, how, *, head="lm", seed=0):
     if head == "value":
         learned["score"] = values.pop("score")
     return cfg, lora.join(learned, lora.Base(values, how.scale))
-
-
-def logits(cfg, model, tokens):
-    @jax.jit
-    def run(model):
-        variables = lora.variables(model)
-        place = jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        hidden = decoder.Decoder(cfg).apply(variables, tokens, *place)
-        return heads.logits_of((hidden, decoder.head_kernel(variables["params"], cfg), cfg))
-
-    return np.asarray(run(model))
-
-
-def assert_close(ours, theirs, rel=1e-4):
-    assert np.abs(ours - theirs).max() <= rel * np.abs(theirs).max()
 
 
 def test_equations():
@@ -72,7 +58,7 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
     tokens = rng.integers(0, cfg.vocab_size, (2, 13)).astype(np.int32)
     out = hf_write.save(tmp_path / "merged", model, cfg, source=directory, dtype=jnp.float32)
     values = hf.load_params(out, cfg, head="lm", param_dtype=jnp.float32)
-    beside = logits(cfg, model, tokens)
+    beside = logits(cfg, lora.variables(model), tokens)
     assert_close(beside, logits(cfg, values, tokens))
     assert np.abs(beside - logits(cfg, model.base.params, tokens)).max() > 0.1 * np.abs(beside).max()
 
@@ -110,7 +96,7 @@ def test_peft_loads_them_and_says_the_same(checkpoint, rng, tmp_path, name, how)
     tokens = rng.integers(0, cfg.vocab_size, (2, 11)).astype(np.int32)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-    assert_close(logits(cfg, model, tokens), expected)
+    assert_close(logits(cfg, lora.variables(model), tokens), expected)
 
 
 def test_peft_loads_a_critics_with_its_score(checkpoint, tmp_path):
@@ -124,8 +110,7 @@ def test_peft_loads_a_critics_with_its_score(checkpoint, tmp_path):
     theirs = peft.PeftModel.from_pretrained(base, out)
     tokens = np.arange(2, 11, dtype=np.int32)[None]
     variables = lora.variables(model)
-    place = jnp.ones_like(tokens), jnp.arange(9, dtype=jnp.int32)[None]
-    hidden = decoder.Decoder(cfg).apply(variables, tokens, *place)
+    hidden = decoder.Decoder(cfg).apply(variables, tokens, *whole(tokens))
     ours = heads.values(hidden, variables["params"]["score"]["kernel"])[0, -1]
     with torch.no_grad():
         assert_close(np.asarray(ours), theirs(torch.from_numpy(tokens).long()).logits[0, 0].numpy())
@@ -138,34 +123,41 @@ def test_fresh_adapters_change_nothing_and_are_drawn_as_peft_draws_them(checkpoi
     learned = lora.init(cfg, ALL, jax.random.key(0))
     tokens = rng.integers(0, cfg.vocab_size, (1, 7)).astype(np.int32)
     model = lora.join(learned, lora.Base(values, ALL.scale))
-    np.testing.assert_array_equal(logits(cfg, model, tokens), logits(cfg, values, tokens))
+    np.testing.assert_array_equal(logits(cfg, lora.variables(model), tokens), logits(cfg, values, tokens))
     for module, inputs in ((("attn", "q"), 36), (("attn", "o"), 4 * 14), (("mlp", "down"), 50)):
         a = np.asarray(params.get(learned, ("lora", "layers", *module, "a")))
         assert a[0].size == inputs * 3 and 0.8 < np.abs(a).max() * inputs**0.5 <= 1
         assert not np.array_equal(a[0], a[1])
 
 
-def test_the_gradient_is_by_what_is_learned(checkpoint, rng):
-    """And is that of the merged model: dL/dA = scale dL/dW B^T."""
-    directory, _ = checkpoint("qwen2-tied")
+@pytest.mark.parametrize(
+    "name, length, path, a_of, b_of",
+    [
+        ("qwen2-tied", 6, ("attn", "q"), "ldha,lrha->ldr", "ldha,ldr->lrha"),
+        ("olmoe-grouped", 9, ("experts", "down"), "ledm,lerd->lemr", "ledm,lemr->lerd"),
+    ],
+)
+def test_the_gradient_of_adapters_is_that_of_the_merged_model(checkpoint, rng, name, length, path, a_of, b_of):
+    """dL/dA = scale dL/dW B^T, and dL/dB = scale A^T dL/dW."""
+    directory, _ = checkpoint(name)
     cfg, model = adapted(directory, ALL)
-    tokens = rng.integers(0, cfg.vocab_size, (1, 6)).astype(np.int32)
-    place = jnp.ones_like(tokens), jnp.arange(6, dtype=jnp.int32)[None]
+    tokens = rng.integers(0, cfg.vocab_size, (1, length)).astype(np.int32)
 
     def loss(variables):
-        return jnp.sum(decoder.Decoder(cfg).apply(variables, tokens, *place) ** 2)
+        return jnp.sum(decoder.Decoder(cfg).apply(variables, tokens, *whole(tokens)) ** 2)
 
     grad = jax.jit(jax.grad(lambda learned: loss(lora.variables(lora.join(learned, model.base)))))(model.learned)
-    merged = {entry.path: lora.parts(entry, model) for entry in params.table(cfg, head="lm")}
-    whole = params.tree(
-        params.table(cfg, head="lm"),
-        lambda e: merged[e.path][0] if merged[e.path][1] is None else lora.merge(e, *merged[e.path]),
+    table = params.table(cfg, head="lm")
+    parts = {e.path: lora.parts(e, model) for e in table}
+    merged = params.tree(
+        table, lambda e: parts[e.path][0] if parts[e.path][1] is None else lora.merge(e, *parts[e.path])
     )
-    full = jax.jit(jax.grad(lambda values: loss({"params": values})))(whole)
-    at = ("layers", "attn", "q")
-    b = params.get(model.learned, ("lora", *at, "b"))
-    expected = ALL.scale * np.einsum("ldha,lrha->ldr", params.get(full, (*at, "kernel")), b)
-    assert_close(np.asarray(params.get(grad, ("lora", *at, "a"))), expected, rel=1e-4)
+    full = params.get(jax.jit(jax.grad(lambda values: loss({"params": values})))(merged), ("layers", *path))
+    full = full if path[0] == "experts" else full["kernel"]
+    a, b = (params.get(model.learned, ("lora", "layers", *path, x)) for x in "ab")
+    found = params.get(grad, ("lora", "layers", *path))
+    assert_close(np.asarray(found["a"]), ALL.scale * np.einsum(a_of, full, b))
+    assert_close(np.asarray(found["b"]), ALL.scale * np.einsum(b_of, full, a))
 
 
 @pytest.mark.parametrize("name, module", [("mixtral-full", "block_sparse_moe"), ("qwen2-moe-mixed", "mlp")])
@@ -189,38 +181,13 @@ def test_adapters_of_experts_have_the_names_and_shapes_of_linear_layers(checkpoi
     assert set(said) == {gate, down}
 
 
-def test_the_gradient_of_an_experts_adapter_is_that_of_the_merged_model(checkpoint, rng):
-    directory, _ = checkpoint("olmoe-grouped")
-    cfg, model = adapted(directory, ALL)
-    tokens = rng.integers(0, cfg.vocab_size, (1, 9)).astype(np.int32)
-    place = jnp.ones_like(tokens), jnp.arange(9, dtype=jnp.int32)[None]
-
-    def loss(variables):
-        return jnp.sum(decoder.Decoder(cfg).apply(variables, tokens, *place) ** 2)
-
-    grad = jax.jit(jax.grad(lambda learned: loss(lora.variables(lora.join(learned, model.base)))))(model.learned)
-    merged = {entry.path: lora.parts(entry, model) for entry in params.table(cfg, head="lm")}
-    whole = params.tree(
-        params.table(cfg, head="lm"),
-        lambda e: merged[e.path][0] if merged[e.path][1] is None else lora.merge(e, *merged[e.path]),
-    )
-    full = params.get(jax.jit(jax.grad(lambda values: loss({"params": values})))(whole), ("layers", "experts", "down"))
-    a, b = (params.get(model.learned, ("lora", "layers", "experts", "down", x)) for x in "ab")
-    found = params.get(grad, ("lora", "layers", "experts", "down"))
-    assert_close(np.asarray(found["a"]), ALL.scale * np.einsum("ledm,lerd->lemr", full, b))
-    assert_close(np.asarray(found["b"]), ALL.scale * np.einsum("ledm,lemr->lerd", full, a))
-
-
 @pytest.mark.parametrize("text", ["", "q_proj,x_proj", "lm_head", "all", "q,v"])
 def test_unknown_targets_are_refused_by_name(text):
     with pytest.raises(UserError, match="target_modules") as e:
         lora.parse_targets(text)
     assert "q_proj" in str(e.value) and "all-linear" in str(e.value)
-
-
-def test_targets_are_read_in_one_order():
     assert lora.parse_targets("all-linear") == tuple(lora.TARGETS)
-    assert lora.parse_targets("v_proj, q_proj") == ("q_proj", "v_proj")
+    assert lora.parse_targets("v_proj, q_proj") == ("q_proj", "v_proj"), "in one order"
 
 
 def test_what_peft_reads(tmp_path, checkpoint):

@@ -6,10 +6,10 @@ import pytest
 from jppo import settings
 from jppo.learner.model_configs import read_models
 from jppo.learner.sharding import make_mesh
-from jppo.models import config_reader, decoder, heads, hf
+from jppo.models import config_reader, hf
 from jppo.models.rotary import frequencies
 from jppo.rollout.make import inprocess_settings
-from tests.make import typed
+from tests.make import assert_close, logits, typed
 from tests.models.conftest import config_of
 
 LONG = dict(
@@ -100,7 +100,4 @@ def test_rows_beyond_the_first_context_have_the_long_factors_of_transformers(che
         expected = theirs.eval()(torch.from_numpy(tokens).long()).logits.numpy()
     _, cfg = hf.read_config(directory, longest=70)
     values = hf.load_params(directory, cfg, head="lm", param_dtype=np.float32)
-    place = np.ones_like(tokens), np.arange(70, dtype=np.int32)[None]
-    hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *place)
-    found = heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert_close(logits(cfg, values, tokens), expected)

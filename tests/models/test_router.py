@@ -1,6 +1,7 @@
 """Routers' sums and the losses of them against transformers' functions, and against a decoder's own layers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jppo.models import config_reader, decoder, router
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
+from tests.make import whole
 from tests.models.conftest import config_of
 
 torch = pytest.importorskip("torch")
@@ -85,12 +87,14 @@ def test_the_probability_of_a_sigmoid_router_is_an_experts_share_of_the_scores(r
 def test_every_sparse_layer_of_a_decoder_leaves_its_sums_and_the_output_is_the_same(rng, how):
     cfg = config_reader.parse_config(config_of("qwen2-moe-mixed"), path="config.json")
     tokens = rng.integers(0, cfg.vocab_size, (2, 9)).astype(np.int32)
-    rows = tokens, np.ones_like(tokens), np.broadcast_to(np.arange(9, dtype=np.int32), tokens.shape)
     counted = np.arange(9) < np.array([[9], [4]])
     model = decoder.Decoder(cfg, **how)
-    values = {"params": decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)}
-    hidden, left = model.apply(values, *rows, counted, mutable=[router.SUMS])
-    np.testing.assert_array_equal(hidden, model.apply(values, *rows))
+    draw = functools.partial(decoder.init_params, cfg, head="lm", param_dtype=jnp.float32)
+    values = {"params": jax.jit(draw)(jax.random.key(0))}
+    summed = jax.jit(lambda values: model.apply(values, tokens, *whole(tokens), counted, mutable=[router.SUMS]))
+    hidden, left = summed(values)
+    plain = jax.jit(lambda values: model.apply(values, tokens, *whole(tokens)))(values)
+    np.testing.assert_array_equal(hidden, plain)
     sums = router.collected_sums(left, cfg)
     assert sums.load.shape == router.load_shape(cfg) and sums.z.shape == sums.load.shape[:1]
     np.testing.assert_array_equal(sums.load.sum(axis=1), 13 * cfg.experts.active)
