@@ -15,8 +15,10 @@ from examples import arithmetic
 from jppo import dpo, settings
 from jppo.learner import batch, ppo, sharding
 from jppo.learner.make import load_trained, make_descent
+from jppo.report import page
 from jppo.run import pairs, supervised
 from jppo.runlog.logger import read_metrics
+from jppo.runlog.model_card import card
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
 from tests.make import typed
@@ -138,6 +140,16 @@ def test_a_cached_reference_is_the_one_on_the_mesh_and_a_run_that_was_broken_off
 def test_a_mistake_is_one_line(tmp_path, changes, said):
     with pytest.raises(UserError, match=said):
         dpo.train(make_config(tmp_path, **changes))
+
+
+def test_card_and_report_know_a_run_of_dpo(config):
+    config.dpo.beta = 0.5
+    how = dict(name="x", kind="model", dtype="float32", step=30, versions={}, lines=[], exported_by="0")
+    text = card(settings=settings.by_name(config), **how)
+    assert "trained by DPO with jppo after step 30" in text and "| `dpo.beta` | 0.5 |" in text
+    found = {row["name"]: row for row in page.setting_rows([settings.as_dict(config)])}
+    assert found["dpo.beta"] == {"name": "dpo.beta", "default": "0.1", "values": ["0.5"], "differs": True}
+    assert not found["dpo.loss_type"]["differs"] and found["dpo.loss_type"]["default"] == '"sigmoid"'
 
 
 def test_a_dry_run_reads_no_weight_and_counts_the_programs(config):

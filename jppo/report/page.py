@@ -163,9 +163,8 @@ def setting_rows(found: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]
     `differs`: from the default for a single run, or between runs.
     """
     flat = [{name: json.dumps(value) for name, value in table.values(one or {}).items()} for one in found]
-    kinds = {"rollout" if "rollout" in one else "loss" if "loss" in one else "" for one in found if one is not None}
-    by_kind = {"rollout": settings.default, "loss": settings.reward_model_default, "": settings.sft_default}
-    defaults = by_kind[max(kinds, default="")]()  # 'rollout', of PPO, is the last of them
+    kinds = [table.kind_of(one) for one in found if one is not None]
+    defaults = settings.config_of(settings.Settings if settings.Settings in kinds or not kinds else kinds[0])
     usual = {name: json.dumps(value) for name, value in table.values(defaults).items()}
     rows = []
     for name in dict.fromkeys(name for one in flat for name in one):

@@ -80,7 +80,8 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
                 with timer("testing"):
                     metrics |= method.test(now)
             metrics |= timer.next_step() | devices.memory()
-            metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+            if (tokens := metrics.get("perf/total_num_tokens")) is not None:  # else pending in a former checkpoint
+                metrics["perf/throughput"] = tokens / metrics["timing_s/step"]
             run.logger.log(now.step, metrics)
             now = dataclasses.replace(now, pending=None)
             method.require_progress(now)

@@ -30,7 +30,7 @@ OF_PPO = (
     "reward.grader",
     "reward.function",
 )
-OF_SFT = ("optim.lr", "optim.lr_scheduler_type", "optim.betas", "optim.weight_decay")
+OF_SFT = ("dpo.loss_type", "dpo.beta", "optim.lr", "optim.lr_scheduler_type", "optim.betas", "optim.weight_decay")
 OF_BOTH = (
     "data.train_batch_size",
     "data.max_prompt_length",
@@ -71,13 +71,16 @@ def card(
 ) -> str:
     """Returns the card as Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
     by_ppo = not any(setting.startswith("optim.") for setting in settings)
-    how = "PPO" if by_ppo else "supervised fine-tuning"
+    by_dpo = "dpo.beta" in settings
+    how, tag = (
+        ("PPO", "reinforcement-learning") if by_ppo else ("DPO", "dpo") if by_dpo else ("supervised fine-tuning", "sft")
+    )
     base = str(settings.get("model.path", ""))
     what = "LoRA adapters, to be loaded with their base" if kind == "adapter" else f"weights in {dtype}"
     reached = step if step is not None else lines[-1]["step"] if lines else None
     after = "" if reached is None else f" after step {reached}"
     parts = [
-        _front(base, kind, "reinforcement-learning" if by_ppo else "sft"),
+        _front(base, kind, tag),
         f"# {name}",
         f"{what[0].upper()}{what[1:]}, trained by {how} with jppo{after}.",
         _facts(base, settings, versions, exported_by),

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import typing
+from collections.abc import Container
 from typing import Any, TypeVar
 
 import ml_collections
@@ -143,8 +144,8 @@ def dpo_default() -> ml_collections.ConfigDict:
     return config_of(PreferenceTuning)
 
 
-def kind_of(config: ml_collections.ConfigDict) -> type[Common]:
-    """Returns the type of the settings that a config of any training command has."""
+def kind_of(config: Container[str]) -> type[Common]:
+    """Returns the type of the settings that a config of any training command has, also as dicts."""
     for section, kind in (("rollout", Settings), ("loss", PairTraining), ("dpo", PreferenceTuning)):
         if section in config:
             return kind
