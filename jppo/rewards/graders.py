@@ -93,7 +93,7 @@ class RulePart(Part):
     def _target(grader: Grader, pool: Pool, sandbox: tuple[str, ...]) -> Target | None:
         if grader is _CODE:
             return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), *sandbox)
-        return ("rule", "math_verify") if grader in _MAY_HANG else None
+        return ("rule", grader.__name__) if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Returns the reward at once for quick rules, otherwise from the pool."""

@@ -1,4 +1,4 @@
-"""The code that a worker process can run: rules, patterns and custom functions. Used by `worker.py`.
+"""The code that a worker process can run: rules, patterns and custom functions. Used by `pool_worker.py`.
 
 A target is a tuple of texts. `prepare` imports, compiles or loads it once per worker and returns a callable on samples,
 which are plain dicts. Answers are plain JSON dicts. Standard library only: neither jax nor the trainer.

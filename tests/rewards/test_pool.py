@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from jppo.rewards import graders, rules
 from jppo.rewards.function import FormatPart, FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
@@ -291,6 +292,13 @@ def test_rules_that_may_hang_run_in_the_pool_and_the_others_do_not(shared_pool):
     assert (first.score, second.score, wrong.score) == (1.0, 1.0, 0.0)
     assert hard.score == 0.0 or hard.error is not None
     assert part.submit(sample(half, "", source="math_verify")).result(20).error.startswith("ValueError")
+
+
+def test_each_rule_that_may_hang_is_graded_as_itself(shared_pool, monkeypatch):
+    monkeypatch.setattr(graders, "_MAY_HANG", (*graders._MAY_HANG, rules.exact))
+    part = RulePart(["exact"], pool=shared_pool)
+    texts = (" 132\n", r"\boxed{132}")  # which math_verify takes, too
+    assert [part.submit(sample(text, "132", source="exact")).result(20).score for text in texts] == [1.0, 0.0]
 
 
 def test_programs_run_only_where_that_is_allowed(shared_pool):
