@@ -42,6 +42,13 @@ def rm_config():
     return c
 
 
+@pytest.fixture
+def dpo_config():
+    c = settings.dpo_default()
+    c.model.path, c.data.train_files, c.data.val_files = "some/model", "train.jsonl", "val.jsonl"
+    return c
+
+
 def having(name, *configs):
     """The first config that has the setting."""
     return next(c for c in configs if name in names(c))
@@ -72,8 +79,8 @@ def refusal(config, name, value):
     return said
 
 
-def test_the_defaults_are_lawful(config, sft_config, rm_config):
-    for c in (config, sft_config, rm_config):
+def test_the_defaults_are_lawful(config, sft_config, rm_config, dpo_config):
+    for c in (config, sft_config, rm_config, dpo_config):
         settings.check(c)
         assert c.is_locked
 
@@ -131,9 +138,9 @@ def test_every_setting_takes_what_it_allows_and_refuses_the_rest_in_one_line(set
             assert repr(choice) in str(e.value)
 
 
-def test_every_setting_has_its_type(config, sft_config, rm_config):
+def test_every_setting_has_its_type(config, sft_config, rm_config, dpo_config):
     for name, setting in TABLE.items():
-        c = having(name, config, sft_config, rm_config)
+        c = having(name, config, sft_config, rm_config, dpo_config)
         for wrong in ({"a": 1}, "text" if setting.type is not str else 3):
             with pytest.raises(TypeError):
                 put(c, name, wrong)

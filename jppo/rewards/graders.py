@@ -65,7 +65,8 @@ REFUSED = {
     "hiyouga/geometry3k": "its questions are images and jppo's models read text; leave these rows out",
 }
 RUNS_CODE = (_CODE,)  # only where reward.allow_code says so
-_MAY_HANG = (rules.math_verify, _CODE)  # these run in the pool; the others in the trainer's own thread
+# These run in the pool, as programs do; the others in the trainer's own thread.
+_MAY_HANG: dict[Grader, str] = {rules.math_verify: "math_verify"}
 _OF_THE_DEADLINE = 0.8  # fraction of reward.timeout_s for a program: one that never ends is wrong, not an error
 
 
@@ -93,7 +94,7 @@ class RulePart(Part):
     def _target(grader: Grader, pool: Pool, sandbox: tuple[str, ...]) -> Target | None:
         if grader is _CODE:
             return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), *sandbox)
-        return ("rule", grader.__name__) if grader in _MAY_HANG else None
+        return ("rule", _MAY_HANG[grader]) if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Returns the reward at once for quick rules, otherwise from the pool."""

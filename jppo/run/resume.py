@@ -6,7 +6,7 @@ import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -255,8 +255,9 @@ def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
 
 def require_own(c: Common) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
-    wrote, here = command_of(durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")), command_of(vars(c))
-    if wrote not in (None, here):
+    config = durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")
+    wrote, here = table.command_of(config), table.command_of(vars(c))
+    if "data" in config and wrote != here:
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"
         )
@@ -266,11 +267,3 @@ def require_resumable(c: Common) -> None:
     """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
         require_checkpoint(pathlib.Path(c.trainer.resume_mode))
-
-
-def command_of(config: Container[str]) -> str | None:
-    """Returns the training command whose settings have these sections; None if there is none."""
-    if "data" not in config:
-        return None
-    of = {"rollout": "jppo.train", "loss": "jppo.reward_model", "dpo": "jppo.dpo"}
-    return next((command for section, command in of.items() if section in config), "jppo.sft")

@@ -14,7 +14,7 @@ from ml_collections import config_flags
 
 from jppo.errors import UserError, one_line
 from jppo.settings import configfile
-from jppo.settings.table import TABLE, values
+from jppo.settings.table import TABLE, command_of, values
 
 ODD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
 SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
@@ -70,9 +70,7 @@ def parse(
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
     config = configfile.read_configfile(named[0]) if named else defaults
     if set(config) != set(defaults):
-        raise UserError(
-            f"--config={named[0]} is a config of {_command_of(config)}; name one of {_command_of(defaults)}"
-        )
+        raise UserError(f"--config={named[0]} is a config of {command_of(config)}; name one of {command_of(defaults)}")
     argv = [word for word in argv if not word.startswith("--config=")]
     for word in argv:
         if word.startswith("--config."):
@@ -85,10 +83,6 @@ def parse(
     if rest:
         raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
     return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
-
-
-def _command_of(config: ml_collections.ConfigDict) -> str:
-    return "jppo.reward_model" if "loss" in config else "jppo.sft" if "optim" in config else "jppo.train"
 
 
 def _check_known(name: str, config: ml_collections.ConfigDict) -> None:

@@ -14,7 +14,8 @@ import ml_collections
 
 from jppo.errors import UserError
 from jppo.registry import did_you_mean
-from jppo.settings.table import PPO, REWARD_MODEL, SFT, values
+from jppo.settings.setting import settings_by_name
+from jppo.settings.table import kind_of, values
 
 SCHEME = "jppo://"
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "configs"  # of the package: in a checkout a link to configs/
@@ -85,7 +86,7 @@ def _check_names(config: Any, file: str) -> None:
         raise UserError(
             f"{file}: get_config() returns {config!r:.40}; it must return settings, as jppo.settings.default() does"
         )
-    table = PPO if "rollout" in config else REWARD_MODEL if "loss" in config else SFT
+    table = dict(settings_by_name(kind_of(config)))
     found = values(config)
     for name in sorted(table.keys() ^ found.keys()):
         what = "is missing" if name in table else "is no setting"

@@ -152,6 +152,12 @@ def kind_of(config: Container[str]) -> type[Common]:
     return FineTuning
 
 
+def command_of(config: Container[str]) -> str:
+    """Returns the training command that a config is of."""
+    names = {Settings: "train", FineTuning: "sft", PairTraining: "reward_model", PreferenceTuning: "dpo"}
+    return f"jppo.{names[kind_of(config)]}"
+
+
 def sections(config: ml_collections.ConfigDict, kind: type[S]) -> S:
     """Returns a config as frozen sections, without a check of its values."""
     hints, found = typing.get_type_hints(kind), dict[str, Any]()

@@ -23,10 +23,30 @@ def test_the_slope_is_bradley_and_terrys_by_hand():
     pull = 1 / (1 + np.exp(gap))  # -d log σ / dgap
     expected = np.concatenate([-pull + 2 * CENTER * total, pull + 2 * CENTER * total]) / 3
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
-    about = {"rm/loss": loss, "rm/accuracy": 1 / 3, "rm/margin": -0.5 / 3, "rm/chosen": 0.5, "rm/rejected": 2 / 3}
+    about = {"loss": loss, "accuracy": 1 / 3, "margin": -0.5 / 3, "chosen": 0.5, "rejected": 2 / 3}
     assert set(metrics) == set(about)
     for name, value in about.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_the_slopes_of_dpo_and_ipo_by_hand(kind):
+    """log π - log π_ref of three pairs whose responses have 1 to 5 tokens; metrics are of rewards, β of each."""
+    reference, tokens = np.float32([0.5, -1.0, 2.0, 0.0, 1.0, -3.0]), np.float32([1, 2, 5, 4, 3, 2])
+    ratio, beta = np.concatenate([CHOSEN, REJECTED]), 0.25
+    made = preference.make_dpo_slope(kind, beta=beta)
+    (loss, metrics), slope = made(ratio + reference, reference, tokens)
+    if kind == "sigmoid":
+        won = beta * (CHOSEN - REJECTED)
+        losses, pull, each = -log_sigmoid(won), -beta / (1 + np.exp(won)), np.ones(6)
+    else:
+        means = ratio / tokens
+        gap = means[:3] - means[3:] - 1 / (2 * beta)
+        losses, pull, each = gap**2, 2 * gap, 1 / tokens
+    np.testing.assert_allclose(loss, losses.mean(), rtol=1e-6)
+    np.testing.assert_allclose(slope, np.concatenate([pull, -pull]) * each / 3, rtol=1e-5)
+    about = {"loss": loss, "accuracy": 1 / 3, "margin": beta * -0.5 / 3, "chosen": beta * 0.5, "rejected": beta * 2 / 3}
+    np.testing.assert_allclose([metrics[name] for name in about], list(about.values()), rtol=1e-5)
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def useless_reward(c, tmp_path, monkeypatch):
 
 
 def no_protections(c, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.protections, "lacks", lambda _: "no seccomp")
+    monkeypatch.setattr(machine.choice, "lacks", lambda _: "no seccomp")
     return "sandbox"
 
 

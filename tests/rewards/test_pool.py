@@ -295,7 +295,7 @@ def test_rules_that_may_hang_run_in_the_pool_and_the_others_do_not(shared_pool):
 
 
 def test_each_rule_that_may_hang_is_graded_as_itself(shared_pool, monkeypatch):
-    monkeypatch.setattr(graders, "_MAY_HANG", (*graders._MAY_HANG, rules.exact))
+    monkeypatch.setitem(graders._MAY_HANG, rules.exact, "exact")
     part = RulePart(["exact"], pool=shared_pool)
     texts = (" 132\n", r"\boxed{132}")  # which math_verify takes, too
     assert [part.submit(sample(text, "132", source="exact")).result(20).score for text in texts] == [1.0, 0.0]
