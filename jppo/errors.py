@@ -12,7 +12,7 @@ class UserError(Exception):
 
 
 class RunEnded(Exception):
-    """A run cannot go on, for a reason in one line that its command prints; the exit code is 1.
+    """Ends a run. The message is one line, which the command prints; the exit code is 1.
 
     Every host raises it at the same place, so that the last complete state is saved.
     """

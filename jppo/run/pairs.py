@@ -39,7 +39,7 @@ class Task(supervised.Task):
     head: Head
     pairs: PairSet
     held_out: PairSet
-    sequence: Callable[[np.ndarray, int], Trajectory]  # of tokens and the response's start; its mask is what is scored
+    sequence: Callable[[np.ndarray, int], Trajectory]  # (tokens, response's start); masks what is scored
     scores: Callable[..., Array]  # the first pass, compiled
     slope: Callable[..., Any]  # (scores [2N], *given) -> (loss, metrics), the loss's slope by each score
     changes: dict[str, Any] | None = None  # to config.json

@@ -1,4 +1,4 @@
-"""The protocol of a kind of server: its routes for requests and for pauses; that of its weights is in `delivery.py`."""
+"""The protocol of a kind of server: its routes for requests and pauses; for weights see `delivery.py`."""
 
 import dataclasses
 from collections.abc import Sequence

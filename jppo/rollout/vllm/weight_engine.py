@@ -103,7 +103,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
 
     def _leave(self) -> None:
         communicator, self._communicator, self.group = self._communicator, None, ""
-        if communicator is not None:  # its end may let another thread go on
+        if communicator is not None:  # a thread that waits in a broadcast returns
             communicator.destroy()
 
     def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
