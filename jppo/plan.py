@@ -41,13 +41,8 @@ class Candidate:
     changes: dict[str, Any]  # by setting name; {} is the unchanged config
     estimate: Estimate | None = None
     outlook: Outlook | None = None
-    room: int = 0
+    fits: bool = False  # all programs compile within a device's memory, beside the servers
     reason: str = ""  # why there is no forecast
-
-    @property
-    def fits(self) -> bool:
-        """Whether all programs compile within a device's memory."""
-        return self.estimate is not None and described_machine.estimate_fits(self.estimate, self.room)
 
     @property
     def rank(self) -> tuple[bool, float, float]:
@@ -115,11 +110,11 @@ def try_settings(
         found = memory.estimate(other, inputs, mesh, entries=work.entries)
     except UserError as e:
         return Candidate(changes, reason=str(e))
-    room, _ = described_machine.capacity(other, machine)
     if found.refused:
         account = found.refused[0].account
-        return Candidate(changes, found, None, room, reason=str(account and account.error))
-    return Candidate(changes, found, make_outlook(found, machine, mesh, work.executions(found), rate), room)
+        return Candidate(changes, found, reason=str(account and account.error))
+    fits = described_machine.estimate_fits(other, machine, found)
+    return Candidate(changes, found, make_outlook(found, machine, mesh, work.executions(found), rate), fits)
 
 
 def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
@@ -173,7 +168,7 @@ def candidate_line(one: Candidate) -> str:
 def candidate_dict(one: Candidate) -> dict[str, Any]:
     """Returns a candidate for JSON."""
     said = report_dict(one.estimate, one.outlook) if one.estimate is not None else {}
-    return dict(changes=one.changes, fits=one.fits, room=one.room, reason=one.reason, **said)
+    return dict(changes=one.changes, fits=one.fits, reason=one.reason, **said)
 
 
 @settings.exit_on_user_error
@@ -195,10 +190,9 @@ def main(argv: list[str] | None = None) -> None:
     Request(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(candidate_dict, found))})
     best = found[0]
     if not best.fits:
-        room, _ = described_machine.capacity(c, machine)
         raise UserError(
-            f"{machine.name}: none of {len(found)} settings fits a device's {room / GIB:.1f} GiB; take more or"
-            " larger devices, or train adapters by model.lora_rank"
+            f"{machine.name}: none of {len(found)} settings fits a device's {machine.chip.memory / GIB:.1f} GiB beside"
+            " its servers; take more or larger devices, or train adapters by model.lora_rank"
         )
     ours = ("--machine", "--json", "--rollout_tokens_per_s")
     given = [word for word in argv if word.split("=")[0] not in ours]

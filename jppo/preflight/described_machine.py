@@ -5,6 +5,7 @@ The mesh has the described devices, so XLA's compiler for them compiles every pr
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,10 +14,11 @@ import jax
 
 from jppo import process, settings
 from jppo.forecast import compilers, machines
-from jppo.forecast.machines import GIB, Machine
+from jppo.forecast.machines import GIB, Gpu, Machine
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.preflight import auto
+from jppo.preflight.memory_budget import MemoryBudget, device_budgets
 from jppo.preflight.programs import Estimate
 from jppo.settings import Common, Settings, UserError
 
@@ -81,9 +83,25 @@ def capacity(c: Common, machine: Machine) -> tuple[int, str]:
     return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
 
 
-def estimate_fits(found: Estimate, room: int) -> bool:
-    """Whether all programs compile and their peak fits."""
-    return not found.refused and found.peak <= room
+def budgets(c: Common, machine: Machine, found: Estimate) -> list[MemoryBudget]:
+    """Returns the budgets of a described machine's devices, and its host's needs."""
+    room, why = capacity(c, machine)
+    server, total = found.server, machine.chip.total if isinstance(machine.chip, Gpu) else machine.chip.memory
+    said = "" if server is not None and server.sleeps else f" ({why})"
+    places = device_budgets(found, f"each of {machine.devices} {machine.chip.kind}{said}", room, total)
+    waiting = {f"{about}, waiting": count for about, count in found.host.items()}
+    return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
+
+
+def too_small(c: Common, machine: Machine, found: Estimate) -> MemoryBudget | None:
+    """Returns the budget that is exceeded most; None where all fit."""
+    over = [one for one in budgets(c, machine, found) if one.verdict == "FAIL"]
+    return max(over, key=lambda one: one.needs - (one.has or 0), default=None)
+
+
+def estimate_fits(c: Common, machine: Machine, found: Estimate) -> bool:
+    """Whether all programs compile, and all memories hold what they must."""
+    return not found.refused and too_small(c, machine, found) is None
 
 
 def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C], Estimate | None]) -> None:
@@ -91,22 +109,38 @@ def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C]
 
     `estimate` compiles the run with other settings; it returns None for invalid ones.
     """
-    room, _ = capacity(c, machine)
-    if estimate_fits(found, room):
+    if estimate_fits(c, machine, found):
         return
-    if found.refused:
+    over = too_small(c, machine, found)
+    if found.refused or over is None:
         what = f"{found.refused[0].name} is refused by the compiler: {found.refused[0].account.error}"  # type: ignore[union-attr]
     else:
-        what = f"{found.worst.name} takes {found.peak / GIB:.1f} GiB of each device's {room / GIB:.1f}"
-    for changes in remedies(c):
-        tried = estimate(settings.changed(c, changes))
-        if tried is not None and estimate_fits(tried, room):
-            said = auto.as_arguments(changes)
-            raise UserError(f"{machine.name}: {what}; {said} fits: {tried.peak / GIB:.1f} GiB")
+        most = max(over.parts, key=lambda part: over.parts[part])
+        what = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}, most of it {most}"
+    for changes in [*shares(found, over), *remedies(c)]:
+        other = settings.changed(c, changes)
+        tried = estimate(other)
+        if tried is not None and estimate_fits(other, machine, tried):
+            raise UserError(f"{machine.name}: {what}; {auto.as_arguments(changes)} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
         f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
         " devices with mesh.fsdp=-1, or model.lora_rank"
     )
+
+
+def shares(found: Estimate, over: MemoryBudget | None) -> Iterator[dict[str, Any]]:
+    """Yields a smaller or larger share for servers, where theirs is what does not fit."""
+    server = found.server
+    if server is None or over is None or over.has is None or server.cache:
+        return
+    least = sum(server.least().values())
+    fraction = 0.0
+    if over.parts == server.least():  # their own share is too small
+        fraction = math.ceil(100 * 1.1 * least * server.fraction / over.has) / 100
+    elif server.awake(over.has).items() <= over.parts.items():
+        fraction = math.floor(100 * (server.fraction - (over.needs - over.has) / over.has)) / 100
+    if fraction * over.has >= least and fraction < 1.0:
+        yield {"rollout.gpu_memory_utilization": fraction}
 
 
 def remedies(c: Common) -> Iterator[dict[str, Any]]:

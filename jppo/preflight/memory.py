@@ -23,6 +23,7 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
 from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
+from jppo.preflight.shared_gpu import server_memory
 from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
@@ -155,7 +156,8 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
     host = {name: parts.pop(name) for name in offloading.offloaded_parts(c) if name in parts}
     # The rows of scoring, and two micro-batches of an update: one in use, one being transferred.
     parts["batch"] = (size(rows[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
-    return Estimate(parts, tuple(moments), host)
+    server = server_memory(c, inputs.policy, served(inputs.policy, c.rollout.dtype), mesh)
+    return Estimate(parts, tuple(moments), host, server)
 
 
 def of_one_model(

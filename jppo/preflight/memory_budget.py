@@ -1,17 +1,17 @@
 """The memories of a machine: the bytes that a run needs in each, by part, and those that are there."""
 
 import dataclasses
-import os
 import pathlib
 from typing import Any, Literal
 
-from jppo.forecast.machines import Machine
 from jppo.learner import devices, sharding
-from jppo.preflight import described_machine, memory
+from jppo.preflight import memory
+from jppo.preflight.gpus import gpus
 from jppo.preflight.programs import Estimate
+from jppo.preflight.shared_gpu import CONTEXT
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs
-from jppo.settings import Common, Settings
+from jppo.settings import Settings
 from jppo.settings.rules_rollout import publish_via
 
 MIB = 2**20
@@ -48,6 +48,32 @@ def device_parts(found: Estimate) -> dict[str, int]:
     return {about: count for about, count in parts.items() if count}
 
 
+def device_budgets(found: Estimate, where: str, room: int | None, total: int | None) -> list[MemoryBudget]:
+    """Returns a device's budgets: of its peak, and of each moment at which a server holds memory beside the trainer.
+
+    `room` is what JAX may use of its `total` bytes.
+    """
+    server, ours = found.server, device_parts(found)
+    if server is None:
+        return [MemoryBudget(where, ours, room)]
+    context = {"CUDA, of the trainer": CONTEXT}
+    share = MemoryBudget(
+        f"{server.name}'s share, {server.fraction:.0%} of a GPU",
+        server.least(),
+        None if total is None else int(server.fraction * total),
+    )
+    if not server.sleeps:
+        return [MemoryBudget(where, ours, room), share]
+    held = {"models and optimizers": sum(found.parts.values()), "compiled programs": found.code}
+    scoring = max((one.needs for one in found.moments if one.name == "log-probs"), default=0)
+    awake = held | {"log-probs, compared with the server's": scoring} | context
+    return [
+        share,
+        MemoryBudget(f"{where}, while the servers are awake", awake | server.awake(total or 0), total),
+        MemoryBudget(f"{where}, while they sleep", ours | context | server.asleep(), total),
+    ]
+
+
 def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
     """Returns the rooms of devices and host; on a CPU they are one."""
     parts = device_parts(found)
@@ -60,18 +86,11 @@ def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list
         here = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [MemoryBudget(where, here | program | host, room)]
+    total = min((gpu.memory for gpu in gpus()), default=None) if found.server is not None else None
     return [
-        MemoryBudget(f"each of {count} {device.device_kind}", parts, device_room(mesh)),
+        *device_budgets(found, f"each of {count} {device.device_kind}", device_room(mesh), total),
         MemoryBudget("this machine", program | host, room),
     ]
-
-
-def described_rooms(c: Common, machine: Machine, found: Estimate) -> list[MemoryBudget]:
-    """Returns the budgets of a described machine's devices, and its host's needs."""
-    room, why = described_machine.capacity(c, machine)
-    places = [MemoryBudget(f"each of {machine.devices} {machine.chip.kind} ({why})", device_parts(found), room)]
-    waiting = {f"{about}, waiting": count for about, count in found.host.items()}
-    return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
 
 
 def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
@@ -87,21 +106,9 @@ def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
     if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
         parts |= {
             "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
-            "vLLM: cache": r.servers * r.kv_cache_memory_bytes,
+            "vLLM: cache": r.servers * r.cache_on_cpu,
         }
     return parts
-
-
-def of_servers(c: Settings, inputs: Inputs, mesh: Any) -> MemoryBudget | None:
-    """Returns the servers' share of a GPU; None without one."""
-    limit = device_room(mesh)
-    share = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    name = {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
-    if name is None or c.rollout.urls or limit is None or share is None or sharding.platform(mesh) != "gpu":
-        return None
-    weights = memory.served(inputs.policy, c.rollout.dtype)
-    has = int(c.rollout.gpu_memory_utilization * limit / float(share))
-    return MemoryBudget(f"{name}'s share of a GPU, {c.rollout.gpu_memory_utilization:.0%}", {"weights": weights}, has)
 
 
 def budget_lines(room: MemoryBudget) -> list[str]:

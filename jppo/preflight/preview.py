@@ -152,9 +152,7 @@ def look(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, l
     """Returns the sizes of a PPO run on this machine as lines, its estimate and its memory_budget."""
     lines, step = derived_sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
-    share = memory_budget.of_servers(c, inputs, mesh)
-    places = memory_budget.machine_budgets(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
-    return lines, found, [*places, *filter(None, [share])]
+    return lines, found, memory_budget.machine_budgets(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
 
 
 def estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
@@ -165,7 +163,7 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
 def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
-        return described_machine.estimate_fits(estimate(c, inputs, mesh), described_machine.capacity(c, machine)[0])
+        return described_machine.estimate_fits(c, machine, estimate(c, inputs, mesh))
     _, found, places = look(c, inputs, mesh)
     return not found.refused and all(place.verdict != "FAIL" for place in places)
 
@@ -246,9 +244,9 @@ def of_estimate(
     outlook = make_outlook(found, machine, mesh, executions, request.rollout_tokens_per_s)
     request.write(report_dict(found, outlook))
     text = format_report(
-        [f"machine          {machine}", *lines], found, memory_budget.described_rooms(c, machine, found), outlook
+        [f"machine          {machine}", *lines], found, described_machine.budgets(c, machine, found), outlook
     )
-    if not described_machine.estimate_fits(found, described_machine.capacity(c, machine)[0]):
+    if not described_machine.estimate_fits(c, machine, found):
         print(escaped(text), end="", flush=True)
         described_machine.require_room(c, machine, found, estimate)
     return text

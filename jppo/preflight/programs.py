@@ -14,6 +14,7 @@ from jppo.forecast import seconds as forecast
 from jppo.forecast.account import Account
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.forecast.seconds import Forecast
+from jppo.preflight.shared_gpu import ServerMemory
 
 NOTE = "forecast by the compiler, not measured"
 
@@ -47,6 +48,7 @@ class Estimate:
     parts: dict[str, int]
     moments: tuple[ProgramMemory, ...]
     host: dict[str, int] = dataclasses.field(default_factory=dict)  # offloaded from this device
+    server: ServerMemory | None = None  # on the same GPU
 
     @property
     def worst(self) -> ProgramMemory:

@@ -81,7 +81,7 @@ def server_settings(c: Settings) -> ServerSettings:
         max_num_seqs=r.max_num_seqs,
         enforce_eager=r.enforce_eager,
         gpu_memory_utilization=r.gpu_memory_utilization,
-        kv_cache_memory_bytes=r.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=r.kv_cache_memory_bytes if r.kv_cache_memory_bytes > 0 else None,
         omp_threads=r.omp_threads,
         start_timeout_s=r.start_timeout_s,
         tensor_model_parallel_size=r.tensor_model_parallel_size,
@@ -166,11 +166,11 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
     longest, share = c.data.longest_row, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
     if sharding.platform(mesh) == "cpu":
-        rows = min(rows, r.kv_cache_memory_bytes // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
+        rows = min(rows, r.cache_on_cpu // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
     if rows < share:
         raise UserError(
             f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
-            f"{r.kv_cache_memory_bytes} on a CPU, must be at least {share}, one for each device that shares them; raise"
+            f"{r.cache_on_cpu} on a CPU, must be at least {share}, one for each device that shares them; raise"
             " what is too low"
         )
     return InprocessSettings(

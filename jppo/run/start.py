@@ -95,16 +95,20 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         require_models_fit(inputs, mesh)
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
         c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
-        reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
-        stack.callback(reward_sum.close)
-        if c.algorithm.filter_groups:
-            require_metric(c.algorithm.filter_groups_metric.partition("/")[0], reward_sum.parts)
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
         reference = served_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:
             stack.enter_context(traces.exporting())
         engine = hosts.together(lambda: open_engine(c, held.logs, hosts))  # it loads while JAX compiles
         stack.callback(engine.close)
+        open_sampler = functools.cache(lambda: hosts.together(lambda: engine.ready(**speaking(inputs))))
+        if c.rollout.sleep_level:  # the GPU has no room for starting servers beside the trainer's arrays
+            open_sampler().sleep()
+            laps("waiting for the sampler")
+        reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
+        stack.callback(reward_sum.close)
+        if c.algorithm.filter_groups:
+            require_metric(c.algorithm.filter_groups_metric.partition("/")[0], reward_sum.parts)
         learner, begin = make_learner(c, inputs, mesh)
         laps("models")
         if not only_look:
@@ -116,7 +120,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             reward_sum.load(begun.now.place.get("reward", {}))
         del begin  # a resumed run must not hold two states
         laps("checkpoint")
-        sampler = hosts.together(lambda: engine.ready(**speaking(inputs)))
+        sampler = open_sampler()
         laps("waiting for the sampler")
         publisher = PolicyPublisher(c, learner, sampler, inputs.adapters, hosts)
         publish_base(c, learner, sampler, begun.now.step, hosts)

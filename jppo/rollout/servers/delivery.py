@@ -102,6 +102,8 @@ class ServedWeights:
         self.updates = 0
         self.lock = threading.RLock()  # held while weights are delivered
         self.paused: set[Endpoint] = set()  # by this run
+        self.may_start = threading.Event()  # clear from a sleep to the next delivery: the trainer has their memory
+        self.may_start.set()
         self._current: tuple[Delivery, ...] = ()  # a whole model, then the latest addition
         self._router = router
         self._api = api
@@ -128,7 +130,9 @@ class ServedWeights:
 
         Servers that break meanwhile are restarted and get them then.
         """
-        self._require_one()
+        asleep = not self.may_start.is_set()
+        self.may_start.set()
+        self._await_members(all_of_them=asleep)
         with self.lock:
             taking = [member for member in self._router.members if member.up or member.blank]
             with contextlib.closing(delivery.offers()) as offers:
@@ -185,7 +189,12 @@ class ServedWeights:
         self.paused.discard(endpoint)
 
     def sleep(self, level: int) -> None:
-        """Frees the servers' device memory until the next whole delivery; no request may be in flight."""
+        """Frees the servers' device memory until the next whole delivery; no request may be in flight.
+
+        Waits for servers that are being restarted. One that breaks later is restarted at that delivery.
+        """
+        self._await_members(all_of_them=True)
+        self.may_start.clear()
         with self.lock:
             self._router.held = True
             working = [member for member in self._router.members if member.up]
@@ -210,14 +219,15 @@ class ServedWeights:
             if self._current is deliveries:  # otherwise they may have been replaced while they were read
                 raise
 
-    def _require_one(self) -> None:
-        """Returns when a server works."""
-        while not any(member.up or member.blank for member in self._router.members):
-            if self._router.fatal is not None:
-                raise self._router.fatal
+    def _await_members(self, *, all_of_them: bool) -> None:
+        """Returns when a server works, and of `all_of_them` none is being restarted here."""
+        while self._router.fatal is None:
+            members = self._router.members
+            starting = all_of_them and any(member.mending and member.server is not None for member in members)
+            if not starting and any(member.up or member.blank for member in members):
+                return
             time.sleep(POLL_S)
-        if self._router.fatal is not None:
-            raise self._router.fatal
+        raise self._router.fatal
 
     def _wake_up(self, members: Sequence[Member], what: str) -> list[Member]:
         asleep = [member for member in members if member.asleep]

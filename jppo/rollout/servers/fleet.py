@@ -145,6 +145,7 @@ class Fleet(Served):
         """Stops the servers that were started here and frees the weights' files; may be called twice."""
         if not self._repairs.closed:
             self._repairs.closed = True
+            self.weights.may_start.set()
             self._stop()
         self._publisher.close()
 

@@ -122,7 +122,8 @@ class Repairs:
                     said = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
                     self._router.fail(RolloutError(f"{fault}; {said}"))
                     return
-                say(f"{fault}; it is {'waited for' if member.server is None else 'restarted'}")
+                when = "" if self._weights.may_start.is_set() else " with the next publish"
+                say(f"{fault}; it is {'waited for' if member.server is None else f'restarted{when}'}")
                 self.restarts += 1
                 began = time.monotonic()
                 try:
@@ -179,6 +180,7 @@ class Repairs:
         if member.server is None:
             self._wait_for(member)
         else:
+            self._weights.may_start.wait()  # until the trainer has freed the memory of the GPU that they share
             member.server.restart()
             member.server.wait_ready()
             member.endpoint.move(member.server.url, member.server.key)

@@ -13,6 +13,7 @@ from jppo import interpreter
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
+from jppo.settings.table_rollout import CACHE_ON_CPU
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
@@ -76,7 +77,7 @@ class ServerSettings:
     max_num_seqs: int
     enforce_eager: bool
     gpu_memory_utilization: float  # on a GPU
-    kv_cache_memory_bytes: int  # on a CPU
+    kv_cache_memory_bytes: int | None  # None: on a GPU by gpu_memory_utilization
     omp_threads: int  # on a CPU
     start_timeout_s: float
     tensor_model_parallel_size: int = 1  # GPUs per server
@@ -144,14 +145,16 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         always.append("--enable-sleep-mode")
     if build == "gpu":
         always += ["--enable-return-routed-experts"] if settings.experts else []
-        return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization), *more]
+        cache = settings.kv_cache_memory_bytes  # with it, vLLM does not measure what else its passes need
+        given = [] if cache is None else ["--kv-cache-memory-bytes", str(cache)]
+        return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization), *given, *more]
     experts = ("--worker-cls", f"{ROUTING}.RoutingWorker", "--scheduler-cls", f"{ROUTING}.RoutingScheduler")
     return [
         *always,
         *(experts if settings.experts else ()),
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
-        *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
+        *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes or CACHE_ON_CPU)),
         *(() if settings.latent is None else LATENT),
         # a cache of prefixes of gated delta nets needs chunked prefill
         *(() if settings.delta is None else ("--no-enable-prefix-caching",)),
