@@ -191,8 +191,8 @@ def main(argv: list[str] | None = None) -> None:
     best = found[0]
     if not best.fits:
         raise UserError(
-            f"{machine.name}: none of {len(found)} settings fits a device's {machine.chip.memory / GIB:.1f} GiB beside"
-            " its servers; take more or larger devices, or train adapters by model.lora_rank"
+            f"{machine.name}: none of {len(found)} settings fits a device of {machine.chip.memory / GIB:.1f} GiB; take"
+            " more or larger devices, or train adapters by model.lora_rank"
         )
     ours = ("--machine", "--json", "--rollout_tokens_per_s")
     given = [word for word in argv if word.split("=")[0] not in ours]

@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 
 from jppo import settings, sft, train
+from jppo.forecast.machines import GIB
 from jppo.learner import packing
 from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.plan import plan_of_run
 from jppo.models import decoder
-from jppo.preflight import memory, memory_budget, preview, programs
+from jppo.preflight import memory, memory_budget, preview, programs, shared_gpu
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed, write_lines
@@ -127,18 +129,37 @@ def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     assert text.startswith("steps 3\n\n") and "\n  sum of gradients " in text and "batch" not in text
 
 
-def test_a_gpu_has_a_share_for_its_server(small_run, monkeypatch):
+def budgets_beside(server, total):
+    return {one.where: one for one in memory_budget.device_budgets(replace(ESTIMATE, server=server), "a GPU", 0, total)}
+
+
+def test_a_gpu_has_a_share_for_its_server(small_run):
     inputs = read_inputs(typed(small_run))
-    cpu, gpu = (SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)], object)) for name in ("cpu", "gpu"))
-    monkeypatch.setattr(memory_budget, "device_room", lambda mesh: 52 * 2**30)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.52")
-    assert memory_budget.of_servers(typed(small_run), inputs, cpu) is None  # on a CPU it is the host's
-    room = memory_budget.of_servers(typed(small_run), inputs, gpu)
+    cpu, gpu = (
+        SimpleNamespace(devices=np.array([SimpleNamespace(platform=name, process_index=0)], object))
+        for name in ("cpu", "gpu")
+    )
     values = jax.eval_shape(lambda key: decoder.init_params(inputs.policy, key, head="lm", param_dtype="float32"), KEY)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
     assert [memory.served(inputs.policy, dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
-    assert room.has == pytest.approx(40 * 2**30) and set(room.parts) == {"weights"}
+    assert shared_gpu.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
+    server = shared_gpu.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
+    assert (server.weights, server.fraction, server.cache, server.graphs) == (4 * count, 0.4, 0, 0)
+    assert server.response == 14 * (2 * 2 * 8) * 4, "positions, of keys and values of two heads, in float32"
+    assert list(budgets_beside(server, 10**9)) == ["a GPU", "vLLM's share, 40% of a GPU"]
     assert set(memory_budget.host_parts(typed(small_run), inputs, gpu)) == {"published weights"}
+
+
+def test_servers_that_sleep_have_a_budget_awake_and_one_asleep():
+    server = shared_gpu.ServerMemory("vLLM", True, 0.5, 0, weights=100, working=20, graphs=7, response=3)
+    share, awake, asleep = budgets_beside(server, 4 * GIB).values()
+    assert (share.needs, share.has) == (130, 2 * GIB)
+    assert (awake.needs, awake.verdict) == (600 + shared_gpu.CONTEXT + 2 * GIB, "OK")
+    assert asleep.needs == 1150 + shared_gpu.CONTEXT + shared_gpu.ASLEEP + 7
+    given = replace(server, cache=50)
+    assert budgets_beside(given, 4 * GIB)["a GPU, while the servers are awake"].needs == (
+        600 + shared_gpu.CONTEXT + shared_gpu.ASLEEP + 100 + 20 + 7 + 50
+    )
 
 
 def command(main, monkeypatch, c, **switches):

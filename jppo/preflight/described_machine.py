@@ -114,9 +114,10 @@ def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C]
     over = too_small(c, machine, found)
     if found.refused or over is None:
         what = f"{found.refused[0].name} is refused by the compiler: {found.refused[0].account.error}"  # type: ignore[union-attr]
+    elif f"temporaries: {found.worst.name}" in over.parts:
+        what = f"{found.worst.name} takes {over.needs / GIB:.1f} GiB of each device's {(over.has or 0) / GIB:.1f}"
     else:
-        most = max(over.parts, key=lambda part: over.parts[part])
-        what = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}, most of it {most}"
+        what = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}"
     for changes in [*shares(found, over), *remedies(c)]:
         other = settings.changed(c, changes)
         tried = estimate(other)

@@ -8,7 +8,6 @@ from jppo.settings.setting import Section, setting
 
 _SERVERS, _ASYNC, _SENT = "rollout.name!=inprocess", "rollout.mode=async", "rollout.publish_via!=file"
 _TURNS, _TOOLS = "rollout.multi_turn.enable", "rollout.multi_turn.tool_config_path"
-CACHE_ON_CPU = 2**28  # bytes
 _AGENT, _FORMATS = "rollout.agent", ("hermes", "openai", "qwen3", "qwen3_coder", "plain")
 
 
@@ -92,8 +91,9 @@ class Rollout(Section):
         " -1: max_num_seqs, at least 256", bounds="[1,", off=-1, only=_SERVERS)
     gpu_memory_utilization: float = setting(0.4, "Fraction of a GPU's memory for a server", bounds="(0, 1]",
         only=_SERVERS)
-    kv_cache_memory_bytes: int = setting(-1, "KV cache of a server, or of the in-process engine on a CPU. -1: 256 MiB on a"
-        " CPU; on a GPU what gpu_memory_utilization leaves, which vLLM measures", unit="bytes", bounds="[1,", off=-1)
+    kv_cache_memory_bytes: int = setting(-1, "KV cache of a server, or of the in-process engine on a CPU. -1: 256 MiB"
+        " on a CPU; on a GPU what gpu_memory_utilization leaves, which vLLM measures", unit="bytes", bounds="[1,",
+        off=-1)
     omp_threads: int = setting(1, "Threads of a server on a CPU", bounds="[1,", only=_SERVERS)
     tensor_model_parallel_size: int = setting(1, "GPUs of one server", bounds="[1,", only=_SERVERS)
     devices: str = setting("", "GPUs of the servers, as in CUDA_VISIBLE_DEVICES. '': all", only=_SERVERS)
@@ -140,4 +140,4 @@ class Rollout(Section):
     @property
     def cache_on_cpu(self) -> int:
         """Returns the bytes of the KV cache on a CPU."""
-        return self.kv_cache_memory_bytes if self.kv_cache_memory_bytes > 0 else CACHE_ON_CPU
+        return self.kv_cache_memory_bytes if self.kv_cache_memory_bytes > 0 else 2**28

@@ -13,7 +13,6 @@ from jppo import interpreter
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
-from jppo.settings.table_rollout import CACHE_ON_CPU
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
@@ -77,7 +76,7 @@ class ServerSettings:
     max_num_seqs: int
     enforce_eager: bool
     gpu_memory_utilization: float  # on a GPU
-    kv_cache_memory_bytes: int | None  # None: on a GPU by gpu_memory_utilization
+    kv_cache_memory_bytes: int  # on a CPU
     omp_threads: int  # on a CPU
     start_timeout_s: float
     tensor_model_parallel_size: int = 1  # GPUs per server
@@ -88,6 +87,7 @@ class ServerSettings:
     delta: tuple[str, bool] | None = None  # the family, and whether its projections are one; None: no gated delta nets
     latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
     publish_via: str = "file"  # otherwise by vLLM's routes of weight transfer
+    cache_given: bool = False  # kv_cache_memory_bytes on a GPU too, in place of what gpu_memory_utilization leaves
     experts: bool = False  # answers have the experts of each token
 
 
@@ -145,16 +145,17 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         always.append("--enable-sleep-mode")
     if build == "gpu":
         always += ["--enable-return-routed-experts"] if settings.experts else []
-        cache = settings.kv_cache_memory_bytes  # with it, vLLM does not measure what else its passes need
-        given = [] if cache is None else ["--kv-cache-memory-bytes", str(cache)]
-        return [*always, "--gpu-memory-utilization", str(settings.gpu_memory_utilization), *given, *more]
+        always += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
+        if settings.cache_given:  # and vLLM does not measure what else its passes need
+            always += ["--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)]
+        return [*always, *more]
     experts = ("--worker-cls", f"{ROUTING}.RoutingWorker", "--scheduler-cls", f"{ROUTING}.RoutingScheduler")
     return [
         *always,
         *(experts if settings.experts else ()),
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
-        *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes or CACHE_ON_CPU)),
+        *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
         *(() if settings.latent is None else LATENT),
         # a cache of prefixes of gated delta nets needs chunked prefill
         *(() if settings.delta is None else ("--no-enable-prefix-caching",)),

@@ -216,6 +216,5 @@ def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
         options = shlex.join([*model, *arguments.flags(settings, build)])
         return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} {options}"
 
-    return (
-        f"start it on a GPU with `{command('gpu')}`, on a CPU with `{command('cpu')}`, and set {guard.TOKEN} alike here"
-    )
+    on_cpu = "" if settings.sleeps else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
+    return f"start it on a GPU with `{command('gpu')}`{on_cpu}, and set {guard.TOKEN} alike here"
