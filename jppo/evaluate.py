@@ -28,7 +28,7 @@ from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.process import share_gpu
 from jppo.rewards.make import make_reward_sum
-from jppo.rollout.make import open_engine, val_sampling
+from jppo.rollout.make import open_engine, val_sampling, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_stored
 from jppo.run import validation
@@ -75,6 +75,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
             stack.callback(inputs.agent.close)
         mesh = make_mesh(c)
         process.prepare(c, sharding.platform(mesh))
+        c = with_servers(c, mesh)
         reward_sum = make_reward_sum(c, mesh, **inputs.graded())
         stack.callback(reward_sum.close)
         engine = open_engine(c, out)

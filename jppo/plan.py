@@ -27,6 +27,7 @@ from jppo.models.config import Experts
 from jppo.preflight import auto, described_machine, memory, preview
 from jppo.preflight.described_machine import Request
 from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
+from jppo.rollout.make import with_servers
 from jppo.run.inputs import Inputs, read_inputs
 from jppo.settings import Settings, UserError
 
@@ -106,6 +107,7 @@ def try_settings(
     try:
         settings.check(other)
         mesh = make_mesh(other, devices)
+        other = with_servers(other, mesh)
         _, work = preview.derived_sizes(other, inputs, mesh)
         found = memory.estimate(other, inputs, mesh, entries=work.entries)
     except UserError as e:

@@ -327,7 +327,7 @@ def test_what_is_none_unless_given_may_be_given(config):
             for name, value, usual in (
                 ("rollout.python", "/other/python", ""),
                 ("rollout.urls", "http://127.0.0.1:8000", ""),
-                ("rollout.servers", 2, 1),
+                ("rollout.servers", 2, -1),
                 ("rollout.port", 8000, 0),
                 ("rollout.publish_via", "tcp", "file"),
                 ("rollout.publish_dir", "/shared", ""),

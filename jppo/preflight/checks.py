@@ -20,7 +20,7 @@ from jppo.preflight.described_machine import Request
 from jppo.preflight.finding import Check, Finding, examine
 from jppo.preflight.programs import Estimate, Executions
 from jppo.process import share_gpu
-from jppo.rollout.make import open_engine
+from jppo.rollout.make import open_engine, with_servers
 from jppo.rollout.publish import publish_base, publish_policy, published_dtype
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, read_inputs, speaking
@@ -207,11 +207,14 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
 
     @functools.cache
     def sampler() -> Any:
-        engine = open_engine(c, scratch)
+        engine = open_engine(with_servers(c, read.mesh), scratch)
         stack.callback(engine.close)
         if read.inputs.agent is not None:
             stack.callback(read.inputs.agent.close)
-        return engine.ready(**speaking(read.inputs))
+        opened = engine.ready(**speaking(read.inputs))
+        if c.rollout.sleep_level:  # as a run's do, before the trainer's first array
+            opened.sleep()
+        return opened
 
     @functools.cache
     def learner() -> tuple[Learner, TrainState]:
@@ -223,7 +226,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         if c.rollout.name == "inprocess":
             what = "the trainer's own"
         else:
-            what = "servers of rollout.urls answer" if c.rollout.urls else f"{c.rollout.servers} started"
+            what = "servers of rollout.urls answer" if c.rollout.urls else "started"
         yield Finding("server", "OK", f"{what}, ready after {time.monotonic() - begin:.0f} s")
 
     def publish() -> Iterator[Finding]:

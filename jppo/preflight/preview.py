@@ -29,6 +29,7 @@ from jppo.preflight.programs import (
     report_dict,
     step_lines,
 )
+from jppo.rollout.make import with_servers
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.settings import Common, Settings
@@ -170,6 +171,7 @@ def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None)
 
 def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
     """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
+    c = with_servers(c, mesh)
     if not auto.asked(c):
         return c, []
     changes = auto.first_fitting(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import jppo
 from jppo import settings
 from jppo.errors import expanded
+from jppo.preflight import auto
 from jppo.preflight.finding import GIB, Finding, Verdict
 from jppo.preflight.memory_budget import MemoryBudget
 from jppo.rollout.servers.process import check_ports
@@ -24,6 +25,7 @@ DAY_S = 86_400
 LAST_YEAR = 2100
 LOGS = GIB // 4  # metrics, samples, TensorBoard and the servers' logs
 SHOWN = 3  # settings that differ
+OPEN = ("rollout.servers", *auto.NAMES)  # which a run may choose
 REMEDY = (
     "lower actor.max_tokens_per_device, set model.remat=full, spread the models by mesh.fsdp, train adapters by"
     " model.lora_rank, or use a larger machine"
@@ -102,8 +104,9 @@ def ports(c: Settings) -> Iterator[Finding]:
     if c.rollout.urls:
         yield Finding("server ports", "OK", "none: rollout.urls lists running servers")
         return
-    check_ports(c.rollout.port, c.rollout.servers)
-    asked = ", ".join(str(c.rollout.port + i) for i in range(c.rollout.servers))
+    count = max(c.rollout.servers, 1)  # -1: by the GPUs, which are not known yet
+    check_ports(c.rollout.port, count)
+    asked = ", ".join(str(c.rollout.port + i) for i in range(count))
     yield Finding("server ports", "OK", f"{asked} can be used" if c.rollout.port else "any that is free")
 
 
@@ -158,4 +161,5 @@ def changed_settings(file: pathlib.Path, c: Common) -> list[str]:
         return [f"{file.name} cannot be read"]
     ours = settings.by_name(json.loads(settings.dump(c)))
     names = dict.fromkeys([*ours, *theirs])
-    return [f"{name}={theirs.get(name)}" for name in names if theirs.get(name) != ours.get(name)]
+    kept = [name for name in names if name not in OPEN or ours.get(name) not in (-1, "auto")]
+    return [f"{name}={theirs.get(name)}" for name in kept if theirs.get(name) != ours.get(name)]

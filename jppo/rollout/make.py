@@ -69,12 +69,26 @@ def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> Serve
     return ServedReference(c.ref.url, longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=timeout_s)
 
 
+def with_servers(c: Settings, mesh: Mesh) -> Settings:
+    """Returns the settings with the number of this host's servers, if `rollout.servers` leaves it open."""
+    r, first = c.rollout, mesh.devices.flat[0]
+    if r.servers > 0:
+        return c
+    count = 1
+    if r.name != "inprocess" and not r.urls and sharding.platform(mesh) == "gpu":
+        local = sum(device.process_index == first.process_index for device in mesh.devices.flat)
+        gpus = len(texts.entries(r.devices)) or local
+        count = max(1, gpus // r.tensor_model_parallel_size)
+        print(f"rollout: servers on a host of {gpus} GPUs: {count}", file=sys.stderr, flush=True)
+    return settings.changed(c, {"rollout.servers": count})
+
+
 def server_settings(c: Settings) -> ServerSettings:
     """Makes the settings of each server."""
     r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
     return ServerSettings(
         python=r.python,
-        servers=r.servers,
+        servers=max(r.servers, 1),
         port=r.port,
         dtype=r.dtype,
         max_model_len=c.data.longest_row,
@@ -86,7 +100,7 @@ def server_settings(c: Settings) -> ServerSettings:
         omp_threads=r.omp_threads,
         start_timeout_s=r.start_timeout_s,
         tensor_model_parallel_size=r.tensor_model_parallel_size,
-        devices=tuple(device.strip() for device in r.devices.split(",") if device.strip()),
+        devices=tuple(texts.entries(r.devices)),
         engine_args=r.engine_args,
         sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
@@ -192,7 +206,7 @@ def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
     """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
     place = texts.lookup_place(urls)
     if place is None:
-        return own_urls(hosts, texts.split_urls(urls))
+        return own_urls(hosts, texts.entries(urls))
     if hosts.count > 1:
         raise UserError(
             f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"

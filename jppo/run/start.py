@@ -24,7 +24,7 @@ from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
 from jppo.rewards.reward_sum import RewardSum
-from jppo.rollout.make import Source, open_engine, served_reference
+from jppo.rollout.make import Source, open_engine, served_reference, with_servers
 from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.run import resume
@@ -92,6 +92,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             stack.callback(inputs.agent.close)
         mesh = make_mesh(c)
         process.prepare(c, sharding.platform(mesh))
+        c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
         c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)

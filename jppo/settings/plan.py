@@ -128,8 +128,8 @@ def check_apart(runs: Sequence[PlannedRun]) -> None:
 
 def _claims(values: dict[str, Any]) -> Iterator[str]:
     port = values["rollout.port"]
-    yield from (f"port {p}" for p in range(port, port + values["rollout.servers"]) if port)
-    yield from (f"the server {url}" for url in texts.split_urls(values["rollout.urls"]))
+    yield from (f"port {p}" for p in range(port, port + max(values["rollout.servers"], 1)) if port)
+    yield from (f"the server {url}" for url in texts.entries(values["rollout.urls"]))
 
 
 def differing(runs: Sequence[PlannedRun]) -> list[str]:

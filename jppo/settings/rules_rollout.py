@@ -27,7 +27,7 @@ def has_branches(r: Rollout) -> bool:
 def check_rollout(config: Settings, *, training: bool) -> None:
     """Raises a UserError at the first rule that is broken."""
     r = config.rollout
-    if (last := r.port + r.servers - 1) > 65535:
+    if (last := r.port + max(r.servers, 1) - 1) > 65535:
         raise UserError(f"rollout.port={r.port}: the last server has port {last}, and 65535 is the largest; lower it")
     _temperature(r, training)
     _test(r.val_kwargs)
@@ -195,7 +195,7 @@ def _secrets(config: Settings) -> None:
     """Rejects secrets, which would be printed and saved, without showing them."""
     r = config.rollout
     place = texts.lookup_place(r.urls)
-    urls = [("rollout.urls", url) for url in texts.split_urls(r.urls) if place is None]
+    urls = [("rollout.urls", url) for url in texts.entries(r.urls) if place is None]
     if config.ref.url:
         urls.append(("ref.url", config.ref.url))
     for name, url in urls:
@@ -205,7 +205,7 @@ def _secrets(config: Settings) -> None:
             raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
         if not texts.is_url(url):
             raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
-    if len({url.rstrip("/") for url in texts.split_urls(r.urls)}) < len(texts.split_urls(r.urls)):
+    if len({url.rstrip("/") for url in texts.entries(r.urls)}) < len(texts.entries(r.urls)):
         raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
     if found := SECRET.search(r.engine_args):
         raise UserError(

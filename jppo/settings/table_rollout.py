@@ -62,7 +62,8 @@ class Rollout(Section):
     python: str = setting("", "Python interpreter with vLLM or SGLang. '': the trainer's", only=_SERVERS)
     urls: str = setting("", "Addresses of running servers, separated by commas. file:PATH or dns://NAME:PORT: looked"
         " up again during the run, as servers join and leave. '': servers are started", only=_SERVERS)
-    servers: int = setting(1, "Number of servers to start", bounds="[1,", only=_SERVERS)
+    servers: int = setting(-1, "Number of servers to start on a host. -1: as many as its GPUs hold, 1 on a CPU",
+        bounds="[1,", off=-1, only=_SERVERS)
     port: int = setting(0, "Port of the first server; the others follow. 0: free ports", bounds="[0,", only=_SERVERS)
     mode: str = setting("sync", "Order of sampling and learning. async: the samples of the next steps are generated"
         " while the trainer learns", choices=("sync", "async"))

@@ -161,8 +161,8 @@ def check_within(steps: tuple[range, ...], total: int, name: str) -> None:
         raise UserError(f"{name}: step {last} is none of this run, which has {total}; name steps from 1 to {total}")
 
 
-def split_urls(urls: str) -> list[str]:
-    """Splits a list of servers' addresses."""
+def entries(urls: str) -> list[str]:
+    """Splits a list at its commas."""
     return [url.strip() for url in urls.split(",") if url.strip()]
 
 
@@ -186,7 +186,7 @@ def lookup_place(urls: str) -> pathlib.Path | Named | None:
 
 def remote_urls(urls: str) -> list[str]:
     """Returns the addresses that are not this machine's; also `file:PATH`, whose addresses are not read."""
-    return [url for url in split_urls(urls) if urllib.parse.urlsplit(url).hostname not in LOOPBACK]
+    return [url for url in entries(urls) if urllib.parse.urlsplit(url).hostname not in LOOPBACK]
 
 
 def is_url(url: str) -> bool:

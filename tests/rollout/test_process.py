@@ -9,16 +9,18 @@ import threading
 import time
 import types
 
+import numpy as np
 import pytest
 
 import jppo
-from jppo.rollout.make import require_routing
+from jppo.rollout.make import require_routing, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
 from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
 from jppo.rollout.vllm.unserved import require_latent
-from jppo.settings import UserError, rules_rollout
+from jppo.settings import UserError, default, rules_rollout
+from tests.make import typed
 from tests.models.conftest import config_of
 
 # What `python -m vllm.entrypoints.openai.api_server` does in an interpreter made for these tests.
@@ -451,3 +453,25 @@ def test_room_for_adapters(settings):
         assert environment(settings(lora_rank=rank), "cpu")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "--enable-lora" not in flags(settings(), "cpu")
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(settings(), "cpu")
+
+
+@pytest.mark.parametrize(
+    "changes, platform, count",
+    [
+        ({}, "cpu", 1),
+        ({}, "gpu", 8),
+        ({"rollout.tensor_model_parallel_size": 4}, "gpu", 2),
+        ({"rollout.tensor_model_parallel_size": 16}, "gpu", 1),
+        ({"rollout.devices": "8, 9"}, "gpu", 2),
+        ({"rollout.servers": 3}, "gpu", 3),
+        ({"rollout.name": "inprocess"}, "gpu", 1),
+        ({"rollout.urls": "http://127.0.0.1:1"}, "gpu", 1),
+    ],
+)
+def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count, capfd):
+    c = default()
+    c.update_from_flattened_dict(changes)
+    devices = [types.SimpleNamespace(platform=platform, process_index=i // 8) for i in range(16)]
+    mesh = types.SimpleNamespace(devices=np.array(devices, object))
+    assert with_servers(typed(c), mesh).rollout.servers == count
+    assert ("a host of 8 GPUs: 8" in capfd.readouterr().err) == (not changes and platform == "gpu")
