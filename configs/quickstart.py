@@ -13,8 +13,6 @@ run's folder:
 trains it with three learning rates, once `make quickstart` has made data and model.
 """
 
-from collections.abc import Callable
-
 import ml_collections
 
 from jppo import settings
@@ -52,7 +50,7 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     return config.lock()
 
 
-def sweep(add: Callable[..., None]) -> None:
+def sweep(add) -> None:
     """Half the learning rate, the rate itself, and twice as much."""
     for lr in (1e-4, 2e-4, 4e-4):
         add(**{"actor.lr": lr})
