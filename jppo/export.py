@@ -15,7 +15,7 @@ import sys
 import huggingface_hub
 import jax
 from huggingface_hub import constants
-from huggingface_hub.errors import HTTPError  # of its HTTP library, whichever that is
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library, whichever that is
 
 from jppo import __version__
 from jppo.errors import escaped

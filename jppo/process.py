@@ -11,7 +11,7 @@ import resource
 import sys
 
 import jax
-import jaxlib
+from jaxlib import version
 
 from jppo.errors import expanded
 from jppo.settings import Common, Settings
@@ -31,7 +31,7 @@ def correct_sums() -> None:
     XLA reads its flags once, when JAX starts: in a process that has used a device, this has no effect.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_cpu_experimental_ynn_fusion_type" not in flags and jaxlib.__version__ == "0.10.2":
+    if "xla_cpu_experimental_ynn_fusion_type" not in flags and version.__version__ == "0.10.2":
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_experimental_ynn_fusion_type=-reduce".strip()
 
 

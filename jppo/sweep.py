@@ -97,7 +97,7 @@ def run_all(
     ended: Callable[[PlannedRun, int | None, float], None],
 ) -> None:
     """Runs every command in order, `jobs` at a time; on an interruption it ends running ones first."""
-    waiting, active = list(runs), dict[subprocess.Popen, tuple[PlannedRun, float]]()
+    waiting, active = list(runs), dict[subprocess.Popen[bytes], tuple[PlannedRun, float]]()
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
@@ -115,7 +115,7 @@ def run_all(
             ended(run, None, time.monotonic() - since)
 
 
-def start(command: list[str], folder: pathlib.Path) -> subprocess.Popen:
+def start(command: list[str], folder: pathlib.Path) -> subprocess.Popen[bytes]:
     """Starts the command in its own session with output to its log; it does not outlive the sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOG, "ab") as log:
@@ -131,7 +131,7 @@ def start(command: list[str], folder: pathlib.Path) -> subprocess.Popen:
         )
 
 
-def stop(processes: Sequence[subprocess.Popen]) -> None:
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends the runs with their servers; one that takes too long is killed."""
     deadline = time.monotonic() + GRACE_S
     try:

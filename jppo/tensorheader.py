@@ -13,7 +13,8 @@ CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], *, room: int = 0) -> bytes:
     """Makes the header, of `room` bytes or more, for tensors given by name, dtype, shape and byte count."""
-    items: dict = {"__metadata__": {"format": "pt"}}  # transformers requires a format; it only means row-major
+    # transformers requires a format; it only means row-major
+    items: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape, count in tensors:
         first, end = end, end + count

@@ -116,7 +116,8 @@ class _State:
 
     def begin(self, chat: Chat, first: str, room: int) -> list[int]:
         """Returns the prompt with the partner's first message; no tokens if it has no room."""
-        self.asked, ids = list(self.messages), self.prompt.ids.tolist()
+        self.asked = list(self.messages)
+        ids: list[int] = self.prompt.ids.tolist()
         if first:
             self.asked, whole = chat.opening(self.prompt.messages, ids, first)
             self.messages.append({"role": "user", "content": first})

@@ -81,7 +81,7 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
 def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
     """Returns the class after checking its constructor and methods."""
-    cls = resolve(spec, setting)
+    cls: Callable[[], Any] = resolve(spec, setting)
     try:
         one = cls()
     except Exception as e:

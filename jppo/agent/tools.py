@@ -230,7 +230,7 @@ def _made(one: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Tool:
         raise UserError(f"{where}: an entry is class_name (text), config and tool_schema (objects); one is {dict(one)}")
     cls = TOOLS.find(name, f"{where}: class_name")
     try:
-        tool = cls(**config, **({"sandbox": sandbox} if cls is Python else {}))
+        tool: Tool = cls(**config, **({"sandbox": sandbox} if cls is Python else {}))
         if schema is not None:
             tool.schema = schema
     except UserError:

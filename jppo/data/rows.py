@@ -172,7 +172,8 @@ def _parquet(path: pathlib.Path) -> list[Row]:
 
 def _to_python(table: pa.Table, path: pathlib.Path, first: int) -> list[dict[str, Any]]:
     with contextlib.suppress(UnicodeDecodeError):  # one of the rows has the fault: the loop below names it
-        return table.to_pylist()
+        rows: list[dict[str, Any]] = table.to_pylist()
+        return rows
     rows = []
     for i in range(table.num_rows):
         try:

@@ -79,7 +79,8 @@ def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None =
     A word of millions of characters takes minutes to tokenise, and a text that is too long is dropped anyway.
     """
     if max_length is None or max(map(len, texts), default=0) <= CUT_FROM:
-        return tokenizer(list(texts), verbose=False, **how)["input_ids"]
+        ids: list[list[int]] = tokenizer(list(texts), verbose=False, **how)["input_ids"]
+        return ids
     most = enough(tokenizer, max_length)
     ids = tokenizer([text[:most] for text in texts], verbose=False, **how)["input_ids"]
     for i, text in enumerate(texts):
@@ -92,18 +93,20 @@ def tokenize(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     """Returns the token ids of a text, never truncated, with the special tokens around it if `special`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation is not None or backend.padding is not None:
-        return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return backend.encode(text, add_special_tokens=special).ids  # in half the time
+        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    else:
+        ids = backend.encode(text, add_special_tokens=special).ids  # in half the time
+    return ids
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decodes token ids without special tokens."""
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def spell(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decodes token ids with special tokens."""
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def make_decoders(tokenizer: Any) -> tuple[Callable[[Sequence[int]], str], Callable[[Sequence[int]], str]]:
@@ -207,7 +210,7 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     found = (
         str(local / name)
         if local.is_dir()
-        else transformers.utils.cached_file(
+        else transformers.utils.hub.cached_file(
             path,
             name,
             _raise_exceptions_for_missing_entries=False,

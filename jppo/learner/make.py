@@ -57,7 +57,7 @@ def spare_rows(policy: ppo.ModelUpdate | None, value: ppo.ModelUpdate | None) ->
     return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
 
 
-def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> Any:
+def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """Makes the mesh of the config from the given devices, by default this machine's.
 
     Described devices can be given: programs compile for them but cannot run.

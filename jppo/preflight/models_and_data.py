@@ -219,4 +219,4 @@ def own_logprobs(directory: str, cfg: ModelConfig, ids: np.ndarray) -> np.ndarra
 
     with jax.default_matmul_precision("highest"):
         values = hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32)
-        return np.asarray(logp(values, ids[None, :-1], ids[None, 1:]))[0]
+        return np.asarray(logp(values, ids[None, :-1], ids[None, 1:])).squeeze(0)

@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ def make_reward_sum(
             of_rules, override=r.grader, allow_code=r.allow_code, sandbox=c.reward.sandbox_choice, pool=pool()
         )
 
-    makers = {
+    makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
         "function_score": lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
         "judge_score": lambda: make_judge(c),

@@ -222,7 +222,8 @@ class _Worker:
         except BrokenPipeError:
             raise _Lost(self._ending()) from None
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline, timeout_s))
-        return json.loads(self._read(length, deadline, timeout_s))
+        reply: dict[str, Any] = json.loads(self._read(length, deadline, timeout_s))
+        return reply
 
     def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
         got = bytearray()

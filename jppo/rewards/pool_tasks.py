@@ -152,7 +152,7 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
         raise
     except BaseException as e:  # exit(), too
         raise ValueError(f"the file raises at import: {explain(e)}") from e
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")

@@ -110,7 +110,8 @@ def _receive(stream: BinaryIO) -> dict[str, Any] | None:
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:  # the trainer is gone
         return None
-    return pickle.loads(stream.read(*LENGTH.unpack(head)))
+    message: dict[str, Any] = pickle.loads(stream.read(*LENGTH.unpack(head)))
+    return message
 
 
 def _send(replies: int, reply: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ def _equal(truth: str, answer: str) -> bool:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     config = [library.LatexExtractionConfig(boxed_match_priority=0)]
 
-    def parsed(text: str) -> list:
+    def parsed(text: str) -> object:
         # math-verify's own time limit is a signal, which only the main thread can have: the pool has a deadline
         return library.parse(rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None)
 

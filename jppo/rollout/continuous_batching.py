@@ -82,10 +82,7 @@ def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
 def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> Programs:
     """Closes the pure functions over model and shapes; `turns` is the number of tokens per row and call."""
     empty, places = make_empty(s)  # rows keep their sharding across programs; otherwise XLA would recompile
-
-    def constrain(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, s.by_row)
-
+    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=s.by_row)
     on_mesh: dict[str, Any] = dict(constrain=constrain, mix=experts.make_mix(s.by_row.mesh, whole_rows=True))
 
     def fill(model: Params, slots: Slots, *new: Any) -> Slots:

@@ -121,9 +121,9 @@ class Served(Sampler, Protocol):
 
 def joined(experts: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
     """Returns the experts of tokens by the answer that read them first; `later` begins with the same tokens."""
-    if experts is None or later is None:  # an aborted answer without tokens has none
-        return later if experts is None else experts
-    return np.concatenate([experts, later[len(experts) :]])
+    if experts is not None and later is not None:
+        later = np.concatenate([experts, later[len(experts) :]])
+    return experts if later is None else later  # an aborted answer without tokens has none
 
 
 def of_tokens(experts: np.ndarray | None, count: int) -> np.ndarray | None:

@@ -16,7 +16,7 @@ from jppo.errors import escaped
 from jppo.learner import batch, packing, ppo, sharding
 from jppo.models import cost, placing
 from jppo.models.params import Head
-from jppo.preflight import memory, preview
+from jppo.preflight import memory, preview, programs
 from jppo.preflight.checks import dry_run_of_one_model
 from jppo.preflight.described_machine import Request
 from jppo.run import supervised
@@ -114,7 +114,7 @@ def scored(task: Task, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows]
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = placing.to_device((model.base, params))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
-    found = placing.put(np.zeros(2 * pairs, np.float32), whole)
+    found: Array = placing.put(np.zeros(2 * pairs, np.float32), whole)
     for one in rows:
         found = task.scores(params, base, placing.put(one, place), found)
     return found
@@ -143,7 +143,7 @@ def dry_run(c: C, request: Request, prepare: Callable[[C, Request], Task]) -> st
     return dry_run_of_one_model(c, request, prepare, estimate, describe, head=HEADS[type(c)])
 
 
-def estimate(c: Paired, task: Task) -> tuple[memory.Estimate, int]:
+def estimate(c: Paired, task: Task) -> tuple[programs.Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
@@ -157,10 +157,10 @@ def estimate(c: Paired, task: Task) -> tuple[memory.Estimate, int]:
     opt, moments = memory.update_moments(task.name, task.accumulate, c.optim, trained, rows, scores, useful=flop)
     for one, least in zip(rows, needed, strict=True):
         models = trained.learned, trained.base, one, scores
-        moments.append(memory.account("scores", 0, task.scores, *models, useful=least))
+        moments.append(programs.account("scores", 0, task.scores, *models, useful=least))
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack(task, longest)
-    copy = {"initial policy": memory.size(trained.learned)} if keeps_copy(c) else {}
+    copy = {"initial policy": programs.size(trained.learned)} if keeps_copy(c) else {}
     return memory.of_one_model(c, mesh, trained, opt, moments, packed, further=copy), len(packed)
 
 

@@ -23,7 +23,8 @@ def record_tokens(run: Run, step: int, data: Batch, trajectories: Sequence[Traje
 def choose(mask: np.ndarray, count: int) -> list[int]:  # [B, L] bool
     """Returns at most `count` evenly spaced responses among those with a trained token."""
     usable = np.flatnonzero(mask.any(1))
-    return usable[np.linspace(0, len(usable) - 1, min(count, len(usable))).round().astype(int)].tolist()
+    places = np.linspace(0, len(usable) - 1, min(count, len(usable))).round().astype(int)
+    return [int(i) for i in usable[places]]
 
 
 def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: bool) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def plain(leaf: Any) -> jax.Array:
@@ -105,7 +105,7 @@ def examined(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
 
 def _on_device(array: jax.Array) -> jax.Array:
     if "host" in (array.sharding.memory_kind or ""):
-        return jax.device_put(array, array.sharding.with_memory_kind("device"))
+        array = jax.device_put(array, array.sharding.with_memory_kind("device"))
     return array
 
 

@@ -13,6 +13,10 @@ import sys
 
 from jppo.sandbox import confine, kernel, program, seccomp
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 # What Python imports here delays every program: no json, re, typing or signal.
 _SIGKILL, _SIGSTOP = 9, 19
 CLOSED = "closed"  # the first reply, before the program runs; missing if the sandbox could not be closed
@@ -46,7 +50,7 @@ def main(job_fd: int) -> None:
         _with_tests(job, limits, peer.Peer, peer.Captured)
 
 
-def _with_tests(job: dict, limits: dict, peer: type, captured: type) -> None:
+def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, captured: type) -> None:
     """Runs the program in this process and its tests in a child; only the child has the tests and can reply."""
     asked, asks = os.pipe()
     answered, answers = os.pipe()
@@ -71,13 +75,13 @@ def _with_tests(job: dict, limits: dict, peer: type, captured: type) -> None:
     program.serve(job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured())
 
 
-def _seal(limits: dict) -> None:
+def _seal(limits: "dict[str, Any]") -> None:
     """Installs the filter of system calls, after which no process can be made."""
     if limits["seccomp"]:
         seccomp.install(os.getpid(), counted=limits["counted"])
 
 
-def _close(limits: dict, parent: int) -> str:
+def _close(limits: "dict[str, Any]", parent: int) -> str:
     """Drops every right that the program must not have; returns its folder."""
     _die_with(parent)
     for group in limits["groups"]:

@@ -177,7 +177,7 @@ def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s
 class _Watch:
     """A reader of a process's output until it ends or must be killed."""
 
-    def __init__(self, child: subprocess.Popen, deadline: float, excess: Excess | None):
+    def __init__(self, child: subprocess.Popen[bytes], deadline: float, excess: Excess | None):
         self._child, self._deadline, self._excess = child, deadline, excess
 
     def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
@@ -223,7 +223,7 @@ def _memory_file(stack: contextlib.ExitStack, data: bytes) -> int:
     return fd
 
 
-def _kill(child: subprocess.Popen) -> None:
+def _kill(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)

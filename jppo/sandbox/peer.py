@@ -12,6 +12,7 @@ import json
 import operator
 import os
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jppo.sandbox.remote import BINARY, UNARY
@@ -23,13 +24,13 @@ _LINE_BYTES = 2**26  # of a message
 class Peer:
     """One side of the pipe. `trusting`: the other side's objects may compare themselves with values of this side."""
 
-    def __init__(self, receives, sends, *, trusting, look_up=None):
+    def __init__(self, receives: int, sends: int, *, trusting: bool, look_up: Callable[[str], Any] | None = None):
         self._in, self._out = os.fdopen(receives, "rb"), sends
         self._look_up = look_up  # (name) -> a global of this side
         self.values = Values(self.ask, trusting=trusting)
         self.asked = 0  # operations on the other side, other than to look up a name
 
-    def ask(self, op, *operands):
+    def ask(self, op: str, *operands: object) -> Any:
         """Does an operation on the other side, and returns or raises what it does."""
         self.asked += op != "name"
         memo = Memo()
@@ -47,7 +48,7 @@ class Peer:
                 raise self.values.exception(message["raised"], objects)
             return self.values.decoded(message["value"], objects)
 
-    def serve(self):
+    def serve(self) -> None:
         """Answers requests until the other side ends, which waits for this to begin."""
         with contextlib.suppress(Gone):
             os.set_blocking(self._out, True)
@@ -55,13 +56,13 @@ class Peer:
             while True:
                 self._answer(self._receive())
 
-    def wait(self):
+    def wait(self) -> bool:
         """Returns whether the other side has begun to serve; False if it has ended before."""
         return self._in.readline(_LINE_BYTES) == b"\n"
 
-    def _answer(self, message):
+    def _answer(self, message: dict[str, Any]) -> None:
         memo, sent = Memo(), message["heap"]
-        reply = {}
+        reply: dict[str, Any] = {}
         try:
             objects = self.values.filled(sent, [])
             memo.start(objects)
@@ -81,13 +82,13 @@ class Peer:
             reply["printed"] = sys.stdout.taken()
         self._send(reply)
 
-    def _reaches(self, message):
+    def _reaches(self, message: dict[str, Any]) -> bool:
         """Whether a request is about an object that this side has sent; others would reach into this process."""
         args = message["args"]
         about = args if message["op"] in BINARY else args[:1]
         return any(isinstance(one, list) and one[:1] == ["yours"] for one in about)
 
-    def _done(self, op, operands):
+    def _done(self, op: str, operands: list[Any]) -> Any:
         if op == "call":
             function, args, named = operands
             return function(*args, **named)
@@ -111,13 +112,13 @@ class Peer:
             return getattr(operator, op)(*operands)
         raise Gone(f"no such operation: {op}")
 
-    def _send(self, message):
+    def _send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         left = memoryview(line)
         while left:
             left = left[os.write(self._out, left) :]
 
-    def _receive(self):
+    def _receive(self) -> dict[str, Any]:
         os.set_blocking(self._in.fileno(), True)  # a program may have changed it
         line = self._in.readline(_LINE_BYTES)
         try:
@@ -134,26 +135,26 @@ class Captured:
 
     encoding, errors = "utf-8", "strict"
 
-    def __init__(self):
-        self._parts = []
+    def __init__(self) -> None:
+        self._parts: list[str] = []
 
-    def write(self, text):
+    def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         self._parts.append(text)
         return len(text)
 
-    def writelines(self, lines):
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
-    def flush(self):
+    def flush(self) -> None:
         pass
 
-    def isatty(self):
+    def isatty(self) -> bool:
         return False
 
-    def taken(self):
+    def taken(self) -> str:
         text = "".join(self._parts)
         self._parts.clear()
         return text

@@ -11,6 +11,11 @@ import builtins
 import os
 import sys
 import types
+from collections.abc import Callable
+
+TYPE_CHECKING = False  # as in typing, whose import would delay every program
+if TYPE_CHECKING:
+    from jppo.sandbox.peer import Captured, Peer
 
 PASSED, FAILED, IDLE = "passed", "failed", "idle"  # idle: no assert ran, and the program was not called
 _RAN = "assert ran"  # a name that no text of tests can have
@@ -21,19 +26,19 @@ _FROM_TESTS = (
 )  # fmt: skip
 
 
-def run(text):
+def run(text: str) -> None:
     """Runs the program's text as a new `__main__`."""
     names = _fresh("__main__")
     exec(compile(text, "program.py", "exec"), names)
 
 
-def serve(text, peer_of, captured):
+def serve(text: str, peer_of: Callable[[Callable[[str], object]], "Peer"], captured: "Captured") -> None:
     """Runs the program's text, and answers what its tests ask until they end."""
     names = _fresh("program")
     sys.modules["__main__"] = sys.modules["program"]  # where dataclasses and pickle look
     sys.stdout = captured
 
-    def look_up(name):
+    def look_up(name: str) -> object:
         return names[name] if name in names else getattr(builtins, name)
 
     peer = peer_of(look_up)
@@ -41,7 +46,7 @@ def serve(text, peer_of, captured):
     peer.serve()
 
 
-def check(tests, peer):
+def check(tests: str, peer: "Peer") -> str:
     """Returns the verdict on the program on the other side, by a block of tests."""
     names, ran = _Names(tests, peer), []
     names[_RAN] = lambda: ran.append(True)
@@ -66,12 +71,12 @@ def check(tests, peer):
 class _Marked(ast.NodeTransformer):
     """Adds a call of _RAN where a test has held: after asserts, and after what raises or asserts where one has not."""
 
-    def _after(self, node):
-        return [self.generic_visit(node), ast.Expr(ast.Call(ast.Name(_RAN, ast.Load()), [], []))]
+    def _after(self, node: ast.stmt) -> tuple[ast.AST, ast.Expr]:
+        return self.generic_visit(node), ast.Expr(ast.Call(ast.Name(_RAN, ast.Load()), [], []))
 
     visit_Assert = _after
 
-    def _if_named(self, node):
+    def _if_named(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
         calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
         named = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in calls}
         tests = any(name.startswith("assert") or name in ("raises", "fail") for name in named)
@@ -79,10 +84,10 @@ class _Marked(ast.NodeTransformer):
 
     visit_Expr = visit_With = visit_AsyncWith = _if_named
 
-    def visit_If(self, node):
+    def visit_If(self, node: ast.If) -> ast.AST | tuple[ast.AST, ast.Expr]:
         return self._after(node) if any(map(_fails, ast.walk(node))) else self.generic_visit(node)
 
-    def visit_Try(self, node):
+    def visit_Try(self, node: ast.Try) -> ast.AST | tuple[ast.AST, ast.Expr]:
         if not any(isinstance(one, (ast.Assert, ast.Raise)) for one in ast.walk(node)):
             return self.generic_visit(node)
         found = self._after(node)
@@ -91,12 +96,12 @@ class _Marked(ast.NodeTransformer):
         return found
 
 
-def _fails(node):
+def _fails(node: ast.AST) -> bool:
     never = isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
     return never or isinstance(node, ast.Raise)
 
 
-def needed(tests):
+def needed(tests: str) -> tuple[set[str], set[str]]:
     """Returns the names that tests take from the program, and the modules that they use without an import.
 
     A builtin belongs to the tests unless no other name of theirs can be the program's; then one that they call or hand
@@ -121,17 +126,17 @@ def needed(tests):
     return asked or called - set(_FROM_TESTS) or called, modules
 
 
-class _Names(dict):
+class _Names(dict[str, object]):
     """The globals of the tests: their own, and what the program has for the names that they do not define."""
 
-    def __init__(self, tests, peer):
+    def __init__(self, tests: str, peer: "Peer"):
         super().__init__(__name__="__main__", __builtins__=builtins)
         self._peer = peer
         self._asked, modules = needed(tests)
         for name in modules:
             self[name] = __import__(name)
 
-    def __missing__(self, name):
+    def __missing__(self, name: str) -> object:
         if name not in self._asked:
             raise KeyError(name)  # a builtin, or an error
         try:
@@ -146,17 +151,17 @@ class _Names(dict):
 class _Main(types.ModuleType):
     """The module of the tests, as unittest looks for it."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> object:
         try:
             return self.__dict__["names"][name]
         except KeyError:
             raise AttributeError(name) from None
 
-    def __dir__(self):
+    def __dir__(self) -> list[str]:
         return list(self.__dict__["names"])
 
 
-def _fresh(name):
+def _fresh(name: str) -> dict[str, object]:
     """Makes a module and returns its names."""
     for word in ("exit", "quit"):  # as the module site has them
         if not hasattr(builtins, word):
@@ -167,7 +172,7 @@ def _fresh(name):
     return made.__dict__
 
 
-def write_all(fd, line):
+def write_all(fd: int, line: str) -> None:
     """Writes a line to a file descriptor."""
     left = (line + "\n").encode()
     while left:

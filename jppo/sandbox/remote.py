@@ -9,7 +9,8 @@ import importlib
 import operator
 import sys
 import types
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 BINARY = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift",
@@ -53,44 +54,53 @@ SHARED = (
 )  # fmt: skip
 
 
+class Side(Protocol):
+    """The `Values` of a Remote's class."""
+
+    ask: Callable[..., Any]
+    trusting: bool
+    named: set[type]
+    given: set[int]
+
+
 class Meta(type):
     """The class of classes that stand for the other side's."""
 
-    def __call__(cls, *args, **named):
-        side = cls.__side__
+    def __call__(cls, *args: object, **named: object) -> Any:
+        side: Side = cls.__side__
         made = side.ask("call", cls, args, named)
         if cls in side.named and type(made) is cls:
             side.given.add(object.__getattribute__(made, "_id"))
         return made
 
-    def __getattr__(cls, name):
+    def __getattr__(cls, name: str) -> Any:
         if "_class_id" in cls.__dict__:
             return cls.__side__.ask("get", cls, _open(name))
         raise AttributeError(name)
 
-    def __setattr__(cls, name, value):
+    def __setattr__(cls, name: str, value: object) -> None:
         cls.__side__.ask("set", cls, name, value)
 
-    def __iter__(cls):
+    def __iter__(cls) -> Iterator[Any]:
         return _items(cls.__side__, cls)
 
-    def __len__(cls):
+    def __len__(cls) -> Any:
         return cls.__side__.ask("len", cls)
 
-    def __getitem__(cls, key):
+    def __getitem__(cls, key: object) -> Any:
         return cls.__side__.ask("getitem", cls, key)
 
 
-def _ask(op, remote, *operands):
+def _ask(op: str, remote: "Remote", *operands: object) -> Any:
     return type(remote).__side__.ask(op, remote, *operands)
 
 
-def _unary(op):
+def _unary(op: str) -> Callable[["Remote"], Any]:
     return lambda self: _ask(op, self)
 
 
-def _binary(op, reflected=False):
-    def method(self, other):
+def _binary(op: str, reflected: bool = False) -> Callable[["Remote", object], Any]:
+    def method(self: "Remote", other: object) -> Any:
         side, mine = type(self).__side__, self
         if _apart(self, other):
             mine = side.ask("plain", self)  # of an instance of a subclass of list and the like
@@ -102,14 +112,14 @@ def _binary(op, reflected=False):
     return method
 
 
-def _apart(remote, other):
+def _apart(remote: "Remote", other: object) -> bool:
     """Whether the other operand is this side's, which may be what the tests expect."""
     return not (type(remote).__side__.trusting or isinstance(other, Remote))
 
 
-def _methods():
+def _methods() -> dict[str, Callable[..., Any]]:
     """Returns the methods of operators, by name."""
-    made = {f"__{op}__": _unary(op) for op in UNARY if op not in ("round", "iter")}
+    made: dict[str, Callable[..., Any]] = {f"__{op}__": _unary(op) for op in UNARY if op not in ("round", "iter")}
     for op in BINARY:
         name = op.strip("_")
         made[f"__{name}__"] = _binary(op)
@@ -125,7 +135,7 @@ class Remote(metaclass=Meta):
     locals().update(_methods())
 
     @property  # type: ignore[misc]
-    def __class__(self):
+    def __class__(self) -> Any:
         try:
             return object.__getattribute__(self, "_kind")
         except AttributeError:
@@ -133,68 +143,68 @@ class Remote(metaclass=Meta):
 
     __array_ufunc__ = None  # numpy leaves operators to Python
 
-    def __getattr__(self, name):
-        side = type(self).__side__
+    def __getattr__(self, name: str) -> Any:
+        side: Side = type(self).__side__
         unknown = not (side.trusting or object.__getattribute__(self, "_id") in side.given)
         if unknown and (name in _PREDICATES or (hasattr(str, name) and name.startswith("is"))):
             raise AttributeError(name)  # else an object that the tests did not make gives a verdict like a builtin's
         return side.ask("get", self, _open(name))
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object) -> None:
         _ask("set", self, name, value)
 
-    def __delattr__(self, name):
+    def __delattr__(self, name: str) -> None:
         _ask("del", self, name)
 
-    def __call__(self, *args, **named):
+    def __call__(self, *args: object, **named: object) -> Any:
         return _ask("call", self, args, named)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         return _items(type(self).__side__, self)
 
-    def __contains__(self, item):
+    def __contains__(self, item: object) -> Any:
         if not _apart(self, item):
             return _ask("contains", self, item)
         return any(one is item or one == item for one in self)
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: object) -> Any:
         return _ask("getitem", self, key)
 
-    def __setitem__(self, key, value):
+    def __setitem__(self, key: object, value: object) -> None:
         _ask("setitem", self, key, value)
 
-    def __delitem__(self, key):
+    def __delitem__(self, key: object) -> None:
         _ask("delitem", self, key)
 
-    def __round__(self, *digits):
+    def __round__(self, *digits: object) -> Any:
         return _ask("round", self, *digits)
 
-    def __format__(self, spec):
+    def __format__(self, spec: str) -> Any:
         return _ask("format", self, spec)
 
-    def __deepcopy__(self, _):
+    def __deepcopy__(self, _: object) -> Any:
         return _ask("deepcopy", self)
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         return _ask("get", self, "__enter__")()
 
-    def __exit__(self, kind, error, _):  # never ends an error: the asserts after it would not run
-        _ask("get", self, "__exit__")(kind, error, None)
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        _ask("get", self, "__exit__")(kind, error, None)  # never ends an error: the asserts after it would not run
 
 
-def remote_base(side):
+def remote_base(side: Side) -> Any:
     """Makes the class of all that is on the other side of a `Values`."""
     return Meta("Remote", (Remote,), {"__side__": side, "__slots__": ()})
 
 
-def _open(name):
+def _open(name: str) -> str:
     """Returns the name of an attribute; protocols that Python looks for on its own are no attributes of a Remote."""
     if name.startswith("__") and name not in _OPEN:
         raise AttributeError(name)
     return name
 
 
-def _items(side, value):
+def _items(side: Side, value: object) -> Iterator[Any]:
     iterator = side.ask("iter", value)
     while True:
         try:
@@ -204,7 +214,7 @@ def _items(side, value):
         yield item
 
 
-def shared_name(value):
+def shared_name(value: object) -> tuple[Any, str] | None:
     """Returns (module, name) of a builtin or of a function that both sides have."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(name, str) or not isinstance(value, (type, types.BuiltinFunctionType, types.FunctionType)):
@@ -224,14 +234,14 @@ def shared_name(value):
     return (module, name) if found is not None and found.__dict__.get(name) is value else None
 
 
-def shared(module, name):
+def shared(module: str, name: str) -> Any:
     """Returns what goes by a name; ValueError for what does not."""
     if name.startswith("_") or (module == "builtins" and name in _OWN):
         raise ValueError(name)
     return getattr(builtins if module == "builtins" else imported(module), name)
 
 
-def is_plain_class(found):
+def is_plain_class(found: object) -> bool:
     """Whether it is a class that a value may have, and whose instances do nothing."""
     if not isinstance(found, type) or found.__module__ in ("types", "typing", "random"):
         return False
@@ -241,7 +251,7 @@ def is_plain_class(found):
     return issubclass(found, numpy.generic) or found is numpy.ndarray
 
 
-def imported(name):
+def imported(name: str) -> types.ModuleType:
     """Returns a module of SHARED."""
     if name not in SHARED:
         raise ValueError(name)

@@ -11,6 +11,7 @@ import decimal
 import fractions
 import sys
 import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jppo.sandbox.remote import SHARED, imported, is_plain_class, remote_base, shared, shared_name
@@ -37,14 +38,15 @@ class Gone(BaseException):
 class Memo:
     """The containers of a message, in the order of its heap."""
 
-    def __init__(self):
-        self.objects, self._at = [], {}
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._at: dict[int, int] = {}
 
-    def start(self, objects):
+    def start(self, objects: Iterable[object]) -> None:
         for one in objects:
             self.add(one)
 
-    def add(self, value):
+    def add(self, value: object) -> int:
         if id(value) not in self._at:
             self._at[id(value)] = len(self.objects)
             self.objects.append(value)
@@ -57,16 +59,21 @@ class Values:
     `trusting`: the other side's objects may compare themselves with values of this side.
     """
 
-    def __init__(self, ask, *, trusting):
+    def __init__(self, ask: Callable[..., Any], *, trusting: bool):
         self.ask, self.trusting = ask, trusting
-        self._objects, self._ids = [], {}  # what the other side may hold
-        self._remotes, self._classes, self._subclasses = {}, {}, {}
-        self._told = set()  # shared names that both sides have named, or the trusting side has sent
-        self.named = set()  # the other side's classes that this side asked for by name
-        self.given = set()  # numbers of objects that this side made by them, and that the other side never sent since
+        self._objects: list[Any] = []  # what the other side may hold
+        self._ids: dict[int, int] = {}
+        self._remotes: dict[int, Any] = {}
+        self._classes: dict[int, Any] = {}
+        self._subclasses: dict[tuple[str, ...], Any] = {}
+        self._told: set[tuple[str, ...]] = (
+            set()
+        )  # shared names that both sides have named, or the trusting one has sent
+        self.named: set[type] = set()  # the other side's classes that this side asked for by name
+        self.given: set[int] = set()  # numbers of objects that this side made by them, never sent by the other since
         self.base = remote_base(self)
 
-    def encoded(self, value, memo, kept=False):
+    def encoded(self, value: Any, memo: Memo, kept: bool = False) -> Any:
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -83,7 +90,7 @@ class Values:
                 return made
         return ["mine", self._exported(value), self._encoded_class(kind, memo)]
 
-    def _copied(self, value, kind, memo):
+    def _copied(self, value: Any, kind: type, memo: Memo) -> list[Any] | None:
         if kind is tuple:
             return ["tuple", [self.encoded(one, memo) for one in value]]
         if kind is frozenset:
@@ -121,20 +128,20 @@ class Values:
             return self._copied_numpy(value, memo)
         return self._copied_subclass(value, kind, memo)
 
-    def _tells(self, name, known=True):
+    def _tells(self, name: tuple[str, ...], known: bool = True) -> bool:
         """Whether a function or module goes by its name: the tests' side takes only names that it has sent itself."""
         if not self.trusting and known:
             self._told.add(name)
         return known and name in self._told
 
-    def _copied_numpy(self, value, memo):
+    def _copied_numpy(self, value: Any, memo: Memo) -> list[Any] | None:
         numpy = sys.modules["numpy"]
         if not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.hasobject or value.dtype.fields:
             return None
         flat = [self.encoded(one, memo) for one in numpy.ravel(value).tolist()]
         return ["numpy", value.dtype.str, list(value.shape), isinstance(value, numpy.ndarray), flat]
 
-    def _copied_subclass(self, value, kind, memo):
+    def _copied_subclass(self, value: Any, kind: type, memo: Memo) -> list[Any] | None:
         base = next((one for one in _IMMUTABLE if isinstance(value, one)), None)
         if base is None or hasattr(kind, "__members__"):  # an enum's member is itself alone
             return None
@@ -144,7 +151,7 @@ class Values:
             return None
         return ["subclass", base.__name__, str(kind.__name__), named, self.encoded(plain(value), memo)]
 
-    def _exported(self, value):
+    def _exported(self, value: object) -> int:
         if not self.trusting and isinstance(value, _UNEXPORTED):
             raise TypeError(f"{type(value).__name__} cannot be given to a program")
         if id(value) not in self._ids:
@@ -152,7 +159,7 @@ class Values:
             self._objects.append(value)  # and so its id stays its own
         return self._ids[id(value)]
 
-    def _encoded_class(self, kind, memo):
+    def _encoded_class(self, kind: type, memo: Memo) -> list[Any] | None:
         shared = shared_name(kind)
         if shared is not None and is_plain_class(kind):
             return ["shared", *shared]
@@ -163,7 +170,7 @@ class Values:
         bases = [self._encoded_class(one, memo) for one in kind.__bases__ if one is not object]
         return ["class", self._exported(kind), str(kind.__name__), [one for one in bases if one is not None]]
 
-    def drained(self, memo):
+    def drained(self, memo: Memo) -> list[list[Any]]:
         heap: list[list[Any]] = []
         while len(heap) < len(memo.objects):  # encoding one may add others
             value = memo.objects[len(heap)]
@@ -181,7 +188,7 @@ class Values:
             heap.append([name, body, more])
         return heap
 
-    def filled(self, heap, known):
+    def filled(self, heap: list[Any], known: list[Any]) -> list[Any]:
         """Makes the containers of a heap; known ones, which the request had, get their new contents."""
         try:
             objects = [known[i] if i < len(known) else _empty(one) for i, one in enumerate(heap)]
@@ -192,7 +199,7 @@ class Values:
             raise Gone("no heap") from e
         return objects
 
-    def _fill(self, target, one, objects):
+    def _fill(self, target: Any, one: list[Any], objects: list[Any]) -> None:
         name, body, more = one
         if type(target) is not _MADE[name]:
             raise ValueError(name)
@@ -211,7 +218,7 @@ class Values:
         target.clear()
         (target.update if name == "set" else target.extend)(items)
 
-    def decoded(self, told, objects):
+    def decoded(self, told: Any, objects: list[Any]) -> Any:
         if not isinstance(told, list):
             if isinstance(told, dict):
                 raise Gone("no value")
@@ -221,7 +228,7 @@ class Values:
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, ImportError) as e:
             raise Gone("no value") from e
 
-    def _made(self, tag, rest, objects):
+    def _made(self, tag: Any, rest: list[Any], objects: list[Any]) -> Any:
         if tag == "@":
             return objects[rest[0]]
         if tag == "int":
@@ -273,7 +280,7 @@ class Values:
             return self._remotes.setdefault(int(rest[0]), made)
         raise ValueError(tag)
 
-    def _named(self, name, found):
+    def _named(self, name: tuple[str, ...], found: Any) -> Any:
         """Takes what the other side has named: on the tests' side a class without effects, or what it sent itself."""
         if self.trusting:
             self._told.add(name)
@@ -281,7 +288,7 @@ class Values:
             raise ValueError(name)
         return found
 
-    def _made_numpy(self, rest, objects):
+    def _made_numpy(self, rest: list[Any], objects: list[Any]) -> Any:
         dtype, shape, array, flat = rest
         numpy = imported("numpy")
         if numpy.dtype(dtype).hasobject:
@@ -289,7 +296,7 @@ class Values:
         made = numpy.array([self.decoded(one, objects) for one in flat], dtype=dtype).reshape(shape)
         return made if array else made[()]
 
-    def _made_subclass(self, rest, objects):
+    def _made_subclass(self, rest: list[Any], objects: list[Any]) -> Any:
         base, name, fields, value = rest
         plain = self.decoded(value, objects)
         if fields is not None:
@@ -302,7 +309,7 @@ class Values:
         kind = self._subclasses.setdefault((base, name), type(str(name), (of,), {}))
         return kind(plain)
 
-    def _class(self, number, name, bases):
+    def _class(self, number: int, name: str, bases: list[Any]) -> Any:
         """Makes the class that stands for one of the other side, once."""
         if number not in self._classes:
             above = [one for one in (self.decoded(base, []) for base in bases) if isinstance(one, type)]
@@ -315,21 +322,22 @@ class Values:
             self._classes[number] = made
         return self._classes[number]
 
-    def _error_methods(self, number):
+    def _error_methods(self, number: int) -> dict[str, Any]:
         values = self
 
-        def __init__(error, *args, **named):  # where the tests make one: its arguments and attributes are the program's
+        # Where the tests make one, its arguments and attributes are the program's.
+        def __init__(error: BaseException, *args: object, **named: object) -> None:
             other = values.ask("call", values._classes[number], args, named)
             error.args = other.args
             error.__dict__.update(other.__dict__)
 
-        def __str__(error):
+        def __str__(error: Any) -> Any:
             told = error.__dict__.get("_text")
             return told if told is not None else super(values._classes[number], error).__str__()
 
         return {"_class_id": int(number), "__init__": __init__, "__str__": __str__}
 
-    def described(self, error, memo, causes=4):
+    def described(self, error: BaseException, memo: Memo, causes: int = 4) -> list[Any]:
         kind, told = type(error), None
         while told is None:  # the nearest class that can be named
             told = self._encoded_class(kind, memo)
@@ -346,7 +354,7 @@ class Values:
         reason = self.described(cause, memo, causes - 1) if isinstance(cause, BaseException) and causes else None
         return [told, args, attributes, text, reason]
 
-    def exception(self, told, objects):
+    def exception(self, told: list[Any], objects: list[Any]) -> BaseException:
         kind, args = self.decoded(told[0], objects), [self.decoded(one, objects) for one in told[1]]
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise Gone("no exception")
@@ -363,7 +371,7 @@ class Values:
         return made
 
 
-def plain(value):
+def plain(value: object) -> Any:
     """Returns the value of an instance of a subclass of a builtin, read past its methods; None of others."""
     if isinstance(value, (str, bytes)):
         return str.__str__(value) if isinstance(value, str) else bytes.__getitem__(value, slice(None))
@@ -379,6 +387,6 @@ def plain(value):
     return complex.__add__(value, 0) if isinstance(value, complex) else None
 
 
-def _empty(one):
+def _empty(one: list[Any]) -> Any:
     name, _, more = one
     return collections.deque(maxlen=more) if name == "deque" else _MADE[name]()

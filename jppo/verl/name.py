@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _ROLLOUT = "actor_rollout_ref.rollout"
 PLACES = {  # the first words of keys in this package, in short
     "A": "actor_rollout_ref.actor",
@@ -30,7 +31,7 @@ class Name:
     convert: str = "as_is"  # a name in `values.CONVERSIONS`
     default: Any = None  # verl's, if a script that omits the key must get it; '=KEY': that key's; None: jppo's own
     why: str = ""
-    off: tuple = (False, None)  # missing: values that disable the feature
+    off: tuple[object, ...] = (False, None)  # missing: values that disable the feature
     only: str = ""  # missing: the key that must be on for verl to read this one
 
 
@@ -50,7 +51,7 @@ def needless(why: str, keys: str) -> tuple[Name, ...]:
     return tuple(Name(key, "needless", why=why) for key in _keys(keys))
 
 
-def missing(why: str, keys: str, off: tuple = (), only: str = "") -> tuple[Name, ...]:
+def missing(why: str, keys: str, off: tuple[object, ...] = (), only: str = "") -> tuple[Name, ...]:
     return tuple(Name(key, "missing", why=why, off=(False, None, *off), only=key_of(only)) for key in _keys(keys))
 
 
@@ -83,7 +84,8 @@ class Unfit(Exception):
 
 def longest(look: Look) -> int:
     """Returns the maximum tokens of prompt plus response."""
-    return look("data.max_prompt_length") + look("data.max_response_length")
+    total: int = look("data.max_prompt_length") + look("data.max_response_length")
+    return total
 
 
 def on_each(look: Look, sequences: int) -> int:
@@ -100,7 +102,7 @@ def off_or(value: Any, usual: Any) -> Any:
     return usual if value is None else value
 
 
-def need(value: Any, truth: Any = True, why: str = "") -> Any:
+def need(value: T | None, truth: object = True, why: str = "") -> T:
     """Returns the value if the condition holds and it is set; else raises Moot."""
     if not truth:
         raise Moot(why)

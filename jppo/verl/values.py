@@ -97,7 +97,8 @@ def schedule(value: str | None, _: Look) -> str:
 
 
 def min_lr(value: float | None, look: Look, optim: str) -> float:
-    return off_or(value, 0.0) / look(f"{optim}.lr")
+    rate: float = off_or(value, 0.0) / look(f"{optim}.lr")
+    return rate
 
 
 def server_args(value: dict[str, Any] | None, look: Look, engine: str) -> str:
@@ -135,9 +136,7 @@ def master(value: str | None, look: Look) -> str:
 
 
 def resume(value: str, look: Look) -> str:
-    if value == "resume_path":
-        return need(look("trainer.resume_from_path"))
-    return value
+    return need(look("trainer.resume_from_path")) if value == "resume_path" else value
 
 
 def servers(value: int, look: Look) -> int:

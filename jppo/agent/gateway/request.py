@@ -162,7 +162,7 @@ def require_kind(part: Any, kinds: Sequence[str]) -> bool:
 
 def tools_of(body: Body, kind: str) -> list[Any]:
     """Returns the tools, all of this kind."""
-    found = get(body, "tools", list, [])
+    found: list[Any] = get(body, "tools", list, [])
     for tool in found:
         if (own := get(tool, "type", str, kind)) != kind:
             raise BadRequest(f"a tool has type={short(own)}; the policy calls tools of type={kind!r} only")

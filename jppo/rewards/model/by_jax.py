@@ -61,7 +61,7 @@ class JaxRewardModel:
         parts = 1 if rows is None else _parts(rows)
         self._count = -(-batch_size // parts) * parts
         mix = make_mix(None if rows is None else rows.mesh, whole_rows=True)
-        constrain = identity if rows is None else functools.partial(_constrain, rows)
+        constrain = identity if rows is None else functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
         model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend, mix=mix)
         self._scores = jax.jit(functools.partial(_scores, model, what.steps), out_shardings=whole)
 
@@ -99,7 +99,8 @@ class JaxRewardModel:
             tokens[i, : len(one)] = one
             last[i] = len(one) - 1
         placed = jax.device_put((tokens, last), self._rows)
-        return np.asarray(self._scores(self._params, *placed))[: len(ids)].tolist()
+        scores: list[list[float]] = np.asarray(self._scores(self._params, *placed))[: len(ids)].tolist()
+        return scores
 
 
 def _scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
@@ -110,11 +111,8 @@ def _scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last
     if not steps:
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     kernel, bias = params["score"]
-    return heads.values(hidden, kernel) + bias
-
-
-def _constrain(rows: jax.NamedSharding, x: jax.Array) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, rows)
+    scores: jax.Array = heads.values(hidden, kernel) + bias
+    return scores
 
 
 def _parts(rows: jax.NamedSharding) -> int:

@@ -57,13 +57,14 @@ class TransformersRewardModel(ScorerProcess):
         """Returns the log-odds of each text at its places, by a token classifier."""
         return self._scores(ids=ids, places=places)
 
-    def _scores(self, **asked: Sequence[Sequence[int]]) -> Any:
+    def _scores(self, **asked: Sequence[Sequence[int]]) -> list[Any]:
         with self._turn:
             self._ensure()
             answer = self._ask({name: [list(one) for one in some] for name, some in asked.items()})
         if "error" in answer:
             raise ScoringError(f"the reward model failed: {answer['error']}")
-        return answer["scores"]
+        scores: list[Any] = answer["scores"]
+        return scores
 
     def close(self) -> None:
         """Implements Scorer.close."""

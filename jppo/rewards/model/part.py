@@ -45,6 +45,14 @@ class Scorer(Protocol):
         ...
 
 
+class StepScorer(Scorer, Protocol):
+    """A token classifier."""
+
+    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Returns the log-odds of each text at its places."""
+        ...
+
+
 class Normalizer:
     """Running mean and standard deviation of all scores, by Welford's method over batches (Chan, Golub and LeVeque).
 
@@ -254,7 +262,7 @@ class StepPart(ModelPart):
 
     def __init__(
         self,
-        model: Any,
+        model: StepScorer,
         texts: Texts,
         *,
         batch_size: int,
@@ -263,10 +271,7 @@ class StepPart(ModelPart):
         mark: str,
         decode: Callable[[list[int]], str],
     ):
-        """`model` is a Scorer with `score_at(ids, places)`, which returns the log-odds of each text at its places.
-
-        `decode` is the policy's tokenizer; `mark` follows each step in the model's input.
-        """
+        """`decode` is the policy's tokenizer; `mark` follows each step in the model's input."""
         super().__init__(model, texts, batch_size=batch_size)
         self._steps, self._decode = model, decode
         self._running, self._delimiter, self._mark = _AGGREGATIONS[aggregation], delimiter, mark

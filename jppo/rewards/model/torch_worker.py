@@ -85,7 +85,8 @@ def score(model: Any, ids: list[list[int]]) -> list[float]:
     logits = _logits(model, ids)
     if logits.shape != (len(ids), 1):
         raise ValueError(f"the model gives logits of shape {list(logits.shape)}, not {[len(ids), 1]}")
-    return logits[:, 0].tolist()
+    found: list[float] = logits[:, 0].tolist()
+    return found
 
 
 def score_at(model: Any, ids: list[list[int]], places: list[list[int]]) -> list[list[float]]:

@@ -127,10 +127,11 @@ class Endpoint:
     def call(self, method: str, **kwargs: Any) -> list[Any]:
         """Calls a method of the worker extension; returns one result per worker."""
         body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}
-        results = self.post("/collective_rpc", body)
-        if not isinstance(results, dict) or not isinstance(results.get("results"), list) or not results["results"]:
-            raise self._failed(f"answered {method} with {str(results)[:300]}")
-        return results["results"]
+        answered = self.post("/collective_rpc", body)
+        results = answered.get("results") if isinstance(answered, dict) else None
+        if not isinstance(results, list) or not results:
+            raise self._failed(f"answered {method} with {str(answered)[:300]}")
+        return results
 
     @property
     def timeout_s(self) -> float:

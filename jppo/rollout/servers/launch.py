@@ -49,7 +49,7 @@ def _stop(*_: object) -> None:
     raise _Stop
 
 
-def _wait(child: subprocess.Popen, seconds: float) -> None:
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)

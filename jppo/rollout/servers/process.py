@@ -63,7 +63,7 @@ class Server:
         self.log = program.log
         self.name = f"policy-{uuid.uuid4().hex[:12]}"
         self._program = program
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
         self._changing = threading.Lock()  # a restart must not follow a stop
         self._take_port(program.port, within_s=0.0)
@@ -222,7 +222,7 @@ def _reserve(port: int) -> socket.socket:
     return taken
 
 
-def _kill_group(process: subprocess.Popen) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
