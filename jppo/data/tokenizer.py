@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from huggingface_hub import constants
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library, whichever that is
 
 from jppo.errors import expanded, first_line
 from jppo.settings import UserError
@@ -199,7 +200,7 @@ def _from_hub(name: str) -> Any:
     try:
         httpx.head(constants.ENDPOINT, timeout=15.0)  # transformers itself would retry for a minute
         return _read_tokenizer(name)
-    except (httpx.HTTPError, OSError, ValueError) as e:
+    except (httpx.HTTPError, HTTPError, OSError, ValueError) as e:
         raise UserError(f"{sought}, and {constants.ENDPOINT} did not provide it ({first_line(e)}); {remedy}") from e
 
 
