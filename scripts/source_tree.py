@@ -1,4 +1,4 @@
-"""Writes the source tree into docs/architecture.md, from the first lines of docstrings: python scripts/source_tree.py."""
+"""Writes the source tree into docs/architecture.md, from the docstrings: python scripts/source_tree.py."""
 
 import ast
 import pathlib
