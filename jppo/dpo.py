@@ -30,6 +30,7 @@ from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
 from jppo.preflight import preview
 from jppo.preflight.described_machine import Request
+from jppo.preflight.out_of_memory import explained
 from jppo.run import command, pairs
 from jppo.run.inputs import read_tokenizer, total_steps
 from jppo.runlog.console import DPO_COLUMNS
@@ -105,7 +106,8 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
         tokens = [len(p.chosen) - p.starts[0] for p in some] + [len(p.rejected) - p.starts[1] for p in some]
         return initial[0](of, which), np.array(tokens, np.float32)
 
-    pairs.train(c, prepare, DPO_COLUMNS, given, begin)
+    with explained(c):
+        pairs.train(c, prepare, DPO_COLUMNS, given, begin)
 
 
 def dry_run(c: PreferenceTuning, request: Request = preview.HERE) -> str:

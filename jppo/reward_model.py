@@ -25,6 +25,7 @@ from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
 from jppo.preflight import preview
 from jppo.preflight.described_machine import Request
+from jppo.preflight.out_of_memory import explained
 from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command, pairs
@@ -93,7 +94,8 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 def train(config: PairTraining | ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
-    pairs.train(c, prepare, REWARD_MODEL_COLUMNS, given)
+    with explained(c):
+        pairs.train(c, prepare, REWARD_MODEL_COLUMNS, given)
 
 
 def given(_: pairs.Task, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:

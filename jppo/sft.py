@@ -23,6 +23,7 @@ from jppo.models.config import pad_vocab
 from jppo.preflight import memory, preview
 from jppo.preflight.checks import dry_run_of_one_model
 from jppo.preflight.described_machine import Request
+from jppo.preflight.out_of_memory import explained
 from jppo.preflight.programs import Estimate
 from jppo.run import command, supervised
 from jppo.run.inputs import read_tokenizer, total_steps
@@ -95,7 +96,8 @@ def train(config: FineTuning | ConfigDict) -> None:
         opening=f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)",
         draw=draw,
     )
-    supervised.train(c, task, objective)
+    with explained(c):
+        supervised.train(c, task, objective)
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 

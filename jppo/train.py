@@ -23,6 +23,7 @@ from jppo.learner.plan import critic_epochs, critic_mini_batch_size, most_sequen
 from jppo.learner.step import advance, order, scalar
 from jppo.learner.utilisation import utilisation
 from jppo.preflight.checks import dry_run
+from jppo.preflight.out_of_memory import explained
 from jppo.report import report_line
 from jppo.run import command, loop, resume
 from jppo.run.agreement import Mismatch, require_published
@@ -193,7 +194,7 @@ def require_progress(run: Run, now: TrainState) -> None:
 def train(config: Settings | ConfigDict) -> None:
     """Runs a whole training on each host; when it returns, the state is on disk."""
     c = settings.typed(config, Settings)
-    with join_hosts(c) as hosts:
+    with join_hosts(c) as hosts, explained(c, hosts=hosts.count):
         with contextlib.ExitStack() as stack:
             opened = open_run(stack, hosts, c)
             if opened is not None:

@@ -3,8 +3,10 @@
 One process per host. JAX's devices must not be used before `join`.
 """
 
+import contextlib
 import ctypes
 import dataclasses
+import ipaddress
 import logging
 import os
 import signal
@@ -176,7 +178,18 @@ def _listening_at(place: Place) -> str | None:
         said = f"{host} is not an address of host 0 itself ({e.strerror}): it listens at all of its addresses"
         print(f"warning: {said}; keep other networks from port {port}", file=sys.stderr, flush=True)
         return None
+    if ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback and not _names_loopback(host):
+        said = f"{host} is {at[0]} here, as in /etc/hosts of Debian, where no other host can reach it"
+        print(f"warning: {said}: it listens at all of its addresses; give host 0's own", file=sys.stderr, flush=True)
+        return None
     return place.address
+
+
+def _names_loopback(host: str) -> bool:
+    """Whether the loopback is meant: all processes run on this host."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host.lower() == "localhost"
 
 
 def _await_coordinator(address: str, timeout_s: float) -> None:

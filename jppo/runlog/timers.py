@@ -10,6 +10,7 @@ import jax
 
 from jppo import traces
 
+IN_STAGE = "in the stage "  # of the note on an error of XLA
 STAGES = (
     "start",  # servers, loading and compiling
     "gen",
@@ -48,6 +49,9 @@ class Timers:
         try:
             with jax.profiler.TraceAnnotation(stage), traces.span(stage, **attributes):
                 yield
+        except jax.errors.JaxRuntimeError as e:  # XLA does not say where it was
+            e.add_note(f"{IN_STAGE}{stage}")
+            raise
         finally:
             self._since = time.perf_counter()
             self._running.pop()

@@ -144,6 +144,7 @@ def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
     |--------------------------------------|------------------------|---------------------------------------|
     | UserError                            | 2                      | yes                                   |
     | RunEnded: RolloutError, Diverged     | 1                      | yes                                   |
+    | RunEnded: OutOfMemory                | 1                      | yes                                   |
     | RunEnded: Unwritten                  | 1                      | yes, before the export                |
     | Elsewhere: another host's error      | 1                      | if all hosts raise it in an agreement |
     | OSError of a full disk               | 1                      | if there is room for it               |

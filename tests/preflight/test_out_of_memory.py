@@ -1,0 +1,43 @@
+"""Memory that XLA does not get: the run ends with one line and a checkpoint."""
+
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+
+from jppo import train
+from jppo.learner import ppo
+from jppo.preflight import out_of_memory
+from jppo.preflight.out_of_memory import OutOfMemory
+from tests.make import typed
+
+
+@pytest.fixture
+def greedy(monkeypatch):
+    """Every update asks for more than any machine has."""
+
+    def descend(*_, **__):
+        jnp.zeros(1 << 44, jnp.float32).block_until_ready()
+
+    monkeypatch.setattr(ppo, "descend", descend)
+
+
+def test_an_update_without_room_names_its_stage_and_changes_that_fit(small_run, greedy, quick_compilation):
+    with pytest.raises(OutOfMemory) as e:
+        train.train(small_run)
+    assert str(e.value) == (
+        "update_actor: memory of cpu has no room for 65536.00 GiB; --config.model.remat=full fits by the account of"
+        " --dry_run"
+    )
+    assert (pathlib.Path(small_run.trainer.run_dir) / "checkpoints/0").is_dir()
+
+
+def test_where_nothing_can_be_compiled_the_first_change_is_said(small_run, greedy, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "_fitting", lambda *_: None)
+    with pytest.raises(OutOfMemory, match=r"try --config\.model\.remat=full, spread the models by mesh\.fsdp"):
+        train.train(small_run)
+
+
+def test_other_errors_of_xla_stay_as_they_are(small_run):
+    with pytest.raises(Exception, match="dot_general"), out_of_memory.explained(typed(small_run)):
+        jnp.dot(jnp.zeros((2, 3)), jnp.zeros((2, 3)))
