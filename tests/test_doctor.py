@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 import subprocess
 import sys
 
@@ -142,3 +143,39 @@ def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch)
     monkeypatch.setattr(machine, "check_vllm", lambda *_: pytest.fail("no vLLM is asked for"))
     monkeypatch.setattr(machine, "check_devices", lambda _: Finding("JAX", "OK", "8 x cpu (cpu)"))
     assert list(machine.environment("", "sglang"))[-1].about == "SGLang"
+
+
+@pytest.mark.parametrize(
+    "driver, cuda, verdict, said",
+    [
+        ("580.65.06", 13, "OK", "8 x NVIDIA H100, driver 580.65.06"),
+        ("570.86", 13, "FAIL", "CUDA 13 needs 580 or newer"),
+        ("570.86", 12, "OK", "driver 570.86"),
+        ("470.1", 12, "FAIL", "CUDA 12 needs 525 or newer"),
+        ("570.86", None, "OK", "driver 570.86"),
+    ],
+)
+def test_the_driver_fits_the_cuda_of_jax(driver, cuda, verdict, said):
+    found = machine.check_driver([Gpu("NVIDIA H100", driver, 80 << 30)] * 8, cuda)
+    assert found.verdict == verdict and said in found.found
+    assert ("jax[cuda12]" in found.remedy) == (driver == "570.86" and cuda == 13)
+
+
+def test_triton_needs_a_compiler_and_the_headers(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(machine, "_HEADER", f"print({str(tmp_path / 'Python.h')!r})")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine, "executable", lambda python: sys.executable)
+    found = machine.check_triton("")
+    assert found.verdict == "FAIL" and f"a C compiler and {tmp_path / 'Python.h'}" in found.found
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert machine.check_triton("") == Finding("Triton", "OK", f"gcc and {tmp_path / 'Python.h'}")
+
+
+def test_gpus_are_read_from_the_driver(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06, 81559'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpus() == [Gpu("NVIDIA H100 80GB HBM3", "580.65.06", 81559 << 20)]

@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import httpx
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from jppo.interpreter import executable
 from jppo.preflight.finding import Finding
+from jppo.preflight.gpus import Gpu, gpus
 from jppo.rollout.servers.process import HOST
 from jppo.rollout.sglang.arguments import check_sglang
 from jppo.rollout.vllm.arguments import check_vllm
@@ -27,6 +29,8 @@ _DEVICES = """
 import json, jax
 print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
 """
+_HEADER = "import sysconfig; print(sysconfig.get_paths()['include'] + '/Python.h')"
+DRIVERS = {12: 525, 13: 580}  # least major version of the driver by that of CUDA, as NVIDIA's release notes say
 DEVICES_TIMEOUT_S = 120
 LOOPBACK_TIMEOUT_S = 5.0
 
@@ -79,6 +83,31 @@ def check_devices(has_gpu: bool) -> Finding:
     chosen = os.environ.get("JAX_PLATFORMS")
     remedy = "unset JAX_PLATFORMS" if chosen else f"{sys.executable} -m pip install 'jppo[cuda]'"
     return Finding("JAX", "WARN", f"{found}, though there is a GPU", remedy)
+
+
+def check_driver(found: Sequence[Gpu], cuda: int | None) -> Finding:
+    """Compares the driver with the CUDA of JAX's plugin; None: JAX has none."""
+    driver = found[0].driver
+    said = f"{len(found)} x {found[0].name}, driver {driver}"
+    least = DRIVERS.get(cuda or 0)
+    if least is None or not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) >= least:
+        return Finding("driver", "OK", said)
+    older = max((known for known, needs in DRIVERS.items() if int(driver.split(".")[0]) >= needs), default=None)
+    other = f", or {sys.executable} -m pip install 'jax[cuda{older}]' in place of JAX's CUDA {cuda}" if older else ""
+    return Finding("driver", "FAIL", f"{said}; CUDA {cuda} needs {least} or newer", f"update the driver{other}")
+
+
+def check_triton(python: str) -> Finding:
+    """Checks what Triton compiles its launchers with: a C compiler, and Python.h of the server's interpreter."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang", "cc")), None)
+    done = subprocess.run([executable(python), "-c", _HEADER], capture_output=True, text=True, check=False)
+    header = done.stdout.strip()
+    lacks = [] if compiler and shutil.which(compiler) else ["a C compiler"]
+    lacks += [] if header and os.path.isfile(header) else [f"{header or 'Python.h'}"]
+    if not lacks:
+        return Finding("Triton", "OK", f"{compiler} and {header}")
+    remedy = "install gcc and the headers of this Python, as by: apt install gcc python3-dev"
+    return Finding("Triton", "FAIL", f"vLLM's kernels need {' and '.join(lacks)}, which are not here", remedy)
 
 
 def check_server(engine: str, python: str, has_gpu: bool) -> Finding:
@@ -142,10 +171,15 @@ def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
     else:
         yield check_python(platform.python_version(), metadata.metadata["Requires-Python"])
         yield from check_packages(metadata.requires or (), _version)
-    has_gpu = _has_gpu()
-    yield check_devices(has_gpu)
+    found = gpus()
+    if found:
+        yield check_driver(found, next((n for n in DRIVERS if _version(f"jax-cuda{n}-plugin")), None))
+    yield check_devices(bool(found))
     if python is not None:
-        yield check_server(engine, python, has_gpu)
+        server = check_server(engine, python, bool(found))
+        yield server
+        if found and server.verdict == "OK":
+            yield check_triton(python)
 
 
 def _version(name: str) -> str | None:
@@ -159,9 +193,3 @@ def _extra(requirement: Requirement) -> str | None:
     """Returns the extra of a requirement, by its marker; None for the core."""
     marker = str(requirement.marker)
     return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else None
-
-
-def _has_gpu() -> bool:
-    if shutil.which("nvidia-smi") is None:
-        return False
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
