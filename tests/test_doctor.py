@@ -12,6 +12,7 @@ import rich.console
 from jppo import doctor
 from jppo.doctor import GIB, Finding
 from jppo.preflight import machine
+from jppo.preflight.gpus import Gpu, gpus
 
 REQUIREMENTS = (
     "numpy<3,>=2.0",
