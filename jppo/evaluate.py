@@ -14,12 +14,11 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import rich.box
 import rich.console
-import rich.progress
 import rich.table
 
 from jppo import process, settings, statistics
@@ -37,6 +36,8 @@ from jppo.run.validation import Tested
 from jppo.runlog import durable_files
 from jppo.runlog.lock import own
 from jppo.runlog.logger import write_samples
+from jppo.runlog.progress import Display
+from jppo.runlog.timers import Timers
 from jppo.settings import Settings, UserError
 
 # Short option: the setting and its help text.
@@ -82,10 +83,14 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
         stack.callback(engine.close)
         durable_files.write_text(out / "config.json", settings.dump(c))
         console.print(introduce(c, inputs), markup=False, highlight=False, soft_wrap=True)
-        sampler = engine.ready(**speaking(inputs))
-        publish_stored(c, sampler, inputs.policy)
-        reward_sum.ready()
-        watch = stack.enter_context(watched(len(inputs.val.prompts) * sampling.n))
+        stack.enter_context(Display(timer := Timers()))
+        with timer("start"):
+            timer.part("waiting for the sampler")
+            sampler = engine.ready(**speaking(inputs))
+            timer.part("the first publish")
+            publish_stored(c, sampler, inputs.policy)
+            reward_sum.ready()
+        stack.enter_context(timer("testing"))
         tested = validation.evaluate(
             sampler,
             inputs.val.prompts,
@@ -93,7 +98,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
             sampling=sampling,
             version=0,
             batch_size=c.data.val_batch_size,
-            watch=watch,
+            watch=timer.part("responses", len(inputs.val.prompts) * sampling.n),
         )
         rows = write_samples(out, "test", validation.rows(tested))
         found = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
@@ -116,22 +121,6 @@ def introduce(c: Settings, inputs: Inputs) -> str:
         f" ({val.overlong} over-long prompts left out, {val.truncated} cut; data.max_prompt_length="
         f"{c.data.max_prompt_length})"
     )
-
-
-@contextlib.contextmanager
-def watched(total: int) -> Iterator[Callable[[], None]]:
-    """Shows a progress bar of finished responses on a terminal; yields its step function."""
-    terminal = rich.console.Console(stderr=True)
-    columns = (
-        "sampling",
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
-    shown = terminal.is_terminal
-    with rich.progress.Progress(*columns, console=terminal, disable=not shown, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 def json_summary(c: Settings, inputs: Inputs, tested: Tested) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     c, learner, timer = run.c, run.learner, run.timer
     passes, recipe, policy, version = learner.passes, learner.recipe, learner.policy(now), int(now.step)
     with timer("gen"):
+        timer.watch(functools.partial(run.supply.progress, version))
         drawn = run.supply.take(version)
         run.sampler.sleep()
     trajectories = drawn.trajectories
@@ -69,11 +70,11 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
-        data = ppo.with_old_logprob(passes, recipe, data, micros, policy)
+        data = ppo.with_old_logprob(passes, recipe, data, micros, policy, timer.part("micro-batches", len(micros)))
     data, counted = with_reference(run, data, micros, trajectories, policy)
     if learner.critic is not None:
         with timer("values"):
-            data = ppo.with_values(passes, data, micros, learner.value(now))
+            data = ppo.with_values(passes, data, micros, learner.value(now), timer.part("micro-batches", len(micros)))
     with timer("adv"):
         data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
     record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
@@ -114,9 +115,11 @@ def update_models(
     def minis(epochs: int, shuffle: bool, size: int, model: int) -> Iterator[batch.Mini]:
         for epoch in range(epochs):
             taken = order(now, model, epoch, len(trajectories), shuffle=shuffle, most=most_sequences(c))
-            yield from batch.mini_batches(
+            cut = batch.mini_batches(
                 data, trajectories, order=taken, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
+            name = f"mini-batches of epoch {epoch + 1} of {epochs}"
+            yield from timer.counted(name, cut, -(-len(trajectories) // size))
 
     metrics = {}
     warm = scalar(int(now.step) - c.trainer.critic_warmup, now.step)  # the actor's schedule starts here

@@ -1,7 +1,7 @@
 """The compiled side of a run: mesh, sharded models, passes, optimizers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -232,11 +232,17 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
     return learner, begin
 
 
-def compile_passes(c: Settings, learner: Learner, begin: TrainState) -> None:
-    """Compiles every program of a step ahead of time."""
+def compile_passes(
+    c: Settings,
+    learner: Learner,
+    begin: TrainState,
+    part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent,
+) -> None:
+    """Compiles every program of a step ahead of time; `part` counts them."""
     warmup.compile_all(
         learner.passes, learner.recipe, learner.plan, learner.mesh,
         now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
+        part=part,
     )  # fmt: skip
     step.advance(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
     for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):

@@ -179,9 +179,23 @@ class ModelUpdate:
         return dataclasses.replace(counts, load=load)
 
 
-def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro]) -> list[Any]:
-    """Runs a pass over all micro-batches; returns each of its results in the layout of the batch, or None."""
-    found = placing.fetch([run(micro.device) for micro in micros])
+def silent() -> None:
+    """Counts no micro-batch."""
+
+
+def _over_rows(
+    run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro], done: Callable[[], None]
+) -> list[Any]:
+    """Runs a pass over all micro-batches; returns each of its results in the layout of the batch, or None.
+
+    `done` is called after each; two are under way.
+    """
+    under_way = list[Any]()
+    for micro in micros:
+        under_way.append(run(micro.device))
+        jax.block_until_ready(under_way[-2:-1])
+        done()
+    found = placing.fetch(under_way)
     return [
         None if parts[0] is None else batch.unpack(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
         for parts in zip(*found, strict=True)
@@ -189,13 +203,18 @@ def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.M
 
 
 def with_old_logprob(
-    passes: Passes, recipe: Recipe, data: Batch, micros: Sequence[batch.Micro], policy: Weights
+    passes: Passes,
+    recipe: Recipe,
+    data: Batch,
+    micros: Sequence[batch.Micro],
+    policy: Weights,
+    done: Callable[[], None] = silent,
 ) -> Batch:
     """Adds the old log-probs: the trainer's, with their entropy, or the engine's with `bypass`."""
     if recipe.bypass:
         return dataclasses.replace(data, old_logprob=data.rollout_logprob)
     policy = placing.to_device(policy)
-    old = score.Scores(*_over_rows(lambda rows: passes.logprob(policy, rows), data, micros))
+    old = score.Scores(*_over_rows(lambda rows: passes.logprob(policy, rows), data, micros, done))
     return dataclasses.replace(
         data,
         old_logprob=old.logprob,
@@ -211,21 +230,28 @@ def with_reference(
     micros: Sequence[batch.Micro],
     policy: Weights,
     reference: Weights | None,
+    done: Callable[[], None] = silent,
 ) -> Batch:
     """Adds the reference's log-probs, or the exact KL to it, if a KL needs them."""
     if passes.reference is None or reference is None:
         return data
     run, models = passes.reference, placing.to_device((reference, recipe.in_reward(policy)))
-    ref_logprob, exact_kl = _over_rows(lambda rows: run(*models, rows), data, micros)
+    ref_logprob, exact_kl = _over_rows(lambda rows: run(*models, rows), data, micros, done)
     return dataclasses.replace(data, ref_logprob=ref_logprob, exact_kl=exact_kl)
 
 
-def with_values(passes: Passes, data: Batch, micros: Sequence[batch.Micro], value: Weights | None) -> Batch:
+def with_values(
+    passes: Passes,
+    data: Batch,
+    micros: Sequence[batch.Micro],
+    value: Weights | None,
+    done: Callable[[], None] = silent,
+) -> Batch:
     """Adds the critic's value of every state, if there is a critic."""
     if passes.value is None:
         return data
     run, value = passes.value, placing.to_device(value)
-    (values,) = _over_rows(lambda rows: (run(value, rows),), data, micros)
+    (values,) = _over_rows(lambda rows: (run(value, rows),), data, micros, done)
     return dataclasses.replace(data, value=values)
 
 

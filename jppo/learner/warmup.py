@@ -1,5 +1,6 @@
 """Compiles every pass and update of a run before its first step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,10 +24,11 @@ def compile_all(
     actor: ppo.ModelUpdate,
     critic: ppo.ModelUpdate | None,
     shape: tuple[int, int],
+    part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent,
 ) -> None:
     """Runs every pass once on empty rows of every shape, so that no later step compiles; nothing is learned.
 
-    `shape` is the batch's, [B, L].
+    `shape` is the batch's, [B, L]. `part` begins the compilation of so many programs.
     """
     whole = actor.model(now.policy)
     judge = None if critic is None else critic.model(now.value)
@@ -39,6 +41,7 @@ def compile_all(
     nobody = np.zeros(0, np.int32)
     how = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
     data = batch.flatten([], [], nobody, greedy, shape=shape, **how)
+    done = part("programs compiled", len(plan.shapes) * (1 + len(descents)) + len(descents))
     rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
     for one in rows:
         micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
@@ -46,6 +49,7 @@ def compile_all(
         data = ppo.with_old_logprob(passes, recipe, data, micros, whole)
         data = ppo.with_reference(passes, recipe, data, micros, whole, reference)
         data = ppo.with_values(passes, data, micros, judge)
+        done()
     if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
         data = batch.with_reference(data, [])
     kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
@@ -57,6 +61,8 @@ def compile_all(
             models = placing.to_device((learned, descent.base, further))
             whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
             jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))
+            done()
     for descent, learned, opt, _ in descents:
         carry = descent.zeros() if descent.exchange is None else descent.exchange(descent.zeros())
         descent.apply.lower(*placing.on_device_shapes((learned, opt)), carry, now.step, np.True_).compile()
+        done()

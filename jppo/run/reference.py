@@ -16,7 +16,9 @@ def with_reference(
     learner = run.learner
     if learner.reference is not None:
         with run.timer("ref"):
-            return ppo.with_reference(learner.passes, learner.recipe, data, micros, policy, learner.reference), {}
+            count = run.timer.part("micro-batches", len(micros))
+            found = ppo.with_reference(learner.passes, learner.recipe, data, micros, policy, learner.reference, count)
+            return found, {}
     if run.reference is not None:
         with run.timer("ref"):
             logprobs, metrics = run.reference.logprobs(trajectories)

@@ -39,6 +39,7 @@ from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, require_loggers
+from jppo.runlog.progress import Display, Doing
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
@@ -75,6 +76,7 @@ class HostParts:
     timer: Timers
     profile: Profiler
     watch: Watch
+    display: Display
 
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
@@ -104,16 +106,18 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         stack.callback(engine.close)
         open_sampler = functools.cache(lambda: hosts.together(lambda: engine.ready(**speaking(inputs))))
         if c.rollout.sleep_level:  # the GPU has no room for starting servers beside the trainer's arrays
+            held.timer.part("waiting for the sampler")
             open_sampler().sleep()
             laps("waiting for the sampler")
         reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
         stack.callback(reward_sum.close)
         if c.algorithm.filter_groups:
             require_metric(c.algorithm.filter_groups_metric.partition("/")[0], reward_sum.parts)
+        held.timer.part("loading the models")
         learner, begin = make_learner(c, inputs, mesh)
         laps("models")
         if not only_look:
-            compile_passes(c, learner, begin)
+            compile_passes(c, learner, begin, held.timer.part)
             laps("compilation")
         origin = resume.origin(c, inputs, learner)
         begun = resume.resume(c, checkpoints, learner.spare(), begin, origin)
@@ -121,14 +125,17 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             reward_sum.load(begun.now.place.get("reward", {}))
         del begin  # a resumed run must not hold two states
         laps("checkpoint")
+        held.timer.part("waiting for the sampler")
         sampler = open_sampler()
         laps("waiting for the sampler")
+        held.timer.part("the first publish")
         publisher = PolicyPublisher(c, learner, sampler, inputs.adapters, hosts)
         publish_base(c, learner, sampler, begun.now.step, hosts)
         publisher.finish(begun.now.state)
         laps("publish")
         hosts.together(reward_sum.ready)
         laps("graders")
+        held.display.leave_terminal()
         logger = open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
         greedy = learner.recipe.estimator.greedy
@@ -157,7 +164,11 @@ def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
         timer, stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s, stacks=logs / "stacks.txt",
         hosts=hosts, stopped=t.stop_exit_code,
     )  # fmt: skip
-    return HostParts(written, logs, inputs, timer, profile, stack.enter_context(watch))
+    stack.enter_context(watch)
+    display = Display(timer)
+    if hosts.first and "console" in settings.loggers(t.logger):
+        stack.enter_context(display)
+    return HostParts(written, logs, inputs, timer, profile, watch, display)
 
 
 def read(c: Settings) -> Inputs:
@@ -183,7 +194,8 @@ def open_logger(c: Settings, held: HostParts, hosts: Hosts, learner: Learner, be
     if begun.step is not None and c.trainer.val_only:
         logged = begun.step - 1  # its line is written again
     muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
-    return make_logger(c, held.folder, hosts, total_steps=held.inputs.total_steps, resumed_step=logged, muted=muted)
+    how = dict[str, Any](total_steps=held.inputs.total_steps, resumed_step=logged, doing=Doing(held.timer))
+    return make_logger(c, held.folder, hosts, muted=muted, **how)
 
 
 def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:

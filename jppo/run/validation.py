@@ -163,13 +163,15 @@ def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:
 def validate(run: "Run", version: int) -> dict[str, float]:
     """Returns validation metrics; samples go to the run folder, a few to the console and the loggers."""
     c = run.c
+    prompts = run.inputs.val.prompts
     tested = evaluate(
         run.sampler,
-        run.inputs.val.prompts,
+        prompts,
         run.reward_sum.testing(),
         sampling=val_sampling(c),
         version=version,
         batch_size=c.data.val_batch_size,
+        watch=run.timer.part("responses", len(run.hosts.share(len(prompts))) * val_sampling(c).n),
         hosts=run.hosts,
     )
     run.logger.samples(f"test_{version}", rows(tested))

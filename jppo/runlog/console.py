@@ -89,10 +89,19 @@ class Terminal(rich.console.Console):
             super().on_broken_pipe()
 
 
-def make_screen(total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> Screen:
-    """Returns the screen for the console; a resumed run has `done` steps already."""
+def make_screen(
+    total_steps: int,
+    done: int,
+    columns: Columns,
+    console: rich.console.Console,
+    doing: rich.console.RenderableType = "",
+) -> Screen:
+    """Returns the screen for the console; a resumed run has `done` steps already.
+
+    A live table has what the run is `doing` below it.
+    """
     if console.is_terminal and not console.is_dumb_terminal:
-        return Live(total_steps, done, columns, console)
+        return Live(total_steps, done, columns, console, doing)
     return Lines(total_steps, columns, console)
 
 
@@ -163,9 +172,17 @@ class Lines:
 class Live:
     """A table of the last steps, redrawn in place above a progress bar."""
 
-    def __init__(self, total_steps: int, done: int, columns: Columns, console: rich.console.Console) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        done: int,
+        columns: Columns,
+        console: rich.console.Console,
+        doing: rich.console.RenderableType,
+    ) -> None:
         self._columns = columns
         self._console = console
+        self._doing = doing
         self._steps: collections.deque[tuple[int, dict[str, rich.text.Text]]] = collections.deque(maxlen=ROWS)
         self._below = ""
         self._pace = Pace(total_steps)
@@ -217,7 +234,7 @@ class Live:
         for step, cells in self._steps:
             table.add_row(str(step), *(cells[heading] for heading in headings))
         below = rich.text.Text(self._below, style="dim")
-        return rich.console.Group(table, *([below] if self._below else []), self._progress)
+        return rich.console.Group(table, *([below] if self._below else []), self._progress, self._doing)
 
     def _fitting(self) -> list[str]:
         """Returns the headings that fit the console."""

@@ -50,10 +50,12 @@ class Logger:
         about: About | None = None,
         muted: Sequence[str] = (),
         scraped: tuple[str, int] | None = None,
+        doing: rich.console.RenderableType = "",
     ) -> None:
         """Opens the files of `run_dir`; `resumed_step` is the checkpoint's, None for a new run.
 
-        `muted` names warnings that are never reported; `scraped` is the address for Prometheus.
+        `muted` names warnings that are never reported; `scraped` is the address for Prometheus, `doing` shows
+        what the run does at the moment.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
@@ -80,7 +82,7 @@ class Logger:
             for row in kept:  # sends missed steps
                 self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))
         if "console" in places:
-            self._screen = make_screen(total_steps, max(done, 0), columns, console or Terminal())
+            self._screen = make_screen(total_steps, max(done, 0), columns, console or Terminal(), doing)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs one step's metrics and their new warnings."""

@@ -1,15 +1,17 @@
 """Seconds by stage, with verl's stage names plus `start`; traces of steps by JAX, whose stages have the same names."""
 
 import contextlib
+import dataclasses
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 
 from jppo import traces
 
+T = TypeVar("T")
 IN_STAGE = "in the stage "  # of the note on an error of XLA
 STAGES = (
     "start",  # servers, loading and compiling
@@ -27,9 +29,22 @@ STAGES = (
     "step",
 )
 
+DOING = {"gen": "sampling", "reward": "grading", "old_log_prob": "log-probs", "adv": "advantages"}
+DOING |= {"ref": "reference", "update_weights": "publishing", "testing": "test"}
+
+
+@dataclasses.dataclass
+class Count:
+    """How far a stage is: its finished parts of all, and the tokens that were sampled for them."""
+
+    what: str
+    total: int = 0  # 0: unknown
+    done: int = 0
+    tokens: int = 0
+
 
 class Timers:
-    """Wall-clock seconds of each stage of the current step.
+    """Wall-clock seconds of each stage of the current step, and how far the running one is.
 
     JAX returns before the device is done: a stage's time is right only if its block waits for its results.
     """
@@ -38,6 +53,8 @@ class Timers:
         self._step: dict[str, float] = {}
         self._running: list[str] = []
         self._since = time.perf_counter()  # start or end of the last stage
+        self._number = ""  # of the step
+        self._count: Callable[[], Count] | None = None
 
     @contextlib.contextmanager
     def __call__(self, stage: str, **attributes: Any) -> Iterator[None]:
@@ -46,6 +63,9 @@ class Timers:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = self._since = time.perf_counter()
         self._running.append(stage)
+        self._count = None
+        if "number" in attributes:
+            self._number = f"step {attributes['number']}: "
         try:
             with jax.profiler.TraceAnnotation(stage), traces.span(stage, **attributes):
                 yield
@@ -55,12 +75,49 @@ class Timers:
         finally:
             self._since = time.perf_counter()
             self._running.pop()
+            self._count = None
             self._step[stage] = self._step.get(stage, 0.0) + self._since - start
 
     def stage(self) -> tuple[str, float]:
         """Returns the innermost running stage and its seconds, or since an inner stage ended; for any thread."""
         inner = self._running[-1:]
         return inner[0] if inner else "none", time.perf_counter() - self._since
+
+    def watch(self, count: Callable[[], Count]) -> None:
+        """Says how far the running stage is, until it ends; `count` is called by other threads."""
+        self._count = count
+
+    def part(self, what: str, total: int = 0) -> Callable[[], None]:
+        """Begins a part of the running stage; returns what counts its parts."""
+        count = Count(what, total)
+        self._since = time.perf_counter()
+        self.watch(lambda: count)
+
+        def finish() -> None:
+            count.done += 1
+
+        return finish
+
+    def counted(self, what: str, items: Iterable[T], total: int) -> Iterator[T]:
+        """Yields the items and counts those that are done."""
+        finish = self.part(what, total)
+        for item in items:
+            yield item
+            finish()
+
+    def line(self) -> str:
+        """Returns what is running: stage, finished parts, tokens per second, seconds; '' between stages."""
+        stage, seconds = self.stage()
+        if stage in ("none", "step"):
+            return ""
+        words = ["" if stage == "start" else self._number + DOING.get(stage, stage).replace("_", " ")]
+        count = self._count
+        if count is not None:
+            now = count()
+            of = f"{now.done:,} of {now.total:,} {now.what}" if now.total else now.what
+            rate = [f"{now.tokens / seconds:,.0f} tokens/s"] if now.tokens and seconds > 1 else []
+            words += [of, *rate]
+        return f"{', '.join(filter(None, words)) or stage}, {seconds:.0f} s"
 
     def so_far(self) -> dict[str, float]:
         """Returns the seconds of the current step's finished stages."""

@@ -16,6 +16,7 @@ from jppo.data.stream import Cursor
 from jppo.learner.batch import filtered
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import sample_queue
+from jppo.runlog.timers import Count
 from jppo.samples.queue import SampleQueue, StepSamples
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
@@ -76,13 +77,14 @@ class DynamicSampleQueue:
         self._how = how
         self._gen_batch = gen_batch
         self._cursor = cursor
+        self._under_way: SampleQueue | None = None  # the gen batch
 
     def take(self, step: int) -> StepSamples:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
         how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
         kept, rewards, lacking = list[_Group](), list[Reward](), 0
         for batches in itertools.count(1):
-            supply = self._gen_batch(batches - 1, after)
+            supply = self._under_way = self._gen_batch(batches - 1, after)
             drawn = supply.take(step)
             found = _groups(drawn, how.n)
             new = [r for group in found for r in group.rewards]
@@ -124,6 +126,10 @@ class DynamicSampleQueue:
             grade=lambda: (chosen, best or None),
             metrics=metrics,
         )
+
+    def progress(self, step: int) -> Count:
+        """Returns how many responses of the gen batch are there."""
+        return Count("responses") if self._under_way is None else self._under_way.progress(step)
 
     def settle(self) -> None:
         """Does nothing: no request is in flight between steps."""

@@ -25,6 +25,7 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.rewards.reward_sum import RewardSum
 from jppo.rollout.protocol import Sampler, greedy
 from jppo.runlog import sample_queue, trajectories
+from jppo.runlog.timers import Count
 from jppo.samples.requests import Asked, Draws, Queue, rewards_of
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
@@ -91,6 +92,14 @@ class SampleQueue:
         self._taken[step] = groups
         self._ask_through(last, step)
         return groups, waited
+
+    def progress(self, step: int) -> Count:
+        """Returns how many responses of the step are there; for any thread."""
+        asked = [draws for asked in self._now.queue if asked.step <= step for draws in asked.draws]
+        found = [dict(draws.found) for draws in asked]
+        tokens = sum(int(t.sampled.sum()) for there in found for t in there.values())
+        total = self._how.n * len(self._groups) * (1 + (self._how.greedy and 1 / self._how.n))
+        return Count("responses", max(round(total), 1), sum(map(len, found)), tokens)
 
     def settle(self) -> None:
         """Waits until nothing is in flight."""

@@ -1,8 +1,11 @@
+import io
 import time
 
 import pytest
+import rich.console
 
-from jppo.runlog.timers import Laps, Timers
+from jppo.runlog.progress import Display
+from jppo.runlog.timers import Count, Laps, Timers
 
 
 def test_stages_add_up_within_a_step():
@@ -36,3 +39,44 @@ def test_laps_share_out_the_seconds(monkeypatch):
     for part in ("models", "compilation", "publish"):
         laps(part)
     assert str(laps) == "models 2.5, compilation 0.0, publish 7.5"
+
+
+def test_a_stage_says_how_far_it_is():
+    timer = Timers()
+    assert timer.line() == ""
+    with timer("start"):
+        finish = timer.part("programs compiled", 7)
+        finish()
+        assert timer.line() == "1 of 7 programs compiled, 0 s"
+        timer.part("the first publish")
+        assert timer.line() == "the first publish, 0 s"
+    with timer("step", number=3):
+        assert timer.line() == ""
+        with timer("gen"):
+            timer.watch(lambda: Count("responses", 64, 37))
+            assert timer.line() == "step 3: sampling, 37 of 64 responses, 0 s"
+        with timer("update_actor"):
+            said = [timer.line() for _ in timer.counted("mini-batches", "ab", 2)]
+            assert [line.split(", ")[1] for line in said] == ["0 of 2 mini-batches", "1 of 2 mini-batches"]
+            assert "2 of 2" in timer.line()
+        assert timer.line() == ""
+    assert timer.line() == ""
+
+
+def test_elsewhere_than_on_a_terminal_a_long_stage_is_a_line(capfd):
+    timer = Timers()
+    with Display(timer, rich.console.Console(file=io.StringIO()), every_s=0.05), timer("start"):
+        timer.part("loading the models")
+        time.sleep(0.3)
+    said = capfd.readouterr().err.splitlines()
+    assert said and set(said) == {"loading the models, 0 s"}
+
+
+def test_on_a_terminal_a_spinner_shows_it():
+    file = io.StringIO()
+    timer = Timers()
+    with Display(timer, rich.console.Console(file=file, force_terminal=True, width=80)) as display, timer("start"):
+        timer.part("loading the models")
+        time.sleep(0.3)
+        display.leave_terminal()
+    assert "loading the models, 0 s" in file.getvalue()
