@@ -48,6 +48,22 @@ DATA = (
     *needless("tools are named by rollout.multi_turn.tool_config_path", "data.tool_config_path"),
 )  # fmt: skip
 
+TUNING = (  # of fine-tuning: its data.*
+    same("tuning.max_length", "data.max_prompt_length", convert="half", why="of prompt and response together"),
+    *needless("jppo.sft tests nothing", "tuning.val_files tuning.val_max_samples tuning.test_freq"),
+    *needless("rows are packed", "tuning.pad_mode tuning.balance_dp_token"),
+    *needless("data are read once", "tuning.num_workers tuning.use_shm tuning.multiturn.enable"),
+    *missing("its column is messages", "tuning.messages_key tuning.multiturn.messages_key", off=("messages",)),
+    *missing("rows have prompt and response, or messages; rename the columns",
+      "tuning.prompt_key tuning.response_key tuning.prompt_dict_keys tuning.response_dict_keys"),
+    *needless("the chat template renders tools of a row", "tuning.tools_key tuning.multiturn.tools_key"),
+    *missing("the chat template decides", "tuning.enable_thinking* tuning.multiturn.enable_thinking*", off=("none",)),
+    *needless("the whole conversation is rendered at once", "tuning.ignore_input_ids_mismatch"),
+    *needless("longer demonstrations are left out", "tuning.truncation"),
+    *missing("name a class by data.custom_cls=PATH.py:CLASS", "tuning.custom_cls.*"),
+    *missing("it is no setting of jppo.sft", "tuning.*", off=({}, -1)),
+)  # fmt: skip
+
 ALGORITHM = (
     same("algorithm.adv_estimator", "algorithm.adv_estimator", "gae"),
     same("algorithm.gamma", "algorithm.gamma", 1.0),

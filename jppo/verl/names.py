@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING
+from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING, TUNING
 from jppo.verl.keys_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
 from jppo.verl.name import MICRO, Look, Name, key_of, longest, off_or, on_each, reward_model
 
@@ -23,6 +23,7 @@ KEYS: tuple[Name, ...] = (
     *ALGORITHM,
     *REWARD,
     *TRAINER,
+    *TUNING,
 )
 
 # Aliases: keys of older verl versions, or second keys of one setting; a prefix of a key is enough.

@@ -1,229 +1,291 @@
-"""Reader of verl overrides in a shell script. It runs nothing: it reads words, quotes, variables and arithmetic."""
+"""Runs a shell script under bash, confined and with stand-ins for its programs, and returns what its trainer is given.
+
+The script sees copies of the small files of its checkout, an empty home, and a machine with eight GPUs. A few text tools
+are real. Everything else is recorded and succeeds. Read `read_script` first.
+"""
 
 import dataclasses
+import os
+import pathlib
 import re
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
+from jppo.sandbox import choice, launcher
+from jppo.sandbox.child import FOLDER, REPLIES_FD
 from jppo.settings import UserError
 
-_CONTROL = (
-    "if", "then", "elif", "else", "fi", "for", "while", "until", "do", "done", "case", "esac", "function", "select",
-)  # fmt: skip
-_ENDS = ("then", "fi", "do", "done", "esac")
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
-_MAIN = re.compile(r"(^|[./])main_(ppo|dapo|\w*ppo\w*)(\.py)?$")
-_OTHER = re.compile(r"(^|[./])(fsdp_sft_trainer|sft_trainer\w*|main_generation|main_eval)(\.py)?$")
-UNREAD = "\x00"  # marks text that only running the script could expand
-
-
-@dataclasses.dataclass
-class _Shell:
-    """The variables that the script has set so far."""
-
-    values: dict[str, str]
-    arrays: dict[str, list[str]]
+RUN_S = 12.0  # for the script
+HIDDEN = "hidden-from-the-script"  # in place of secrets of the environment
+_MEMORY = 2**30
+_FILE_BYTES, _ALL_BYTES, _FILES = 2**17, 2**25, 3000  # of what is copied
+_REAL = (
+    "awk base64 basename bash bc cat cmp column comm cut date diff dirname echo egrep env expr false fgrep find fold"
+    " getopt grep head join jq ls md5sum mktemp nl nohup nproc paste printf pwd readlink realpath rev sed seq sha256sum"
+    " shuf sort stat tac tail tee test timeout tr true uname uniq wc xargs ["
+)
+_LENIENT = "cp ln mkdir mv rm touch"  # real, and succeed
+_NAMED = (
+    "accelerate apt-get conda curl deepspeed git hf huggingface-cli ifconfig ip kill lsof nc ninja npu-smi nsys numactl"
+    " nvcc nvidia-smi pgrep pip pip3 pkill ps python python3 ray rocm-smi sbatch scontrol sleep source srun ssh sudo"
+    " setsid taskset torchrun uv wandb wget which"
+)
+_HEAD = f"""#!/bin/bash -p
+put() {{ local a=${{1//\\\\/\\\\\\\\}}; printf '%s %s\\n' "$$" "${{a//$'\\n'/\\\\n}}" >&{REPLIES_FD}; }}
+"""
+_STAND_IN = f"""{_HEAD}
+[ "${{0##*/}}" = stand-in ] || set -- "${{0##*/}}" "$@"
+for word in "$PWD" "$@"; do put "$word"; done
+printf '%s\\n' "$$" >&{REPLIES_FD}
+program=${{1##*/}}; shift
+case $program in
+  python*)
+    while [ $# -gt 0 ]; do
+      case $1 in
+        -c) shift; exec PYTHON -I -S FOLDER/snippet.py "$@" ;;
+        -) break ;;
+        -m) exit 0 ;;
+        -V|--version) echo Python 3.11.0; exit 0 ;;
+        -[WX]) shift 2 ;;
+        -*) shift ;;
+        *) exit 0 ;;
+      esac
+    done
+    exec PYTHON -I -S FOLDER/snippet.py ;;
+  nvidia-smi)
+    case "$*" in
+      -L|--list-gpus|*query-gpu=*) for i in 0 1 2 3 4 5 6 7; do echo "NVIDIA H100 80GB HBM3"; done ;;
+    esac ;;
+  hostname) echo localhost ;;
+  which) command -v "$@" ;;
+  *)
+    while [ $# -gt 0 ]; do
+      case $1 in
+        bash|sh|*/bash|*/sh) shift; exec bash "$@" ;;
+      esac
+      shift
+    done ;;
+esac
+exit 0
+"""
+_SNIPPET = f"""
+import os, sys
+sys.path[0] = "{FOLDER}/stubs"
+code = sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read()
+sys.argv[:2] = ["-c"]
+try:
+    exec(compile(code, "<string>", "exec"), {{"__name__": "__main__"}})
+except ImportError as e:
+    for word in (os.getcwd(), "import", e.name or str(e)):
+        os.write({REPLIES_FD}, f"{{os.getpid()}} {{word}}\\n".encode())
+    os.write({REPLIES_FD}, f"{{os.getpid()}}\\n".encode())
+    raise
+"""
+_DEVICE = "def get_device_name():\n    return 'cuda'\n\n\nis_cuda_available, is_npu_available = True, False\n"
+_TORCH = """
+class cuda:
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 8)
+    get_device_capability = staticmethod(lambda *_: (9, 0))
+    get_device_name = staticmethod(lambda *_: "NVIDIA H100 80GB HBM3")
+"""
+_PRELUDE = """command_not_found_handle() { FOLDER/bin/stand-in "$@"; }
+ulimit() { :; }
+"""
+_PROGRAM = re.compile(r"[\w.~/-]*/(?:python[\d.]*|torchrun|ray|accelerate|uv)(?![\w./-])")
+_SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie|private|webhook|dsn|_pat$|_pw$", re.I)
+_SECRET_VALUE = re.compile(r"^(sk-|hf_|gh[pousr]_|glpat-|xox|AKIA|eyJ)|-----BEGIN|://[^/@\s]+@")
+_OWN = {"PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "IFS", "PS4", "TMPDIR"}
+BY_HAND = (
+    "to do it by hand: mkdir stand-in; printf '#!/bin/sh\\nprintf \"%%s\\\\0\" \"$@\" > /tmp/words\\n' >"
+    " stand-in/python3; chmod +x stand-in/python3; PATH=$PWD/stand-in:$PATH bash SCRIPT; python -m jppo.from_verl"
+    " /tmp/words"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """The arguments of verl's module, and notes on unsupported syntax."""
+    """The main module of the script's trainer and its arguments; the folder it starts in, and notes."""
 
+    main: str
     words: tuple[str, ...]
+    folder: str
+    root: str
     notes: tuple[str, ...]
 
 
-def read_script(text: str, name: str, environment: Mapping[str, str]) -> Script:
-    """Returns the overrides of the text's only verl command; without a command, all words that are overrides."""
-    shell, found, loose, notes = _Shell(dict(environment), {}), [], [], []
-    reader = _Reader(text.replace("\r\n", "\n"), shell, name)
-    while reader.at < len(reader.text):
-        line, words = reader.line(), reader.command()
-        while words and words[0] in ("export", "declare", "local", "readonly", "env", "nohup"):
-            words = words[1:]
-        if words and words[0] in _CONTROL:
-            if words[0] not in _ENDS:
-                notes.append(f"{name}:{line}: {words[0]!r} is not followed: what it guards is read as if it held")
-            words = words[1:] if words[0] in ("then", "do", "else") else []
-        while words and (match := _ASSIGNED.fullmatch(words[0])):
-            shell.values[match[1]] = (shell.values.get(match[1], "") if match[2] else "") + match[3]
-            words = words[1:]
-        if other := [word for word in words if _OTHER.search(word)]:
-            raise UserError(f"{name}:{line}: {other[0]} is no PPO of verl's; give a script that starts main_ppo")
-        main = next((i for i, word in enumerate(words) if _MAIN.search(word)), None)
-        if main is not None:
-            found.append((line, words[main + 1 :]))
-        elif words and re.match(r"[+~]*\w[\w@/]*\.[\w.-]+=", words[0]):
-            loose.extend(words)
-    if len(found) > 1:
-        lines = ", ".join(str(line) for line, _ in found)
-        raise UserError(f"{name}: lines {lines} each start verl; leave one of them")
-    words = found[0][1] if found else loose
-    if not words:
-        raise UserError(f"{name}: there is no command of verl's in it, as python3 -m verl.trainer.main_ppo KEY=VALUE")
-    return Script(tuple(words), tuple(notes))
+def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Script:
+    """Runs the script with these arguments and returns its only trainer; raises UserError without one."""
+    guards = choice.probe()
+    if lacking := choice.lacks(guards):
+        raise UserError(f"{path}: this machine cannot confine a script ({lacking}); {BY_HAND}")
+    bash = shutil.which("bash", path=os.defpath)
+    if bash is None:
+        raise UserError(f"{path}: there is no bash to run it")
+    file = pathlib.Path(path).resolve()
+    root, here, home = root_of(file), pathlib.Path.cwd(), pathlib.Path.home()
+    places = {f"{FOLDER}/tree": str(root), f"{FOLDER}/home": environment.get("HOME", str(home)), f"{FOLDER}/cwd": str(here)}
+    inside = here.is_relative_to(root)
+    text = file.read_text(encoding="utf-8", errors="replace")
+    files, links, read = _box(file, root, text, bash)
+    given = _environment(environment, text)
+    given |= {
+        "HOME": f"{FOLDER}/home",
+        "PWD": f"{FOLDER}/tree/{here.relative_to(root)}".removesuffix("/.") if inside else f"{FOLDER}/cwd",
+        "PATH": f"{FOLDER}/bin",
+        "BASH_ENV": f"{FOLDER}/prelude",
+        "TMPDIR": FOLDER,
+    }
+    command = [bash, f"{FOLDER}/tree/{file.relative_to(root)}", *arguments]
+    try:
+        ran = launcher.run_command(
+            command,
+            files=files,
+            links=links,
+            environment=given,
+            read=read,
+            guards=guards,
+            time_s=RUN_S,
+            memory_bytes=_MEMORY,
+            stdin="\n",
+        )
+    except (launcher.NoSandbox, OSError) as e:
+        raise UserError(f"{path}: this machine cannot confine a script ({e}); {BY_HAND}") from e
+    box, *lines = ran.replies or ("",)
+    calls = list(_calls(lines, {name.replace(FOLDER, box): place for name, place in places.items()}))
+    errors = _without(ran.errors, {name.replace(FOLDER, box): place for name, place in places.items()})
+    return _trainer(path, ran, calls, errors, str(root))
 
 
-def _closing(text: str) -> int:
-    """Returns the end of an arithmetic expansion at the start of the text; 0 if it has none."""
-    depth = 0
-    for mark in re.finditer(r"[()]", text):
-        depth += 1 if mark[0] == "(" else -1
-        if depth == 0:
-            return mark.end() if text[: mark.end()].endswith("))") else 0
-    return 0
+def root_of(file: pathlib.Path) -> pathlib.Path:
+    """Returns the checkout of a script, or its folder."""
+    home = pathlib.Path.home()
+    for folder in file.parents:
+        if home.is_relative_to(folder):
+            break
+        if any((folder / name).exists() for name in (".git", "pyproject.toml", "setup.py")):
+            return folder
+    return file.parent
 
 
-class _Reader:
-    """A position in the text."""
+def _box(file: pathlib.Path, root: pathlib.Path, text: str, bash: str) -> tuple[dict[str, bytes], dict[str, str], list[str]]:
+    """Returns the files and links of the script's world, and the programs that it may read."""
+    python = os.path.realpath(sys.executable)
+    stand_in = _STAND_IN.replace("PYTHON", python).replace("FOLDER", FOLDER)
+    prelude = _PRELUDE.replace("FOLDER", FOLDER)
+    for name in set(_PROGRAM.findall(text)):  # programs that are named by their paths
+        prelude += f'function {name} {{ {FOLDER}/bin/stand-in "{name.rpartition("/")[2]}" "$@"; }}\n'
+    files = {
+        "home/": b"",
+        "cwd/": b"",
+        "bin/stand-in": stand_in.encode(),
+        "bin/sh": b'#!/bin/bash -p\nexec bash "$@"\n',
+        "prelude": prelude.encode(),
+        "snippet.py": _SNIPPET.encode(),
+        "stubs/torch.py": _TORCH.encode(),
+        "stubs/verl/utils/device.py": _DEVICE.encode(),
+        **{f"tree/{file.relative_to(root)}": text.encode()},
+    }
+    links = {f"bin/{name}": "stand-in" for name in _NAMED.split()}
+    read = [python, bash, "/bin/bash", "/usr/bin/bash", "/bin/sh", "/usr/bin/sh", "/usr/bin/env"]
+    read += [path for path in ("/bin",) if os.path.islink(path)]
+    for name in (*_REAL.split(), *_LENIENT.split()):
+        if tool := shutil.which(name, path=os.defpath):
+            links[f"{'real' if name in _LENIENT.split() else 'bin'}/{name}"] = os.path.realpath(tool)
+            read.append(os.path.realpath(tool))
+    for name in _LENIENT.split():
+        files[f"bin/{name}"] = f'#!/bin/bash -p\n{FOLDER}/real/{name} "$@" 2>/dev/null\nexit 0\n'.encode()
+    for name, path in _copied(file, root):
+        files.setdefault(f"tree/{name}", path.read_bytes() if path.is_file() else b"")
+    return files, links, read
 
-    def __init__(self, text: str, shell: _Shell, name: str):
-        self.text, self.shell, self.name, self.at = text, shell, name, 0
 
-    def line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+def _copied(file: pathlib.Path, root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
+    """Yields the small files and the folders around a script, its own folder's first; nothing of a home folder."""
+    if pathlib.Path.home().is_relative_to(root):
+        return
+    size = count = 0
+    for start in dict.fromkeys((file.parent, root)):
+        for where, folders, names in os.walk(start):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in (*folders, *sorted(names)):
+                path = pathlib.Path(where, name)
+                if name.startswith(".") or path.is_symlink() or not (path.is_dir() or path.is_file()):
+                    continue
+                length = path.stat().st_size if path.is_file() else 0
+                if length > _FILE_BYTES or not os.access(path, os.R_OK):
+                    continue
+                size, count = size + length, count + 1
+                if size > _ALL_BYTES or count > _FILES:
+                    return
+                yield str(path.relative_to(root)) + ("/" if path.is_dir() else ""), path
 
-    def command(self, end: str = "\n;&|") -> list[str]:
-        """Reads words up to a separator."""
-        words: list[str] = []
-        while self.at < len(self.text):
-            rest = self.text[self.at :]
-            character = rest[0]
-            if rest.startswith("\\\n"):
-                self.at += 2
-            elif character == "#":
-                self.at += len(rest.partition("\n")[0])
-            elif character in end:
-                self.at += 1
-                return words
-            elif character in " \t\n":
-                self.at += 1
-            elif redirect := re.match(r"\d*(>>?|<)&?[ \t]*", rest):
-                self.at += redirect.end()
-                if self.at < len(self.text) and self.text[self.at] not in "\n;&|":
-                    self.word(end)
-            elif array := re.match(r"([A-Za-z_]\w*)(\+?)=\(", rest):
-                self.at += array.end()
-                kept = self.shell.arrays.get(array[1], []) if array[2] else []
-                self.shell.arrays[array[1]] = kept + self.command(end=")")
-            elif character in "(){}" and (len(rest) == 1 or rest[1] in " \t\n;"):
-                self.at += 1
-            else:
-                words += self.word(end)
-        if end == ")":
-            raise UserError(f"{self.name}: a list that begins by ( has no end")
-        return words
 
-    def word(self, end: str) -> list[str]:
-        """Reads a word and unquotes it; a list gives its entries, "$@" and other empty expansions nothing."""
-        out, begun = [""], self.line()
-        while self.at < len(self.text):
-            character = self.text[self.at]
-            if character == "'":
-                out[-1] += self._until("'", begun)
-            elif character == '"':
-                self._double(out, begun)
-            elif character == "\\":
-                self.at += 2
-                out[-1] += self.text[self.at - 1 : self.at].replace("\n", "")
-            elif character == "$":
-                self._expand(out)
-            elif character == "`":
-                out[-1] += f"{UNREAD}`{self._until('`', begun)}`{UNREAD}"
-            elif end and (character in end or character in " \t\n;&|<>"):
-                break
-            else:
-                out[-1] += character
-                self.at += 1
-        return [word for word in out if word.strip()]
+def _environment(environment: Mapping[str, str], text: str) -> dict[str, str]:
+    """Returns the variables that the script names, without secrets."""
+    named = set(re.findall(r"\w+", text))
+    given = {}
+    for name, value in environment.items():
+        if (name in named or name in ("USER", "LANG")) and name not in _OWN and not name.startswith(("LD_", "BASH_")):
+            given[name] = HIDDEN if value and (_SECRET.search(name) or _SECRET_VALUE.search(value)) else value
+    return given
 
-    def _until(self, quote: str, begun: int) -> str:
-        close = self.text.find(quote, self.at + 1)
-        if close < 0:
-            raise UserError(f"{self.name}:{begun}: {quote} has no end")
-        inner, self.at = self.text[self.at + 1 : close], close + 1
-        return inner
 
-    def _double(self, out: list[str], begun: int) -> None:
-        self.at += 1
-        while self.at < len(self.text):
-            character = self.text[self.at]
-            if character == '"':
-                self.at += 1
-                return
-            if character == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
-                out[-1] += self.text[self.at + 1].replace("\n", "")
-                self.at += 2
-            elif character == "$":
-                self._expand(out)
-            else:
-                out[-1] += character
-                self.at += 1
-        raise UserError(f'{self.name}:{begun}: " has no end')
+def _without(text: str, places: Mapping[str, str]) -> str:
+    for inside, outside in places.items():
+        text = re.sub(re.escape(inside) + r"(?![\w.-])", lambda _, to=outside: to, text)
+    return text
 
-    def _expand(self, out: list[str]) -> None:
-        rest = self.text[self.at :]
-        if match := re.match(r"\$\{(\w+)\[[@*]\]\}", rest):
-            entries = self.shell.arrays.get(match[1], [])
-            out[-1] += entries[0] if entries else ""
-            out.extend(entries[1:])
-        elif match := re.match(r"\$[@*]|\$\{[@*](:\d+)?\}", rest):
-            pass
-        elif rest.startswith("$((") and (end := _closing(rest)):
-            out[-1] += self._sum(rest[3 : end - 2], rest[:end])
-            self.at += end
-            return
-        elif match := re.match(r"\$\(pwd\)", rest):
-            out[-1] += self._value("PWD", match[0])
-        elif rest.startswith("${"):
-            self._braces(out)
-            return
-        elif match := re.match(r"\$([A-Za-z_]\w*|\d)", rest):
-            out[-1] += self._value(match[1], match[0])
-        elif match := re.match(r"\$\((?:[^()]|\([^()]*\))*\)", rest):
-            out[-1] += f"{UNREAD}{match[0]}{UNREAD}"
-        elif rest.startswith("$("):
-            raise UserError(f"{self.name}:{self.line()}: $( has no end")
-        else:
-            out[-1] += "$"
-            self.at += 1
-            return
-        self.at += match.end()
 
-    def _braces(self, out: list[str]) -> None:
-        """Expands ${NAME}, ${NAME:-else} and similar forms; leaves others unread."""
-        depth, end = 0, self.at
-        for mark in re.finditer(r"\$\{|\}", self.text[self.at :]):
-            depth, end = depth + (1 if mark[0] == "${" else -1), self.at + mark.end()
-            if depth == 0:
-                break
-        if depth:
-            raise UserError(f"{self.name}:{self.line()}: ${{ has no end")
-        said, self.at = self.text[self.at : end], end
-        if match := re.fullmatch(r"\$\{(\w+):?\+(.*)\}", said, re.S):
-            if self.shell.values.get(match[1]):
-                out[-1] += "".join(_Reader(match[2], self.shell, self.name).word(""))
-            return
-        if (match := re.fullmatch(r"\$\{(\w+)(,,|\^\^)\}", said)) and match[1] in self.shell.values:
-            text = self.shell.values[match[1]]
-            out[-1] += text.lower() if match[2] == ",," else text.upper()
-            return
-        match = re.fullmatch(r"\$\{(\w+)(?:(:?)[-=](.*))?\}", said, re.S)
-        if match is None:
-            out[-1] += f"{UNREAD}{said}{UNREAD}"
-            return
-        known = self.shell.values.get(match[1])
-        if match[3] is not None and (known is None or (match[2] and not known)):
-            known = "".join(_Reader(match[3], self.shell, self.name).word(""))
-        out[-1] += f"{UNREAD}{said}{UNREAD}" if known is None else known
+def _calls(lines: Sequence[str], places: Mapping[str, str]) -> Iterator[list[str]]:
+    """Yields what was started: the folder, the program and its arguments."""
+    begun: dict[str, list[str]] = {}
+    for line in lines:
+        process, blank, word = line.partition(" ")
+        if blank:
+            word = re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], word, flags=re.S)
+            begun.setdefault(process, []).append(_without(word, places))
+        elif len(call := begun.pop(process, [])) > 1:
+            yield call
 
-    def _value(self, name: str, said: str) -> str:
-        return self.shell.values.get(name, f"{UNREAD}{said}{UNREAD}")
 
-    def _sum(self, expression: str, said: str) -> str:
-        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: self.shell.values.get(m[1], "?"), expression)
-        if not re.fullmatch(r"[\d\s()+*/%-]+", known) or "**" in known:
-            return f"{UNREAD}{said}{UNREAD}"
-        try:
-            return str(int(eval(known.replace("/", "//"), {"__builtins__": {}})))
-        except (SyntaxError, ZeroDivisionError):
-            return f"{UNREAD}{said}{UNREAD}"
+_MAIN = re.compile(r"(^|[._/])(\w*main\w*|\w*trainer\w*|launch)$")
+_ELSE = ("main_eval", "main_generation", "main_generation_server", "generate_proxy")
+OVERRIDE = re.compile(r"([+~]{0,2}[\w@/]+[.@/][\w.@/-]+|model_engine)=|--config|~\w+\.")
+
+
+def started(call: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Returns the main module of a trainer that a command starts, and its arguments."""
+    for i, word in enumerate(call):
+        name = call[i + 1] if word == "-m" and i + 1 < len(call) else word if word.endswith(".py") else ""
+        rest = tuple(call[i + (2 if word == "-m" else 1) :])
+        main = name.removesuffix(".py").removeprefix("./").replace("/", ".").strip(".")
+        if name and _MAIN.search(main) and (any(map(OVERRIDE.match, rest)) or main.startswith(("verl.trainer", "recipe."))):
+            return main, rest
+        if name:
+            return None
+    return None
+
+
+def _trainer(path: str, ran: launcher.Ran, calls: Sequence[list[str]], errors: str, root: str) -> Script:
+    found = [(*one, call[0]) for call in calls if (one := started(call[1:]))]
+    trainers = [one for one in found if not one[0].endswith(_ELSE)] or found
+    trainers = list(dict.fromkeys(trainers))
+    if ran.input_bytes:
+        raise UserError(f"{path}: it asks for input; write the answers in the script")
+    if ran.why and not trainers:
+        raise UserError(f"{path}: under bash, with stand-ins for its programs, it {ran.why} and starts no trainer")
+    if not trainers:
+        last = next((line for line in reversed(errors.splitlines()) if line.strip() and line[0] != "+"), "")
+        ended = f" and ends with exit code {ran.status}" if ran.status else ""
+        raise UserError(f"{path}: under bash it starts no trainer of verl's{ended}{f': {last.strip()}' if last else ''}")
+    if len(trainers) > 1:
+        mains = ", ".join(one[0] for one in trainers[:4])
+        raise UserError(f"{path}: it starts {len(trainers)} trainers ({mains}); leave one of them")
+    ((main, words, folder),) = trainers
+    modules = {call[2] for call in calls if call[1] == "import" and len(call) > 2} - {"torch_npu"}
+    notes = tuple(f"{path} asks Python for {name}, which is not there under bash with stand-ins" for name in sorted(modules))
+    if ran.why:
+        notes += (f"{path} {ran.why} after its trainer was started",)
+    return Script(main, words, folder, root, notes)

@@ -1,6 +1,7 @@
 """Conversions of verl's values. `look` returns other keys' values, verl's defaults included."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -229,6 +230,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "or_none": lambda value, _: off_or(value, "none"),
+    "half": lambda value, _: value // 2,
     "pair": lambda value, _: tuple(float(b) for b in value),
     "dtype": lambda value, _: _DTYPES.get(value, value),
     "shared_prompts": lambda value, look: "prefix" if need(value, look("R.n") > 1, "rollout.n=1") else "auto",
@@ -259,3 +261,27 @@ _NAMED = (
     tokens, top_k, train_dtype, trainer_mode, unless_greedy, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}
+
+
+_SEES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vla|vision|omni|llava\w*|internvl\w*|minicpm-?[vo]\w*|pixtral|audio|video)(?![a-z])")
+
+
+def sees(key: str, value: Any) -> str:
+    """Why a key asks for a model that sees or hears, or ''."""
+    keys = ("data.image_key", "data.video_key", "data.audio_key", "actor_rollout_ref.rollout.limit_images")
+    if key in keys and value is not None or (key == "actor_rollout_ref.actor.freeze_vision_tower" and value):
+        return "jppo's models read text"
+    if key == "actor_rollout_ref.model.path" and _SEES.search(str(value).rstrip("/").rpartition("/")[2]):
+        return "jppo's models read text, and this one has images, video or sound"
+    return ""
+
+
+def halves(key: str, value: Any) -> str:
+    """Why a key asks for training in float16, or ''."""
+    half = str(value).lower() in ("fp16", "float16", "half", "torch.float16") and "rollout" not in key
+    if half or (key.endswith(".fp16") and value):
+        return "training in float16; bfloat16 has the range of float32 and needs no loss scaling"
+    return ""
+
+
+REFUSED: tuple[Callable[[str, Any], str], ...] = (sees, halves)
