@@ -20,6 +20,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jppo import settings
 from jppo.errors import escaped, expanded
 from jppo.settings import UserError, table
@@ -28,7 +30,7 @@ from jppo.verl.overrides import MAINS, TUNING, main_of
 from jppo.verl.script import OVERRIDE, Script, read_script, started
 from jppo.verl.translate import PATHS, Translation, translate
 
-BASE = "configs/gsm8k.py"
+BASE, TUNING_BASE = "configs/gsm8k.py", "configs/quickstart_sft.py"
 OWN = ("--config=", "--config.")  # arguments of jppo
 KINDS = {
     "same": "jppo's settings",
@@ -76,31 +78,32 @@ def _listed(text: str) -> list[str] | None:
 
 def command_of(script: Script) -> tuple[str, Translation]:
     """Returns jppo's command for a trainer of verl's, checked as a run does, and the account of its arguments."""
-    if script.main and main_of(script.main) in TUNING:
-        found = tuning.translate(script.words, script.main, script.root, script.folder)
-        return jppo_command("jppo.sft", tuning.arguments(found)), found
-    if script.main and main_of(script.main) not in MAINS:
+    tunes = bool(script.main) and main_of(script.main) in TUNING
+    if script.main and not tunes and main_of(script.main) not in MAINS:
         raise UserError(
             f"{script.main}: not supported: another trainer than verl's PPO and fine-tuning; to translate what it"
             " shares with them, give its overrides alone"
         )
-    found = translate(script.words, main=script.main, root=script.root, folder=script.folder)
+    convert = tuning.translate if tunes else translate
+    found = convert(script.words, main=script.main, root=script.root, folder=script.folder)
+    base = TUNING_BASE if tunes else BASE
     try:
-        return jppo_command("jppo.train", [f"--config={BASE}", *train_arguments(found)]), found
+        changes = arguments(found, base, settings.sft_default() if tunes else settings.default())
     except UserError as e:
         raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
+    return jppo_command("jppo.sft" if tunes else "jppo.train", [f"--config={base}", *changes]), found
 
 
-def train_arguments(found: Translation) -> list[str]:
-    """Returns jppo.train's arguments: given overrides, and what differs from jppo's defaults or the base."""
-    file = pathlib.Path(__file__).resolve().parents[1] / BASE
-    base = table.values(settings.parse([f"--config={file}"], "", settings.default())[0])
-    usual = table.values(settings.default())
-    asked = {**usual, **{name: base[name] for name in PATHS}, **found.settings}
-    kept = [name for name in usual if name in found.given or asked[name] != base[name] or asked[name] != usual[name]]
+def arguments(found: Translation, base: str, default: ConfigDict) -> list[str]:
+    """Returns a command's arguments: given overrides, and what differs from the defaults or the base; checks them."""
+    file = pathlib.Path(__file__).resolve().parents[1] / base
+    based = table.values(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
+    usual = table.values(default)
+    asked = {**usual, **{name: based[name] for name in PATHS if name in based}, **found.settings}
+    kept = [name for name in usual if name in found.given or asked[name] != based[name] or asked[name] != usual[name]]
     kept = [name for name in kept if name not in PATHS or name in found.given]
     out = [f"--config.{name}={asked[name]}" for name in kept]
-    config, _ = settings.parse([f"--config={file}", *out], "", settings.default())
+    config, _ = settings.parse([f"--config={file}", *out], "", default)
     settings.check(config)
     return out
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jppo.settings import UserError
 from jppo.verl import overrides
-from jppo.verl.name import Look, Moot, Name, Unfit, key_of
+from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
 from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
 from jppo.verl.script import HIDDEN
 from jppo.verl.values import CONVERSIONS, REFUSED
@@ -92,8 +92,9 @@ def translate(
             given.add(setting)
     for setting, (follow, keys, _) in FOLLOWING.items():
         decides = config is None or any(key_of(key) in values for key in keys.split())
-        if decides and (value := follow(look)) is not None:
-            settings[setting] = value
+        with contextlib.suppress(Moot, Unfit):
+            if decides and (value := follow(look)) is not None:
+                settings[setting] = value
     notes = list(_notes(values, look)) if config is None else []
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
 
@@ -112,7 +113,7 @@ def _check(values: dict[str, Any], said: dict[str, str], look: Look) -> None:
         if numeric and not isinstance(value, int | float | None):
             raise UserError(f"{said[key]}: it must be a number, as verl's own {usual} is")
         for refuses in REFUSED:
-            if why := refuses(key, value):
+            if why := refuses(key, value, look):
                 raise UserError(f"{said[key]}: not supported: {why}")
 
 
@@ -132,7 +133,7 @@ def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any
     kind, why = name.kind, name.why
     if _of_no_critic(key, look):
         kind, why = "needless", f"algorithm.adv_estimator={look('algorithm.adv_estimator')} has no critic"
-    elif name.only and key != name.only and not look(name.only):
+    elif name.only and key != name.only and not read_with(name.only, look):
         kind, why = "needless", f"read only with {name.only}"
     elif kind == "missing" and value in name.off:
         kind, why = "needless", "it asks for nothing"

@@ -1,10 +1,10 @@
-"""Arguments of verl's fine-tuning as settings of jppo.sft, by the rows of PPO's actor. Read `translate` first."""
+"""Arguments of verl's fine-tuning as settings of jppo.sft, by the rows of PPO's actor."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from jppo import settings
-from jppo.settings import UserError, table
+from jppo.settings import table
 from jppo.verl import overrides
 from jppo.verl.name import key_of
 from jppo.verl.translate import Line, Translation
@@ -81,19 +81,3 @@ def _line(line: Line, known: dict[str, object]) -> Line:
     if name == "trainer.nnodes" and value != "1":
         return dataclasses.replace(line, kind="missing", why="jppo.sft runs on one host")
     return dataclasses.replace(line, kind="needless", why="jppo.sft has no such setting")
-
-
-def arguments(found: Translation) -> list[str]:
-    """Returns jppo.sft's arguments, checked as a run does."""
-    usual = table.values(settings.sft_default())
-    out = [
-        f"--config.{name}={value}"
-        for name, value in found.settings.items()
-        if name in found.given or value != usual[name]
-    ]
-    config, _ = settings.parse(out, "", settings.sft_default())
-    try:
-        settings.check(config)
-    except UserError as e:
-        raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
-    return out

@@ -8,7 +8,9 @@ from typing import Any
 
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
+from jppo.verl import layout
 from jppo.verl.name import Look, Moot, Unfit, commas, lora_rank, need, off_or, on_each
+from jppo.verl.overrides import read_value
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections
@@ -20,9 +22,9 @@ FUSED = {  # Megatron's projections
 
 
 def engine(value: str, _: Look) -> str:
-    name = {"sglang_async": "sglang", "vllm_async": "vllm"}.get(value, value)
-    if name not in ("vllm", "sglang"):
-        raise Unfit("vllm is taken; rollout.name=inprocess needs no server, as verl's hf")
+    name = {"sglang_async": "sglang", "vllm_async": "vllm", "hf": "inprocess"}.get(value, value)
+    if name not in ("vllm", "sglang", "inprocess"):
+        raise Unfit("vllm is taken in place of this engine")
     return name
 
 
@@ -46,7 +48,7 @@ def contents(value: Any, _: Look) -> str:
 
 def micro_tokens(value: int | None, look: Look) -> int:
     why = "use_dynamic_bsz=True reads ppo_max_token_len_per_gpu"
-    return on_each(look, need(value, not look("A.use_dynamic_bsz"), why))
+    return on_each(look, max(1, need(value, not look("A.use_dynamic_bsz"), why)))
 
 
 def all_micro_tokens(value: int | None, look: Look) -> int:
@@ -55,12 +57,119 @@ def all_micro_tokens(value: int | None, look: Look) -> int:
 
 
 def tokens(value: int, look: Look) -> int:
-    return need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True")
+    """Returns the tokens of a micro-batch, which holds at least one row."""
+    return max(need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), on_each(look, 1))
+
+
+def bypasses(look: Look) -> bool:
+    """Whether the old log-probs are the rollout engine's."""
+    return bool(look("CORRECTION.bypass_mode") and not look("async_training.compute_prox_log_prob"))
 
 
 def old_logprob(value: bool | None, look: Look) -> str:
     asked = any(look(f"CORRECTION.{name}") not in (None, "none", "") for name in ("rollout_is", "rollout_rs"))
-    return "bypass" if value else "correction" if asked else "decoupled"
+    return "bypass" if bypasses(look) else "correction" if asked else "decoupled"
+
+
+def weights(value: Any, look: Look) -> str:
+    off = value in (None, "none", "", False)
+    return "none" if off else str(need(value, not bypasses(look), "in bypass mode verl's clipped loss has no weights"))
+
+
+def weighted(value: Any, look: Look) -> Any:
+    used = look("CORRECTION.rollout_is") not in (None, "none", "", False) and not bypasses(look)
+    value = need(value, used, "read only with rollout_is, without bypass mode")
+    return value if isinstance(value, bool) else str(value)
+
+
+def rejection(value: Any, look: Look) -> str:
+    if value in (None, "none", "", False):
+        return ""
+    if bypasses(look):
+        raise Unfit("in bypass mode nothing is rejected; algorithm.old_logprob=correction rejects")
+    return commas(need(value, look("CORRECTION.rollout_rs"), "read only with rollout_rs"))
+
+
+def estimator(value: str, look: Look) -> str:
+    if look("distillation.enabled") and not look(f"{_DISTILLED}.use_task_rewards"):
+        return "distill"
+    return {"grpo_vectorized": "grpo"}.get(value, value)  # the same advantages
+
+
+_DISTILLED = "distillation.distillation_loss"
+
+
+def distilled(setting: str) -> Callable[[Look], Any]:
+    """Makes the value of a setting that distillation implies, None without it."""
+
+    def value(look: Look) -> Any:
+        if not look("distillation.enabled"):
+            return None
+        if look(f"{_DISTILLED}.use_policy_gradient"):
+            return {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}.get(setting)
+        mixed = look(f"{_DISTILLED}.use_task_rewards")
+        coef = look(f"{_DISTILLED}.distillation_loss_coef") if mixed else 1.0
+        kind = {"kl": "kl", "k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(look(f"{_DISTILLED}.loss_mode"))
+        loss = {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
+        return loss.get(setting)
+
+    return value
+
+
+DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.gamma", "actor.use_kl_loss",
+  "actor.kl_loss_coef", "actor.kl_loss_type")  # fmt: skip
+
+
+def teacher(value: str | None, look: Look) -> str:
+    return str(need(value, look("distillation.enabled"), "read only with distillation.enabled=True"))
+
+
+def untaught(key: str, value: Any, look: Look) -> str:
+    """Why a key of distillation has no counterpart, or ''."""
+    if not key.startswith("distillation.") or not look("distillation.enabled"):
+        return ""
+    if key == f"{_DISTILLED}.loss_mode" and value not in ("kl", "k1", "k2", "k3"):
+        return f"a distillation loss of jppo named {value!r}"
+    models = key.removeprefix("distillation.teacher_models.")
+    return "several teachers" if models != key and not models.startswith("teacher_model.") else ""
+
+
+def balance(value: float, look: Look) -> float:
+    kind = look("A.megatron.override_transformer_config.moe_router_load_balancing_type")
+    return need(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
+
+
+def conversing(value: bool, look: Look) -> bool:
+    answers = (look("TURNS.tool_config_path"), look("TURNS.interaction_config_path"), look("data.tool_config_path"))
+    if value and not any(answers):
+        raise Moot("nothing answers the policy; a conversation has one turn, in verl too")
+    return value
+
+
+def served_experts(value: int, look: Look) -> str:
+    need(value if value != 1 else None)
+    if (look("R.data_parallel_size") or 1) > 1:
+        raise Unfit("a server's experts are on its own GPUs, rollout.tensor_model_parallel_size of them")
+    return str(engine_args(look))
+
+
+def engine_args(look: Look) -> str | None:
+    """Returns all options of the server's command line."""
+    name = "sglang" if str(look("R.name")).startswith("sglang") else "vllm"
+    words = [server_args(given, look, name)] if (given := look(f"R.engine_kwargs.{name}")) else []
+    if (look("R.expert_parallel_size") or 1) > 1 and (look("R.data_parallel_size") or 1) == 1 and name == "vllm":
+        words.append("--enable-expert-parallel")
+    if positions := look("M.override_config.max_position_embeddings"):
+        option = "--hf-overrides" if name == "vllm" else "--json-model-override-args"
+        words.append(f"{option} {shlex.quote(json.dumps({'max_position_embeddings': positions}))}")
+    return " ".join(words) or None
+
+
+def interval(value: int | None, look: Look) -> int:
+    """Returns an interval in steps of jppo's; -1 is none."""
+    if value is None or isinstance(value, str) or value <= 0:
+        return -1
+    return max(1, value // (1 if layout.fully(look) else layout.meetings(look)))
 
 
 def critic_path(value: str | None, look: Look) -> str:
@@ -141,14 +250,15 @@ def resume(value: str, look: Look) -> str:
     return value
 
 
-def servers(value: int, look: Look) -> int:
-    return max(1, value // (look("R.tensor_model_parallel_size") or 1))
+def trainer_mode(value: str, look: Look) -> str:
+    if value not in ("sync", "colocate_async", "separate_async"):
+        raise Unfit("sync, colocate_async and separate_async are there")
+    return "async" if layout.asynchronous(look) else "sync"
 
 
-def trainer_mode(value: str, _: Look) -> str:
-    if value == "sync":
-        return "sync"
-    raise Unfit("rollout.mode=async, with rollout.max_staleness, has samples that are drawn while the trainer learns")
+def sync_step(value: int, look: Look) -> int:
+    need(value, look("trainer.v1.trainer_mode") == "separate_async", "read only with trainer_mode=separate_async")
+    return layout.batch(look)
 
 
 def function(value: str | None, look: Look) -> str:
@@ -230,8 +340,18 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "or_none": lambda value, _: off_or(value, "none"),
+    "at_least_0": lambda value, _: max(0, value or 0),
+    "batch": lambda _, look: layout.batch(look),
+    "expert": lambda _, look: layout.expert(look),
+    "fsdp": lambda _, look: layout.fsdp(look),
+    "hosts": lambda _, look: layout.hosts(look)[0],
+    "servers": lambda _, look: layout.servers(look),
+    "steps": lambda _, look: layout.steps(look) or -1,
+    "titan": lambda value, look: layout.fsdp(
+        need(look, value is not None and layout.engine(look) == "torchtitan", "read only with model_engine=torchtitan")
+    ),
     "half": lambda value, _: value // 2,
-    "pair": lambda value, _: tuple(float(b) for b in value),
+    "pair": lambda value, _: tuple(float(b) for b in (read_value(value) if isinstance(value, str) else value)),
     "dtype": lambda value, _: _DTYPES.get(value, value),
     "shared_prompts": lambda value, look: "prefix" if need(value, look("R.n") > 1, "rollout.n=1") else "auto",
     "remat": lambda value, _: "full" if value else "none",
@@ -255,10 +375,10 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "model_dtype": lambda value, look: _DTYPES.get(with_model(value, look), value),
 }
 _NAMED = (
-    agent_loop, all_micro_tokens, call_format, contents, critic_lora, critic_path, engine, filter_metric,
-    filtering, function, in_turns, loggers, master, megatron_lora, megatron_modules, micro_tokens, model_engine,
-    modules, of_hosts, of_tools, old_logprob, optimizer, profiled, ref_offload, resume, schedule, servers,
-    tokens, top_k, train_dtype, trainer_mode, unless_greedy, with_model,
+    agent_loop, all_micro_tokens, balance, call_format, conversing, contents, critic_lora, critic_path, engine, estimator, filter_metric,
+    filtering, function, in_turns, interval, loggers, master, megatron_lora, megatron_modules, micro_tokens, model_engine,
+    modules, of_hosts, of_tools, old_logprob, optimizer, profiled, ref_offload, rejection, resume, schedule,
+    served_experts, sync_step, teacher, tokens, top_k, train_dtype, trainer_mode, unless_greedy, weighted, weights, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}
 
@@ -266,7 +386,7 @@ CONVERSIONS |= {function.__name__: function for function in _NAMED}
 _SEES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vla|vision|omni|llava\w*|internvl\w*|minicpm-?[vo]\w*|pixtral|audio|video)(?![a-z])")
 
 
-def sees(key: str, value: Any) -> str:
+def sees(key: str, value: Any, _: Look) -> str:
     """Why a key asks for a model that sees or hears, or ''."""
     keys = ("data.image_key", "data.video_key", "data.audio_key", "actor_rollout_ref.rollout.limit_images")
     if key in keys and value is not None or (key == "actor_rollout_ref.actor.freeze_vision_tower" and value):
@@ -276,12 +396,13 @@ def sees(key: str, value: Any) -> str:
     return ""
 
 
-def halves(key: str, value: Any) -> str:
+def halves(key: str, value: Any, _: Look) -> str:
     """Why a key asks for training in float16, or ''."""
-    half = str(value).lower() in ("fp16", "float16", "half", "torch.float16") and "rollout" not in key
+    typed = "dtype" in key and "rollout" not in key
+    half = typed and str(value).lower() in ("fp16", "float16", "half", "torch.float16")
     if half or (key.endswith(".fp16") and value):
         return "training in float16; bfloat16 has the range of float32 and needs no loss scaling"
     return ""
 
 
-REFUSED: tuple[Callable[[str, Any], str], ...] = (sees, halves)
+REFUSED: tuple[Callable[[str, Any, Look], str], ...] = (sees, halves, untaught)
