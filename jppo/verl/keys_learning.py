@@ -59,7 +59,7 @@ DATA = (
 )  # fmt: skip
 
 TUNING = (  # of fine-tuning: its data.*
-    same("tuning.max_length", "data.max_prompt_length", convert="half", why="of prompt and response together"),
+    *needless("data.max_prompt_length and data.max_response_length are a half each", "tuning.max_length"),
     *needless("jppo.sft tests nothing", "tuning.val_files tuning.val_max_samples tuning.test_freq"),
     *needless("rows are packed", "tuning.pad_mode tuning.balance_dp_token"),
     *needless("data are read once", "tuning.num_workers tuning.use_shm tuning.multiturn.enable"),
@@ -236,7 +236,7 @@ def _engine(model: str, section: str) -> Iterator[Name]:
         yield from needless("all models share the actor's mesh", mesh)
         yield from needless("all models have the dtypes of model.*", within(fsdp, "model_dtype dtype"))
     convert = "ref_offload" if section == "ref" else "as_is"
-    yield same(f"{fsdp}.param_offload", f"{section}.param_offload", False, convert)
+    yield same(f"{fsdp}.param_offload", f"{section}.param_offload", None if section == "ref" else False, convert)
     if section == "ref":
         yield from needless("the reference has no optimizer", f"{fsdp}.optimizer_offload {model}.optim.*")
     else:

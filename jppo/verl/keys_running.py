@@ -167,6 +167,7 @@ REWARD = (
     *needless("reward/length_score/mean is always logged", "OVERLONG.log"),
     *needless("it is data.max_response_length", "reward.reward_kwargs.max_resp_len"),
     same("BOX.url", "reward.sandbox_url", why="with reward.sandbox=container"),
+    *needless("reward.workers limits the grading", "BOX.max_concurrent"),
     *missing("reward.workers and reward.memory_bytes limit the grading", "BOX.*", off=(64, 1024), only="BOX.url"),
     *missing("a step is graded while it is sampled, always", "reward_model.launch_reward_fn_async", off=(True,)),
 )  # fmt: skip
@@ -189,6 +190,7 @@ TRAINER = (
     same("trainer.default_local_dir", "trainer.run_dir", why="else runs/EXPERIMENT_NAME"),
     same("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep",
       why="verl keeps all by default, jppo two"),
+    same("trainer.max_ckpt_to_keep", "trainer.max_ckpt_to_keep", why="of fine-tuning"),
     *needless("trainer.max_ckpt_to_keep removes older checkpoints", "trainer.remove_previous_ckpt_in_save"),
     *missing("the reference is frozen", "trainer.ref_update_freq", off=(-1,)),
     *needless("policy and critic are one checkpoint", "trainer.max_critic_ckpt_to_keep"),
@@ -212,7 +214,7 @@ TRAINER = (
     *needless("it is of verl's processes",
       "ray_kwargs.* ray_init.* trainer.ray_wait_register_center_timeout transfer_queue.* hydra.*"
       " actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout"),
-    *needless("there is one engine", "model_engine"),
+    *needless("there is one engine", "model_engine A.model_engine"),
     *needless("a checkpoint stays where it is", "trainer.del_local_ckpt_after_load"),
     *missing("name a folder that all hosts see, by trainer.run_dir",
       "trainer.default_hdfs_dir trainer.remote_dir trainer.checkpoint_callback_class"),

@@ -2,7 +2,7 @@
 
 import math
 
-from jppo.verl.name import Look, Unfit, lora_rank
+from jppo.verl.name import Look, Unfit
 
 _HOST = 8  # devices of a host, at least
 MEGATRON = ("megatron", "mindspeed")
@@ -125,5 +125,7 @@ def on_update(look: Look) -> str | None:
     return "abort" if spans else "wait" if asynchronous(look) else None
 
 
-def reference_adapters(look: Look) -> bool:
-    return bool(lora_rank(look) and not look("A.fsdp_config.param_offload"))
+def reference_offload(look: Look) -> bool | None:
+    """Returns the reference's offload where it follows from the actor's."""
+    follows = engine(look) in ("megatron", "veomni") and look("REF.fsdp_config.param_offload") is None
+    return bool(look("A.fsdp_config.param_offload")) if follows else None

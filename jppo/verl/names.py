@@ -185,6 +185,8 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "data.train_batch_size": (layout.batch, f"data.train_batch_size {_ASYNC}", "the prompts between two publishes: times"
       " the parameter sync step"),
     "trainer.total_training_steps": (layout.steps, f"trainer.total_training_steps {_ASYNC}", "steps of that size"),
+    "ref.param_offload": (layout.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
+      "the actor's, where Megatron and VeOmni have none of the reference's own"),
     "actor.param_offload": (_offloaded("A.fsdp_config", "param_offload"), "A.fsdp_config.offload_policy", "FSDP2's policy"),
     "actor.optimizer_offload": (_offloaded("A.fsdp_config", "optimizer_offload"), "A.fsdp_config.offload_policy",
       "FSDP2's policy"),

@@ -28,7 +28,8 @@ _FULLY = {
 }
 # verl's own configs by name: what they change of ppo_trainer's.
 OWN: dict[str, dict[str, Any]] = {
-    name.replace("ppo_", f"ppo_{engine}") if "ppo_" in name else name.replace("_tr", f"_{engine}tr", 1): values
+    (name.replace("ppo_", f"ppo_{engine}") if "ppo_" in name else name.replace("dapo_", f"dapo_{engine}")): values
+    | ({"model_engine": "megatron"} if engine else {})
     for name, values in {
         "ppo_trainer": {},
         "dapo_trainer": _DAPO,
@@ -63,10 +64,13 @@ _GROUPS = (
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """One setting of verl's, and how it was given."""
+    """One setting of verl's, and how it was given: '' by a config of verl's own."""
 
     value: Any
     said: str
+
+
+_Setting = tuple[str, Any, bool]  # key, value, whether a config of verl's own has it
 
 
 def main_of(module: str) -> str:
@@ -81,9 +85,9 @@ def read(
     options, rest = _options(list(words))
     found: dict[str, Override] = {}
     kept: dict[str, str] = {}
-    for key, value in _config(options, main, pathlib.Path(root or "."), pathlib.Path(folder or ".")):
+    for key, value, own in _config(options, main, pathlib.Path(root or "."), pathlib.Path(folder or ".")):
         found.pop(key, None)
-        found[key] = Override(value, f"{key}={value}")
+        found[key] = Override(value, "" if own else f"{key}={value}")
     for word in rest:
         key, equals, text = word.partition("=")
         bare = key.lstrip("+~")
@@ -123,12 +127,12 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return options, rest
 
 
-def _config(options: Mapping[str, str], main: str, root: pathlib.Path, folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
+def _config(options: Mapping[str, str], main: str, root: pathlib.Path, folder: pathlib.Path) -> Iterator[_Setting]:
     """Yields the settings of the config that the options or the main module name."""
     name = options.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
     name = name or (MAINS | TUNING).get(main_of(main), "ppo_trainer")
     if name in OWN:
-        yield from OWN[name].items()
+        yield from ((key, value, True) for key, value in OWN[name].items())
         return
     parts = main.split(".")[:-1]
     homes = [pathlib.Path(root, *parts), pathlib.Path(root, *parts[1:])] if parts else [folder]
@@ -138,7 +142,7 @@ def _config(options: Mapping[str, str], main: str, root: pathlib.Path, folder: p
     yield from _file(name, places, folder, ())
 
 
-def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tuple[str, ...]) -> Iterator[_Setting]:
     """Yields the settings of a YAML file and of the files in its `defaults`."""
     file = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
     if file is None:
@@ -160,7 +164,7 @@ def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tup
     for entry in defaults:
         if entry == "_self_":
             for key, value in tree.items():
-                yield from flat(str(key), value).items()
+                yield from ((leaf, one, False) for leaf, one in flat(str(key), value).items())
             continue
         group, chosen = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
         words = str(group).split()
@@ -169,12 +173,12 @@ def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tup
         if chosen is None or "override" in words or words[:1] == ["optional"]:
             continue
         if str(chosen) in OWN:
-            yield from OWN[str(chosen)].items()
+            yield from ((key, value, True) for key, value in OWN[str(chosen)].items())
         elif place.split("/")[0] not in _GROUPS.split() or any((one / place / f"{chosen}.yaml").is_file() for one in places[:1]):
             prefix = package if package else place.replace("/", ".")
             inner = f"{place}/{chosen}" if place else str(chosen)
-            for key, value in _file(inner, places, folder, (*seen, name)):
-                yield f"{prefix}.{key}" if prefix and prefix != "_global_" else key, value
+            for key, value, own in _file(inner, places, folder, (*seen, name)):
+                yield (f"{prefix}.{key}" if prefix and prefix != "_global_" else key), value, own
 
 
 def interpolated(values: dict[str, Any], look: Any) -> None:

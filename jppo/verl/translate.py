@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jppo.settings import UserError
+from jppo.settings.table import TABLE
 from jppo.verl import overrides
 from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
 from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
@@ -85,8 +86,9 @@ def translate(
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
     given = set()
     for key, value in values.items():
-        line, setting, converted = _account(key, value, said[key], look)
-        lines.append(line)
+        line, setting, converted = _account(key, value, said[key] or f"{key}={value}", look)
+        if said[key]:
+            lines.append(line)
         if setting:
             settings[setting] = converted
             given.add(setting)
@@ -95,6 +97,8 @@ def translate(
         with contextlib.suppress(Moot, Unfit):
             if decides and (value := follow(look)) is not None:
                 settings[setting] = value
+    if settings.get("rollout.name", "") == "inprocess":  # without servers
+        settings = {name: value for name, value in settings.items() if TABLE[name].only != "rollout.name!=inprocess"}
     notes = list(_notes(values, look)) if config is None else []
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
 

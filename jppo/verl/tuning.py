@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jppo import settings
-from jppo.settings import table
+from jppo.settings import UserError, table
 from jppo.verl import overrides
 from jppo.verl.name import key_of
 from jppo.verl.translate import Line, Translation
@@ -30,12 +30,12 @@ _RENAMED = {  # a prefix of a key is enough; {engine} is the place of the engine
     "trainer.test_freq": "tuning.test_freq",
 }
 _ENGINES = {"megatron": "A.megatron", "veomni": "A.veomni", "torchtitan": "A.torchtitan"}
-_DEFAULTS = "data.train_batch_size=256 data.max_length=1024 trainer.total_epochs=4 trainer.project_name=gsm8k-sft"
+_DEFAULTS = "data.train_batch_size=256 trainer.total_epochs=4 trainer.project_name=gsm8k-sft"
 _DEFAULTS += " trainer.experiment_name=test trainer.n_gpus_per_node=1"
 _NEW = " optim.lr=1e-3 data.use_dynamic_bsz=True data.max_token_len_per_gpu=8192"
 _OLD = " optim.lr=1e-5 optim.betas=[0.9,0.95] optim.lr_warmup_steps_ratio=0.1 optim.lr_scheduler=cosine"
 _OLD += " data.micro_batch_size_per_gpu=4"
-_SAME = ("data.train_files", "data.train_batch_size", "data.train_max_samples")
+_SAME = ("data.train_files", "data.train_batch_size", "data.max_prompt_length", "data.max_response_length")
 GROUPS = ("model", "engine", "optim", "profiler")  # choices among verl's YAML files
 
 
@@ -52,7 +52,12 @@ def translate(words: Sequence[str], main: str, root: str, folder: str) -> Transl
         return key
 
     said = [word for word in words if word.partition("=")[0] not in GROUPS]
-    usual = [word for word in (_DEFAULTS + (_OLD if old else _NEW)).split() if word.partition("=")[0] not in chosen]
+    try:
+        longest = int(chosen.get("data.max_length", 1024))
+    except ValueError as e:
+        raise UserError(f"data.max_length={chosen['data.max_length']}: it must be a number of tokens") from e
+    lengths = [f"data.max_prompt_length={longest // 2}", f"data.max_response_length={longest - longest // 2}"]
+    usual = lengths + [word for word in (_DEFAULTS + (_OLD if old else _NEW)).split() if word.partition("=")[0] not in chosen]
     found = translate_ppo([*usual, *said], main=main, root=root, folder=folder, rename=rename)
     known = table.values(settings.sft_default())
     values = {_own(name): value for name, value in found.settings.items()}

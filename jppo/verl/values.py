@@ -140,10 +140,13 @@ def balance(value: float, look: Look) -> float:
 
 
 def conversing(value: bool, look: Look) -> bool:
-    answers = (look("TURNS.tool_config_path"), look("TURNS.interaction_config_path"), look("data.tool_config_path"))
-    if value and not any(answers):
-        raise Moot("nothing answers the policy; a conversation has one turn, in verl too")
+    if value and not answered(look):
+        raise Moot("no tools answer the policy; a conversation has one turn")
     return value
+
+
+def answered(look: Look) -> bool:
+    return bool(look("TURNS.tool_config_path") or look("TURNS.interaction_config_path"))
 
 
 def served_experts(value: int, look: Look) -> str:
@@ -224,12 +227,12 @@ def server_args(value: dict[str, Any] | None, look: Look, engine: str) -> str:
     return " ".join(words)
 
 
-def agent_loop(value: str, _: Look) -> bool:
+def agent_loop(value: str, look: Look) -> bool:
     if value in (None, "single_turn_agent"):
         raise Moot("it is what multi_turn.enable=False is")
     if value != "tool_agent":
         raise Unfit("rollout.multi_turn.enable makes conversations; there is no other loop")
-    return True
+    return conversing(True, look)
 
 
 def profiled(value: Any, look: Look) -> str:
@@ -279,7 +282,7 @@ def model_engine(value: str, look: Look) -> str:
 
 def in_turns(value: Any, look: Look) -> Any:
     enabled = look("TURNS.enable") or look("R.agent.default_agent_loop") == "tool_agent"
-    return need(value, enabled, "read only with multi_turn.enable=True")
+    return need(value, enabled and answered(look), "read only with multi_turn.enable=True and tools")
 
 
 def of_tools(value: Any, look: Look) -> Any:
@@ -350,7 +353,6 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "titan": lambda value, look: layout.fsdp(
         need(look, value is not None and layout.engine(look) == "torchtitan", "read only with model_engine=torchtitan")
     ),
-    "half": lambda value, _: value // 2,
     "pair": lambda value, _: tuple(float(b) for b in (read_value(value) if isinstance(value, str) else value)),
     "dtype": lambda value, _: _DTYPES.get(value, value),
     "shared_prompts": lambda value, look: "prefix" if need(value, look("R.n") > 1, "rollout.n=1") else "auto",
@@ -398,7 +400,7 @@ def sees(key: str, value: Any, _: Look) -> str:
 
 def halves(key: str, value: Any, _: Look) -> str:
     """Why a key asks for training in float16, or ''."""
-    typed = "dtype" in key and "rollout" not in key
+    typed = "dtype" in key and not key.startswith(("actor_rollout_ref.rollout.", "reward."))
     half = typed and str(value).lower() in ("fp16", "float16", "half", "torch.float16")
     if half or (key.endswith(".fp16") and value):
         return "training in float16; bfloat16 has the range of float32 and needs no loss scaling"
