@@ -70,7 +70,7 @@ def _listed(text: str) -> list[str] | None:
     if "\0" in text:
         return text.split("\0")[:-1]
     try:
-        words = shlex.split(text, comments=True)
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError:
         return None
     return words if words and (OVERRIDE.match(words[0]) or words[0] == "-m") else None

@@ -73,7 +73,8 @@ _OLDER = {
     },
     "A.optim.override_optimizer_config.optimizer_cpu_offload": "A.fsdp_config.optimizer_offload",
     "critic.optim.override_optimizer_config.optimizer_cpu_offload": "critic.fsdp.optimizer_offload",
-    "A.policy_loss.tau_": "A.tau_",
+    "A.policy_loss.tau_pos": "A.tau_pos",
+    "A.policy_loss.tau_neg": "A.tau_neg",
     "M.override_config.model_config.": "M.override_config.",
     "critic.model.override_config.model_config.": "critic.model.override_config.",
     "rollout.total_epochs": "trainer.total_epochs",
@@ -206,7 +207,7 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "rollout.logp_tolerance": (lambda look: 0.5 if look("R.dtype") != "float32" else None, "R.dtype",
       "two engines in less than float32 round differently"),
     "trainer.run_dir": (
-      lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name')}",
+      lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name') or 'run'}",
       "trainer.experiment_name", "a folder by the experiment's name"),
 }  # fmt: skip
 

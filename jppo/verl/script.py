@@ -154,8 +154,8 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
         raise UserError(f"{path}: this machine cannot confine a script ({e}); {BY_HAND}") from e
     box, *lines = ran.replies or ("",)
     calls = list(_calls(lines, {name.replace(FOLDER, box): place for name, place in places.items()}))
-    errors = _without(ran.errors, {name.replace(FOLDER, box): place for name, place in places.items()})
-    return _trainer(path, ran, calls, errors, str(root))
+    spoken = f"{ran.printed}\n{ran.errors}"
+    return _trainer(path, ran, calls, _without(spoken, {name.replace(FOLDER, box): place for name, place in places.items()}), str(root))
 
 
 def root_of(file: pathlib.Path) -> pathlib.Path:
@@ -268,7 +268,7 @@ def started(call: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
-def _trainer(path: str, ran: launcher.Ran, calls: Sequence[list[str]], errors: str, root: str) -> Script:
+def _trainer(path: str, ran: launcher.Ran, calls: Sequence[list[str]], spoken: str, root: str) -> Script:
     found = [(*one, call[0]) for call in calls if (one := started(call[1:]))]
     trainers = [one for one in found if not one[0].endswith(_ELSE)] or found
     trainers = list(dict.fromkeys(trainers))
@@ -277,9 +277,10 @@ def _trainer(path: str, ran: launcher.Ran, calls: Sequence[list[str]], errors: s
     if ran.why and not trainers:
         raise UserError(f"{path}: under bash, with stand-ins for its programs, it {ran.why} and starts no trainer")
     if not trainers:
-        last = next((line for line in reversed(errors.splitlines()) if line.strip() and line[0] != "+"), "")
+        lines = [line.strip() for line in spoken.splitlines() if line.strip() and not re.match(r"\+|.*: line \d+: `", line)]
+        last = lines[-1] if lines else ""
         ended = f" and ends with exit code {ran.status}" if ran.status else ""
-        raise UserError(f"{path}: under bash it starts no trainer of verl's{ended}{f': {last.strip()}' if last else ''}")
+        raise UserError(f"{path}: under bash it starts no trainer of verl's{ended}{f': {last}' if last else ''}")
     if len(trainers) > 1:
         mains = ", ".join(one[0] for one in trainers[:4])
         raise UserError(f"{path}: it starts {len(trainers)} trainers ({mains}); leave one of them")
