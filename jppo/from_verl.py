@@ -5,12 +5,15 @@
     python -m jppo.from_verl --config=jppo://gsm8k actor_rollout_ref.model.lora_rank=8
 
 Reads a shell script that starts a trainer of verl's, a file of its arguments, or arguments themselves. The script runs
-under bash, confined and with stand-ins for its programs, and gets the arguments behind it; nothing is trained, downloaded
-or written. Overrides behind it take precedence. Prints the command, validated as a run would, then the result of every
-override as comments. Exit code 0: the command is the script's run. 3: settings that change results or the use of hardware
-were left out; stderr lists them. 2: jppo rejects the script or its settings. docs/verl.md has the table of names, --names
-prints it. With a jppo --config, and --config.SECTION.NAME=VALUE, only the settings that the overrides change are printed;
-an unknown key is an error.
+under bash, confined and with stand-ins for its programs, and gets the arguments behind it. Nothing is trained,
+downloaded or written. Overrides behind it take precedence. Prints the command, validated as a run would, then the
+result of every override as comments. docs/verl.md has the table of names, --names prints it.
+
+Exit code 0: the command is the script's run. 3: settings that change results or the use of hardware were left out;
+stderr lists them. 2: jppo rejects the script or its settings.
+
+With a jppo --config, and --config.SECTION.NAME=VALUE, only the settings that the overrides change are printed; an
+unknown key is an error.
 """
 
 import os
@@ -61,7 +64,9 @@ def read_arguments(argv: list[str]) -> Script:
         return Script(main, (*words, *argv[1:]), here, here, ())
     script = read_script(argv[0], argv[1:], os.environ)
     behind = [word for word in argv[1:] if OVERRIDE.match(word)]
-    words = script.words if script.words[len(script.words) - len(behind) :] == tuple(behind) else (*script.words, *behind)
+    words = (
+        script.words if script.words[len(script.words) - len(behind) :] == tuple(behind) else (*script.words, *behind)
+    )
     return Script(script.main, words, script.folder, script.root, script.notes)
 
 

@@ -3,9 +3,9 @@
     python scripts/check_verl.py DIR [DIR ...] [--verbose]
 
 A DIR is a checkout of verl, or of its recipes after that; scripts run in copies. A script counts if, under bash with
-stand-ins for its programs, it starts one trainer; scripts that print their usage get `8 /tmp/checkpoints`. Prints a table:
-arguments equal to those under bash, exit codes, and the translations with exit code 0 whose settings are those that Hydra
-composes from verl's YAML. The last needs the package hydra-core.
+stand-ins for its programs, it starts one trainer. Scripts that print their usage get `8 /tmp/checkpoints`. Prints a
+table: arguments equal to those under bash, exit codes, and the translations with exit code 0 whose settings are those
+that Hydra composes from verl's YAML. The last needs the package hydra-core.
 """
 
 import argparse
@@ -29,10 +29,16 @@ from jppo import from_verl, settings
 from jppo.settings import UserError, table
 from jppo.verl.script import read_script
 
-STAND_INS = "accelerate apt-get chmod conda curl deepspeed git hf huggingface-cli ifconfig ip kubectl ninja npu-smi nsys"
-STAND_INS += " numactl nvcc nvidia-smi pip pip3 pkill ps python python3 ray sbatch scontrol sleep srun ssh sudo torchrun"
+STAND_INS = (
+    "accelerate apt-get chmod conda curl deepspeed git hf huggingface-cli ifconfig ip kubectl ninja npu-smi nsys"
+)
+STAND_INS += (
+    " numactl nvcc nvidia-smi pip pip3 pkill ps python python3 ray sbatch scontrol sleep srun ssh sudo torchrun"
+)
 STAND_INS += " uv wandb wget"
-TOOLS = "awk basename bash cat cp cut date dirname env expr find grep head hostname ls mkdir mktemp nohup readlink realpath"
+TOOLS = (
+    "awk basename bash cat cp cut date dirname env expr find grep head hostname ls mkdir mktemp nohup readlink realpath"
+)
 TOOLS += " rm sed seq sh sort tail tee timeout touch tr uname wc xargs"
 RECORD = """#!/bin/bash
 case ${0##*/} in python*) case $1 in -c|-|"") exec PYTHON -I -S "$@" ;; esac ;; esac
@@ -106,7 +112,9 @@ def trainer_of(call: list[str]) -> tuple[str, tuple[str, ...]] | None:
             main = main.removesuffix(".py").removeprefix("./").replace("/", ".")
             named = re.search(r"(^|[._])(main\w*|\w*_main\w*|\w*trainer\w*|launch)$", main)
             rest = call[i + (2 if word == "-m" else 1) :]
-            return (main, tuple(rest)) if named and any(re.match(r"[+~]*[\w.@]+\.[\w.]+=", one) for one in rest) else None
+            return (
+                (main, tuple(rest)) if named and any(re.match(r"[+~]*[\w.@]+\.[\w.]+=", one) for one in rest) else None
+            )
     return None
 
 
@@ -156,7 +164,11 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
         else:
             rest.append(word)
     parts = result.main.split(".")[:-1]
-    places = [place for one in (root, verl, *sorted(root.parent.iterdir())) for place in (one / "/".join(parts), one / "/".join(parts[1:]))]
+    places = [
+        place
+        for one in (root, verl, *sorted(root.parent.iterdir()))
+        for place in (one / "/".join(parts), one / "/".join(parts[1:]))
+    ]
     home = next((place for place in places if parts and (place / "config").is_dir()), root)
     path = pathlib.Path(home, options.get("--config-path", "config").strip("'\""))
     usual = {"main_dapo": "dapo_trainer", "fully_async_main": "fully_async_ppo_trainer"}
@@ -235,8 +247,10 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     if "rollout.test_freq" in main:
         every["test_freq"] = get("rollout.test_freq")
     every = {key: int(value) for key, value in every.items() if isinstance(value, int | float)}
-    experts = int(get({"megatron": f"{a}.megatron.expert_model_parallel_size", "veomni": f"{a}.veomni.expert_parallel_size"}
-      .get(engine, "no"), 1))  # fmt: skip
+    experts = 1
+    if engine in ("megatron", "veomni"):
+        names = {"megatron": "expert_model_parallel_size", "veomni": "expert_parallel_size"}
+        experts = int(get(f"{a}.{engine}.{names[engine]}", 1))
     found: dict[str, Any] = {
         "data.train_files": text("data.train_files"),
         "data.val_files": text("data.val_files"),
@@ -302,13 +316,17 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "mesh.expert": math.gcd(experts, max(1, gpus * nodes // sequence
           // (int(get(f"{a}.megatron.tensor_model_parallel_size", 1)) if engine == "megatron" else 1))),
     }  # fmt: skip
-    found |= {f"trainer.{key}": max(1, value // (1 if fully else meets)) if value > 0 else -1 for key, value in every.items()}
+    found |= {
+        f"trainer.{key}": max(1, value // (1 if fully else meets)) if value > 0 else -1 for key, value in every.items()
+    }
     if tokens:
         found["actor.max_tokens_per_device"] = tokens
     if engine == "fsdp_config":
         found["actor.lr_scheduler_type"] = get(f"{a}.optim.lr_scheduler_type") or get(f"{a}.optim.warmup_style")
         found["actor.optimizer_offload"] = bool(get(f"{a}.fsdp_config.optimizer_offload"))
-        found["model.param_dtype"] = _DTYPES.get(get(f"{a}.fsdp_config.model_dtype"), get(f"{a}.fsdp_config.model_dtype"))
+        found["model.param_dtype"] = _DTYPES.get(
+            get(f"{a}.fsdp_config.model_dtype"), get(f"{a}.fsdp_config.model_dtype")
+        )
         found["mesh.fsdp"] = -1 if size < 0 or size >= gpus * nodes else max(1, size // sequence)
         found["mesh.data"] = 1 if found["mesh.fsdp"] == -1 else -1
     if get(f"{turn}.enable") and get(f"{turn}.tool_config_path"):
@@ -316,7 +334,11 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         found["rollout.multi_turn.max_assistant_turns"] = int(get(f"{turn}.max_assistant_turns", -1))
     for place in ("reward", "reward_model"):
         if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable") or get(f"{place}.overlong_buffer.enable"):
-            key = "reward_kwargs.overlong_buffer_cfg" if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable") else "overlong_buffer"
+            key = (
+                "reward_kwargs.overlong_buffer_cfg"
+                if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable")
+                else "overlong_buffer"
+            )
             found["reward.overlong_buffer_tokens"] = int(get(f"{place}.{key}.len"))
     path = get("custom_reward_function.path") or get("reward.custom_reward_function.path")
     name = get("custom_reward_function.name") or get("reward.custom_reward_function.name", "compute_score")

@@ -257,7 +257,9 @@ def test_float16_training_is_not_supported(key, capsys):
     assert half["rollout.dtype"] == "float16"
 
 
-@pytest.mark.parametrize("words", (["data.image_key=images"], ["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"]))
+@pytest.mark.parametrize(
+    "words", (["data.image_key=images"], ["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"])
+)
 def test_models_that_see_are_not_supported(words, capsys):
     assert "not supported: jppo's models read text" in refusal(capsys, *words)
 

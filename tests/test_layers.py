@@ -63,7 +63,9 @@ ONLY_IN = {
     "prometheus_client": ("jppo.runlog.sinks",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.restore"),
     "tensorboardX": ("jppo.runlog.tensorboard",),
-    "ml_collections": ("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
+    "ml_collections": (
+        *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
+    ),
 }
 BY_VLLM = ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing")  # imported only by vLLM itself
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.

@@ -86,7 +86,8 @@ def test_variables_of_the_environment(words):
 def test_the_scripts_own_folder(words):
     pathlib.Path("sub").mkdir()
     pathlib.Path("sub/env.sh").write_text("N=7\n")
-    script = f'D="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"\nsource "$D/sub/env.sh"\n{PPO} a.b=$N c.d=$D e.f=$(pwd) g.h=$HOME'
+    script = 'D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nsource "$D/sub/env.sh"\n'
+    script += f"{PPO} a.b=$N c.d=$D e.f=$(pwd) g.h=$HOME"
     here = os.getcwd()
     assert words(script) == ["a.b=7", f"c.d={here}", f"e.f={here}", "g.h=/home/me"]
 
@@ -128,11 +129,23 @@ def test_a_script_that_starts_no_single_trainer_is_one_line(script, complaint, w
     assert complaint in (error := refusal(words, script)) and "\n" not in error
 
 
-@pytest.mark.parametrize("script", ("while true; do :; done", ":(){ :|:& };:", "until ray status | grep ok; do sleep 9; done"))
+@pytest.mark.parametrize(
+    "script", ("while true; do :; done", ":(){ :|:& };:", "until ray status | grep ok; do sleep 9; done")
+)
 def test_a_script_that_loops_ends(script, words):
     began = time.monotonic()
     refusal(words, script)
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("without", ({"user"}, {"namespaces"}, {"namespaces", "user"}))
+def test_weaker_protections_confine_too(without, words, tmp_path, monkeypatch):
+    guards = choice.probe(frozenset(without))
+    if choice.lacks(guards):
+        pytest.skip("these protections are not here")
+    monkeypatch.setattr(choice, "probe", lambda: guards)
+    test_a_script_changes_and_sees_nothing_outside(words, tmp_path, monkeypatch)
+    assert words(f"mkdir -p logs; {PPO} a.b=$PWD c.d=$HOME > logs/x") == [f"a.b={os.getcwd()}", "c.d=/home/me"]
 
 
 def test_a_machine_that_cannot_confine_says_how_to_do_it_by_hand(words, monkeypatch, tmp_path, capsys):
@@ -174,7 +187,7 @@ def test_yaml_by_hydras_rules(words, capsys):
         f"{PPO} --config-path=$PWD/conf --config-name=mine data.max_prompt_length=50 '~trainer.total_epochs'"
         " actor_rollout_ref.rollout.tensor_model_parallel_size=1"
     )
-    command, found = from_verl.command_of(from_verl.read_arguments(["run.sh"]))
+    command, _ = from_verl.command_of(from_verl.read_arguments(["run.sh"]))
     for setting in ("data.train_batch_size=64", "data.max_prompt_length=50", "data.max_response_length=200",
       "actor.ppo_mini_batch_size=16", "trainer.run_dir=out/verl_examples"):  # fmt: skip
         assert f"--config.{setting}" in command
@@ -185,15 +198,30 @@ def test_yaml_by_hydras_rules(words, capsys):
 @pytest.mark.parametrize(
     "given, settings",
     [
-        ("trainer.nnodes=2 A.ulysses_sequence_parallel_size=4 A.fsdp_config.fsdp_size=8", {"mesh.fsdp": 2, "mesh.data": -1, "mesh.sequence": 4}),
+        (
+            "trainer.nnodes=2 A.ulysses_sequence_parallel_size=4 A.fsdp_config.fsdp_size=8",
+            {"mesh.fsdp": 2, "mesh.data": -1, "mesh.sequence": 4},
+        ),
         ("A.fsdp_config.fsdp_size=32", {"mesh.fsdp": -1, "mesh.data": 1}),
         ("A.fsdp_config.fsdp_size=2 A.ulysses_sequence_parallel_size=4", {"mesh.fsdp": 1, "mesh.sequence": 4}),
-        ("model_engine=megatron A.megatron.tensor_model_parallel_size=4 A.megatron.expert_model_parallel_size=8", {"mesh.tensor": 4, "mesh.expert": 2, "mesh.fsdp": -1}),
-        ("model_engine=veomni A.veomni.fsdp_size=4 A.veomni.ulysses_parallel_size=2 A.veomni.param_offload=True", {"mesh.fsdp": 2, "mesh.sequence": 2, "actor.param_offload": True}),
+        (
+            "model_engine=megatron A.megatron.tensor_model_parallel_size=4 A.megatron.expert_model_parallel_size=8",
+            {"mesh.tensor": 4, "mesh.expert": 2, "mesh.fsdp": -1},
+        ),
+        (
+            "model_engine=veomni A.veomni.fsdp_size=4 A.veomni.ulysses_parallel_size=2 A.veomni.param_offload=True",
+            {"mesh.fsdp": 2, "mesh.sequence": 2, "actor.param_offload": True},
+        ),
         ("A.optim.override_optimizer_config.optimizer_cpu_offload=True", {"actor.optimizer_offload": True}),
         ("algorithm.adv_estimator=grpo_vectorized R.n=2", {"algorithm.adv_estimator": "grpo"}),
-        ("algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.rollout_is=token", {"algorithm.old_logprob": "bypass"}),
-        ("algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_rs=null", {"algorithm.old_logprob": "correction", "algorithm.rollout_rs": ""}),
+        (
+            "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.rollout_is=token",
+            {"algorithm.old_logprob": "bypass"},
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_rs=null",
+            {"algorithm.old_logprob": "correction", "algorithm.rollout_rs": ""},
+        ),
         ("R.name=hf", {"rollout.name": "inprocess"}),
         ("trainer.v1.trainer_mode=colocate_async", {"rollout.mode": "async", "rollout.sleep_level": 0}),
     ],
@@ -216,8 +244,9 @@ def test_the_fully_asynchronous_trainer():
     given += " rollout.total_rollout_steps=12800 rollout.nnodes=1"
     found = translate(given.split(), main="verl.experimental.fully_async_policy.fully_async_main")
     asked = {
-        "data.train_batch_size": 128, "actor.ppo_mini_batch_size": 128, "rollout.mode": "async", "rollout.max_staleness": 1,
-        "rollout.on_update": "abort", "rollout.devices": "4,5,6,7", "rollout.servers": 2, "trainer.nnodes": 1,
-        "trainer.total_training_steps": 100, "algorithm.old_logprob": "bypass", "rollout.sleep_level": 0,
+        "data.train_batch_size": 128, "actor.ppo_mini_batch_size": 128, "rollout.mode": "async",
+        "rollout.max_staleness": 1, "rollout.on_update": "abort", "rollout.devices": "4,5,6,7", "rollout.servers": 2,
+        "trainer.nnodes": 1, "trainer.total_training_steps": 100, "algorithm.old_logprob": "bypass",
+        "rollout.sleep_level": 0,
     }  # fmt: skip
     assert {name: found.settings[name] for name in asked} == asked

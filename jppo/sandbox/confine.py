@@ -134,7 +134,8 @@ def landlock_abi() -> int:
 def restrict(*, read: list[str], write: list[str], devices: list[str], programs: bool = False) -> int:
     """Restricts this process to reading `read`, anything but devices below `write`, and reading and writing `devices`.
 
-    With `programs`, what may be read may be executed. TCP (ABI 4) and signals to processes outside (ABI 6) are refused. Returns the ABI; raises OSError without one.
+    With `programs`, what may be read may be executed. TCP (ABI 4) and signals to processes outside (ABI 6) are refused.
+    Returns the ABI; raises OSError without one.
     Needs PR_SET_NO_NEW_PRIVS.
     """
     version = landlock_abi()

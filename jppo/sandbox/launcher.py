@@ -110,7 +110,9 @@ def run_command(
     return _confined(job, guards, time_s, memory_bytes, stdin, None)
 
 
-def _confined(job: dict[str, Any], guards: Guards, time_s: float, memory_bytes: int, stdin: str, tests: str | None) -> Ran:
+def _confined(
+    job: dict[str, Any], guards: Guards, time_s: float, memory_bytes: int, stdin: str, tests: str | None
+) -> Ran:
     _sweep(tempfile.gettempdir())
     folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     groups: list[str] = []

@@ -197,8 +197,12 @@ def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
     yield from missing("cosine has half a period", f"{optim}.num_cycles", off=(0.5,))
     yield from missing("a warm-up starts at 0 in step 1", f"{optim}.zero_indexed_step", off=(True,))
     yield from missing("a warm-up starts at 0", within(optim, "lr_warmup_init lr_start"), off=(0,))
-    yield from missing("the schedule ends with the run", within(optim, "lr_decay_steps lr_decay_ratio"), off=(1.0,),
-      only=f"{optim}.lr_scheduler_type!=constant")
+    yield from missing(
+        "the schedule ends with the run",
+        within(optim, "lr_decay_steps lr_decay_ratio"),
+        off=(1.0,),
+        only=f"{optim}.lr_scheduler_type!=constant",
+    )
     yield from needless("it is trainer.total_training_steps, in verl too", f"{optim}.total_training_steps")
     yield from missing("the weight decay is constant", f"{optim}.weight_decay_incr_style", off=("constant",))
     yield from needless("it is of a schedule that jppo does not have", within(optim, "lr_wsd_decay_* decay_type"))
@@ -209,7 +213,9 @@ def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
     yield from needless(f"{section}.optimizer=muon has optax's defaults", f"{optim}.muon_*")
     yield from missing("eps is optax's default", f"{optim}.eps", off=(1e-8,))
     offload = "*offload* overlap_cpu_* use_precision_aware_optimizer"
-    yield from needless("it is of verl's offload of the optimizer", within(f"{optim}.override_optimizer_config", offload))
+    yield from needless(
+        "it is of verl's offload of the optimizer", within(f"{optim}.override_optimizer_config", offload)
+    )
     own = f"set {section}.optimizer=PATH.py:NAME, a custom optax chain"
     yield from missing(own, f"{optim}.override_optimizer_config*", off=({},))
 
@@ -229,7 +235,11 @@ def _engine(model: str, section: str) -> Iterator[Name]:
         stages += " override_transformer_config.*pipeline*"
         yield from needless("the devices of all stages share the parameters, by mesh.fsdp", within(megatron, stages))
         yield from needless("experts' widths follow mesh.tensor", f"{megatron}.expert_tensor_parallel_size")
-        yield same(f"{megatron}.override_transformer_config.moe_aux_loss_coeff", "actor.router_aux_loss_coef", convert="balance")
+        yield same(
+            f"{megatron}.override_transformer_config.moe_aux_loss_coeff",
+            "actor.router_aux_loss_coef",
+            convert="balance",
+        )
         yield same(f"{megatron}.override_transformer_config.moe_z_loss_coeff", "actor.router_z_loss_coef")
     else:
         mesh = f"{fsdp}.fsdp_size {megatron}.*_parallel_size"
@@ -257,12 +267,15 @@ def _engine(model: str, section: str) -> Iterator[Name]:
     yield from needless(_OTHERS, f"{fsdp}.turbo_config.* {model}.veomni* {model}.torchtitan*")
     yield from needless("model.remat sets what is recomputed", f"{megatron}.override_transformer_config.recompute_*")
     kernels = (
-        "*fusion *fused* *grouped_gemm* *dispatcher* *deepep* *overlap* *backend *flash* *softmax_in_fp32 persist* *parallel*"
+        "*fusion *fused* *grouped_gemm* *dispatcher* *deepep* *overlap* *backend *flash* *softmax_in_fp32 *parallel*"
+        " persist*"
         " use_naive* moe_router_dtype moe_router_load_balancing_type use_distributed_optimizer swiglu normalization"
         " multi_latent_attention bias_* deallocate* account* calculate_per_token_loss* moe_permute* use_te* *padding*"
     )
-    yield from needless("XLA chooses kernels and communication; the model is as its config.json describes it",
-      within(f"{megatron}.override_transformer_config", kernels))
+    yield from needless(
+        "XLA chooses kernels and communication; the model is as its config.json describes it",
+        within(f"{megatron}.override_transformer_config", kernels),
+    )
     yield from missing("the model is as its config.json describes it", f"{megatron}.override_*", off=({},))
     yield from missing("training is not quantized", f"{megatron}.qat.*", only=f"{megatron}.qat.enable")
     replay = ("disabled", "R3") if section == "actor" else ("disabled",)  # R3 needs R.enable_rollout_routing_replay

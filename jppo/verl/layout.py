@@ -91,7 +91,11 @@ def meetings(look: Look) -> int:
     """Returns the updates of verl's between two publishes; jppo publishes after each step."""
     if fully(look):
         return int(look("async_training.trigger_parameter_sync_step") or 1)
-    return int(look("trainer.v1.separate_async.parameter_sync_step")) if look("trainer.v1.trainer_mode") == "separate_async" else 1
+    return (
+        int(look("trainer.v1.separate_async.parameter_sync_step"))
+        if look("trainer.v1.trainer_mode") == "separate_async"
+        else 1
+    )
 
 
 def batch(look: Look) -> int:

@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jppo.verl import layout
 from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING, TUNING
 from jppo.verl.keys_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
-from jppo.verl import layout
 from jppo.verl.name import MICRO, Look, Name, key_of, longest, off_or, on_each, reward_model
 from jppo.verl.values import DISTILLED, distilled, engine_args
 
@@ -171,8 +171,8 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "mesh.data": (layout.data, _MESH, "the devices that are left, where not all share the parameters"),
     "mesh.fsdp": (layout.fsdp, _MESH, "of fsdp_size, the devices beside those of one sequence and of experts; -1 where"
       " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters"),
-    "mesh.expert": (layout.expert, _MESH, "as many devices of expert_model_parallel_size as are left beside sequence and"
-      " tensor, which shard the experts, too"),
+    "mesh.expert": (layout.expert, _MESH, "of expert_model_parallel_size, the devices beside sequence and tensor, which"
+      " shard the experts, too"),
     "trainer.nnodes": (lambda look: layout.hosts(look)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of those"
       " that train and those that sample"),
     "rollout.servers": (layout.servers, _HOSTS, "a host's devices that sample over rollout.tensor_model_parallel_size"),
@@ -183,20 +183,19 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "rollout.on_update": (layout.on_update, _ASYNC, "abort is verl's partial rollout"),
     "rollout.sleep_level": (lambda look: 0 if layout.asynchronous(look) else None, _ASYNC,
       "servers are awake while the trainer learns"),
-    "data.train_batch_size": (layout.batch, f"data.train_batch_size {_ASYNC}", "the prompts between two publishes: times"
-      " the parameter sync step"),
+    "data.train_batch_size": (layout.batch, f"data.train_batch_size {_ASYNC}",
+      "the prompts between two publishes: times the parameter sync step"),
     "trainer.total_training_steps": (layout.steps, f"trainer.total_training_steps {_ASYNC}", "steps of that size"),
     "ref.param_offload": (layout.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
       "the actor's, where Megatron and VeOmni have none of the reference's own"),
-    "actor.param_offload": (_offloaded("A.fsdp_config", "param_offload"), "A.fsdp_config.offload_policy", "FSDP2's policy"),
-    "actor.optimizer_offload": (_offloaded("A.fsdp_config", "optimizer_offload"), "A.fsdp_config.offload_policy",
-      "FSDP2's policy"),
-    "critic.param_offload": (_offloaded("critic.fsdp", "param_offload"), "critic.fsdp.offload_policy", "FSDP2's policy"),
-    "critic.optimizer_offload": (_offloaded("critic.fsdp", "optimizer_offload"), "critic.fsdp.offload_policy",
-      "FSDP2's policy"),
+    **{
+        f"{section}.{name}": (_offloaded(place, name), f"{place}.offload_policy", "FSDP2's policy is both offloads")
+        for section, place in (("actor", "A.fsdp_config"), ("critic", "critic.fsdp"))
+        for name in ("param_offload", "optimizer_offload")
+    },
     "rollout.engine_args": (engine_args, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
       "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel, a longer context --hf-overrides"),
-    **{setting: (distilled(setting), "distillation.enabled", "distillation from verl's teacher") for setting in DISTILLED},
+    **{name: (distilled(name), "distillation.enabled", "distillation from verl's teacher") for name in DISTILLED},
     "reward.weights": (_weights, "RM.enable FUNCTION.path OVERLONG.enable",
       "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
     "reward.sandbox": (lambda look: "container" if look("BOX.url") else None, "BOX.url",

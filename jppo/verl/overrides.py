@@ -27,18 +27,17 @@ _FULLY = {
     "async_training.partial_rollout": True,
 }
 # verl's own configs by name: what they change of ppo_trainer's.
-OWN: dict[str, dict[str, Any]] = {
-    (name.replace("ppo_", f"ppo_{engine}") if "ppo_" in name else name.replace("dapo_", f"dapo_{engine}")): values
-    | ({"model_engine": "megatron"} if engine else {})
-    for name, values in {
-        "ppo_trainer": {},
-        "dapo_trainer": _DAPO,
-        "one_step_off_ppo_trainer": _ASYNC | {"actor_rollout_ref.rollout.free_cache_engine": False},
-        "fully_async_ppo_trainer": _FULLY,
-        "transfer_queue_ppo_trainer": {},
-        "dapo_transfer_queue_trainer": _DAPO,
-    }.items()
-    for engine in ("", "megatron_")
+_PPO: dict[str, dict[str, Any]] = {
+    "ppo_trainer": {},
+    "dapo_trainer": _DAPO,
+    "one_step_off_ppo_trainer": _ASYNC | {"actor_rollout_ref.rollout.free_cache_engine": False},
+    "fully_async_ppo_trainer": _FULLY,
+    "transfer_queue_ppo_trainer": {},
+    "dapo_transfer_queue_trainer": _DAPO,
+}
+OWN = _PPO | {
+    re.sub("(ppo|dapo)_", r"\1_megatron_", name, count=1): values | {"model_engine": "megatron"}
+    for name, values in _PPO.items()
 }
 OWN |= {name: {} for name in ("sft_trainer", "sft_trainer_engine", "partial_rollout_trainer")}
 # The main modules that are translated, by their last two words, and the config that each reads by default.
@@ -146,7 +145,9 @@ def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tup
     """Yields the settings of a YAML file and of the files in its `defaults`."""
     file = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
     if file is None:
-        raise UserError(f"{name}.yaml, which the trainer reads, is not in {places[0]}; put it there, or give its settings")
+        raise UserError(
+            f"{name}.yaml, which the trainer reads, is not in {places[0]}; put it there, or give its settings"
+        )
     try:
         text = file.read_text(encoding="utf-8")
         tree = yaml.safe_load(text) or {}
@@ -174,7 +175,9 @@ def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tup
             continue
         if str(chosen) in OWN:
             yield from ((key, value, True) for key, value in OWN[str(chosen)].items())
-        elif place.split("/")[0] not in _GROUPS.split() or any((one / place / f"{chosen}.yaml").is_file() for one in places[:1]):
+        elif place.split("/")[0] not in _GROUPS.split() or any(
+            (one / place / f"{chosen}.yaml").is_file() for one in places[:1]
+        ):
             prefix = package if package else place.replace("/", ".")
             inner = f"{place}/{chosen}" if place else str(chosen)
             for key, value, own in _file(inner, places, folder, (*seen, name)):
@@ -184,7 +187,9 @@ def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tup
 def interpolated(values: dict[str, Any], look: Any) -> None:
     """Expands ${KEY} in place, the whole of a value or a part of a text; `look` returns the other keys' values."""
     for key, value in values.items():
-        for mark, kind, named in re.findall(r"(\$\{(?:(oc\.select|oc\.env):)?([\w.]+)[^}]*\})", value) if isinstance(value, str) else ():
+        for mark, kind, named in (
+            re.findall(r"(\$\{(?:(oc\.select|oc\.env):)?([\w.]+)[^}]*\})", value) if isinstance(value, str) else ()
+        ):
             found = None if kind == "oc.env" or named == key else look(named)
             if found is not None and isinstance(values[key], str):
                 values[key] = found if values[key] == mark else values[key].replace(mark, str(found))

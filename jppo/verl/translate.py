@@ -5,13 +5,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jppo.sandbox.shell import HIDDEN
 from jppo.settings import UserError
-from jppo.settings.table import TABLE
 from jppo.verl import overrides
 from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
 from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
-from jppo.verl.script import HIDDEN
-from jppo.verl.values import CONVERSIONS, REFUSED
+from jppo.verl.values import CONVERSIONS, REFUSED, readable
 
 DICTS = (  # keys whose value is a dict
     "data.apply_chat_template_kwargs",
@@ -97,8 +96,7 @@ def translate(
         with contextlib.suppress(Moot, Unfit):
             if decides and (value := follow(look)) is not None:
                 settings[setting] = value
-    if settings.get("rollout.name", "") == "inprocess":  # without servers
-        settings = {name: value for name, value in settings.items() if TABLE[name].only != "rollout.name!=inprocess"}
+    settings = readable(settings)
     notes = list(_notes(values, look)) if config is None else []
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
 

@@ -57,7 +57,9 @@ def translate(words: Sequence[str], main: str, root: str, folder: str) -> Transl
     except ValueError as e:
         raise UserError(f"data.max_length={chosen['data.max_length']}: it must be a number of tokens") from e
     lengths = [f"data.max_prompt_length={longest // 2}", f"data.max_response_length={longest - longest // 2}"]
-    usual = lengths + [word for word in (_DEFAULTS + (_OLD if old else _NEW)).split() if word.partition("=")[0] not in chosen]
+    usual = lengths + [
+        word for word in (_DEFAULTS + (_OLD if old else _NEW)).split() if word.partition("=")[0] not in chosen
+    ]
     found = translate_ppo([*usual, *said], main=main, root=root, folder=folder, rename=rename)
     known = table.values(settings.sft_default())
     values = {_own(name): value for name, value in found.settings.items()}
@@ -78,7 +80,7 @@ def _own(name: str) -> str:
 
 def _line(line: Line, known: dict[str, object]) -> Line:
     """Returns the line with jppo.sft's name of a setting, or the reason why it has none."""
-    name, equals, value = line.why.partition("=")
+    name, _, value = line.why.partition("=")
     if line.kind != "same":
         return line
     if _own(name) in known:

@@ -334,6 +334,13 @@ def warmup_ratio(value: float | None, look: Look, section: str) -> float:
     return 0.0 if steps is not None and steps > 0 else off_or(value, 0.0)
 
 
+def readable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings without those of servers where there are none."""
+    if settings.get("rollout.name") != "inprocess":
+        return settings
+    return {name: value for name, value in settings.items() if TABLE[name].only != "rollout.name!=inprocess"}
+
+
 CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "as_is": lambda value, _: need(value),
     "commas": lambda value, _: commas(value),
@@ -377,21 +384,24 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "model_dtype": lambda value, look: _DTYPES.get(with_model(value, look), value),
 }
 _NAMED = (
-    agent_loop, all_micro_tokens, balance, call_format, conversing, contents, critic_lora, critic_path, engine, estimator, filter_metric,
-    filtering, function, in_turns, interval, loggers, master, megatron_lora, megatron_modules, micro_tokens, model_engine,
-    modules, of_hosts, of_tools, old_logprob, optimizer, profiled, ref_offload, rejection, resume, schedule,
-    served_experts, sync_step, teacher, tokens, top_k, train_dtype, trainer_mode, unless_greedy, weighted, weights, with_model,
+    agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, engine,
+    estimator, filter_metric, filtering, function, in_turns, interval, loggers, master, megatron_lora,
+    megatron_modules, micro_tokens, model_engine, modules, of_hosts, of_tools, old_logprob, optimizer, profiled,
+    ref_offload, rejection, resume, schedule, served_experts, sync_step, teacher, tokens, top_k, train_dtype,
+    trainer_mode, unless_greedy, weighted, weights, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}
 
 
-_SEES = re.compile(r"(?i)(?<![a-z])(vl|vlm|vla|vision|omni|llava\w*|internvl\w*|minicpm-?[vo]\w*|pixtral|audio|video)(?![a-z])")
+_SEES = re.compile(
+    r"(?i)(?<![a-z])(vl|vlm|vla|vision|omni|llava\w*|internvl\w*|minicpm-?[vo]\w*|pixtral|audio|video)(?![a-z])"
+)
 
 
 def sees(key: str, value: Any, _: Look) -> str:
     """Why a key asks for a model that sees or hears, or ''."""
     keys = ("data.image_key", "data.video_key", "data.audio_key", "actor_rollout_ref.rollout.limit_images")
-    if key in keys and value is not None or (key == "actor_rollout_ref.actor.freeze_vision_tower" and value):
+    if (key in keys and value is not None) or (key == "actor_rollout_ref.actor.freeze_vision_tower" and value):
         return "jppo's models read text"
     if key == "actor_rollout_ref.model.path" and _SEES.search(str(value).rstrip("/").rpartition("/")[2]):
         return "jppo's models read text, and this one has images, video or sound"
