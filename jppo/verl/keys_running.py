@@ -223,8 +223,10 @@ TRAINER = (
       " distillation.distillation_loss.use_task_rewards distillation.distillation_loss.distillation_loss_coef"),
     same("distillation.teacher_models.teacher_model.model_path", "ref.path", convert="teacher"),
     *needless("the teacher is on the trainer's mesh; ref.url is a server",
-      "distillation.nnodes distillation.n_gpus_per_node distillation.teacher_models.teacher_model.inference.*"
+      "distillation.teacher_models.teacher_model.inference.* distillation.distillation_loss.topk"
       " distillation.teacher_models.teacher_model.num_replicas distillation.teacher_key"),
+    *missing("the teacher is on the trainer's mesh, or by ref.url a server's",
+      "distillation.nnodes distillation.n_gpus_per_node", off=(0,), only="distillation.nnodes"),
     *missing("the KL to a teacher is not cut", "distillation.*", only="distillation.enabled"),
     *missing("every run samples anew", "skip.rollout.*", only="skip.rollout.enable"),
     *missing("every run samples anew", "skip.rollout_tq.*", only="skip.rollout_tq.enable"),

@@ -405,6 +405,8 @@ def sees(key: str, value: Any, _: Look) -> str:
         return "jppo's models read text"
     if key == "actor_rollout_ref.model.path" and _SEES.search(str(value).rstrip("/").rpartition("/")[2]):
         return "jppo's models read text, and this one has images, video or sound"
+    if key in ("data.train_files", "data.val_files") and re.search("geo3k|geometry3k", str(value)):
+        return "jppo's models read text, and Geometry3k has images"
     return ""
 
 
