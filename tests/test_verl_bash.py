@@ -195,6 +195,17 @@ def test_yaml_by_hydras_rules(words, capsys):
     assert "absent.yaml" in one_line(capsys, from_verl.main, "run.sh")
 
 
+def test_tools_of_verls_own_classes_are_left_out(words):
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    given = [f"{turns}.enable=True", f"{turns}.tool_config_path=tools.yaml"]
+    pathlib.Path("tools.yaml").write_text("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool}]")
+    _, found = from_verl.command_of(from_verl.read_arguments(given))
+    assert [line.said for line in found.lines if line.kind == "missing"] == given[1:]
+    pathlib.Path("tools.yaml").write_text("tools: [{class_name: mine.py:Tool}]")
+    _, found = from_verl.command_of(from_verl.read_arguments(given))
+    assert not [line for line in found.lines if line.kind == "missing"]
+
+
 @pytest.mark.parametrize(
     "given, settings",
     [

@@ -10,7 +10,7 @@ from jppo.settings import UserError
 from jppo.verl import overrides
 from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
 from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
-from jppo.verl.values import CONVERSIONS, REFUSED, readable
+from jppo.verl.values import CONVERSIONS, REFUSED, foreign_tools, readable
 
 DICTS = (  # keys whose value is a dict
     "data.apply_chat_template_kwargs",
@@ -91,6 +91,9 @@ def translate(
         if setting:
             settings[setting] = converted
             given.add(setting)
+    tools = key_of("TURNS.tool_config_path")
+    if names := foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
+        lines.append(Line(said[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS"))
     for setting, (follow, keys, _) in FOLLOWING.items():
         decides = config is None or any(key_of(key) in values for key in keys.split())
         with contextlib.suppress(Moot, Unfit):

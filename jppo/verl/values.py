@@ -1,10 +1,13 @@
 """Conversions of verl's values. `look` returns other keys' values, verl's defaults included."""
 
 import json
+import pathlib
 import re
 import shlex
 from collections.abc import Callable
 from typing import Any
+
+import yaml
 
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
@@ -283,6 +286,16 @@ def model_engine(value: str, look: Look) -> str:
 def in_turns(value: Any, look: Look) -> Any:
     enabled = look("TURNS.enable") or look("R.agent.default_agent_loop") == "tool_agent"
     return need(value, enabled and answered(look), "read only with multi_turn.enable=True and tools")
+
+
+def foreign_tools(path: str) -> str:
+    """Returns the classes of verl's in a YAML file of tools, if it can be read."""
+    try:
+        found = yaml.safe_load(pathlib.Path(path).expanduser().read_text(encoding="utf-8"))
+        names = [str(tool["class_name"]) for tool in found["tools"]]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return ""
+    return ", ".join(name for name in names if name.startswith(("verl.", "recipe.")))
 
 
 def of_tools(value: Any, look: Look) -> Any:
