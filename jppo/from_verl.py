@@ -51,7 +51,7 @@ def read_arguments(argv: list[str]) -> Script:
             "nothing is given; name a script of verl's or its overrides, as in python -m jppo.from_verl run.sh"
         )
     here = os.getcwd()
-    if OVERRIDE.match(argv[0]):
+    if "=" in argv[0] or OVERRIDE.match(argv[0]):
         return Script("", tuple(argv), here, here, ())
     path = expanded(argv[0])
     try:

@@ -48,7 +48,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIME_S = 10
 OTHERS = ("main_eval", "main_generation", "main_generation_server")  # no trainers
 USAGE = ["8", "/tmp/checkpoints"]
-DATES = re.compile(r"\d{6,}|\d{4}-\d\d-\d\d|\d\d[-_:]\d\d")
+DATES = re.compile(r"\d{6,}|\d{4}-\d\d-\d\d|\d\d[-_:.]\d\d")
 
 
 @dataclasses.dataclass
@@ -401,7 +401,7 @@ def rows(results: list[Result]) -> Iterator[tuple[str, str]]:
         yield f"exit code {code}, {name}", of(lambda one, code=code: one.code == code, results)
     yield "exit code 0 although Hydra's settings differ", of(lambda one: one.wrong, judged)
     yield "exit code 0 that Hydra could not compose", str(len(zero) - len(judged))
-    right = [one for one in plain if one.code == 0 and not one.wrong]
+    right = [one for one in plain if one.code == 0 and one.wrong == {}]
     yield "exit code 0 and Hydra's settings, without vision and other trainers", f"{len(right)} of {len(plain)}"
     tuning = [one for one in results if one.tunes]
     yield "fine-tuning translated", of(lambda one: one.code in (0, 3), tuning)

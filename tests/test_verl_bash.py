@@ -10,7 +10,7 @@ from jppo import from_verl
 from jppo.sandbox import choice
 from jppo.settings import UserError
 from jppo.verl.script import read_script
-from tests.make import one_line
+from tests.make import one_line, script
 
 PPO = "python3 -m verl.trainer.main_ppo"
 pytestmark = pytest.mark.skipif(bool(choice.lacks(choice.probe())), reason="this machine cannot confine a script")
@@ -195,6 +195,25 @@ def test_yaml_by_hydras_rules(words, capsys):
     assert "absent.yaml" in one_line(capsys, from_verl.main, "run.sh")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["rollout.nnodes=two"],
+        ["async_training.trigger_parameter_sync_step=x"],
+        ["actor_rollout_ref.actor.fsdp_config.fsdp_size=null"],
+        ["trainer.n_gpus_per_node=0", "actor_rollout_ref.actor.ppo_micro_batch_size=4"],
+        ["data.train_batch_size=null"],
+        ["actor_rollout_ref.rollout.tensor_model_parallel_size=0"],
+        ["actor_rollout_ref.actor.optim.betas=[a]"],
+    ],
+)
+def test_a_value_without_a_meaning_is_one_line_or_ignored(given, words, capsys):
+    try:
+        from_verl.main(given)
+    except SystemExit as e:
+        assert e.code in (2, 3) and capsys.readouterr().err.count("\n") == 1
+
+
 def test_tools_of_verls_own_classes_are_left_out(words):
     turns = "actor_rollout_ref.rollout.multi_turn"
     given = [f"{turns}.enable=True", f"{turns}.tool_config_path=tools.yaml"]
@@ -261,3 +280,20 @@ def test_the_fully_asynchronous_trainer():
         "rollout.sleep_level": 0,
     }  # fmt: skip
     assert {name: found.settings[name] for name in asked} == asked
+
+
+def test_the_check_of_a_checkout(tmp_path, monkeypatch, capsys):
+    root = tmp_path / "checkout"
+    root.mkdir()
+    (root / "one.sh").write_text(
+        f"D=$(python3 -c 'import torch_npu' && echo npu || echo gpu)\n{PPO} a.b=$D data.seed=3"
+    )
+    tuning = "torchrun --nproc_per_node=$1 -m verl.trainer.sft_trainer trainer.default_local_dir=${2:?}"
+    (root / "sft.sh").write_text(tuning)
+    (root / "none.sh").write_text("echo nothing")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    script("scripts/check_verl.py").main([str(root)])
+    out = capsys.readouterr().out
+    assert "2 scripts start one trainer" in out
+    assert "| arguments equal to those under bash | 2 of 2 |" in out and "| fine-tuning translated | 1 of 1 |" in out

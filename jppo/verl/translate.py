@@ -81,7 +81,7 @@ def translate(
     settings: dict[str, Any] = {}
     for name in KEYS if config is None else ():
         if name.default is not None and name.key not in values and not _of_no_critic(name.key, look):
-            with contextlib.suppress(Moot, Unfit):
+            with contextlib.suppress(Moot, Unfit, TypeError, ValueError, ZeroDivisionError):  # the key's line says it
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
     given = set()
     for key, value in values.items():
@@ -96,9 +96,13 @@ def translate(
         lines.append(Line(said[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS"))
     for setting, (follow, keys, _) in FOLLOWING.items():
         decides = config is None or any(key_of(key) in values for key in keys.split())
-        with contextlib.suppress(Moot, Unfit):
+        try:
             if decides and (value := follow(look)) is not None:
                 settings[setting] = value
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+            raise UserError(f"{setting}: one of its keys, {keys}, has a value without a meaning in verl") from e
+        except (Moot, Unfit):
+            pass
     settings = readable(settings)
     notes = list(_notes(values, look)) if config is None else []
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
