@@ -48,7 +48,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIME_S = 10
 OTHERS = ("main_eval", "main_generation", "main_generation_server")  # no trainers
 USAGE = ["8", "/tmp/checkpoints"]
-DATES = re.compile(r"\d{6,}|\d{4}-\d\d-\d\d|\d\d[-_:.]\d\d")
+DATES = re.compile(r"\d{6,}|\d{4}-\d\d-\d\d|\d\d([-_:.]\d\d)+")
 
 
 @dataclasses.dataclass
