@@ -4,28 +4,36 @@
     python -m jppo.from_verl algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 data.train_batch_size=256
     python -m jppo.from_verl --config=jppo://gsm8k actor_rollout_ref.model.lora_rank=8
 
-Reads a shell script that starts verl.trainer.main_ppo, a file of overrides, or overrides themselves. Overrides after a
-file take precedence, as its "$@" would. Nothing of a script is run: variables are those that it or the environment
-sets. Prints the command, validated as a run would, then the result of every override as comments. Exit code 2 where
-jppo rejects the settings. docs/verl.md has the table of names, --names prints it. With a jppo --config, and
---config.SECTION.NAME=VALUE, only the settings that the overrides change are printed; an unknown key is an error.
+Reads a shell script that starts a trainer of verl's, a file of its arguments, or arguments themselves. The script runs
+under bash, confined and with stand-ins for its programs, and gets the arguments behind it. Nothing is trained,
+downloaded or written. Overrides behind it take precedence. Prints the command, validated as a run would, then the
+result of every override as comments. docs/verl.md has the table of names, --names prints it.
+
+Exit code 0: the command is the script's run. 3: settings that change results or the use of hardware were left out;
+stderr lists them. 2: jppo rejects the script or its settings.
+
+With a jppo --config, and --config.SECTION.NAME=VALUE, only the settings that the overrides change are printed; an
+unknown key is an error.
 """
 
 import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.errors import escaped, expanded
 from jppo.settings import UserError, table
-from jppo.verl import names
-from jppo.verl.script import read_script
+from jppo.verl import names, tuning
+from jppo.verl.overrides import MAINS, TUNING, main_of
+from jppo.verl.script import OVERRIDE, Script, read_script, started
 from jppo.verl.translate import PATHS, Translation, translate
 
-BASE = "configs/gsm8k.py"
+BASE, TUNING_BASE = "configs/gsm8k.py", "configs/quickstart_sft.py"
 OWN = ("--config=", "--config.")  # arguments of jppo
 KINDS = {
     "same": "jppo's settings",
@@ -33,36 +41,74 @@ KINDS = {
     "missing": "not supported",
     "unknown": "unknown",
 }
+LEFT_OUT = 3  # exit code
 
 
-def overrides_of(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Returns the command line's verl overrides, and notes on unsupported syntax in a script."""
+def read_arguments(argv: list[str]) -> Script:
+    """Returns the trainer and its arguments that the command line names."""
     if not argv:
         raise UserError(
             "nothing is given; name a script of verl's or its overrides, as in python -m jppo.from_verl run.sh"
         )
-    if "=" in argv[0]:
-        return argv, ()
+    here = os.getcwd()
+    if "=" in argv[0] or OVERRIDE.match(argv[0]):
+        return Script("", tuple(argv), here, here, ())
     path = expanded(argv[0])
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is no text"
         raise UserError(f"{argv[0]}: {why}; give a shell script that starts verl, or overrides KEY=VALUE") from e
-    script = read_script(text, argv[0], {"PWD": os.getcwd(), **os.environ})
-    return [*script.words, *argv[1:]], script.notes
+    if (listed := _listed(text)) is not None:
+        main, words = started(listed) or ("", tuple(listed))
+        return Script(main, (*words, *argv[1:]), here, here, ())
+    script = read_script(argv[0], argv[1:], os.environ)
+    behind = [word for word in argv[1:] if OVERRIDE.match(word)]
+    words = (
+        script.words if script.words[len(script.words) - len(behind) :] == tuple(behind) else (*script.words, *behind)
+    )
+    return Script(script.main, words, script.folder, script.root, script.notes)
 
 
-def train_arguments(found: Translation) -> list[str]:
-    """Returns jppo.train's arguments: given overrides, and what differs from jppo's defaults or the base."""
-    file = pathlib.Path(__file__).resolve().parents[1] / BASE
-    base = table.values(settings.parse([f"--config={file}"], "", settings.default())[0])
-    usual = table.values(settings.default())
-    asked = {**usual, **{name: base[name] for name in PATHS}, **found.settings}
-    kept = [name for name in usual if name in found.given or asked[name] != base[name] or asked[name] != usual[name]]
+def _listed(text: str) -> list[str] | None:
+    """Returns the arguments that a file lists, by NUL as a stand-in writes them or as in a shell; None for a script."""
+    if "\0" in text:
+        return text.split("\0")[:-1]
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError:
+        return None
+    return words if words and (OVERRIDE.match(words[0]) or words[0] == "-m") else None
+
+
+def command_of(script: Script) -> tuple[str, Translation]:
+    """Returns jppo's command for a trainer of verl's, checked as a run does, and the account of its arguments."""
+    tunes = bool(script.main) and main_of(script.main) in TUNING
+    if script.main and not tunes and main_of(script.main) not in MAINS:
+        raise UserError(
+            f"{script.main}: not supported: another trainer than verl's PPO and fine-tuning; to translate what it"
+            " shares with them, give its overrides alone"
+        )
+    convert = tuning.translate if tunes else translate
+    found = convert(script.words, main=script.main, root=script.root, folder=script.folder)
+    base = TUNING_BASE if tunes else BASE
+    try:
+        changes = arguments(found, base, settings.sft_default() if tunes else settings.default())
+    except UserError as e:
+        raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
+    return jppo_command("jppo.sft" if tunes else "jppo.train", [f"--config={base}", *changes]), found
+
+
+def arguments(found: Translation, base: str, default: ConfigDict) -> list[str]:
+    """Returns a command's arguments: given overrides, and what differs from the defaults or the base; checks them."""
+    file = pathlib.Path(__file__).resolve().parents[1] / base
+    based = table.values(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
+    usual = table.values(default)
+    asked = {**usual, **{name: based[name] for name in PATHS if name in based}, **found.settings}
+    kept = [name for name in usual if name in found.given or asked[name] != based[name] or asked[name] != usual[name]]
     kept = [name for name in kept if name not in PATHS or name in found.given]
     out = [f"--config.{name}={asked[name]}" for name in kept]
-    config, _ = settings.parse([f"--config={file}", *out], "", settings.default())
+    config, _ = settings.parse([f"--config={file}", *out], "", default)
     settings.check(config)
     return out
 
@@ -77,12 +123,18 @@ def on_top(argv: list[str]) -> tuple[list[str], Translation]:
     return [f"--config.{name}={value}" for name, value in found.settings.items()], found
 
 
-def jppo_command(changes: list[str]) -> str:
+def jppo_command(module: str, changes: Sequence[str]) -> str:
     """Formats the command, one setting per line."""
-    return " \\\n    ".join([f"python -m jppo.train --config={BASE}", *map(shlex.quote, changes)])
+    first, *rest = map(shlex.quote, changes)
+    return " \\\n    ".join([f"python -m {module} {first}", *rest])
 
 
-def override_lines(found: Translation, notes: tuple[str, ...]) -> Iterator[str]:
+def left_out(found: Translation, notes: Sequence[str]) -> list[str]:
+    """Returns what is left out and changes results or the use of hardware, a line for each."""
+    return [*notes, *(f"{line.said}: {line.why}" for line in found.lines if line.kind in ("missing", "unknown"))]
+
+
+def override_lines(found: Translation) -> Iterator[str]:
     """Yields the result of each override as text."""
     for kind, title in KINDS.items():
         lines = [line for line in found.lines if line.kind == kind]
@@ -90,9 +142,9 @@ def override_lines(found: Translation, notes: tuple[str, ...]) -> Iterator[str]:
             yield f"\n{title} ({len(lines)}):"
         for line in lines:
             yield f"  {line.said}{' -> ' if kind == 'same' else ': '}{line.why}"
-    if all_notes := (*notes, *found.notes):
+    if found.notes:
         yield "\nto know:"
-        yield from (f"  {note}" for note in all_notes)
+        yield from (f"  {note}" for note in found.notes)
 
 
 def commented(lines: Iterator[str]) -> str:
@@ -112,16 +164,16 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if any(word.startswith(OWN) for word in argv):
         changes, found = on_top(argv)
-        print(escaped("\n".join([*changes, commented(override_lines(found, ()))])))
-        return
-    words, notes = overrides_of(argv)
-    found = translate(words)
-    try:
-        print(escaped(jppo_command(train_arguments(found))))
-    except UserError as e:
-        print(escaped(commented(override_lines(found, notes))))
-        raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
-    print(escaped(commented(override_lines(found, notes))))
+        command, lacking = "\n".join(changes), left_out(found, ())
+    else:
+        script = read_arguments(argv)
+        command, found = command_of(script)
+        lacking = left_out(found, script.notes)
+    for line in lacking:
+        print(escaped(f"left out: {line}").replace("\n", "\\n"), file=sys.stderr)
+    print(escaped(f"{command}\n{commented(override_lines(found))}"))
+    if lacking:
+        sys.exit(LEFT_OUT)
 
 
 if __name__ == "__main__":

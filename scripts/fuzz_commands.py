@@ -264,7 +264,7 @@ def translating(rng: random.Random) -> Case:
     value = rng.choice((*map(str, NUMBERS), *WORDS, "null", "['a','b']", "${x}", "$(x)", "'", '"'))
     given = [f"{rng.choice(keys)}{rng.choice(('=', '=', '', '=='))}{value}"] if rng.random() < 0.6 else []
     head = [] if rng.random() < 0.2 else [odd_path(rng) if rng.random() < 0.1 else "verl.sh"]
-    return Case(["jppo.from_verl", *head, *given], ("verl.sh",))
+    return Case(["jppo.from_verl", *head, *given], ("verl.sh",), codes=(0, 2, 3))
 
 
 def preparing(rng: random.Random) -> Case:

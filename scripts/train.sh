@@ -183,7 +183,7 @@ if ((${#overrides[@]})); then
     command -v "$python" >/dev/null || fail "PYTHON=$python cannot be run; name an interpreter that has jppo"
     settings=("--config=${own_config:-$RECIPE}" "${handed[@]}")
     for setting in "${!chosen[@]}"; do settings+=("--config.$setting=${chosen[$setting]}"); done
-    translated=$("$python" -m jppo.from_verl "${settings[@]}" "${overrides[@]}") || exit 2
+    translated=$("$python" -m jppo.from_verl "${settings[@]}" "${overrides[@]}") || [[ $? == 3 ]] || exit 2
     while IFS= read -r word; do
         if [[ $word != --config.* ]]; then
             if [[ -n $word ]]; then echo "$word" >&2; fi

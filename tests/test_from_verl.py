@@ -1,5 +1,6 @@
 """verl's command lines become jppo's: every key is accounted for, and what is printed passes jppo's own check."""
 
+import contextlib
 import re
 import shlex
 
@@ -8,8 +9,8 @@ import pytest
 from jppo import from_verl, settings
 from jppo.settings import table
 from jppo.verl import names
-from jppo.verl.script import read_script
-from jppo.verl.translate import read_value, translate
+from jppo.verl.overrides import read_value
+from jppo.verl.translate import translate
 from tests.make import ROOT, one_line
 from tests.verl_scripts import SCRIPTS
 
@@ -22,7 +23,8 @@ def home(monkeypatch):
 
 def said(capsys, *argv: str) -> tuple[dict, str]:
     """The settings of the command that is printed, read back and checked as a run does, and all that is printed."""
-    from_verl.main(list(argv))
+    with contextlib.suppress(SystemExit):
+        from_verl.main(list(argv))
     out = capsys.readouterr().out
     words = shlex.split(out.partition("\n\n#")[0].replace("\\\n", ""))
     assert words[:3] == ["python", "-m", "jppo.train"]
@@ -122,8 +124,7 @@ def test_what_becomes_of_each_key_is_said(tmp_path, capsys):
 
 
 def test_control_characters_are_shown_and_not_executed(capsys):
-    from_verl.main(["+x.y=\x1b[2J", "trainer.experiment_name=a\x1bb"])
-    out = capsys.readouterr().out
+    _, out = said(capsys, "+x.y=\x1b[2J", "trainer.experiment_name=a\x1bb")
     assert "\x1b" not in out
     assert r"+x.y=\x1b[2J" in out and r"experiment_name=a\x1bb" in out
 
@@ -236,23 +237,6 @@ def test_what_is_given_behind_a_file_counts_more(tmp_path, capsys):
     assert (config["rollout.n"], config["actor.ppo_mini_batch_size"], config["trainer.save_freq"]) == (2, 512, 7)
 
 
-def test_words_are_those_of_the_shell():
-    script = """
-A=1; export B="two words"  # not A=2
-C=${D:-${A}0}
-LIST=(x.a=$A "x.b=$B")
-if true; then
-  A=5
-fi
-python3 -m verl.trainer.main_ppo "${LIST[@]}" x.c=$C x.d='$A' x.e="a\\"b" x.f=a\\ b x.g=$((A + 2 * 3)) \\
-    x.h=[1,'2'] ${NONE:+z} "$@" > out.txt 2>&1
-"""
-    found = read_script(script, "run.sh", {})
-    words = ("x.a=1", "x.b=two words", "x.c=10", "x.d=$A", 'x.e=a"b', "x.f=a b", "x.g=11", "x.h=[1,2]")
-    assert found.words[:8] == words
-    assert len(found.notes) == 1 and found.notes[0].startswith("run.sh:5: 'if' is not followed")
-
-
 @pytest.mark.parametrize(
     "text, value",
     [
@@ -266,48 +250,18 @@ def test_values_are_those_of_hydra(text, value):
     assert read_value(text) == value and type(read_value(text)) is type(value)
 
 
+@pytest.mark.parametrize("key", ("fsdp_config.dtype", "fsdp_config.model_dtype", "megatron.dtype", "veomni.dtype"))
+def test_float16_training_is_not_supported(key, capsys):
+    assert "not supported: training in float16" in refusal(capsys, f"actor_rollout_ref.actor.{key}=fp16")
+    half, _ = said(capsys, "actor_rollout_ref.rollout.dtype=float16")
+    assert half["rollout.dtype"] == "float16"
+
+
 @pytest.mark.parametrize(
-    "script, complaint",
-    [
-        ("", "there is no command of verl's in it"),
-        ("echo hello\n", "there is no command of verl's in it"),
-        ("python3 -m verl.trainer.main_ppo 'a.b=1\n", "' has no end"),
-        ("python3 -m verl.trainer.main_ppo data.seed=$((1 +\n", "has no end"),
-        ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2\n", "each start verl"),
-        ("torchrun -m verl.trainer.fsdp_sft_trainer a.b=1\n", "is no PPO of verl's"),
-        ("python3 -m verl.trainer.main_ppo trainer.default_local_dir=$(date +%s)\n", "$(date +%s): nothing of the"),
-        ("python3 -m verl.trainer.main_ppo data.train_files=$NO_SUCH_VARIABLE\n", "$NO_SUCH_VARIABLE: nothing"),
-        ("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=many\n", "actor_rollout_ref.rollout.n=many"),
-    ],
+    "words", (["data.image_key=images"], ["actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"])
 )
-def test_a_script_that_cannot_be_read_is_one_line(script, complaint, tmp_path, capsys):
-    file = tmp_path / "run.sh"
-    file.write_text(script)
-    assert complaint in refusal(capsys, str(file))
-
-
-def test_a_runs_name_is_what_the_script_says_of_it(tmp_path, capsys):
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "a=3\nMODEL=Qwen/Some-B\nset -- one\npython3 -m verl.trainer.main_ppo"
-        " trainer.experiment_name=ppo-$(date +%s) \\\n trainer.project_name=$(now)"
-        " trainer.total_epochs=$(((a + 1) * 2)) data.train_files=${MODEL,,}${a:+-x} ${@:2}"
-    )
-    config, out = said(capsys, str(script))
-    assert (config["trainer.experiment_name"], config["trainer.total_epochs"]) == ("ppo", 8)
-    assert (config["trainer.project_name"], config["data.train_files"]) == ("verl_examples", "qwen/some-b-x")
-    assert "trainer.project_name=$(now): nothing of the script is run; it is left out" in out
-    assert "it is ppo" in out and "# unknown" not in out
-
-
-def test_float16_training_is_not_supported():
-    (line,) = translate(["actor_rollout_ref.actor.fsdp_config.dtype=fp16"]).lines
-    assert line.kind == "missing" and "needs no loss scaling" in line.why
-
-
-def test_verls_own_yaml_files_are_no_loss():
-    lines = translate(["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "--config-name=mine"]).lines
-    assert [line.kind for line in lines] == ["needless", "needless", "missing"]
+def test_models_that_see_are_not_supported(words, capsys):
+    assert "not supported: jppo's models read text" in refusal(capsys, *words)
 
 
 def test_what_jppo_refuses_is_said_in_its_own_words(capsys):

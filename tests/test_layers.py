@@ -63,7 +63,9 @@ ONLY_IN = {
     "prometheus_client": ("jppo.runlog.sinks",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.restore"),
     "tensorboardX": ("jppo.runlog.tensorboard",),
-    "ml_collections": ("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo"),
+    "ml_collections": (
+        *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
+    ),
 }
 BY_VLLM = ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing")  # imported only by vLLM itself
 # TensorFlow can take the GPU when it is imported; vLLM and transformers cost seconds.
@@ -152,7 +154,7 @@ READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
-    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.values"),
+    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.tuning", "jppo.verl.values"),
     *MAKERS,
 )
 SECTIONS = {name.split(".")[0] for name in table.TABLE}

@@ -2,12 +2,12 @@
 
 import pathlib
 import re
+import shlex
 
 import pytest
 
 from jppo import from_verl, settings
 from jppo.settings import UserError, table
-from jppo.verl.translate import translate
 
 FILE = pathlib.Path(__file__).parent / "verl_commands.sh"
 START, *BLOCKS = re.split(r"(?m)^### (.*)\n", FILE.read_text())
@@ -17,7 +17,8 @@ USED_UP = ("unknown", "missing")
 
 @pytest.fixture
 def environment(monkeypatch):
-    monkeypatch.setattr("os.environ", {"HOME": "/home/me"})
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(FILE.parents[1])
 
 
 def expected(block: str) -> tuple[set[str], str, dict[str, str]]:
@@ -38,15 +39,14 @@ def test_a_command_is_translated_or_refused(name, tmp_path, environment):
     script = tmp_path / "run.sh"
     script.write_text(START + COMMANDS[name])
     try:
-        words, _ = from_verl.overrides_of([str(script)])
-        found = translate(words)
-        lost = {line.said.lstrip("+").partition("=")[0] for line in found.lines if line.kind in USED_UP}
-        assert lost == lacking and [line for line in found.lines if line.kind == "unknown"] == []
-        config, _ = settings.parse(
-            ["--config=configs/gsm8k.py", *from_verl.train_arguments(found)], "", settings.default()
-        )
+        command, found = from_verl.command_of(from_verl.read_arguments([str(script)]))
     except UserError as e:
-        assert refused and str(e).startswith(refused), str(e)
+        assert refused and str(e).removeprefix("jppo refuses the settings: ").startswith(refused), str(e)
         return
     assert not refused
+    lost = {line.said.lstrip("+").partition("=")[0] for line in found.lines if line.kind in USED_UP}
+    assert lost == lacking and [line for line in found.lines if line.kind == "unknown"] == []
+    _, _, module, *words = shlex.split(command.replace("\\\n", ""))
+    default = settings.sft_default() if module == "jppo.sft" else settings.default()
+    config, _ = settings.parse(words, "", default)
     assert {setting: str(table.values(config)[setting]) for setting in named} == named

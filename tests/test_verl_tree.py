@@ -33,6 +33,8 @@ def test_every_key_has_a_row():
 def test_every_row_of_a_setting_is_a_key_of_verl():
     """Rows of older versions' keys and of launchers' are the exceptions."""
     older = {
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff",
         "actor_rollout_ref.ref.model.path",
         "actor_rollout_ref.rollout.max_concurrent_requests",
         "data.custom_cls.path",
@@ -40,6 +42,7 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "reward.reward_model.micro_batch_size",
         "reward.reward_model.micro_batch_size_per_gpu",
         "trainer.master_addr",
+        "trainer.max_ckpt_to_keep",
         "trainer.node_rank",
     }
     current = {names.today(key) for key in KEYS} | set(KEYS)
@@ -51,12 +54,13 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
 @pytest.mark.parametrize("engine", TREES)
 def test_verls_defaults_change_nothing(engine):
     """A command that gives every key at its default asks for nothing that jppo lacks, and is an empty command."""
-    unset = ("???", "~/", "checkpoints/")  # paths, and keys that verl wants to be given
+    unset = ("???", "~/", "checkpoints/", "images", "videos", "audios")  # paths, and keys that verl wants to be given
     words = [f"{key}={hydra(value)}" for key, value in TREES[engine].items() if not str(value).startswith(unset)]
     found, nothing = translate(words), {**table.values(settings.default()), **translate([]).settings}
     assert [line for line in found.lines if line.kind in ("unknown", "missing")] == []
     changed = {name: value for name, value in found.settings.items() if nothing[name] != value}
     own = {"actor.calculate_entropy": False, "reward.workers": 8}  # verl's, which from_verl leaves at jppo's
     own |= {"critic.ppo_mini_batch_size": 256, "critic.loss_agg_mode": "token-mean"}  # the actor's
+    own |= {"mesh.fsdp": 1, "mesh.data": -1} if engine == "torchtitan" else {}  # data_parallel_shard_size is 1
     own |= {f"{model}.lr_scheduler_type": "cosine" for model in ("actor", "critic") if engine == "veomni"}
     assert {name: value for name, value in changed.items() if own.get(name) != value} == {}

@@ -105,7 +105,6 @@ $PPO "${GSM8K[@]}" "${QWEN[@]}" "${CRITIC[@]}" reward_model.reward_manager=mine 
 ### ppo, programs in a sandbox
 ## reward.sandbox=container
 ## reward.sandbox_url=http://127.0.0.1:8080/run_code
-## not supported: reward_model.sandbox_fusion.max_concurrent
 $PPO data.train_files=$HOME/data/Eurus-2-RL-Data/train.parquet data.val_files=$HOME/data/Eurus-2-RL-Data/validation.parquet "${QWEN[@]}" "${CRITIC[@]}" reward_model.sandbox_fusion.url=http://127.0.0.1:8080/run_code reward_model.sandbox_fusion.max_concurrent=128 reward_model.reward_manager=prime "${RUN[@]}"
 
 ### ppo, sequence parallel
@@ -116,7 +115,8 @@ $PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" actor
 $PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" "${CRITIC[@]}" actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.model.fused_kernel_options.impl_backend=torch actor_rollout_ref.model.use_liger=True actor_rollout_ref.actor.use_torch_compile=False "${RUN[@]}"
 
 ### ppo, fsdp2 with offloading
-## not supported: actor_rollout_ref.actor.fsdp_config.offload_policy
+## actor.param_offload=True
+## actor.optimizer_offload=True
 $PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" actor_rollout_ref.actor.strategy=fsdp2 critic.strategy=fsdp2 actor_rollout_ref.actor.fsdp_config.offload_policy=True actor_rollout_ref.actor.fsdp_config.forward_prefetch=True actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False "${RUN[@]}"
 
 ### ppo, host memory and dtypes
@@ -127,7 +127,8 @@ $PPO "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" actor
 
 ### ppo with Megatron
 ## mesh.tensor=4
-## not supported: actor_rollout_ref.actor.megatron.pipeline_model_parallel_size
+## mesh.fsdp=-1
+## mesh.data=1
 $PPO --config-path=config --config-name='ppo_megatron_trainer.yaml' "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" "${CRITIC[@]}" actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2 actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4 critic.megatron.pipeline_model_parallel_size=2 critic.megatron.tensor_model_parallel_size=4 actor_rollout_ref.actor.megatron.use_dist_checkpointing=False "${RUN[@]}"
 
 ### ppo with Megatron, in the long form of older scripts
@@ -172,7 +173,7 @@ $PPO "${GSM8K[@]}" "${QWEN[@]}" "${CRITIC[@]}" algorithm.use_pf_ppo=True algorit
 ## model.lora_rank=32
 ## model.lora_alpha=32
 ## model.target_modules=all-linear
-## mesh.fsdp=8
+## mesh.fsdp=-1
 $PPO "${GSM8K[@]}" data.train_batch_size=64 "${QWEN[@]}" "${CRITIC[@]}" actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.model.use_shm=True actor_rollout_ref.model.lora_rank=32 actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.actor.fsdp_config.fsdp_size=8 actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.layered_summon=True actor_rollout_ref.rollout.max_num_seqs=64 actor_rollout_ref.rollout.max_model_len=1536 actor_rollout_ref.rollout.max_num_batched_tokens=1536 "${RUN[@]}"
 
 ### ppo, adapters for policy and critic
@@ -239,7 +240,8 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" data.prompt_key=que
 $PPO "${GRPO[@]}" "${GSM8K[@]}" actor_rollout_ref.model.path=Qwen/Qwen3-4B "${MICRO[@]}" actor_rollout_ref.actor.use_prefix_grouper=True "${RUN[@]}"
 
 ### grpo, a run's name with a date
-## trainer.project_name=grpo-lora
+## trainer.experiment_name=
+## trainer.run_dir=runs/run
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" "${RUN[@]}" trainer.project_name=grpo-lora-$(date +%Y%m%d) trainer.experiment_name=$(now)
 
 ### grpo, a curriculum
@@ -255,8 +257,7 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" data.custom_cls.path=
 ## rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml
 ## rollout.multi_turn.enable=True
 ## rollout.multi_turn.max_assistant_turns=5
-$PPO --config-path="config" --config-name='gsm8k_multiturn_grpo' "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5 actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml "${RUN[@]}"
-## not supported: --config-name
+$PPO --config-path="config" --config-name='ppo_trainer' "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5 actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml "${RUN[@]}"
 
 ### grpo, tools by the agent loop
 ## rollout.multi_turn.enable=True
@@ -269,14 +270,18 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" "${VLLM[@]}" data.ret
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_user_turns=1 actor_rollout_ref.rollout.multi_turn.interaction_config_path=interaction.yaml "${RUN[@]}"
 
 ### grpo, samples of other steps
-## not supported: trainer.v1.trainer_mode
+## rollout.mode=async
+## rollout.max_staleness=1
+## rollout.on_update=abort
+## data.train_batch_size=4096
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.parameter_sync_step=4 trainer.v1.sampler.max_off_policy_threshold=4 "${RUN[@]}"
 
 ### grpo, images
+## refused: data.image_key=images: not supported: jppo's models read text
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" data.image_key=images actor_rollout_ref.actor.freeze_vision_tower=True +actor_rollout_ref.rollout.limit_images=5 "${RUN[@]}"
 
 ### grpo, mixtures of experts by Megatron
-## not supported: actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype
+## mesh.expert=8
 $PPO --config-name=ppo_megatron_trainer "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full "${RUN[@]}"
 
 ### dapo
@@ -352,13 +357,17 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.r
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=ppo_clip "${RUN[@]}"
 
 ### distillation
-## not supported: distillation.enabled distillation.teacher_models.teacher_model.model_path
+## algorithm.adv_estimator=distill
+## ref.path=Qwen/Qwen2.5-32B-Instruct
+## actor.use_kl_loss=True
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct "${RUN[@]}"
 
 ### a variable that the script does not set
-## refused: data.train_files=$DATA/train.parquet: nothing of the script is run
+## data.train_files=/train.parquet
 $PPO data.train_files=$DATA/train.parquet "${QWEN[@]}" "${RUN[@]}"
 
 ### fine-tuning
-## refused: /
+## optim.lr=1e-05
+## optim.betas=(0.9, 0.95)
+## optim.max_tokens_per_device=4096
 torchrun --standalone -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/data/gsm8k/train.parquet

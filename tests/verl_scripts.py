@@ -52,6 +52,7 @@ overlong_buffer_len=$((1024 * 4))
 offload=True
 sp_size=8
 NNODES=${NNODES:-16}
+RUNTIME_ENV=${RUNTIME_ENV:-verl/runtime_env.yaml}
 RAY_DATA_HOME=${RAY_DATA_HOME:-"${HOME}/verl"}
 MODEL_PATH=${MODEL_PATH:-"${RAY_DATA_HOME}/models/Qwen2.5-32B"}
 TRAIN_FILE=${TRAIN_FILE:-"${RAY_DATA_HOME}/data/dapo-math-17k.parquet"}

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # What Python imports here delays every program: no json, re, typing or signal.
 _SIGKILL, _SIGSTOP = 9, 19
+FOLDER = "\x01"  # the program's folder, in a command
+REPLIES_FD = 97
 CLOSED = "closed"  # the first reply, before the program runs; missing if the sandbox could not be closed
 _EXIT_NOT_CLOSED = 1
 
@@ -33,12 +35,14 @@ def main(job_fd: int) -> None:
         from jppo.sandbox import peer
     try:
         home = _close(limits, parent)
-        if job["tests"] is None:
+        if job["tests"] is None and "command" not in job:
             _seal(limits)
     except OSError as e:
         print(f"the sandbox could not be closed: {e}", file=sys.stderr, flush=True)
         os._exit(_EXIT_NOT_CLOSED)
     os.environ.update(HOME=home, TMPDIR=home)
+    if "command" in job:
+        _command(job, home)
     with open("program.py", "w", encoding="utf-8") as copy:
         copy.write(job["program"])
     sys.path[:] = job["path"]
@@ -48,6 +52,42 @@ def main(job_fd: int) -> None:
         program.run(job["program"])
     else:
         _with_tests(job, limits, peer.Peer, peer.Captured)
+
+
+def _command(job: "dict[str, Any]", home: str) -> None:
+    """Runs a program that starts others, until the last of them ends; ends this process as the program does."""
+
+    def placed(text: str) -> str:
+        return text.replace(FOLDER, home)
+
+    for name, data in job["files"].items():
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        if not name.endswith("/"):
+            with open(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o700), "wb") as f:
+                f.write(data.replace(FOLDER.encode(), home.encode()))
+    for name, target in job["links"].items():
+        os.makedirs(os.path.dirname(name), exist_ok=True)
+        os.symlink(target, name)
+    program.write_all(job["replies"], CLOSED)
+    program.write_all(job["replies"], home)
+    os.dup2(job["replies"], REPLIES_FD, inheritable=True)
+    os.close(job["replies"])
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if (first := os.fork()) == 0:
+        _seal(job["limits"])
+        environment = {name: placed(value) for name, value in job["environment"].items()}
+        os.chdir(environment["PWD"])
+        command = [placed(word) for word in job["command"]]
+        os.execve(command[0], command, environment)
+    os.close(REPLIES_FD)
+    code = 0
+    while True:
+        try:
+            ended, status = os.wait()
+        except ChildProcessError:
+            os._exit(code)
+        if ended == first:
+            code = os.waitstatus_to_exitcode(status) & 0xFF
 
 
 def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, captured: type) -> None:
@@ -78,7 +118,7 @@ def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, cap
 def _seal(limits: "dict[str, Any]") -> None:
     """Installs the filter of system calls, after which no process can be made."""
     if limits["seccomp"]:
-        seccomp.install(os.getpid(), counted=limits["counted"])
+        seccomp.install(os.getpid(), counted=limits["counted"], programs=limits["programs"])
 
 
 def _close(limits: "dict[str, Any]", parent: int) -> str:
@@ -99,6 +139,7 @@ def _close(limits: "dict[str, Any]", parent: int) -> str:
             devices=limits["devices"],
             size=limits["folder_bytes"],
             owner=(os.geteuid(), os.getegid()) if owner is None else (owner, owner),
+            programs=limits["programs"],
         )
         home = confine.HOME
     os.chdir(home)
@@ -115,7 +156,8 @@ def _close(limits: "dict[str, Any]", parent: int) -> str:
     if limits["counted"]:  # a change of user has hidden the counter from that user
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     if limits["landlock"]:
-        confine.restrict(read=limits["read"], write=[home], devices=limits["devices"])
+        write = [home, "/"] if limits["programs"] and how != confine.NONE else [home]  # "/": of its own file tree
+        confine.restrict(read=limits["read"], write=write, devices=limits["devices"], programs=limits["programs"])
     return str(home)
 
 

@@ -46,18 +46,24 @@ def enter_namespaces(how: str) -> None:
             f.write(text)
 
 
-def build_tree(base: str, *, read: list[str], devices: list[str], size: int, owner: tuple[int, int]) -> None:
+def build_tree(
+    base: str, *, read: list[str], devices: list[str], size: int, owner: tuple[int, int], programs: bool = False
+) -> None:
     """Makes a file tree the root of this process: `read` read-only, `devices`, and HOME of `size` bytes.
 
-    `base` is an empty folder to mount on. HOME is a tmpfs of `owner`, and the working directory. Raises OSError.
+    `base` is an empty folder to mount on. HOME is a tmpfs of `owner`, and the working directory. With `programs`, new
+    files may be made anywhere in the tree, and /proc shows its processes. Raises OSError.
     """
     kernel.mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     quiet = _MS_NOSUID | _MS_NODEV
-    kernel.mount("sandbox", base, "tmpfs", quiet, f"size={_ROOT_BYTES},nr_inodes=4096,mode=755")
+    mode = "777" if programs else "755"
+    kernel.mount("sandbox", base, "tmpfs", quiet, f"size={_ROOT_BYTES},nr_inodes=4096,mode={mode}")
     for path in read:
         _show(base, path)
     for path in devices:
         _show(base, path, read_only=False)
+    if programs:
+        _show_processes(base)
     os.mkdir(base + HOME)
     uid, gid = owner
     kernel.mount("box", base + HOME, "tmpfs", quiet, f"size={size},nr_inodes=4096,mode=700,uid={uid},gid={gid}")
@@ -65,8 +71,22 @@ def build_tree(base: str, *, read: list[str], devices: list[str], size: int, own
     # Mounts the old root over the new one, then unmounts it: pivot_root(2).
     kernel.syscall(kernel.PIVOT_ROOT[kernel.MACHINE], b".", b".")
     kernel.unmount(".", _MNT_DETACH)
-    kernel.mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | quiet)
+    if not programs:
+        kernel.mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | quiet)
     os.chdir(HOME)
+
+
+def _show_processes(base: str) -> None:
+    """Adds /proc, if the kernel lets it, with the names of open files that shells use, and /tmp."""
+    for folder in ("/proc", "/tmp"):
+        os.mkdir(base + folder)
+    os.chmod(f"{base}/tmp", 0o777)
+    try:
+        kernel.mount("proc", f"{base}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    except OSError:
+        return
+    for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+        os.symlink(f"/proc/self/fd{target}", f"{base}/dev/{name}")
 
 
 def _show(base: str, path: str, *, read_only: bool = True) -> None:
@@ -111,21 +131,23 @@ def landlock_abi() -> int:
         return 0
 
 
-def restrict(*, read: list[str], write: list[str], devices: list[str]) -> int:
+def restrict(*, read: list[str], write: list[str], devices: list[str], programs: bool = False) -> int:
     """Restricts this process to reading `read`, anything but devices below `write`, and reading and writing `devices`.
 
-    TCP (ABI 4) and signals to processes outside (ABI 6) are refused. Returns the ABI; raises OSError without one.
+    With `programs`, what may be read may be executed. TCP (ABI 4) and signals to processes outside (ABI 6) are refused.
+    Returns the ABI; raises OSError without one.
     Needs PR_SET_NO_NEW_PRIVS.
     """
     version = landlock_abi()
     handled = sum(bits for since, bits in _FILES_BY_ABI.items() if since <= version)
     rules = _Ruleset(handled, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
+    execute = _EXECUTE if programs else 0
     ruleset = kernel.syscall(kernel.LANDLOCK_CREATE_RULESET, ctypes.byref(rules), size, 0)
     try:
         for paths, access in (
-            (read, _READ),
-            (write, handled & ~_MAKE_DEVICES & ~_EXECUTE),
+            (read, _READ | execute),
+            (write, handled & ~_MAKE_DEVICES & ~_EXECUTE | execute),
             (devices, _READ_FILE | _WRITE_FILE),
         ):
             for path in paths:

@@ -62,6 +62,7 @@ class Ran:
     replies: tuple[str, ...]
     why: str = ""
     retries: int = 0  # of a request to a sandbox service
+    input_bytes: int = 0  # read from standard input
 
 
 class NoSandbox(Exception):
@@ -81,6 +82,37 @@ def run(
 
     Raises NoSandbox if the kernel refuses one of the `guards`.
     """
+    job = {
+        "program": text.encode("utf-8", "replace").decode("utf-8"),
+        "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
+    }
+    return _confined(job, guards, time_s, memory_bytes, stdin, tests)
+
+
+def run_command(
+    command: list[str],
+    *,
+    files: dict[str, bytes],
+    links: dict[str, str],
+    environment: dict[str, str],
+    read: list[str],
+    guards: Guards,
+    time_s: float,
+    memory_bytes: int,
+    stdin: str = "",
+) -> Ran:
+    """Runs a program that may start others, such as bash. The replies are the lines written to the REPLIES_FD.
+
+    `files` and `links` fill its folder; `read` may be read and executed. Parts of the command and of the environment
+    that start with a FOLDER are below the program's folder. Raises NoSandbox.
+    """
+    job = {"command": command, "files": files, "links": links, "environment": environment, "read": read}
+    return _confined(job, guards, time_s, memory_bytes, stdin, None)
+
+
+def _confined(
+    job: dict[str, Any], guards: Guards, time_s: float, memory_bytes: int, stdin: str, tests: str | None
+) -> Ran:
     _sweep(tempfile.gettempdir())
     folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     groups: list[str] = []
@@ -90,11 +122,8 @@ def run(
             groups = limits.make_groups(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
         if guards.uid is not None and guards.spaces == confine.NONE:
             os.chown(folder, guards.uid, guards.uid)
-        job = {
-            "program": text.encode("utf-8", "replace").decode("utf-8"),
-            "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
-            "limits": _limits(folder, guards, time_s, memory_bytes) | {"groups": groups},
-        }
+        bounds = _limits(folder, guards, time_s, memory_bytes, job.get("read", []))
+        job = job | {"limits": bounds | {"groups": groups, "programs": "command" in job}}
         excess = functools.partial(limits.excess, folder, user=guards.uid, counted=guards.counted)
         ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
     finally:
@@ -116,12 +145,12 @@ def readable() -> list[str]:
     return sorted(path for path in paths if os.path.lexists(path) and path.count(os.sep) > 0 and path != os.sep)
 
 
-def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int) -> dict[str, Any]:
+def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read: list[str]) -> dict[str, Any]:
     user = os.getuid() if guards.uid is None else guards.uid
     return {
         "folder": folder,
         "folder_bytes": limits.FOLDER_BYTES,
-        "read": readable(),
+        "read": [*readable(), *read],
         "devices": _DEVICES,
         "spaces": guards.spaces,
         "landlock": bool(guards.landlock),
@@ -171,7 +200,9 @@ def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s
         finally:
             _kill(child)
         printed, errors, said = (data.decode("utf-8", "replace") for data in got)
-        return Ran(None if why else child.returncode, printed, errors, tuple(said.splitlines()), why)
+        status = None if why else child.returncode
+        taken = os.lseek(given, 0, os.SEEK_CUR)
+        return Ran(status, printed, errors, tuple(said.split("\n")[:-1]), why, input_bytes=taken)
 
 
 class _Watch:

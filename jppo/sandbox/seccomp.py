@@ -68,6 +68,8 @@ _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARGS = 0, 4, 16  # offsets in struct seccomp_data
 _CLONE_THREAD = 0x00010000
+_NEW_SPACES = 0x7E020080  # CLONE_NEWTIME to CLONE_NEWNET
+_OF_PROGRAMS = ("fork", "vfork", "execve")
 _FALLOCATE = {kernel.X86_64: 285, kernel.AARCH64: 47}
 _FCNTL = (0, 1, 2, 3, 4, 5, 1030, 1032, 1033, 1034)  # F_DUPFD to F_GETLK, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, seals
 _F_SETLK, _F_SETLKW = 6, 7
@@ -91,18 +93,19 @@ def supported() -> bool:
     return kernel.MACHINE in _AUDIT_ARCH
 
 
-def install(pid: int, *, counted: bool) -> None:
+def install(pid: int, *, counted: bool, programs: bool = False) -> None:
     """Installs the permanent filter for this process, whose id is `pid`. Needs PR_SET_NO_NEW_PRIVS.
 
     `counted`: without fallocate, which takes blocks that `limits.py` does not see; libraries then write them.
+    `programs`: it may start others, which have the filter, too.
     """
-    code = build(kernel.MACHINE, pid, counted=counted)
+    code = build(kernel.MACHINE, pid, counted=counted, programs=programs)
     instructions = (_Instruction * len(code))(*(_Instruction(*one) for one in code))
     program = _Program(len(code), ctypes.addressof(instructions))
     kernel.syscall(kernel.SECCOMP[kernel.MACHINE], 1, 0, ctypes.byref(program))  # SECCOMP_SET_MODE_FILTER
 
 
-def build(machine: str, pid: int, *, counted: bool = False) -> list[_Step]:
+def build(machine: str, pid: int, *, counted: bool = False, programs: bool = False) -> list[_Step]:
     """Builds the filter's instructions."""
     column = 0 if machine == kernel.X86_64 else 1
     code: list[_Step] = [
@@ -118,10 +121,11 @@ def build(machine: str, pid: int, *, counted: bool = False) -> list[_Step]:
         code += [(_EQUAL, 0, 1, _FALLOCATE[machine]), _refuse(errno.EOPNOTSUPP)]
     for name, numbers in _WITH_RULES.items():
         if (number := numbers[column]) is not None:
-            block = [*_rules(name, pid), (_RETURN, 0, 0, _ALLOW)]
+            rules = _rules("fork" if programs and name == "clone" else name, pid)
+            block = [*rules, (_RETURN, 0, 0, _ALLOW)]
             code += [(_EQUAL, 0, len(block), number), *block]
-    for refused in _REFUSED.values():
-        if (number := refused[column]) is not None:
+    for name, refused in _REFUSED.items():
+        if (number := refused[column]) is not None and not (programs and name in _OF_PROGRAMS):
             code += [(_EQUAL, 0, 1, number), _refuse(errno.EPERM)]
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
@@ -129,6 +133,8 @@ def build(machine: str, pid: int, *, counted: bool = False) -> list[_Step]:
 def _rules(name: str, pid: int) -> list[_Step]:
     if name == "clone":  # threads only
         return [_low(0), (_ANY_BIT, 1, 0, _CLONE_THREAD), _refuse(errno.EPERM)]
+    if name == "fork":  # without new namespaces
+        return [_low(0), (_ANY_BIT, 0, 1, _NEW_SPACES), _refuse(errno.EPERM)]
     if name in ("clone3", "openat2"):  # their flags are behind a pointer; libraries then fall back to the older call
         return [_refuse(errno.ENOSYS)]
     if name in ("kill", "tgkill"):  # this process alone

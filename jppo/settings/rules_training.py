@@ -142,7 +142,8 @@ def _teacher(config: Settings) -> None:
 
 def _correction(config: Settings) -> None:
     a = config.algorithm
-    corrects = a.rollout_is != "none" or bool(rejection_rules(a.rollout_rs, a.rollout_rs_threshold))
+    rejects = bool(rejection_rules(a.rollout_rs, a.rollout_rs_threshold))
+    corrects = a.rollout_is != "none" or rejects
     if corrects and a.old_logprob != "correction":
         raise UserError(
             f"algorithm.rollout_is={a.rollout_is!r} and algorithm.rollout_rs={a.rollout_rs!r} belong to"

@@ -14,7 +14,7 @@ _NO_REPLAY = "the policy alone replays experts, and those of the rollout engine"
 DATA = (
     same("data.train_files", "data.train_files", convert="commas"),
     same("data.val_files", "data.val_files", convert="commas"),
-    same("data.train_batch_size", "data.train_batch_size", 1024),
+    same("data.train_batch_size", "data.train_batch_size", 1024, "batch", "prompts between two publishes"),
     same("data.val_batch_size", "data.val_batch_size", convert="off"),
     same("data.val_max_samples", "data.val_max_samples", convert="off"),
     same("data.max_prompt_length", "data.max_prompt_length", 512),
@@ -45,11 +45,37 @@ DATA = (
     *needless("jppo's models read text",
       "data.image_key data.video_key data.audio_key data.image_patch_size data.mm_processor_kwargs*"
       " data.return_multi_modal_inputs A.freeze_vision_tower R.limit_images"),
+    *needless("it is of verl's asynchronous trainers",
+      "async_training.concurrent* async_training.dynamic* async_training.checkpoint_engine.*"
+      " async_training.use_trainer_do_validate async_training.use_rollout_log_probs"),
+    *needless("rollout.mode, rollout.max_staleness and rollout.on_update follow from it",
+      "async_training.staleness_threshold async_training.trigger_parameter_sync_step async_training.require_batches"
+      " async_training.partial_rollout async_training.compute_prox_log_prob"),
+    *needless("the devices that sample follow from it: rollout.servers and rollout.devices",
+      "rollout.nnodes rollout.n_gpus_per_node"),
+    *needless("trainer.total_training_steps follows from it", "rollout.total_rollout_steps"),
+    *missing("trainer and servers keep their devices", "async_training.use_dynamic_resource_scheduling"),
     *needless("tools are named by rollout.multi_turn.tool_config_path", "data.tool_config_path"),
 )  # fmt: skip
 
+TUNING = (  # of fine-tuning: its data.*
+    *needless("data.max_prompt_length and data.max_response_length are a half each", "tuning.max_length"),
+    *needless("jppo.sft tests nothing", "tuning.val_files tuning.val_max_samples tuning.test_freq"),
+    *needless("rows are packed", "tuning.pad_mode tuning.balance_dp_token"),
+    *needless("data are read once", "tuning.num_workers tuning.use_shm tuning.multiturn.enable"),
+    *missing("its column is messages", "tuning.messages_key tuning.multiturn.messages_key", off=("messages",)),
+    *missing("rows have prompt and response, or messages; rename the columns",
+      "tuning.prompt_key tuning.response_key tuning.prompt_dict_keys tuning.response_dict_keys"),
+    *needless("the chat template renders tools of a row", "tuning.tools_key tuning.multiturn.tools_key"),
+    *missing("the chat template decides", "tuning.enable_thinking* tuning.multiturn.enable_thinking*", off=("none",)),
+    *needless("the whole conversation is rendered at once", "tuning.ignore_input_ids_mismatch"),
+    *needless("longer demonstrations are left out", "tuning.truncation"),
+    *missing("name a class by data.custom_cls=PATH.py:CLASS", "tuning.custom_cls.*"),
+    *missing("it is no setting of jppo.sft", "tuning.*", off=({}, -1)),
+)  # fmt: skip
+
 ALGORITHM = (
-    same("algorithm.adv_estimator", "algorithm.adv_estimator", "gae"),
+    same("algorithm.adv_estimator", "algorithm.adv_estimator", "gae", "estimator"),
     same("algorithm.gamma", "algorithm.gamma", 1.0),
     same("algorithm.lam", "algorithm.lam", 1.0),
     same("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo", True),
@@ -59,11 +85,13 @@ ALGORITHM = (
     same("algorithm.kl_ctrl.type", "algorithm.kl_ctrl_type", "fixed", "controller"),
     same("algorithm.kl_ctrl.horizon", "algorithm.horizon", 10000),
     same("algorithm.kl_ctrl.target_kl", "algorithm.target_kl", 0.1),
-    same("CORRECTION.rollout_is", "algorithm.rollout_is", "none", "or_none"),
-    same("CORRECTION.rollout_is_threshold", "algorithm.rollout_is_threshold", "2.0", "text"),
-    same("CORRECTION.rollout_is_batch_normalize", "algorithm.rollout_is_batch_normalize", False),
-    same("CORRECTION.rollout_rs", "algorithm.rollout_rs", "", "text"),
-    same("CORRECTION.rollout_rs_threshold", "algorithm.rollout_rs_threshold", "", "text"),
+    same("CORRECTION.rollout_is", "algorithm.rollout_is", "none", "weights"),
+    same("CORRECTION.rollout_is_threshold", "algorithm.rollout_is_threshold", "2.0", "weighted"),
+    same("CORRECTION.rollout_is_batch_normalize", "algorithm.rollout_is_batch_normalize", False, "weighted"),
+    same("CORRECTION.rollout_rs", "algorithm.rollout_rs", "", "rejection"),
+    same("CORRECTION.rollout_rs_threshold", "algorithm.rollout_rs_threshold", "", "rejection"),
+    *missing("rejection rules have one threshold, or a band LOW_HIGH", "CORRECTION.rollout_rs_threshold_lower"
+      " CORRECTION.rollout_token_veto_threshold"),
     same("CORRECTION.bypass_mode", "algorithm.old_logprob", False, "old_logprob"),
     *missing("the loss of bypass mode is actor.loss_mode", "CORRECTION.loss_type", off=("ppo_clip",),
       only="CORRECTION.bypass_mode"),
@@ -169,7 +197,12 @@ def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
     yield from missing("cosine has half a period", f"{optim}.num_cycles", off=(0.5,))
     yield from missing("a warm-up starts at 0 in step 1", f"{optim}.zero_indexed_step", off=(True,))
     yield from missing("a warm-up starts at 0", within(optim, "lr_warmup_init lr_start"), off=(0,))
-    yield from missing("the schedule ends with the run", within(optim, "lr_decay_steps lr_decay_ratio"), off=(1.0,))
+    yield from missing(
+        "the schedule ends with the run",
+        within(optim, "lr_decay_steps lr_decay_ratio"),
+        off=(1.0,),
+        only=f"{optim}.lr_scheduler_type!=constant",
+    )
     yield from needless("it is trainer.total_training_steps, in verl too", f"{optim}.total_training_steps")
     yield from missing("the weight decay is constant", f"{optim}.weight_decay_incr_style", off=("constant",))
     yield from needless("it is of a schedule that jppo does not have", within(optim, "lr_wsd_decay_* decay_type"))
@@ -179,6 +212,10 @@ def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
     yield from needless(_ONE_MESH, f"{optim}.use_layer_wise_distributed_optimizer")
     yield from needless(f"{section}.optimizer=muon has optax's defaults", f"{optim}.muon_*")
     yield from missing("eps is optax's default", f"{optim}.eps", off=(1e-8,))
+    offload = "*offload* overlap_cpu_* use_precision_aware_optimizer"
+    yield from needless(
+        "it is of verl's offload of the optimizer", within(f"{optim}.override_optimizer_config", offload)
+    )
     own = f"set {section}.optimizer=PATH.py:NAME, a custom optax chain"
     yield from missing(own, f"{optim}.override_optimizer_config*", off=({},))
 
@@ -188,29 +225,34 @@ def _engine(model: str, section: str) -> Iterator[Name]:
     fsdp = "critic.fsdp" if section == "critic" else f"{model}.fsdp_config"
     megatron = f"{model}.megatron"
     if section == "actor":
-        yield same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, why="-1 is all devices; else mesh.data has the remaining ones")
+        yield same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp")
+        yield same(f"{model}.torchtitan.data_parallel_shard_size", "mesh.fsdp", convert="titan")
         yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype")
         yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype")
         yield same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1)
-        yield same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1)
-        axes = "pipeline_model virtual_pipeline_model expert_tensor"
-        yield from missing(
-            "there is no pipeline, and experts' widths follow mesh.tensor; mesh.fsdp and mesh.expert shard the model",
-            within(megatron, " ".join(f"{axis}_parallel_size" for axis in axes.split())),
-            off=(1,),
+        yield same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1, "expert")
+        stages = "pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
+        stages += " override_transformer_config.*pipeline*"
+        yield from needless("the devices of all stages share the parameters, by mesh.fsdp", within(megatron, stages))
+        yield from needless("experts' widths follow mesh.tensor", f"{megatron}.expert_tensor_parallel_size")
+        yield same(
+            f"{megatron}.override_transformer_config.moe_aux_loss_coeff",
+            "actor.router_aux_loss_coef",
+            convert="balance",
         )
+        yield same(f"{megatron}.override_transformer_config.moe_z_loss_coeff", "actor.router_z_loss_coef")
     else:
         mesh = f"{fsdp}.fsdp_size {megatron}.*_parallel_size"
         yield from needless("all models share the actor's mesh", mesh)
         yield from needless("all models have the dtypes of model.*", within(fsdp, "model_dtype dtype"))
     convert = "ref_offload" if section == "ref" else "as_is"
-    yield same(f"{fsdp}.param_offload", f"{section}.param_offload", False, convert)
+    yield same(f"{fsdp}.param_offload", f"{section}.param_offload", None if section == "ref" else False, convert)
     if section == "ref":
         yield from needless("the reference has no optimizer", f"{fsdp}.optimizer_offload {model}.optim.*")
     else:
         yield same(f"{fsdp}.optimizer_offload", f"{section}.optimizer_offload", False)
     yield from needless("gradients are not kept between steps", f"{fsdp}.grad_offload")
-    yield from missing("set param_offload and optimizer_offload", f"{fsdp}.offload_policy")
+    yield from needless("it is param_offload and optimizer_offload", f"{fsdp}.offload_policy")
     yield from needless(_ONE_MESH, within(fsdp, "strategy ulysses_sequence_parallel_size"))
     yield from needless("trainer.seed is the seed of everything", f"{fsdp}.seed")
     yield from missing("on a GPU, set XLA_FLAGS=--xla_gpu_deterministic_ops=true", f"{fsdp}.full_determinism")
@@ -224,7 +266,16 @@ def _engine(model: str, section: str) -> Iterator[Name]:
         yield from missing("training is not quantized", f"{quantized}.*", only=f"{quantized}.enable")
     yield from needless(_OTHERS, f"{fsdp}.turbo_config.* {model}.veomni* {model}.torchtitan*")
     yield from needless("model.remat sets what is recomputed", f"{megatron}.override_transformer_config.recompute_*")
-    yield from needless("model.attention chooses", f"{megatron}.override_transformer_config.attention_backend")
+    kernels = (
+        "*fusion *fused* *grouped_gemm* *dispatcher* *deepep* *overlap* *backend *flash* *softmax_in_fp32 *parallel*"
+        " persist*"
+        " use_naive* moe_router_dtype moe_router_load_balancing_type use_distributed_optimizer swiglu normalization"
+        " multi_latent_attention bias_* deallocate* account* calculate_per_token_loss* moe_permute* use_te* *padding*"
+    )
+    yield from needless(
+        "XLA chooses kernels and communication; the model is as its config.json describes it",
+        within(f"{megatron}.override_transformer_config", kernels),
+    )
     yield from missing("the model is as its config.json describes it", f"{megatron}.override_*", off=({},))
     yield from missing("training is not quantized", f"{megatron}.qat.*", only=f"{megatron}.qat.enable")
     replay = ("disabled", "R3") if section == "actor" else ("disabled",)  # R3 needs R.enable_rollout_routing_replay

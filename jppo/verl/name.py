@@ -32,7 +32,7 @@ class Name:
     default: Any = None  # verl's, if a script that omits the key must get it; '=KEY': that key's; None: jppo's own
     why: str = ""
     off: tuple[object, ...] = (False, None)  # missing: values that disable the feature
-    only: str = ""  # missing: the key that must be on for verl to read this one
+    only: str = ""  # missing: the key that must be on for verl to read this one, or KEY!=VALUE
 
 
 def key_of(short: str) -> str:
@@ -91,6 +91,12 @@ def longest(look: Look) -> int:
 def on_each(look: Look, sequences: int) -> int:
     """Returns each device's tokens of `sequences` of the longest, divided by sequence parallelism."""
     return -(-sequences * longest(look) // (look("A.ulysses_sequence_parallel_size") or 1))
+
+
+def read_with(condition: str, look: Look) -> bool:
+    """Whether the condition of `Name.only` holds."""
+    key, unequal, value = condition.partition("!=")
+    return str(look(key)) != value if unequal else bool(look(key))
 
 
 def reward_model(look: Look) -> bool:

@@ -8,9 +8,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING
+from jppo.verl import layout
+from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING, TUNING
 from jppo.verl.keys_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
 from jppo.verl.name import MICRO, Look, Name, key_of, longest, off_or, on_each, reward_model
+from jppo.verl.values import DISTILLED, distilled, engine_args
 
 KEYS: tuple[Name, ...] = (
     *DATA,
@@ -23,6 +25,7 @@ KEYS: tuple[Name, ...] = (
     *ALGORITHM,
     *REWARD,
     *TRAINER,
+    *TUNING,
 )
 
 # Aliases: keys of older verl versions, or second keys of one setting; a prefix of a key is enough.
@@ -46,6 +49,37 @@ _OLDER = {
     "A.use_rmpad": "M.use_rmpad",
     "A.fsdp_config.ulysses_sequence_parallel_size": "A.ulysses_sequence_parallel_size",
     "A.fsdp_config.mixed_precision.param_dtype": "A.fsdp_config.dtype",
+    **{
+        f"A.{place}.{old}": new
+        for place in ("veomni", "torchtitan")
+        for old, new in (
+            ("fsdp_size", "A.fsdp_config.fsdp_size"),
+            ("ulysses_parallel_size", "A.ulysses_sequence_parallel_size"),
+            ("ulysses_sequence_parallel_size", "A.ulysses_sequence_parallel_size"),
+            ("context_parallel_size", "A.ulysses_sequence_parallel_size"),
+            ("tensor_parallel_size", "A.megatron.tensor_model_parallel_size"),
+            ("expert_parallel_size", "A.megatron.expert_model_parallel_size"),
+            ("pipeline_parallel_size", "A.megatron.pipeline_model_parallel_size"),
+            ("param_offload", "A.fsdp_config.param_offload"),
+            ("optimizer_offload", "A.fsdp_config.optimizer_offload"),
+            ("enable_fsdp_offload", "A.fsdp_config.offload_policy"),
+        )
+    },
+    **{
+        f"{model}.{place}.{name}": f"{fsdp}.{name}"
+        for place in ("veomni", "torchtitan")
+        for model, fsdp in (("critic", "critic.fsdp"), ("REF", "REF.fsdp_config"))
+        for name in ("param_offload", "optimizer_offload")
+    },
+    "A.optim.override_optimizer_config.optimizer_cpu_offload": "A.fsdp_config.optimizer_offload",
+    "critic.optim.override_optimizer_config.optimizer_cpu_offload": "critic.fsdp.optimizer_offload",
+    "A.policy_loss.tau_pos": "A.tau_pos",
+    "A.policy_loss.tau_neg": "A.tau_neg",
+    "M.override_config.model_config.": "M.override_config.",
+    "critic.model.override_config.model_config.": "critic.model.override_config.",
+    "rollout.total_epochs": "trainer.total_epochs",
+    "rollout.test_freq": "trainer.test_freq",
+    "rollout.n": "R.n",
     "A.megatron.context_parallel_size": "A.ulysses_sequence_parallel_size",
     "A.megatron.param_offload": "A.fsdp_config.param_offload",
     "A.megatron.optimizer_offload": "A.fsdp_config.optimizer_offload",
@@ -118,12 +152,50 @@ def _all_read(look: Look) -> int | None:
     return longest(look) if reward_model(look) and not look("RM.max_length") else None
 
 
+def _offloaded(place: str, name: str) -> Callable[[Look], Any]:
+    """Makes the offload of FSDP2's policy."""
+    return lambda look: True if look(f"{place}.offload_policy") and look(f"{place}.{name}") is not True else None
+
+
+_MESH = (
+    "A.fsdp_config.fsdp_size A.ulysses_sequence_parallel_size A.megatron.tensor_model_parallel_size"
+    " A.megatron.expert_model_parallel_size trainer.nnodes trainer.n_gpus_per_node"
+)
+_HOSTS = "trainer.nnodes trainer.n_gpus_per_node rollout.nnodes R.nnodes R.tensor_model_parallel_size"
+_ASYNC = "rollout.nnodes async_training.trigger_parameter_sync_step trainer.v1.trainer_mode"
+
 # Settings that follow from several keys, and why; None: jppo's own default. The keys are those that decide, for an
 # override on top of a jppo config.
 FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "actor.max_tokens_per_device": (_room, "", "nothing is said of micro-batches"),
-    "mesh.data": (lambda look: 1 if look("A.fsdp_config.fsdp_size") == -1 else -1, "A.fsdp_config.fsdp_size",
-      "fsdp_size=-1 has the model in as many parts as there are devices"),
+    "mesh.data": (layout.data, _MESH, "the devices that are left, where not all share the parameters"),
+    "mesh.fsdp": (layout.fsdp, _MESH, "of fsdp_size, the devices beside those of one sequence and of experts; -1 where"
+      " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters"),
+    "mesh.expert": (layout.expert, _MESH, "of expert_model_parallel_size, the devices beside sequence and tensor, which"
+      " shard the experts, too"),
+    "trainer.nnodes": (lambda look: layout.hosts(look)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of those"
+      " that train and those that sample"),
+    "rollout.servers": (layout.servers, _HOSTS, "a host's devices that sample over rollout.tensor_model_parallel_size"),
+    "rollout.devices": (layout.devices, _HOSTS, "the last devices of a host, where others train"),
+    "rollout.mode": (lambda look: "async" if layout.asynchronous(look) else "sync", _ASYNC,
+      "the one-step-off and fully asynchronous trainers, and trainer.v1.trainer_mode"),
+    "rollout.max_staleness": (layout.staleness, _ASYNC, "staleness_threshold, rounded up; else 1"),
+    "rollout.on_update": (layout.on_update, _ASYNC, "abort is verl's partial rollout"),
+    "rollout.sleep_level": (lambda look: 0 if layout.asynchronous(look) else None, _ASYNC,
+      "servers are awake while the trainer learns"),
+    "data.train_batch_size": (layout.batch, f"data.train_batch_size {_ASYNC}",
+      "the prompts between two publishes: times the parameter sync step"),
+    "trainer.total_training_steps": (layout.steps, f"trainer.total_training_steps {_ASYNC}", "steps of that size"),
+    "ref.param_offload": (layout.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
+      "the actor's, where Megatron and VeOmni have none of the reference's own"),
+    **{
+        f"{section}.{name}": (_offloaded(place, name), f"{place}.offload_policy", "FSDP2's policy is both offloads")
+        for section, place in (("actor", "A.fsdp_config"), ("critic", "critic.fsdp"))
+        for name in ("param_offload", "optimizer_offload")
+    },
+    "rollout.engine_args": (engine_args, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
+      "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel, a longer context --hf-overrides"),
+    **{name: (distilled(name), "distillation.enabled", "distillation from verl's teacher") for name in DISTILLED},
     "reward.weights": (_weights, "RM.enable FUNCTION.path OVERLONG.enable",
       "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
     "reward.sandbox": (lambda look: "container" if look("BOX.url") else None, "BOX.url",
@@ -134,14 +206,14 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "rollout.logp_tolerance": (lambda look: 0.5 if look("R.dtype") != "float32" else None, "R.dtype",
       "two engines in less than float32 round differently"),
     "trainer.run_dir": (
-      lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name')}",
+      lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name') or 'run'}",
       "trainer.experiment_name", "a folder by the experiment's name"),
 }  # fmt: skip
 
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
-    "as_is", "dtype", "drawn", "engine", "in_turns", "off", "overlong", "top_k", "train_dtype", "warmup_steps",
-    "with_model",
+    "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "in_turns", "interval", "off", "overlong", "top_k",
+    "train_dtype", "warmup_steps", "weights", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),

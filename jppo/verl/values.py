@@ -1,13 +1,19 @@
 """Conversions of verl's values. `look` returns other keys' values, verl's defaults included."""
 
 import json
+import pathlib
+import re
 import shlex
 from collections.abc import Callable
 from typing import Any
 
+import yaml
+
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
+from jppo.verl import layout
 from jppo.verl.name import Look, Moot, Unfit, commas, lora_rank, need, off_or, on_each
+from jppo.verl.overrides import read_value
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections
@@ -19,9 +25,9 @@ FUSED = {  # Megatron's projections
 
 
 def engine(value: str, _: Look) -> str:
-    name = {"sglang_async": "sglang", "vllm_async": "vllm"}.get(value, value)
-    if name not in ("vllm", "sglang"):
-        raise Unfit("vllm is taken; rollout.name=inprocess needs no server, as verl's hf")
+    name = {"sglang_async": "sglang", "vllm_async": "vllm", "hf": "inprocess"}.get(value, value)
+    if name not in ("vllm", "sglang", "inprocess"):
+        raise Unfit("vllm is taken in place of this engine")
     return name
 
 
@@ -45,7 +51,7 @@ def contents(value: Any, _: Look) -> str:
 
 def micro_tokens(value: int | None, look: Look) -> int:
     why = "use_dynamic_bsz=True reads ppo_max_token_len_per_gpu"
-    return on_each(look, need(value, not look("A.use_dynamic_bsz"), why))
+    return on_each(look, max(1, need(value, not look("A.use_dynamic_bsz"), why)))
 
 
 def all_micro_tokens(value: int | None, look: Look) -> int:
@@ -54,12 +60,122 @@ def all_micro_tokens(value: int | None, look: Look) -> int:
 
 
 def tokens(value: int, look: Look) -> int:
-    return need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True")
+    """Returns the tokens of a micro-batch, which holds at least one row."""
+    return max(need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), on_each(look, 1))
+
+
+def bypasses(look: Look) -> bool:
+    """Whether the old log-probs are the rollout engine's."""
+    return bool(look("CORRECTION.bypass_mode") and not look("async_training.compute_prox_log_prob"))
 
 
 def old_logprob(value: bool | None, look: Look) -> str:
     asked = any(look(f"CORRECTION.{name}") not in (None, "none", "") for name in ("rollout_is", "rollout_rs"))
-    return "bypass" if value else "correction" if asked else "decoupled"
+    return "bypass" if bypasses(look) else "correction" if asked else "decoupled"
+
+
+def weights(value: Any, look: Look) -> str:
+    off = value in (None, "none", "", False)
+    return "none" if off else str(need(value, not bypasses(look), "in bypass mode verl's clipped loss has no weights"))
+
+
+def weighted(value: Any, look: Look) -> Any:
+    used = look("CORRECTION.rollout_is") not in (None, "none", "", False) and not bypasses(look)
+    value = need(value, used, "read only with rollout_is, without bypass mode")
+    return value if isinstance(value, bool) else str(value)
+
+
+def rejection(value: Any, look: Look) -> str:
+    if value in (None, "none", "", False):
+        return ""
+    if bypasses(look):
+        raise Unfit("in bypass mode nothing is rejected; algorithm.old_logprob=correction rejects")
+    return commas(need(value, look("CORRECTION.rollout_rs"), "read only with rollout_rs"))
+
+
+def estimator(value: str, look: Look) -> str:
+    if look("distillation.enabled") and not look(f"{_DISTILLED}.use_task_rewards"):
+        return "distill"
+    return {"grpo_vectorized": "grpo"}.get(value, value)  # the same advantages
+
+
+_DISTILLED = "distillation.distillation_loss"
+
+
+def distilled(setting: str) -> Callable[[Look], Any]:
+    """Makes the value of a setting that distillation implies, None without it."""
+
+    def value(look: Look) -> Any:
+        if not look("distillation.enabled"):
+            return None
+        if look(f"{_DISTILLED}.use_policy_gradient"):
+            return {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}.get(setting)
+        mixed = look(f"{_DISTILLED}.use_task_rewards")
+        coef = look(f"{_DISTILLED}.distillation_loss_coef") if mixed else 1.0
+        kind = {"kl": "kl", "k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(look(f"{_DISTILLED}.loss_mode"))
+        loss = {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
+        return loss.get(setting)
+
+    return value
+
+
+DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.gamma", "actor.use_kl_loss",
+  "actor.kl_loss_coef", "actor.kl_loss_type")  # fmt: skip
+
+
+def teacher(value: str | None, look: Look) -> str:
+    return str(need(value, look("distillation.enabled"), "read only with distillation.enabled=True"))
+
+
+def untaught(key: str, value: Any, look: Look) -> str:
+    """Why a key of distillation has no counterpart, or ''."""
+    if not key.startswith("distillation.") or not look("distillation.enabled"):
+        return ""
+    if key == f"{_DISTILLED}.loss_mode" and value not in ("kl", "k1", "k2", "k3"):
+        return f"a distillation loss of jppo named {value!r}"
+    models = key.removeprefix("distillation.teacher_models.")
+    return "several teachers" if models != key and not models.startswith("teacher_model.") else ""
+
+
+def balance(value: float, look: Look) -> float:
+    kind = look("A.megatron.override_transformer_config.moe_router_load_balancing_type")
+    return need(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
+
+
+def conversing(value: bool, look: Look) -> bool:
+    if value and not answered(look):
+        raise Moot("no tools answer the policy; a conversation has one turn")
+    return value
+
+
+def answered(look: Look) -> bool:
+    return bool(look("TURNS.tool_config_path") or look("TURNS.interaction_config_path"))
+
+
+def served_experts(value: int, look: Look) -> str:
+    need(value if value != 1 else None)
+    if (look("R.data_parallel_size") or 1) > 1:
+        raise Unfit("a server's experts are on its own GPUs, rollout.tensor_model_parallel_size of them")
+    return str(engine_args(look))
+
+
+def engine_args(look: Look) -> str | None:
+    """Returns all options of the server's command line."""
+    name = "sglang" if str(look("R.name")).startswith("sglang") else "vllm"
+    words = [server_args(given, look, name)] if (given := look(f"R.engine_kwargs.{name}")) else []
+    if (look("R.expert_parallel_size") or 1) > 1 and (look("R.data_parallel_size") or 1) == 1 and name == "vllm":
+        words.append("--enable-expert-parallel")
+    if positions := look("M.override_config.max_position_embeddings"):
+        option = "--hf-overrides" if name == "vllm" else "--json-model-override-args"
+        words.append(f"{option} {shlex.quote(json.dumps({'max_position_embeddings': positions}))}")
+    return " ".join(words) or None
+
+
+def interval(value: int | None, look: Look) -> int:
+    """Returns an interval in steps of jppo's; -1 is none."""
+    if value is None or isinstance(value, str) or value <= 0:
+        return -1
+    return max(1, value // (1 if layout.fully(look) else layout.meetings(look)))
 
 
 def critic_path(value: str | None, look: Look) -> str:
@@ -115,12 +231,12 @@ def server_args(value: dict[str, Any] | None, look: Look, engine: str) -> str:
     return " ".join(words)
 
 
-def agent_loop(value: str, _: Look) -> bool:
+def agent_loop(value: str, look: Look) -> bool:
     if value in (None, "single_turn_agent"):
         raise Moot("it is what multi_turn.enable=False is")
     if value != "tool_agent":
         raise Unfit("rollout.multi_turn.enable makes conversations; there is no other loop")
-    return True
+    return conversing(True, look)
 
 
 def profiled(value: Any, look: Look) -> str:
@@ -139,14 +255,15 @@ def resume(value: str, look: Look) -> str:
     return need(look("trainer.resume_from_path")) if value == "resume_path" else value
 
 
-def servers(value: int, look: Look) -> int:
-    return max(1, value // (look("R.tensor_model_parallel_size") or 1))
+def trainer_mode(value: str, look: Look) -> str:
+    if value not in ("sync", "colocate_async", "separate_async"):
+        raise Unfit("sync, colocate_async and separate_async are there")
+    return "async" if layout.asynchronous(look) else "sync"
 
 
-def trainer_mode(value: str, _: Look) -> str:
-    if value == "sync":
-        return "sync"
-    raise Unfit("rollout.mode=async, with rollout.max_staleness, has samples that are drawn while the trainer learns")
+def sync_step(value: int, look: Look) -> int:
+    need(value, look("trainer.v1.trainer_mode") == "separate_async", "read only with trainer_mode=separate_async")
+    return layout.batch(look)
 
 
 def function(value: str | None, look: Look) -> str:
@@ -167,7 +284,17 @@ def model_engine(value: str, look: Look) -> str:
 
 def in_turns(value: Any, look: Look) -> Any:
     enabled = look("TURNS.enable") or look("R.agent.default_agent_loop") == "tool_agent"
-    return need(value, enabled, "read only with multi_turn.enable=True")
+    return need(value, enabled and answered(look), "read only with multi_turn.enable=True and tools")
+
+
+def foreign_tools(path: str) -> str:
+    """Returns the classes of verl's in a YAML file of tools, if it can be read."""
+    try:
+        found = yaml.safe_load(pathlib.Path(path).expanduser().read_text(encoding="utf-8"))
+        names = [str(tool["class_name"]) for tool in found["tools"]]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return ""
+    return ", ".join(name for name in names if name.startswith(("verl.", "recipe.")))
 
 
 def of_tools(value: Any, look: Look) -> Any:
@@ -219,6 +346,13 @@ def warmup_ratio(value: float | None, look: Look, section: str) -> float:
     return 0.0 if steps is not None and steps > 0 else off_or(value, 0.0)
 
 
+def readable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings without those of servers where there are none."""
+    if settings.get("rollout.name") != "inprocess":
+        return settings
+    return {name: value for name, value in settings.items() if TABLE[name].only != "rollout.name!=inprocess"}
+
+
 CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "as_is": lambda value, _: need(value),
     "commas": lambda value, _: commas(value),
@@ -228,7 +362,17 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "or_none": lambda value, _: off_or(value, "none"),
-    "pair": lambda value, _: tuple(float(b) for b in value),
+    "at_least_0": lambda value, _: max(0, value or 0),
+    "batch": lambda _, look: layout.batch(look),
+    "expert": lambda _, look: layout.expert(look),
+    "fsdp": lambda _, look: layout.fsdp(look),
+    "hosts": lambda _, look: layout.hosts(look)[0],
+    "servers": lambda _, look: layout.servers(look),
+    "steps": lambda _, look: layout.steps(look) or -1,
+    "titan": lambda value, look: layout.fsdp(
+        need(look, value is not None and layout.engine(look) == "torchtitan", "read only with model_engine=torchtitan")
+    ),
+    "pair": lambda value, _: tuple(float(b) for b in (read_value(value) if isinstance(value, str) else value)),
     "dtype": lambda value, _: _DTYPES.get(value, value),
     "shared_prompts": lambda value, look: "prefix" if need(value, look("R.n") > 1, "rollout.n=1") else "auto",
     "remat": lambda value, _: "full" if value else "none",
@@ -252,9 +396,39 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "model_dtype": lambda value, look: _DTYPES.get(with_model(value, look), value),
 }
 _NAMED = (
-    agent_loop, all_micro_tokens, call_format, contents, critic_lora, critic_path, engine, filter_metric,
-    filtering, function, in_turns, loggers, master, megatron_lora, megatron_modules, micro_tokens, model_engine,
-    modules, of_hosts, of_tools, old_logprob, optimizer, profiled, ref_offload, resume, schedule, servers,
-    tokens, top_k, train_dtype, trainer_mode, unless_greedy, with_model,
+    agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, engine,
+    estimator, filter_metric, filtering, function, in_turns, interval, loggers, master, megatron_lora,
+    megatron_modules, micro_tokens, model_engine, modules, of_hosts, of_tools, old_logprob, optimizer, profiled,
+    ref_offload, rejection, resume, schedule, served_experts, sync_step, teacher, tokens, top_k, train_dtype,
+    trainer_mode, unless_greedy, weighted, weights, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}
+
+
+_SEES = re.compile(
+    r"(?i)(?<![a-z])(vl|vlm|vla|vision|omni|llava\w*|internvl\w*|minicpm-?[vo]\w*|pixtral|audio|video)(?![a-z])"
+)
+
+
+def sees(key: str, value: Any, _: Look) -> str:
+    """Why a key asks for a model that sees or hears, or ''."""
+    keys = ("data.image_key", "data.video_key", "data.audio_key", "actor_rollout_ref.rollout.limit_images")
+    if (key in keys and value is not None) or (key == "actor_rollout_ref.actor.freeze_vision_tower" and value):
+        return "jppo's models read text"
+    if key == "actor_rollout_ref.model.path" and _SEES.search(str(value).rstrip("/").rpartition("/")[2]):
+        return "jppo's models read text, and this one has images, video or sound"
+    if key in ("data.train_files", "data.val_files") and re.search("geo3k|geometry3k", str(value)):
+        return "jppo's models read text, and Geometry3k has images"
+    return ""
+
+
+def halves(key: str, value: Any, _: Look) -> str:
+    """Why a key asks for training in float16, or ''."""
+    typed = "dtype" in key and not key.startswith(("actor_rollout_ref.rollout.", "reward."))
+    half = typed and str(value).lower() in ("fp16", "float16", "half", "torch.float16")
+    if half or (key.endswith(".fp16") and value):
+        return "training in float16; bfloat16 has the range of float32 and needs no loss scaling"
+    return ""
+
+
+REFUSED: tuple[Callable[[str, Any, Look], str], ...] = (sees, halves, untaught)

@@ -1,0 +1,239 @@
+"""Overrides of a trainer of verl's by Hydra's rules: values, deletions, interpolations, and the YAML files it reads.
+
+verl's own YAML files are not read: their defaults are in the tables of `names.py`, and in OWN.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from jppo.settings import UserError
+
+_ASYNC = {
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 8,
+    "algorithm.rollout_correction.bypass_mode": True,
+}
+_DAPO = {"reward.reward_manager.name": "dapo", "trainer.project_name": "verl-dapo"}
+_FULLY = {
+    **_ASYNC,
+    "async_training.staleness_threshold": 0.1,
+    "async_training.trigger_parameter_sync_step": 4,
+    "async_training.require_batches": 1,
+    "async_training.partial_rollout": True,
+}
+# verl's own configs by name: what they change of ppo_trainer's.
+_PPO: dict[str, dict[str, Any]] = {
+    "ppo_trainer": {},
+    "dapo_trainer": _DAPO,
+    "one_step_off_ppo_trainer": _ASYNC | {"actor_rollout_ref.rollout.free_cache_engine": False},
+    "fully_async_ppo_trainer": _FULLY,
+    "transfer_queue_ppo_trainer": {},
+    "dapo_transfer_queue_trainer": _DAPO,
+}
+OWN = _PPO | {
+    re.sub("(ppo|dapo)_", r"\1_megatron_", name, count=1): values | {"model_engine": "megatron"}
+    for name, values in _PPO.items()
+}
+OWN |= {name: {} for name in ("sft_trainer", "sft_trainer_engine", "partial_rollout_trainer")}
+# The main modules that are translated, by their last two words, and the config that each reads by default.
+MAINS = {
+    "trainer.main_ppo": "ppo_trainer",
+    "trainer.main_ppo_sync": "ppo_trainer",
+    "transfer_queue.main_ppo": "transfer_queue_ppo_trainer",
+    "dapo.main_dapo": "dapo_trainer",
+    "dapo_transfer_queue.main_dapo": "dapo_transfer_queue_trainer",
+    "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    "fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+}
+TUNING = {
+    "trainer.sft_trainer": "sft_trainer_engine",
+    "trainer.sft_trainer_ray": "sft_trainer_engine",
+    "trainer.fsdp_sft_trainer": "sft_trainer",
+}
+_GROUPS = (
+    "actor algorithm critic data distillation engine model model_engine npu_profile optim profiler ref reward"
+    " reward_model rollout transfer_queue"
+)  # of verl's YAML
+
+
+@dataclasses.dataclass(frozen=True)
+class Override:
+    """One setting of verl's, and how it was given: '' by a config of verl's own."""
+
+    value: Any
+    said: str
+
+
+_Setting = tuple[str, Any, bool]  # key, value, whether a config of verl's own has it
+
+
+def main_of(module: str) -> str:
+    """Returns the last two words of a main module, by which it is known."""
+    return ".".join(module.split(".")[-2:])
+
+
+def read(
+    words: Iterable[str], main: str = "", root: str = "", folder: str = ""
+) -> tuple[dict[str, Override], dict[str, str]]:
+    """Returns the overrides by key, those of the config first, and the words that are none with the reason."""
+    options, rest = _options(list(words))
+    found: dict[str, Override] = {}
+    kept: dict[str, str] = {}
+    for key, value, own in _config(options, main, pathlib.Path(root or "."), pathlib.Path(folder or ".")):
+        found.pop(key, None)
+        found[key] = Override(value, "" if own else f"{key}={value}")
+    for word in rest:
+        key, equals, text = word.partition("=")
+        bare = key.lstrip("+~")
+        if word.startswith("~"):
+            for gone in [name for name in found if name == bare or name.startswith(f"{bare}.")]:
+                del found[gone]
+            found[bare] = Override(None, word)
+        elif not equals or not bare or word.startswith("-"):
+            kept[word] = "it is no KEY=VALUE"
+        elif "@" in bare or "/" in bare:
+            kept[word] = "it chooses one of verl's YAML files, which are not read; give its settings as overrides"
+        else:
+            for name, value in flat(bare, read_value(text)).items():
+                for gone in [old for old in found if old == name or old.startswith(f"{name}.")]:
+                    del found[gone]
+                found[name] = Override(value, f"{key}={text}" if name == bare else f"{name}={value}")
+    return found, kept
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Splits Hydra's options from the overrides."""
+    names = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+    options: dict[str, Any] = {}
+    rest, at = [], 0
+    while at < len(words):
+        name, equals, value = words[at].partition("=")
+        name = names.get(name, name)
+        if name in ("--config-name", "--config-path", "--config-dir"):
+            if not equals and at + 1 < len(words):
+                at, value = at + 1, words[at + 1]
+            options[name] = value.strip("'\"")
+        elif name in ("--multirun", "-m"):
+            raise UserError(f"{name} starts several trainings; give the arguments of one")
+        else:
+            rest.append(words[at])
+        at += 1
+    return options, rest
+
+
+def _config(options: Mapping[str, str], main: str, root: pathlib.Path, folder: pathlib.Path) -> Iterator[_Setting]:
+    """Yields the settings of the config that the options or the main module name."""
+    name = options.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
+    name = name or (MAINS | TUNING).get(main_of(main), "ppo_trainer")
+    if name in OWN:
+        yield from ((key, value, True) for key, value in OWN[name].items())
+        return
+    parts = main.split(".")[:-1]
+    homes = [pathlib.Path(root, *parts), pathlib.Path(root, *parts[1:])] if parts else [folder]
+    path = options.get("--config-path", "config")
+    places = [folder / options["--config-dir"]] if "--config-dir" in options else []
+    places += [pathlib.Path(path)] if path.startswith("/") else [home / path for home in (*homes, folder)]
+    yield from _file(name, places, folder, ())
+
+
+def _file(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tuple[str, ...]) -> Iterator[_Setting]:
+    """Yields the settings of a YAML file and of the files in its `defaults`."""
+    file = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
+    if file is None:
+        raise UserError(
+            f"{name}.yaml, which the trainer reads, is not in {places[0]}; put it there, or give its settings"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise UserError(f"{file}: not YAML that can be read: {str(e).partition(chr(10))[0]}") from e
+    if not isinstance(tree, dict) or name in seen:
+        raise UserError(f"{file}: not a config of Hydra's: it must be a mapping that does not include itself")
+    hydra = tree.pop("hydra", None)
+    for place in (hydra.get("searchpath") or []) if isinstance(hydra, dict) else []:
+        if str(place).startswith("file://"):
+            places = [*places, folder / str(place).removeprefix("file://")]
+    defaults = tree.pop("defaults", None) or []
+    if "_self_" not in defaults:
+        defaults = [*defaults, "_self_"]
+    for entry in defaults:
+        if entry == "_self_":
+            for key, value in tree.items():
+                yield from ((leaf, one, False) for leaf, one in flat(str(key), value).items())
+            continue
+        group, chosen = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+        words = str(group).split()
+        place, _, package = (words[-1] if words else "").partition("@")
+        place = place.strip("/")
+        if chosen is None or "override" in words or words[:1] == ["optional"]:
+            continue
+        if str(chosen) in OWN:
+            yield from ((key, value, True) for key, value in OWN[str(chosen)].items())
+        elif place.split("/")[0] not in _GROUPS.split() or any(
+            (one / place / f"{chosen}.yaml").is_file() for one in places[:1]
+        ):
+            prefix = package if package else place.replace("/", ".")
+            inner = f"{place}/{chosen}" if place else str(chosen)
+            for key, value, own in _file(inner, places, folder, (*seen, name)):
+                yield (f"{prefix}.{key}" if prefix and prefix != "_global_" else key), value, own
+
+
+def interpolated(values: dict[str, Any], look: Any) -> None:
+    """Expands ${KEY} in place, the whole of a value or a part of a text; `look` returns the other keys' values."""
+    for key, value in values.items():
+        for mark, kind, named in (
+            re.findall(r"(\$\{(?:(oc\.select|oc\.env):)?([\w.]+)[^}]*\})", value) if isinstance(value, str) else ()
+        ):
+            found = None if kind == "oc.env" or named == key else look(named)
+            if found is not None and isinstance(values[key], str):
+                values[key] = found if values[key] == mark else values[key].replace(mark, str(found))
+
+
+_WORDS = {"null": None, "None": None, "true": True, "false": False}
+_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def read_value(text: str) -> Any:
+    """Parses a value by Hydra's grammar: null, numbers, booleans, quoted or bare text, lists and dicts."""
+    text = text.strip()
+    if text in _WORDS or text.lower() in ("true", "false"):
+        return _WORDS.get(text, text.lower() == "true") if text in _WORDS else text.lower() == "true"
+    if _NUMBER.fullmatch(text):
+        return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1].replace(f"\\{text[0]}", text[0])
+    if text.startswith("[") and text.endswith("]"):
+        return [read_value(part) for part in _parts(text[1:-1])]
+    if text.startswith("{") and text.endswith("}"):
+        pairs = (part.partition(":") for part in _parts(text[1:-1]))
+        return {str(read_value(key)): read_value(value) for key, _, value in pairs}
+    return text
+
+
+def flat(key: str, value: Any) -> dict[str, Any]:
+    """Flattens a dict to dotted keys."""
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {k: v for name, inner in value.items() for k, v in flat(f"{key}.{name}", inner).items()}
+
+
+def _parts(text: str) -> list[str]:
+    """Splits at commas outside quotes and brackets."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += 0 if quote else (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in parts if part.strip()]

@@ -1,0 +1,452 @@
+"""Runs jppo.from_verl on verl's own scripts and compares with bash and with Hydra.
+
+    python scripts/check_verl.py DIR [DIR ...] [--verbose]
+
+A DIR is a checkout of verl, or of its recipes after that; scripts run in copies. A script counts if, under bash with
+stand-ins for its programs, it starts one trainer. Scripts that print their usage get `8 /tmp/checkpoints`. Prints a
+table: arguments equal to those under bash, exit codes, and the translations with exit code 0 whose settings are those
+that Hydra composes from verl's YAML. The last needs the package hydra-core.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import io
+import math
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jppo import from_verl, settings
+from jppo.settings import UserError, table
+from jppo.verl.script import read_script
+
+STAND_INS = (
+    "accelerate apt-get chmod conda curl deepspeed git hf huggingface-cli ifconfig ip kubectl ninja npu-smi nsys"
+)
+STAND_INS += (
+    " numactl nvcc nvidia-smi pip pip3 pkill ps python python3 ray sbatch scontrol sleep srun ssh sudo torchrun"
+)
+STAND_INS += " uv wandb wget"
+TOOLS = (
+    "awk basename bash cat cp cut date dirname env expr find grep head hostname ls mkdir mktemp nohup readlink realpath"
+)
+TOOLS += " rm sed seq sh sort tail tee timeout touch tr uname wc xargs"
+RECORD = """#!/bin/bash
+case ${0##*/} in python*) case $1 in -c|-|"") exec PYTHON -I -S "$@" ;; esac ;; esac
+printf '%s\\0' "${0##*/}" "$@" > "$(mktemp "$CALLS/XXXXXXXX")"
+"""
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TIME_S = 10
+OTHERS = ("main_eval", "main_generation", "main_generation_server")  # no trainers
+USAGE = ["8", "/tmp/checkpoints"]
+DATES = re.compile(r"\d{6,}|\d{4}-\d\d-\d\d|\d\d([-_:.]\d\d)+")
+
+
+@dataclasses.dataclass
+class Result:
+    """A script, what it starts under bash, and what became of it."""
+
+    name: str
+    main: str
+    words: list[str]
+    same: bool = False  # as from_verl's
+    code: int = -1
+    errors: str = ""
+    command: str = ""
+    wrong: dict[str, tuple[Any, Any]] | None = None  # settings and Hydra's; None: not composed
+
+    @property
+    def tunes(self) -> bool:
+        return "sft_trainer" in self.main
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is neither of a vision or audio model nor of another trainer."""
+        return "not supported: another trainer" not in self.errors and "models read text" not in self.errors
+
+
+def make_programs(work: pathlib.Path) -> None:
+    """Makes the folder of programs that scripts find under bash."""
+    (work / "bin").mkdir()
+    for name in STAND_INS.split():
+        (work / "bin" / name).write_text(RECORD.replace("PYTHON", os.path.realpath(sys.executable)))
+        (work / "bin" / name).chmod(0o755)
+    for name in TOOLS.split():
+        if found := shutil.which(name):
+            (work / "bin" / name).symlink_to(found)
+    (work / "home").mkdir()
+    (work / "home").chmod(0o777)
+
+
+def under_bash(script: pathlib.Path, arguments: list[str], root: pathlib.Path, work: pathlib.Path) -> list[list[str]]:
+    """Returns the commands that a script starts under bash, as an unprivileged user if this one is root."""
+    calls = pathlib.Path(tempfile.mkdtemp(dir=work))
+    calls.chmod(0o777)
+    nobody: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    command = [shutil.which("bash") or "bash", str(script), *arguments]
+    environment = {"HOME": f"{work}/home", "PATH": f"{work}/bin", "CALLS": str(calls)}
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=root, env=environment, start_new_session=True, **quiet, **nobody) as process:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TIME_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+    found = sorted(calls.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    return [file.read_text(errors="replace").split("\0")[:-1] for file in found]
+
+
+def trainer_of(call: list[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Returns the module and the arguments of a trainer."""
+    for i, word in enumerate(call):
+        main = call[i + 1] if word == "-m" and i + 1 < len(call) else word if word.endswith(".py") else ""
+        if main:
+            main = main.removesuffix(".py").removeprefix("./").replace("/", ".")
+            named = re.search(r"(^|[._])(main\w*|\w*_main\w*|\w*trainer\w*|launch)$", main)
+            rest = call[i + (2 if word == "-m" else 1) :]
+            return (
+                (main, tuple(rest)) if named and any(re.match(r"[+~]*[\w.@]+\.[\w.]+=", one) for one in rest) else None
+            )
+    return None
+
+
+def scripts_of(root: pathlib.Path, work: pathlib.Path) -> Iterator[Result]:
+    """Yields the scripts of a checkout that start one trainer, translated."""
+    for file in sorted(root.rglob("*.sh")):
+        for arguments in ([], USAGE):
+            found = [one for call in under_bash(file, arguments, root, work) if (one := trainer_of(call))]
+            found = list(dict.fromkeys(one for one in found if not one[0].endswith(OTHERS)))
+            if found:
+                break
+        if len(found) == 1:
+            result = Result(f"{root.name}/{file.relative_to(root)}", found[0][0], list(found[0][1]))
+            _translate(result, file, arguments)
+            yield result
+
+
+def _translate(result: Result, file: pathlib.Path, arguments: list[str]) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    result.code = 0
+    try:
+        script = read_script(str(file), arguments, os.environ)
+        found = [DATES.sub("#", word) for word in (script.main, *script.words)]
+        result.same = found == [DATES.sub("#", word) for word in (result.main, *result.words)]
+    except UserError as e:
+        result.errors = str(e)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            from_verl.main([str(file), *arguments])
+        except SystemExit as e:
+            result.code = int(e.code or 0)
+    result.command, result.errors = out.getvalue(), err.getvalue()
+
+
+def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
+    """Returns what Hydra makes of the arguments under bash, over verl's YAML; an exception where it cannot."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    options: dict[str, str] = {}
+    words, rest = list(result.words), []
+    while words:
+        word = words.pop(0)
+        if word.startswith("--config-"):
+            key, equals, value = word.partition("=")
+            options[key] = value if equals else words.pop(0)
+        else:
+            rest.append(word)
+    parts = result.main.split(".")[:-1]
+    places = [
+        place
+        for one in (root, verl, *sorted(root.parent.iterdir()))
+        for place in (one / "/".join(parts), one / "/".join(parts[1:]))
+    ]
+    home = next((place for place in places if parts and (place / "config").is_dir()), root)
+    path = pathlib.Path(home, options.get("--config-path", "config").strip("'\""))
+    usual = {"main_dapo": "dapo_trainer", "fully_async_main": "fully_async_ppo_trainer"}
+    usual |= {"sft_trainer": "sft_trainer_engine", "fsdp_sft_trainer": "sft_trainer"}
+    name = usual.get(result.main.split(".")[-1], "ppo_trainer")
+    name = "one_step_off_ppo_trainer" if "one_step_off" in result.main else name
+    name = options.get("--config-name", name).strip("'\"").removesuffix(".yaml")
+    search = f"hydra.searchpath=[file://{verl}/verl/trainer/config]"
+    with hydra.initialize_config_dir(config_dir=str(path.resolve()), version_base=None):
+        config = hydra.compose(config_name=name, overrides=[*rest, search])
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+_LOSSES = {"cosine": "cosine", "constant": "constant"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", None: "bfloat16"}
+
+
+def expected(config: Any, main: str) -> dict[str, Any]:
+    """Returns jppo's settings for a composed PPO config, from verl's documentation of its keys alone."""
+    from omegaconf import OmegaConf
+
+    def get(key: str, usual: Any = None) -> Any:
+        try:
+            value = OmegaConf.select(config, key)
+        except Exception:
+            value = None
+        return usual if value is None else value
+
+    def text(key: str) -> str:
+        value = get(key, "")
+        return ",".join(map(str, value)) if not isinstance(value, str) else value
+
+    a, r, m, c = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model", "critic"
+    engine = get(f"{a}.strategy", "fsdp")
+    engine = engine if engine in ("megatron", "veomni", "torchtitan") else "fsdp_config"
+    n, mini = int(get(f"{r}.n")), int(get(f"{a}.ppo_mini_batch_size"))
+    longest = int(get("data.max_prompt_length")) + int(get("data.max_response_length"))
+    gpus, nodes = int(get("trainer.n_gpus_per_node")), int(get("trainer.nnodes"))
+    fully = get("async_training.trigger_parameter_sync_step")
+    meets = int(fully or (get("trainer.v1.separate_async.parameter_sync_step", 1)
+      if get("trainer.v1.trainer_mode") == "separate_async" else 1))  # fmt: skip
+    batch = mini * int(get("async_training.require_batches", 1)) if fully else int(get("data.train_batch_size"))
+    sequence = int(get(f"{a}.ulysses_sequence_parallel_size", 1))
+    if engine == "megatron":
+        sequence = int(get(f"{a}.megatron.context_parallel_size", 1))
+    if engine == "veomni":
+        sequence = int(get(f"{a}.veomni.ulysses_parallel_size", sequence))
+    elif engine == "fsdp_config":
+        sequence = max(sequence, int(get(f"{a}.fsdp_config.ulysses_sequence_parallel_size", 1)))
+    need = math.ceil(longest / sequence)
+    micro = get(f"{a}.ppo_micro_batch_size_per_gpu")
+    if get(f"{a}.use_dynamic_bsz"):
+        tokens = max(int(get(f"{a}.ppo_max_token_len_per_gpu")), need)
+    elif micro is not None:
+        tokens = max(need, math.ceil(int(micro) * longest / sequence))
+    else:
+        tokens = None
+    estimator = get("algorithm.adv_estimator")
+    distils = get("distillation.enabled", False)
+    apart = bool(get("rollout.nnodes") or get(f"{r}.nnodes"))
+    correction = "algorithm.rollout_correction"
+    corrects = any(get(f"{correction}.{one}") not in (None, "none") for one in ("rollout_is", "rollout_rs"))
+    older = get("async_training.use_rollout_log_probs") and not get("async_training.compute_prox_log_prob")
+    bypass = get(f"{correction}.bypass_mode", False) or older
+    turn = f"{r}.multi_turn"
+    size = int(get(f"{a}.fsdp_config.fsdp_size", -1))
+    asynchronous = bool(fully or get("rollout.nnodes") or get("trainer.v1.trainer_mode", "sync") != "sync")
+    greedy = float(get(f"{r}.val_kwargs.temperature", 0)) == 0
+    steps = int(get("trainer.total_training_steps", 0) or 0)
+    if fully and not steps:
+        steps = int(get("rollout.total_rollout_steps", 0)) // (batch * meets)
+    elif steps and not fully:
+        steps = max(1, steps // meets)
+    every = {"save_freq": get("trainer.save_freq", -1), "test_freq": get("trainer.test_freq", -1)}
+    if "rollout.test_freq" in main:
+        every["test_freq"] = get("rollout.test_freq")
+    every = {key: int(value) for key, value in every.items() if isinstance(value, int | float)}
+    experts = 1
+    if engine in ("megatron", "veomni"):
+        names = {"megatron": "expert_model_parallel_size", "veomni": "expert_parallel_size"}
+        experts = int(get(f"{a}.{engine}.{names[engine]}", 1))
+    found: dict[str, Any] = {
+        "data.train_files": text("data.train_files"),
+        "data.val_files": text("data.val_files"),
+        "data.train_batch_size": batch * meets,
+        "data.max_prompt_length": int(get("data.max_prompt_length")),
+        "data.max_response_length": int(get("data.max_response_length")),
+        "data.filter_overlong_prompts": bool(get("data.filter_overlong_prompts")),
+        "data.truncation": get("data.truncation"),
+        "data.shuffle": bool(get("data.shuffle")),
+        "data.prompt_key": get("data.prompt_key"),
+        "data.reward_fn_key": get("data.reward_fn_key"),
+        "model.path": get(f"{m}.path"),
+        "model.lora_rank": int(get(f"{m}.lora_rank", 0) or get(f"{m}.lora.rank", 0)),
+        "model.remat": "full" if get(f"{m}.enable_gradient_checkpointing") else "none",
+        "actor.lr": float(get(f"{a}.optim.lr")),
+        "actor.weight_decay": float(get(f"{a}.optim.weight_decay")),
+        "actor.betas": tuple(map(float, get(f"{a}.optim.betas"))),
+        "actor.grad_clip": float(get(f"{a}.grad_clip", 1.0) if engine == "fsdp_config" and main
+          and f"{a}.grad_clip" in main else get(f"{a}.optim.clip_grad", 1.0)),
+        "actor.lr_warmup_steps": max(-1, int(get(f"{a}.optim.lr_warmup_steps", -1))) or -1,
+        "actor.ppo_mini_batch_size": mini * n,
+        "actor.ppo_epochs": int(get(f"{a}.ppo_epochs")),
+        "actor.shuffle": bool(get(f"{a}.shuffle")),
+        "actor.clip_ratio_low": float(get(f"{a}.clip_ratio_low")),
+        "actor.clip_ratio_high": float(get(f"{a}.clip_ratio_high")),
+        "actor.clip_ratio_c": float(get(f"{a}.clip_ratio_c")),
+        "actor.loss_mode": get(f"{a}.policy_loss.loss_mode"),
+        "actor.loss_agg_mode": get(f"{a}.loss_agg_mode"),
+        "actor.entropy_coeff": float(get(f"{a}.entropy_coeff")),
+        "actor.use_kl_loss": bool(get(f"{a}.use_kl_loss")),
+        "actor.kl_loss_coef": float(get(f"{a}.kl_loss_coef")),
+        "actor.kl_loss_type": get(f"{a}.kl_loss_type"),
+        "actor.param_offload": bool(get(f"{a}.{engine}.param_offload")),
+        "ref.param_offload": bool(get(f"actor_rollout_ref.ref.{engine}.param_offload")),
+        "rollout.name": {"hf": "inprocess"}.get(get(f"{r}.name"), get(f"{r}.name").removesuffix("_async")),
+        "rollout.n": n,
+        "rollout.temperature": float(get(f"{r}.temperature")),
+        "rollout.top_p": float(get(f"{r}.top_p")),
+        "rollout.top_k": int(get(f"{r}.top_k")) if int(get(f"{r}.top_k")) > 0 else -1,
+        "rollout.tensor_model_parallel_size": int(get(f"{r}.tensor_model_parallel_size")),
+        "rollout.gpu_memory_utilization": float(get(f"{r}.gpu_memory_utilization")),
+        "rollout.enforce_eager": bool(get(f"{r}.enforce_eager")),
+        "rollout.max_num_seqs": int(get(f"{r}.max_num_seqs")),
+        "rollout.dtype": get(f"{r}.dtype"),
+        "rollout.val_kwargs.temperature": float(get(f"{r}.val_kwargs.temperature")),
+        "rollout.val_kwargs.n": int(get(f"{r}.val_kwargs.n")),
+        "rollout.mode": "async" if asynchronous else "sync",
+        "algorithm.adv_estimator": {"grpo_vectorized": "grpo"}.get(estimator, estimator),
+        "algorithm.gamma": float(get("algorithm.gamma")),
+        "algorithm.lam": float(get("algorithm.lam")),
+        "algorithm.norm_adv_by_std_in_grpo": bool(get("algorithm.norm_adv_by_std_in_grpo")),
+        "algorithm.use_kl_in_reward": bool(get("algorithm.use_kl_in_reward")),
+        "algorithm.kl_penalty": get("algorithm.kl_penalty"),
+        "algorithm.kl_coef": float(get("algorithm.kl_ctrl.kl_coef")),
+        "algorithm.old_logprob": "bypass" if bypass else "correction" if corrects else "decoupled",
+        "algorithm.filter_groups": bool(get("algorithm.filter_groups.enable", False)),
+        "trainer.total_epochs": int(get("rollout.total_epochs") or get("trainer.total_epochs")),
+        "trainer.total_training_steps": steps or -1,
+        "trainer.val_before_train": bool(get("trainer.val_before_train")),
+        "trainer.project_name": get("trainer.project_name"),
+        "mesh.sequence": sequence,
+        "mesh.tensor": int(get(f"{a}.megatron.tensor_model_parallel_size", 1)) if engine == "megatron" else 1,
+        "mesh.expert": math.gcd(experts, max(1, gpus * nodes // sequence
+          // (int(get(f"{a}.megatron.tensor_model_parallel_size", 1)) if engine == "megatron" else 1))),
+    }  # fmt: skip
+    found |= {
+        f"trainer.{key}": max(1, value // (1 if fully else meets)) if value > 0 else -1 for key, value in every.items()
+    }
+    if tokens:
+        found["actor.max_tokens_per_device"] = tokens
+    if engine == "fsdp_config":
+        found["actor.lr_scheduler_type"] = get(f"{a}.optim.lr_scheduler_type") or get(f"{a}.optim.warmup_style")
+        found["actor.optimizer_offload"] = bool(get(f"{a}.fsdp_config.optimizer_offload"))
+        found["model.param_dtype"] = _DTYPES.get(
+            get(f"{a}.fsdp_config.model_dtype"), get(f"{a}.fsdp_config.model_dtype")
+        )
+        found["mesh.fsdp"] = -1 if size < 0 or size >= gpus * nodes else max(1, size // sequence)
+        found["mesh.data"] = 1 if found["mesh.fsdp"] == -1 else -1
+    if get(f"{turn}.enable") and get(f"{turn}.tool_config_path"):
+        found["rollout.multi_turn.tool_config_path"] = get(f"{turn}.tool_config_path")
+        found["rollout.multi_turn.max_assistant_turns"] = int(get(f"{turn}.max_assistant_turns", -1))
+    for place in ("reward", "reward_model"):
+        if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable") or get(f"{place}.overlong_buffer.enable"):
+            key = (
+                "reward_kwargs.overlong_buffer_cfg"
+                if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable")
+                else "overlong_buffer"
+            )
+            found["reward.overlong_buffer_tokens"] = int(get(f"{place}.{key}.len"))
+    path = get("custom_reward_function.path") or get("reward.custom_reward_function.path")
+    name = get("custom_reward_function.name") or get("reward.custom_reward_function.name", "compute_score")
+    found["reward.function"] = f"{path}:{name}" if path else ""
+    if found["model.lora_rank"] and not found["actor.param_offload"]:
+        del found["ref.param_offload"]  # the reference is the policy's own base
+    if "trainer.default_local_dir" in main and get("trainer.default_local_dir"):
+        found["trainer.run_dir"] = get("trainer.default_local_dir")
+    if "trainer.experiment_name" in main:
+        found["trainer.experiment_name"] = get("trainer.experiment_name")
+    if not apart:
+        found["trainer.nnodes"] = nodes
+        found["rollout.servers"] = max(1, gpus // int(get(f"{r}.tensor_model_parallel_size")))
+    if not greedy:
+        found["rollout.val_kwargs.top_p"] = float(get(f"{r}.val_kwargs.top_p"))
+    if corrects and not bypass:
+        found["algorithm.rollout_is"] = get(f"{correction}.rollout_is") or "none"
+    if estimator == "gae":
+        found |= {
+            "critic.lr": float(get(f"{c}.optim.lr")),
+            "critic.weight_decay": float(get(f"{c}.optim.weight_decay")),
+            "critic.ppo_epochs": int(get(f"{c}.ppo_epochs")),
+            "critic.cliprange_value": float(get(f"{c}.cliprange_value")),
+            "trainer.critic_warmup": max(0, int(get("trainer.critic_warmup")) - 1),
+        }
+    if distils:
+        for key in ("algorithm.adv_estimator", "algorithm.gamma", "algorithm.use_kl_in_reward", "algorithm.kl_coef",
+          "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"):  # fmt: skip
+            del found[key]
+        found["ref.path"] = get("distillation.teacher_models.teacher_model.model_path")
+    return found
+
+
+def judge(result: Result, root: pathlib.Path, verl: pathlib.Path) -> None:
+    """Compares the settings of a PPO translation with Hydra's."""
+    words = shlex.split(result.command.partition("\n\n#")[0].replace("\\\n", ""))[3:]
+    words[0] = f"--config={ROOT}/{from_verl.BASE}"
+    values = table.values(settings.parse(words, "", settings.default())[0])
+    asked = expected(composed(result, root, verl), " ".join(result.words))
+    result.wrong = {key: (values[key], value) for key, value in asked.items() if not _equal(values[key], value)}
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, float) and isinstance(ours, (int, float)):
+        return math.isclose(ours, theirs, rel_tol=1e-9)
+    return DATES.sub("#", str(ours)) == DATES.sub("#", str(theirs))
+
+
+def rows(results: list[Result]) -> Iterator[tuple[str, str]]:
+    """Yields the table."""
+
+    def of(test: Callable[[Result], Any], among: list[Result]) -> str:
+        return f"{sum(bool(test(one)) for one in among)} of {len(among)}"
+
+    zero = [one for one in results if one.code == 0 and not one.tunes]
+    judged = [one for one in zero if one.wrong is not None]
+    plain = [one for one in results if one.counts and not one.tunes]
+    yield "arguments equal to those under bash", of(lambda one: one.same, results)
+    for code, name in ((0, "the script's run"), (3, "settings left out"), (2, "refused")):
+        yield f"exit code {code}, {name}", of(lambda one, code=code: one.code == code, results)
+    yield "exit code 0 although Hydra's settings differ", of(lambda one: one.wrong, judged)
+    yield "exit code 0 that Hydra could not compose", str(len(zero) - len(judged))
+    right = [one for one in plain if one.code == 0 and one.wrong == {}]
+    yield "exit code 0 and Hydra's settings, without vision and other trainers", f"{len(right)} of {len(plain)}"
+    tuning = [one for one in results if one.tunes]
+    yield "fine-tuning translated", of(lambda one: one.code in (0, 3), tuning)
+    yield "fine-tuning with exit code 0", of(lambda one: one.code == 0, tuning)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="+", type=pathlib.Path)
+    parser.add_argument("--verbose", action="store_true", help="prints what is left out, refused or wrong")
+    given = parser.parse_args(argv)
+    results, composes = [], True
+    with tempfile.TemporaryDirectory() as folder:
+        work = pathlib.Path(folder).resolve()
+        work.chmod(0o755)
+        make_programs(work)
+        os.environ["HOME"] = f"{work}/home"
+        copies = []
+        for checkout in given.checkouts:
+            copies.append(work / checkout.resolve().name)
+            shutil.copytree(checkout, copies[-1], symlinks=True, ignore=shutil.ignore_patterns(".git"))
+            subprocess.run(["chmod", "-R", "a+rwX", str(copies[-1])], check=True)
+        verl = next((copy for copy in copies if (copy / "verl/trainer/config").is_dir()), None)
+        for root in copies:
+            os.chdir(root)
+            own = root if (root / "verl/trainer/config").is_dir() else verl
+            for result in scripts_of(root, work):
+                results.append(result)
+                if result.code == 0 and not result.tunes and own and composes:
+                    try:
+                        judge(result, root, own)
+                    except ImportError as e:
+                        composes = False
+                        print(f"{e}: install hydra-core to compare with Hydra", file=sys.stderr)
+                    except Exception as e:  # Hydra refuses some scripts
+                        result.errors += f"Hydra: {str(e).splitlines()[0]}"
+                if given.verbose:
+                    print(result.code, result.name, result.wrong or result.errors.strip()[:2000])
+        os.chdir("/")
+    left = collections.Counter(one.code for one in results)
+    print(f"{len(results)} scripts start one trainer; exit codes {dict(left)}\n")
+    for name, value in rows(results):
+        print(f"| {name} | {value} |")
+
+
+if __name__ == "__main__":
+    main()
