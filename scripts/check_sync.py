@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--record", type=pathlib.Path, help="a JSONL file that the result is added to")
     parser.add_argument("--python", default="", help="the interpreter that has vLLM")
     args = parser.parse_args()
+    # By default a float32 product is TF32 on a GPU, and the server's is not.
+    jax.config.update("jax_default_matmul_precision", "highest")
     if args.via != "nccl":  # server and trainer share a GPU
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     _, cfg = hf.read_config(args.hf_dir, longest=PROMPT_TOKENS + SAMPLING.max_tokens)
