@@ -1,6 +1,7 @@
 """Checks that rollout engine and trainer have the same policy, by the log-probs of the same tokens."""
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -136,7 +137,7 @@ def require_published(
     wrong: dict[str, LogpGap] = {}
     for tokens, part in LOOKS:
         some = dataclasses.replace(_unfiltered(c, version), max_tokens=min(tokens, c.data.max_response_length))
-        drawn = trajectories.of_all(hosts, hosts.together(lambda some=some: sampler.probe(longest, some)))
+        drawn = trajectories.of_all(hosts, hosts.together(functools.partial(sampler.probe, longest, some)))
         by_server: dict[str, list[np.ndarray]] = {}
         for trajectory, gaps in zip(drawn, _gaps(learner, now, drawn), strict=True):
             by_server.setdefault(trajectory.server, []).append(gaps)
