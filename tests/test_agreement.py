@@ -66,6 +66,7 @@ def cases():
         patch.syspath_prepend(make.ROOT / "benchmarks")
         script = make.script("benchmarks/agreement.py")
         patch.setattr(script, "POOL", 32)
+        patch.setattr(script, "TOKENS", 16)
         patch.setattr(script, "RATES", (1e-2,))
         patch.setattr(script, "DTYPES", ("bfloat16",))
         yield script
