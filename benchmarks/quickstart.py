@@ -88,8 +88,6 @@ def learned(started: pathlib.Path, dtype: str) -> dict[str, Any]:
     """Returns the test scores by step of a whole quickstart in this precision."""
     with tempfile.TemporaryDirectory() as place:
         flags = [f"model.compute_dtype={dtype}", f"rollout.dtype={dtype}"]
-        if dtype == "bfloat16":
-            flags.append("rollout.logp_tolerance=0.5")  # two engines round differently
         lines = run(started, pathlib.Path(place) / "run", *flags)
     return {str(line["step"]): line["val/score"] for line in lines if "val/score" in line}
 

@@ -158,7 +158,7 @@ def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
     base, _ = settings.parse([f"--config={from_verl.BASE}"], "", settings.default())
     usual, base = table.values(settings.default()), table.values(base)
     config, _ = said(capsys, "actor_rollout_ref.rollout.dtype=float32", "algorithm.kl_ctrl.kl_coef=0.5")
-    assert base["rollout.logp_tolerance"] != usual["rollout.logp_tolerance"] == config["rollout.logp_tolerance"]
+    assert base["rollout.dtype"] != usual["rollout.dtype"] == config["rollout.dtype"]
     assert config["algorithm.kl_coef"] == 0.5
 
 

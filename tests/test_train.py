@@ -103,7 +103,7 @@ def test_a_worker_that_corrupts_a_tensor_is_seen_at_its_publish(run):
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 1, said
     assert "after the publish of version 2, the log-probs of http://127.0.0.1:" in said
-    assert "a quarter of rollout.logp_tolerance=0.001: it does not sample from the published weights" in said
+    assert "logp_tolerance allows 0.00025 and 0.001: it does not sample from the published weights" in said
     assert (run / "checkpoints/2").is_dir() and not (run / "samples/step_3.jsonl").exists()
 
 

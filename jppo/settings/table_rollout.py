@@ -116,8 +116,9 @@ class Rollout(Section):
         only=_SENT)
     publish_dir: str = setting("", "Folder of published weights, for servers in a container. '': nameless shared"
         " memory", only=_SERVERS)
-    logp_tolerance: float = setting(0.001, "Largest log-prob mismatch between trainer and rollout: of a token before"
-        " step 1. The mean of a server's tokens after each publish may be a quarter of it", unit="nats", bounds="[0,")
+    logp_tolerance: float = setting(-1.0, "Largest log-prob mismatch between trainer and rollout of 95% of the tokens,"
+        " before step 1 and after each publish; of the mean, a quarter of it. -1: 0.001, or 0.4"
+        " if rollout.dtype or model.compute_dtype is not float32", unit="nats", bounds="[0,", off=-1)
     agent: str = setting("", "Agent program that asks the policy through OpenAI's or Anthropic's API, one process per"
         " sample: a command line, or PATH.py:FUNCTION. '': none")
     agent_reward: str = setting("graders", "Reward of an agent's episode. graders: as without one; exit: 1 for exit"

@@ -112,7 +112,7 @@ ROLLOUT = (
       "R.load_format R.layered_summon R.checkpoint_engine.* R.update_weights_bucket_megabytes"),
     *needless("it follows from data.max_prompt_length and data.max_response_length", "R.max_model_len"),
     *needless("trainer.seed is the seed of everything", "R.seed"),
-    *missing("rollout.name=inprocess samples the same tokens in every run", "R.full_determinism"),
+    *missing("rollout.name=inprocess on a CPU samples the same tokens in every run", "R.full_determinism"),
     *missing("the compared log-probs are of the sampled distribution", "R.logprobs_mode", off=("processed_logprobs",)),
     *needless("every conversation has a thread", "R.agent.num_workers"),
     *missing("the engines are vllm, sglang and inprocess", "R.engine_kwargs.*", off=({},)),

@@ -203,8 +203,6 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "model.lora_alpha": (lambda look: 32 if look("M.lora.rank") else None, "M.lora.rank",
       "32 is the default of Megatron's adapters"),
     "reward.model.max_length": (_all_read, "RM.enable", "verl's reward model reads all of prompt and response"),
-    "rollout.logp_tolerance": (lambda look: 0.5 if look("R.dtype") != "float32" else None, "R.dtype",
-      "two engines in less than float32 round differently"),
     "trainer.run_dir": (
       lambda look: None if look("trainer.default_local_dir") else f"runs/{look('trainer.experiment_name') or 'run'}",
       "trainer.experiment_name", "a folder by the experiment's name"),

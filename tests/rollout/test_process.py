@@ -18,6 +18,7 @@ from jppo.rollout.make import require_routing, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
+from jppo.rollout.sglang import arguments as sglang
 from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
 from jppo.rollout.vllm.unserved import require_latent
 from jppo.settings import UserError, default, rules_rollout
@@ -142,6 +143,13 @@ def test_flags_and_environment_of_both_builds(settings):
         assert given[given.index("--load-format") + 1] == "dummy"
     assert environment(settings(), "cpu")["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in environment(settings(), "gpu")
+
+
+@pytest.mark.parametrize("dtype, value", [("float32", "ieee"), ("bfloat16", None)])
+def test_float32_servers_on_a_gpu_have_float32_attention(settings, dtype, value):
+    assert environment(settings(dtype=dtype), "gpu").get("TRITON_F32_DEFAULT") == value
+    assert "TRITON_F32_DEFAULT" not in environment(settings(dtype=dtype), "cpu")
+    assert sglang.environment(settings(dtype=dtype)).get("TRITON_F32_DEFAULT") == value
 
 
 @pytest.fixture

@@ -101,12 +101,12 @@ class Fleet(Served):
         return self._run(conversations.converse(self.ask, self._talk, prompts, sampling, done, only))
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-        """Samples one answer per prompt, and at least one on every server, without tools or environments.
+        """Samples as many answers per server as there are prompts, without tools or environments.
 
         Samples of the next steps that wait for a server do not delay it.
         """
         ask = functools.partial(self.ask, urgent=True)
-        count, one_turn = max(len(prompts), len(self.members)), conversations.one_turn(lambda _: "")
+        count, one_turn = len(prompts) * len(self.members), conversations.one_turn(lambda _: "")
         asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
         return self._run(conversations.converse(ask, one_turn, asked, sampling, None)).result()
 

@@ -5,7 +5,7 @@ import subprocess
 
 from jppo import interpreter
 from jppo.rollout.servers.process import ServerProgram
-from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program
+from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program, triton
 from jppo.settings import UserError
 
 MODULE = "jppo.rollout.sglang.guarded"
@@ -64,19 +64,20 @@ def flags(settings: ServerSettings) -> list[str]:
     return [*always, *engine_args(settings.engine_args, OURS)]
 
 
-def environment() -> dict[str, str]:
+def environment(settings: ServerSettings) -> dict[str, str]:
     """Returns SGLang's additional environment variables."""
     return {
         "PYTHONPATH": interpreter.python_path(),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise a paused server is unhealthy
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the tokens of ROOM, which never occur
         "HF_HUB_OFFLINE": "1",
+        **triton(settings.dtype),
     }
 
 
 def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> ServerProgram:
     """Returns the SGLang program number `index` of a run."""
-    env = {**os.environ, **environment(), **devices(index, settings)}
+    env = {**os.environ, **environment(settings), **devices(index, settings)}
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs must be at the sampling temperature
     start = [MODULE, "--model-path", model_dir]
     return make_program(index, start, flags(settings), env, run_dir=run_dir, settings=settings, folder=folder)

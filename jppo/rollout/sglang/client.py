@@ -176,7 +176,7 @@ def start_sglang(
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     """Returns the start command of a server for `rollout.urls`."""
-    variables = " ".join(f"{name}={value}" for name, value in arguments.environment().items())
+    variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings).items())
     options = " ".join(arguments.flags(settings))
     command = f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} --model-path {model_dir} {options}"
     return f"start it with `{command}`, and set {guard.TOKEN} alike here"

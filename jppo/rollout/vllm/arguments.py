@@ -183,6 +183,11 @@ def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
     return words
 
 
+def triton(dtype: str) -> dict[str, str]:
+    """Returns the variable without which Triton's float32 products are TF32, in attention and experts."""
+    return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
+
+
 def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     """Returns vLLM's additional environment variables."""
     variables = {
@@ -194,6 +199,8 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     }
     if settings.lora_rank:
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if build == "gpu":
+        variables |= triton(settings.dtype)
     if build == "cpu":
         threads = str(settings.omp_threads)
         one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # ready sooner, and smaller
