@@ -53,6 +53,7 @@ class Timers:
         self._step: dict[str, float] = {}
         self._running: list[str] = []
         self._since = time.perf_counter()  # start or end of the last stage
+        self._began = self._since  # start of the innermost stage
         self._number = ""  # of the step
         self._count: Callable[[], Count] | None = None
 
@@ -63,6 +64,7 @@ class Timers:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = self._since = time.perf_counter()
         self._running.append(stage)
+        self._began = start
         self._count = None
         if "number" in attributes:
             self._number = f"step {attributes['number']}: "
@@ -104,6 +106,10 @@ class Timers:
         for item in items:
             yield item
             finish()
+
+    def running_s(self) -> float:
+        """Returns the seconds since the last stage began, whatever its parts."""
+        return time.perf_counter() - self._began
 
     def line(self) -> str:
         """Returns what is running: stage, finished parts, tokens per second, seconds; '' between stages."""
