@@ -81,9 +81,9 @@ def test_bypass_skips_the_pass_and_takes_the_samplers_log_probs(learn, monkeypat
     passes = []
     with_old_logprob = ppo.with_old_logprob
 
-    def counted(these, recipe, data, micros, policy):
+    def counted(these, recipe, data, micros, policy, *done):
         spied = dataclasses.replace(these, logprob=lambda *a: (passes.append(recipe.bypass), these.logprob(*a))[1])
-        return with_old_logprob(spied, recipe, data, micros, policy)
+        return with_old_logprob(spied, recipe, data, micros, policy, *done)
 
     monkeypatch.setattr(ppo, "with_old_logprob", counted)
     metrics = learn(both_kls("full") | {"algorithm.old_logprob": "bypass"})
