@@ -30,6 +30,7 @@ from jppo.run.agreement import LOOKS, PROBES, TOLERANCE, Limits, LogpGap
 from jppo.types import Params
 
 PROMPT, RESPONSES, TOKENS = 4, 16, 64  # of the check before step 1
+SEEDS = 10_000  # of the cases: others than those that the bounds and looks were chosen by
 POOL = 512  # contexts of a model, each case takes some
 SHAPE = dict(
     hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
@@ -199,8 +200,8 @@ def of_model(name: str, model: Model, cases: int, rights: int) -> Iterator[dict[
         for dtype in DTYPES if kind == "right" else ("float32", "bfloat16"):
             found = []
             for i in range(rights if (kind, dtype) == ("right", "bfloat16") else cases):
-                rng = np.random.default_rng(i)
-                first, second = jax.random.split(jax.random.key(1 + i))  # 0 made the weights
+                rng = np.random.default_rng(SEEDS + i)
+                first, second = jax.random.split(jax.random.key(SEEDS + i))
                 rows = model.rows[rng.choice(POOL, RESPONSES, replace=False)]
                 found.append(np.asarray(gaps(model.logprobs, dtype, *made(model.values, rows, first), rows, second)))
             yield row({"model": name, "weights": kind}, found, dtype)

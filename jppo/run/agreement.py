@@ -23,7 +23,7 @@ from jppo.settings import Settings
 from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
-PROBES = 8  # responses of a server that check a publish
+PROBES = 16  # responses of a server that check a publish
 LOOKS = ((4, 0.5), (64, 1.0))  # tokens of each response, part of the bounds; the second look is where the first fails
 
 # Nats per token by dtype, of the quantile HIGH; MEAN of it bounds the mean. Right engines had at most 45% of both: in
