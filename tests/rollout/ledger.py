@@ -21,7 +21,7 @@ class Ledger:
             fcntl.flock(file, fcntl.LOCK_EX)
             entries = json.load(file)
             for name in list(entries["held"]):
-                if not os.path.exists(f"/proc/{name.split('-')[-1]}"):  # its process has ended
+                if _ended(name.split("-")[-1]):
                     del entries["held"][name]
             yield entries
             file.seek(0)
@@ -41,3 +41,12 @@ class Ledger:
     def read(self):
         with self._open() as entries:
             return entries
+
+
+def _ended(pid):
+    """Whether a process is gone, or dead and not yet waited for: its memory is free."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
