@@ -64,7 +64,7 @@ def _fitting(c: Settings, tries: list[dict[str, Any]]) -> dict[str, Any] | None:
     c = with_servers(c, mesh)
     peak = preview.estimate(c, inputs, mesh).peak
     for changes in tries:
-        other = settings.changed(c, changes)
-        if preview.estimate(other, inputs, mesh).peak < peak and preview.fits(other, inputs, mesh):
+        _, found, places = preview.look(settings.changed(c, changes), inputs, mesh)
+        if found.peak < peak and not found.refused and all(place.verdict != "FAIL" for place in places):
             return changes
     return None
