@@ -98,8 +98,7 @@ class SampleQueue:
         asked = [draws for asked in self._now.queue if asked.step <= step for draws in asked.draws]
         found = [dict(draws.found) for draws in asked]
         tokens = sum(int(t.sampled.sum()) for there in found for t in there.values())
-        total = self._how.n * len(self._groups) * (1 + (self._how.greedy and 1 / self._how.n))
-        return Count("responses", max(round(total), 1), sum(map(len, found)), tokens)
+        return Count("responses", sum(draws.n for draws in asked) * len(self._groups), sum(map(len, found)), tokens)
 
     def settle(self) -> None:
         """Waits until nothing is in flight."""
