@@ -14,7 +14,7 @@ import jax
 
 from jppo import process, settings
 from jppo.forecast import compilers, machines
-from jppo.forecast.machines import GIB, Gpu, Machine
+from jppo.forecast.machines import GIB, Machine
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.preflight import auto
@@ -86,9 +86,9 @@ def capacity(c: Common, machine: Machine) -> tuple[int, str]:
 def budgets(c: Common, machine: Machine, found: Estimate) -> list[MemoryBudget]:
     """Returns the budgets of a described machine's devices, and its host's needs."""
     room, why = capacity(c, machine)
-    server, total = found.server, machine.chip.total if isinstance(machine.chip, Gpu) else machine.chip.memory
-    said = "" if server is not None and server.sleeps else f" ({why})"
-    places = device_budgets(found, f"each of {machine.devices} {machine.chip.kind}{said}", room, total)
+    said = "" if found.server is not None and found.server.sleeps else f" ({why})"
+    where = f"each of {machine.devices} {machine.chip.kind}{said}"
+    places = device_budgets(found, where, room, machine.chip.memory)
     waiting = {f"{about}, waiting": count for about, count in found.host.items()}
     return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
 

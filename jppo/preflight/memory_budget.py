@@ -54,13 +54,11 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
     `room` is what JAX may use of its `total` bytes.
     """
     server, ours = found.server, device_parts(found)
-    if server is None:
+    if server is None or total is None:
         return [MemoryBudget(where, ours, room)]
     context = {"CUDA, of the trainer": CONTEXT}
     share = MemoryBudget(
-        f"{server.name}'s share, {server.fraction:.0%} of a GPU",
-        server.least(),
-        None if total is None else int(server.fraction * total),
+        f"{server.name}'s share, {server.fraction:.0%} of a GPU", server.least(), int(server.fraction * total)
     )
     if not server.sleeps:
         return [MemoryBudget(where, ours, room), share]
@@ -69,7 +67,7 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
     awake = held | {"log-probs, compared with the server's": scoring} | context
     return [
         share,
-        MemoryBudget(f"{where}, while the servers are awake", awake | server.awake(total or 0), total),
+        MemoryBudget(f"{where}, while the servers are awake", awake | server.awake(total), total),
         MemoryBudget(f"{where}, while they sleep", ours | context | server.asleep(), total),
     ]
 
@@ -99,14 +97,14 @@ def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
     if r.name == "inprocess":
         return parts
     if publish_via(r) != "file":  # staged by servers on this machine until they load it
-        staged = 0 if r.urls else r.servers * r.tensor_model_parallel_size
+        staged = 0 if r.urls else r.least_servers * r.tensor_model_parallel_size
         parts["published weights"] = staged * memory.served(inputs.policy, published_dtype(c))
     elif not r.publish_dir:  # two files in shared memory, written in turn
         parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
     if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU
         parts |= {
-            "vLLM: weights": r.servers * memory.served(inputs.policy, r.dtype),
-            "vLLM: cache": r.servers * r.cache_on_cpu,
+            "vLLM: weights": r.least_servers * memory.served(inputs.policy, r.dtype),
+            "vLLM: cache": r.least_servers * r.cache_on_cpu,
         }
     return parts
 

@@ -29,7 +29,7 @@ from jppo.preflight.programs import (
     report_dict,
     step_lines,
 )
-from jppo.rollout.make import with_servers
+from jppo.rollout.make import describe_servers, with_servers
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.settings import Common, Settings
@@ -134,6 +134,7 @@ def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Wo
         )
     lines += [
         *(f"weights          {said}" for said in [describe_decoding(inputs.policy)] if said),
+        *(f"servers          {said}" for said in [describe_servers(c)] if said),
         f"sampling         {describe_sampling(c)}",
         *(f"                 warning: {one.found}; {one.remedy}" for one in sampling_warnings(c)),
         f"rows             {shapes(plan)}",

@@ -104,7 +104,7 @@ def ports(c: Settings) -> Iterator[Finding]:
     if c.rollout.urls:
         yield Finding("server ports", "OK", "none: rollout.urls lists running servers")
         return
-    count = max(c.rollout.servers, 1)  # -1: by the GPUs, which are not known yet
+    count = c.rollout.least_servers
     check_ports(c.rollout.port, count)
     asked = ", ".join(str(c.rollout.port + i) for i in range(count))
     yield Finding("server ports", "OK", f"{asked} can be used" if c.rollout.port else "any that is free")

@@ -62,7 +62,7 @@ def server_memory(c: Settings, policy: ModelConfig, weights: int, mesh: Any) -> 
         return None
     ours = [device for device in mesh.devices.flat if device.process_index == mesh.devices.flat[0].process_index]
     width, item = r.tensor_model_parallel_size, int(jnp.dtype(r.dtype).itemsize)
-    count = -(-max(r.servers, 1) * width // len(ours))  # servers on one GPU
+    count = -(-r.least_servers * width // len(ours))  # servers on one GPU
     hidden = PREFILL * (2 * policy.intermediate_size + 4 * policy.hidden_size) * item
     logits = r.max_num_seqs * policy.vocab_size * (item + 8)  # two more in float32 while they are sampled
     row = cache.row_bytes(policy, length=c.data.longest_row, dtype=r.dtype)

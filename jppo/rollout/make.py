@@ -84,8 +84,15 @@ def with_servers(c: Settings, mesh: Mesh) -> Settings:
         local = sum(device.process_index == first.process_index for device in mesh.devices.flat)
         gpus = len(texts.entries(r.devices)) or local
         count = max(1, gpus // r.tensor_model_parallel_size)
-        print(f"rollout: servers on a host of {gpus} GPUs: {count}", file=sys.stderr, flush=True)
     return settings.changed(c, {"rollout.servers": count})
+
+
+def describe_servers(c: Settings) -> str:
+    """Returns a line on the servers that each host starts; '' if it starts none."""
+    r = c.rollout
+    if r.name not in ("vllm", "sglang") or r.urls:
+        return ""
+    return f"{r.servers} server(s) a host, each on {r.tensor_model_parallel_size} device(s)"
 
 
 def server_settings(c: Settings) -> ServerSettings:
@@ -93,7 +100,7 @@ def server_settings(c: Settings) -> ServerSettings:
     r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
     return ServerSettings(
         python=r.python,
-        servers=max(r.servers, 1),
+        servers=r.least_servers,
         port=r.port,
         dtype=r.dtype,
         max_model_len=c.data.longest_row,

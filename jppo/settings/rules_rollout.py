@@ -27,7 +27,7 @@ def has_branches(r: Rollout) -> bool:
 def check_rollout(config: Settings, *, training: bool) -> None:
     """Raises a UserError at the first rule that is broken."""
     r = config.rollout
-    if (last := r.port + max(r.servers, 1) - 1) > 65535:
+    if (last := r.port + r.least_servers - 1) > 65535:
         raise UserError(f"rollout.port={r.port}: the last server has port {last}, and 65535 is the largest; lower it")
     _temperature(r, training)
     _test(r.val_kwargs)

@@ -140,6 +140,11 @@ class Rollout(Section):
     # fmt: on
 
     @property
+    def least_servers(self) -> int:
+        """Returns the number of servers; 1 while the GPUs that decide it are unknown."""
+        return max(self.servers, 1)
+
+    @property
     def cache_on_cpu(self) -> int:
         """Returns the bytes of the KV cache on a CPU."""
         return self.kv_cache_memory_bytes if self.kv_cache_memory_bytes > 0 else 2**28

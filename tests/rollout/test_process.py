@@ -486,7 +486,7 @@ def test_room_for_adapters(settings):
         ({"rollout.urls": "http://127.0.0.1:1"}, "gpu", 1),
     ],
 )
-def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count, capfd):
+def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count):
     c = default()
     c.update_from_flattened_dict(changes)
     devices = [types.SimpleNamespace(platform=platform, process_index=i // 8) for i in range(16)]
@@ -497,4 +497,3 @@ def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count, 
     if c.rollout.name == "vllm" and not c.rollout.urls:
         with pytest.raises(UserError, match=r"set rollout\.name=inprocess"):
             with_servers(typed(c), mesh)
-    assert ("a host of 8 GPUs: 8" in capfd.readouterr().err) == (not changes and platform == "gpu")
