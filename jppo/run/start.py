@@ -24,7 +24,7 @@ from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
 from jppo.rewards.reward_sum import RewardSum
-from jppo.rollout.make import Source, open_engine, served_reference, with_servers
+from jppo.rollout.make import Source, describe_servers, open_engine, served_reference, with_servers
 from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.run import resume
@@ -38,7 +38,7 @@ from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
 from jppo.runlog.lock import own
 from jppo.runlog.logger import Logger, Silent
-from jppo.runlog.make import make_logger, require_loggers
+from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.progress import Display, Doing
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
@@ -82,7 +82,7 @@ class HostParts:
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
     """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
     held = hold(stack, hosts, c)
-    inputs, only_look, laps = held.inputs, c.trainer.val_only, Laps()
+    inputs, only_look, laps = held.inputs, c.trainer.val_only, Laps(held.timer)
     with held.timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
         folder = expanded(c.trainer.run_dir)
         kept = Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep, read_only=only_look)
@@ -106,36 +106,28 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         stack.callback(engine.close)
         open_sampler = functools.cache(lambda: hosts.together(lambda: engine.ready(**speaking(inputs))))
         if c.rollout.sleep_level:  # the GPU has no room for starting servers beside the trainer's arrays
-            held.timer.part("waiting for the sampler")
-            open_sampler().sleep()
-            laps("waiting for the sampler")
-        reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
-        stack.callback(reward_sum.close)
-        if c.algorithm.filter_groups:
-            require_metric(c.algorithm.filter_groups_metric.partition("/")[0], reward_sum.parts)
-        held.timer.part("loading the models")
-        learner, begin = make_learner(c, inputs, mesh)
-        laps("models")
+            with laps("servers"):
+                open_sampler().sleep()
+        reward_sum = open_rewards(stack, hosts, c, inputs, mesh)
+        with laps("models"):
+            learner, begin = make_learner(c, inputs, mesh)
         if not only_look:
-            compile_passes(c, learner, begin, held.timer.part)
-            laps("compilation")
-        origin = resume.origin(c, inputs, learner)
-        begun = resume.resume(c, checkpoints, learner.spare(), begin, origin)
-        if begun.step is not None:
-            reward_sum.load(begun.now.place.get("reward", {}))
-        del begin  # a resumed run must not hold two states
-        laps("checkpoint")
-        held.timer.part("waiting for the sampler")
-        sampler = open_sampler()
-        laps("waiting for the sampler")
-        held.timer.part("the first publish")
-        publisher = PolicyPublisher(c, learner, sampler, inputs.adapters, hosts)
-        publish_base(c, learner, sampler, begun.now.step, hosts)
-        publisher.finish(begun.now.state)
-        laps("publish")
-        hosts.together(reward_sum.ready)
-        laps("graders")
-        held.display.leave_terminal()
+            with laps("compilation"):
+                compile_passes(c, learner, begin, held.timer.part)
+        with laps("checkpoint"):
+            origin = resume.origin(c, inputs, learner)
+            begun = resume.resume(c, checkpoints, learner.spare(), begin, origin)
+            if begun.step is not None:
+                reward_sum.load(begun.now.place.get("reward", {}))
+            del begin  # a resumed run must not hold two states
+        with laps("waiting for the sampler"):
+            sampler = open_sampler()
+        with laps("publish"):
+            publisher = PolicyPublisher(c, learner, sampler, inputs.adapters, hosts)
+            publish_base(c, learner, sampler, begun.now.step, hosts)
+            publisher.finish(begun.now.state)
+        with laps("graders"):
+            hosts.together(reward_sum.ready)
         logger = open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
         greedy = learner.recipe.estimator.greedy
@@ -147,6 +139,15 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         )  # fmt: skip
         introduce(run, begun, kernel, chosen, laps)
         return run, begun
+
+
+def open_rewards(stack: contextlib.ExitStack, hosts: Hosts, c: Settings, inputs: Inputs, mesh: Mesh) -> RewardSum:
+    """Opens the reward; checks that dynamic sampling's metric is one of its parts."""
+    reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
+    stack.callback(reward_sum.close)
+    if c.algorithm.filter_groups:
+        require_metric(c.algorithm.filter_groups_metric.partition("/")[0], reward_sum.parts)
+    return reward_sum
 
 
 def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
@@ -165,9 +166,7 @@ def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
         hosts=hosts, stopped=t.stop_exit_code,
     )  # fmt: skip
     stack.enter_context(watch)
-    display = Display(timer)
-    if hosts.first and "console" in settings.loggers(t.logger):
-        stack.enter_context(display)
+    display = open_display(stack, c, timer, hosts)
     return HostParts(written, logs, inputs, timer, profile, watch, display)
 
 
@@ -194,6 +193,7 @@ def open_logger(c: Settings, held: HostParts, hosts: Hosts, learner: Learner, be
     if begun.step is not None and c.trainer.val_only:
         logged = begun.step - 1  # its line is written again
     muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
+    held.display.leave_terminal()
     how = dict[str, Any](total_steps=held.inputs.total_steps, resumed_step=logged, doing=Doing(held.timer))
     return make_logger(c, held.folder, hosts, muted=muted, **how)
 
@@ -211,6 +211,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         inputs.policy.unread,
         kernel,
         describe_decoding(inputs.policy),
+        describe_servers(c),
         offloading.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(c, mesh),
         chosen,

@@ -34,7 +34,8 @@ from jppo.runlog.checkpoint_arrays import nonfinite
 from jppo.runlog.console import Columns
 from jppo.runlog.lock import own
 from jppo.runlog.logger import read_metrics
-from jppo.runlog.make import make_logger
+from jppo.runlog.make import make_logger, open_display
+from jppo.runlog.progress import Doing
 from jppo.runlog.timers import Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.settings import Supervised
@@ -98,20 +99,26 @@ def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(own(run))
         watch = stack.enter_context(Watch(timer, stacks=run / "stacks.txt", stopped=t.stop_exit_code, **limits))
+        display = open_display(stack, c, timer)
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=t.max_ckpt_to_keep))
         if finished(c, checkpoints, task.steps):
             print(f"all {task.steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts")
             return last_metrics(run)
         with timer("start"):
+            timer.part("the model")
             how = dict[str, Any](head=objective.head, key=jax.random.key(t.seed), adapters=task.adapters)
             trained = load_trained(c, task.mesh, task.cfg, c.model.path, **how)
             descent, opt = make_descent(c.optim, objective.name, task.accumulate, trained, task.steps)
             origin = make_origin(c, task, objective, trained)
+            timer.part("the first pass")
             if objective.begin is not None:
                 objective.begin(descent, trained.learned)
             begun = begin(c, checkpoints, objective, descent, trained.learned, opt, origin)
             del trained, opt  # a resumed run must not hold two states
-        logger = make_logger(c, run, total_steps=task.steps, columns=objective.columns, resumed_step=begun.logged)
+        display.leave_terminal()
+        logger = make_logger(
+            c, run, total_steps=task.steps, columns=objective.columns, resumed_step=begun.logged, doing=Doing(timer)
+        )
         with logger:
             durable_files.write_text(run / "config.json", settings.dump(c))
             resuming = None if begun.step is None else f"resuming from the checkpoint of step {begun.step}"

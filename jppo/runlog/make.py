@@ -1,12 +1,15 @@
 """Metrics loggers from the settings."""
 
+import contextlib
 import pathlib
 from typing import Any
 
 from jppo import settings, traces
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.runlog.logger import REMOTE, Logger, Silent
+from jppo.runlog.progress import Display
 from jppo.runlog.sinks import About
+from jppo.runlog.timers import Timers
 from jppo.settings import Common, Settings
 
 
@@ -17,6 +20,14 @@ def require_loggers(c: Common) -> None:
             REMOTE[name].require()
     if isinstance(c, Settings) and c.trainer.traces:
         traces.require()
+
+
+def open_display(stack: contextlib.ExitStack, c: Common, timer: Timers, hosts: Hosts = ALONE) -> Display:
+    """Shows what the run does until its logger is open, on the first host and where the console is logged to."""
+    display = Display(timer)
+    if hosts.first and "console" in settings.loggers(c.trainer.logger):
+        stack.enter_context(display)
+    return display
 
 
 def make_logger(c: Common, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:

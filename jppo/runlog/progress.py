@@ -58,5 +58,5 @@ class Display:
 
     def _print(self) -> None:
         while not self._end.wait(self._every_s):
-            if self._timer.running_s() >= self._every_s / 2 and (line := self._timer.line()):
+            if self._timer.stage()[1] >= self._every_s / 2 and (line := self._timer.line()):
                 print(line, file=sys.stderr, flush=True)

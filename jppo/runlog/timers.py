@@ -53,7 +53,7 @@ class Timers:
         self._step: dict[str, float] = {}
         self._running: list[str] = []
         self._since = time.perf_counter()  # start or end of the last stage
-        self._began = self._since  # start of the innermost stage
+        self._part_since = self._since  # start of the running stage's part
         self._number = ""  # of the step
         self._count: Callable[[], Count] | None = None
 
@@ -64,7 +64,7 @@ class Timers:
             raise ValueError(f"stage {stage!r} is not one of {', '.join(STAGES)}")
         start = self._since = time.perf_counter()
         self._running.append(stage)
-        self._began = start
+        self._part_since = start
         self._count = None
         if "number" in attributes:
             self._number = f"step {attributes['number']}: "
@@ -92,7 +92,7 @@ class Timers:
     def part(self, what: str, total: int = 0) -> Callable[[], None]:
         """Begins a part of the running stage; returns what counts its parts."""
         count = Count(what, total)
-        self._since = time.perf_counter()
+        self._part_since = time.perf_counter()
         self.watch(lambda: count)
 
         def finish() -> None:
@@ -107,23 +107,19 @@ class Timers:
             yield item
             finish()
 
-    def running_s(self) -> float:
-        """Returns the seconds since the last stage began, whatever its parts."""
-        return time.perf_counter() - self._began
-
     def line(self) -> str:
-        """Returns what is running: stage, finished parts, tokens per second, seconds; '' between stages."""
-        stage, seconds = self.stage()
+        """Returns the running stage, its part and the part's seconds, as text; '' between stages."""
+        stage, seconds = self.stage()[0], time.perf_counter() - self._part_since
         if stage in ("none", "step"):
             return ""
-        words = ["" if stage == "start" else self._number + DOING.get(stage, stage).replace("_", " ")]
+        words = [f"{'' if stage == 'start' else self._number}{DOING.get(stage, stage).replace('_', ' ')}"]
         count = self._count
         if count is not None:
             now = count()
             of = f"{now.done:,} of {now.total:,} {now.what}" if now.total else now.what
             rate = [f"{now.tokens / seconds:,.0f} tokens/s"] if now.tokens and seconds > 1 else []
             words += [of, *rate]
-        return f"{', '.join(filter(None, words)) or stage}, {seconds:.0f} s"
+        return f"{', '.join(words)}, {seconds:.0f} s"
 
     def so_far(self) -> dict[str, float]:
         """Returns the seconds of the current step's finished stages."""
@@ -136,17 +132,19 @@ class Timers:
 
 
 class Laps:
-    """A stopwatch for consecutive parts of one stage."""
+    """The seconds of consecutive parts of a stage of `timer`."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, timer: Timers) -> None:
+        self._timer = timer
         self._parts: list[str] = []
 
-    def __call__(self, part: str) -> None:
-        """Attributes the seconds since the previous lap to this part."""
-        now = time.perf_counter()
-        self._parts.append(f"{part} {now - self._last:.1f}")
-        self._last = now
+    @contextlib.contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Runs the block as this part."""
+        self._timer.part(part)
+        start = time.perf_counter()
+        yield
+        self._parts.append(f"{part} {time.perf_counter() - start:.1f}")
 
     def __str__(self) -> str:
         return ", ".join(self._parts)

@@ -33,11 +33,15 @@ def test_an_unknown_stage_is_an_error():
 
 
 def test_laps_share_out_the_seconds(monkeypatch):
-    clock = iter([10.0, 12.5, 12.5, 20.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    laps = Laps()
-    for part in ("models", "compilation", "publish"):
-        laps(part)
+    clock, timer = [10.0], Timers()
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    laps = Laps(timer)
+    with timer("start"):
+        for part, seconds in (("models", 2.5), ("compilation", 0.0), ("publish", 7.5)):
+            with laps(part):
+                clock[0] += seconds
+                assert timer.line() == f"start, {part}, {seconds:.0f} s"
+        assert timer.stage() == ("start", 10.0), "a part does not lengthen the time that its stage may take"
     assert str(laps) == "models 2.5, compilation 0.0, publish 7.5"
 
 
@@ -47,9 +51,9 @@ def test_a_stage_says_how_far_it_is():
     with timer("start"):
         finish = timer.part("programs compiled", 7)
         finish()
-        assert timer.line() == "1 of 7 programs compiled, 0 s"
+        assert timer.line() == "start, 1 of 7 programs compiled, 0 s"
         timer.part("the first publish")
-        assert timer.line() == "the first publish, 0 s"
+        assert timer.line() == "start, the first publish, 0 s"
     with timer("step", number=3):
         assert timer.line() == ""
         with timer("gen"):
@@ -69,7 +73,7 @@ def test_elsewhere_than_on_a_terminal_a_long_stage_is_a_line(capfd):
         timer.part("loading the models")
         time.sleep(0.3)
     said = capfd.readouterr().err.splitlines()
-    assert said and set(said) == {"loading the models, 0 s"}
+    assert said and set(said) == {"start, loading the models, 0 s"}
 
 
 def test_on_a_terminal_a_spinner_shows_it():
