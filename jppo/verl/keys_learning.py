@@ -220,27 +220,32 @@ def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
     yield from missing(own, f"{optim}.override_optimizer_config*", off=({},))
 
 
+def _mesh_and_dtypes(model: str, fsdp: str, megatron: str) -> Iterator[Name]:
+    """Yields the rows of the actor's engine that hold for all models."""
+    yield same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp")
+    yield same(f"{model}.torchtitan.data_parallel_shard_size", "mesh.fsdp", convert="titan")
+    yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype")
+    yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype")
+    yield same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1)
+    yield same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1, "expert")
+    stages = "pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
+    stages += " override_transformer_config.*pipeline*"
+    yield from needless("the devices of all stages share the parameters, by mesh.fsdp", within(megatron, stages))
+    yield from needless("experts' widths follow mesh.tensor", f"{megatron}.expert_tensor_parallel_size")
+    yield same(
+        f"{megatron}.override_transformer_config.moe_aux_loss_coeff",
+        "actor.router_aux_loss_coef",
+        convert="balance",
+    )
+    yield same(f"{megatron}.override_transformer_config.moe_z_loss_coeff", "actor.router_z_loss_coef")
+
+
 def _engine(model: str, section: str) -> Iterator[Name]:
     """Yields the rows of the engines of the actor, the critic or the reference."""
     fsdp = "critic.fsdp" if section == "critic" else f"{model}.fsdp_config"
     megatron = f"{model}.megatron"
     if section == "actor":
-        yield same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp")
-        yield same(f"{model}.torchtitan.data_parallel_shard_size", "mesh.fsdp", convert="titan")
-        yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype")
-        yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype")
-        yield same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1)
-        yield same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1, "expert")
-        stages = "pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
-        stages += " override_transformer_config.*pipeline*"
-        yield from needless("the devices of all stages share the parameters, by mesh.fsdp", within(megatron, stages))
-        yield from needless("experts' widths follow mesh.tensor", f"{megatron}.expert_tensor_parallel_size")
-        yield same(
-            f"{megatron}.override_transformer_config.moe_aux_loss_coeff",
-            "actor.router_aux_loss_coef",
-            convert="balance",
-        )
-        yield same(f"{megatron}.override_transformer_config.moe_z_loss_coeff", "actor.router_z_loss_coef")
+        yield from _mesh_and_dtypes(model, fsdp, megatron)
     else:
         mesh = f"{fsdp}.fsdp_size {megatron}.*_parallel_size"
         yield from needless("all models share the actor's mesh", mesh)

@@ -30,7 +30,7 @@ def tensor(look: Look) -> int:
 
 
 def expert(look: Look) -> int:
-    """Returns the devices of an expert axis of its own: verl's lies over those of data, sequence and tensor."""
+    """Returns the size of `mesh.expert`; verl's experts share the devices of data, sequence and tensor."""
     rest = max(1, world(look) // (sequence(look) * tensor(look)))
     return math.gcd(int(look("A.megatron.expert_model_parallel_size") or 1), rest)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from jppo.sandbox.shell import HIDDEN
@@ -94,18 +94,26 @@ def translate(
     tools = key_of("TURNS.tool_config_path")
     if names := foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
         lines.append(Line(said[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS"))
-    for setting, (follow, keys, _) in FOLLOWING.items():
-        decides = config is None or any(key_of(key) in values for key in keys.split())
-        try:
-            if decides and (value := follow(look)) is not None:
-                settings[setting] = value
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
-            raise UserError(f"{setting}: one of its keys, {keys}, has a value without a meaning in verl") from e
-        except (Moot, Unfit):
-            pass
-    settings = readable(settings)
+    decides = {key for key, (_, keys, _) in FOLLOWING.items() if any(key_of(one) in values for one in keys.split())}
+    settings = readable(settings | _following(look, FOLLOWING.keys() if config is None else decides))
     notes = list(_notes(values, look)) if config is None else []
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
+
+
+def _following(look: Look, names: Collection[str]) -> dict[str, Any]:
+    """Returns the settings of these names that follow from several keys."""
+    found: dict[str, Any] = {}
+    for setting, (follow, keys, _) in FOLLOWING.items():
+        if setting not in names:
+            continue
+        with contextlib.suppress(Moot, Unfit):  # a key's own line says it
+            try:
+                value = follow(look)
+            except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+                raise UserError(f"{setting}: one of its keys, {keys}, has a value without a meaning in verl") from e
+            if value is not None:
+                found[setting] = value
+    return found
 
 
 def _check(values: dict[str, Any], said: dict[str, str], look: Look) -> None:
