@@ -111,3 +111,16 @@ def test_kubernetes_finds_its_servers_by_name():
 def test_a_command_that_is_cut_short_is_one_line(command):
     code, said, error = run("bash", LAUNCH / command[0], *command[1:])
     assert (code, said) == (2, []) and error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "vendor, device, found", [("0x1ae0", "0x0063", 0), ("0x1ae0", "0x0042", 1), ("0x10de", "0x0063", 1)]
+)
+def test_setup_knows_a_machine_with_tpus(tmp_path, vendor, device, found):
+    (tmp_path / "0000:00:05.0").mkdir()
+    (tmp_path / "0000:00:05.0/vendor").write_text(vendor + "\n")
+    (tmp_path / "0000:00:05.0/device").write_text(device + "\n")
+    setup = (LAUNCH.parent / "setup.sh").read_text()
+    function = setup[setup.index("has_tpu() {") : setup.index("\n}\n", setup.index("has_tpu() {")) + 3]
+    code, *_ = run("sh", "-c", f"{function}has_tpu", PCI_DEVICES=str(tmp_path))
+    assert code == found
