@@ -221,7 +221,7 @@ def value_loss(values, old_values, returns, mask, clip=CLIP_VALUE):
 
 @jax.jit
 def score_batch(policy, critic, reference, tokens, mask, score):
-    """Returns what stays fixed during a step's updates: old log-probs, old values, advantages, returns."""
+    """Returns the constants of a step's updates: old log-probs, old values, advantages, returns."""
     old_logp, ref_logp, old_values = log_probs(policy, tokens), log_probs(reference, tokens), values_of(critic, tokens)
     rewards = token_rewards(score, old_logp, ref_logp, mask)
     advantages, returns = gae(rewards, old_values, mask)

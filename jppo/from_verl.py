@@ -130,7 +130,7 @@ def jppo_command(module: str, changes: Sequence[str]) -> str:
 
 
 def left_out(found: Translation, notes: Sequence[str]) -> list[str]:
-    """Returns what is left out and changes results or the use of hardware, a line for each."""
+    """Returns a line for each setting that is left out and changes results or the use of hardware."""
     return [*notes, *(f"{line.said}: {line.why}" for line in found.lines if line.kind in ("missing", "unknown"))]
 
 

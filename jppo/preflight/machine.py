@@ -30,7 +30,7 @@ import json, jax
 print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]))
 """
 _HEADER = "import sysconfig; print(sysconfig.get_paths()['include'] + '/Python.h')"
-DRIVERS = {12: 525, 13: 580}  # least major version of the driver by that of CUDA, as NVIDIA's release notes say
+DRIVERS = {12: 525, 13: 580}  # least driver version of each CUDA version; NVIDIA's release notes
 DEVICES_TIMEOUT_S = 120
 LOOPBACK_TIMEOUT_S = 5.0
 

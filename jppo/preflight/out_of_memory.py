@@ -33,7 +33,7 @@ class OutOfMemory(RunEnded):
 
 @contextlib.contextmanager
 def explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
-    """Turns XLA's error of exhausted memory into an OutOfMemory; the stage is that of `Timers`."""
+    """Raises OutOfMemory in place of XLA's error, with the stage of `Timers` and changes that fit."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:

@@ -43,7 +43,7 @@ class Limits:
 
     @classmethod
     def of(cls, tolerance: float) -> "Limits":
-        """Makes those of `rollout.logp_tolerance`."""
+        """Makes the bounds of a `rollout.logp_tolerance`."""
         return cls(MEAN * tolerance, tolerance)
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class Display:
             self._thread.join()
 
     def leave_terminal(self) -> None:
-        """Ends the spinner, as a table of steps takes its place; lines go on."""
+        """Removes the spinner: the table of steps follows. Elsewhere than on a terminal the lines continue."""
         if self._spinner is not None:
             self._spinner.stop()
             self._spinner = None

@@ -156,7 +156,7 @@ def _close(limits: "dict[str, Any]", parent: int) -> str:
     if limits["counted"]:  # a change of user has hidden the counter from that user
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     if limits["landlock"]:
-        write = [home, "/"] if limits["programs"] and how != confine.NONE else [home]  # "/": of its own file tree
+        write = [home, "/"] if limits["programs"] and how != confine.NONE else [home]  # the mount is private
         confine.restrict(read=limits["read"], write=write, devices=limits["devices"], programs=limits["programs"])
     return str(home)
 

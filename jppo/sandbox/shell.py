@@ -18,7 +18,7 @@ from jppo.sandbox.child import FOLDER, REPLIES_FD
 RUN_S = 12.0
 HIDDEN = "hidden-from-the-script"  # in place of secrets of the environment
 _MEMORY = 2**30
-_FILE_BYTES, _ALL_BYTES, _FILES = 2**17, 2**25, 3000  # of what is copied
+_FILE_BYTES, _ALL_BYTES, _FILES = 2**17, 2**25, 3000  # limits of the copied files: of one, of all, their number
 _REAL = (
     "awk base64 basename bash bc cat cmp column comm cut date diff dirname echo egrep env expr false fgrep find fold"
     " getopt grep head join jq ls md5sum mktemp nl nohup nproc paste printf pwd readlink realpath rev sed seq sha256sum"
@@ -227,7 +227,7 @@ def _environment(environment: Mapping[str, str], text: str) -> dict[str, str]:
 
 
 def _outside(text: str, places: Mapping[str, str]) -> str:
-    """Returns a text with the places outside in place of those of the sandbox."""
+    """Returns a text with the paths of the host in place of the sandbox's."""
     for inside, outside in places.items():
         text = re.sub(re.escape(inside) + r"(?![\w.-])", outside.replace("\\", r"\\"), text)
     return text
