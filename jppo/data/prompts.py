@@ -9,6 +9,7 @@ special tokens. Other columns are passed to graders in `Prompt.extra`, including
 import dataclasses
 import json
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from jppo.types import Prompt
 
 Messages = str | list[dict[str, str]]
 SHOWN_FROM = 10_000  # rows, from which a progress bar is shown
+EVERY_S = 30.0  # between lines where no bar is shown
 _BLOCK = 2_000  # rows that are rendered and then tokenised at once, by the tokenizer's threads
 _READ = ("prompt", "data_source", "ground_truth", "reward_model")
 
@@ -172,11 +174,14 @@ def tokenise(
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=terminal, disable=not shown, transient=True) as bar:
-        task = bar.add_task("", total=len(messages))
+        task, said = bar.add_task("", total=len(messages)), time.monotonic()
         for start in range(0, len(messages), _BLOCK):
             block = slice(start, start + _BLOCK)
             ids += _tokenise(messages[block], rows[block], tokenizer, render, max_length)
             bar.update(task, completed=len(ids))
+            if not terminal.is_terminal and time.monotonic() - said >= EVERY_S:
+                print(f"tokenising prompts, {len(ids):,} of {len(messages):,}", file=sys.stderr, flush=True)
+                said = time.monotonic()
     return ids
 
 

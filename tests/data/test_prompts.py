@@ -221,6 +221,13 @@ def test_many_rows_are_tokenised_in_blocks_that_change_nothing(tmp_path, charact
         assert a.ids.tolist() == b.ids.tolist() and a.uid == b.uid
 
 
+def test_long_tokenising_says_how_far_it_is_where_there_is_no_terminal(tmp_path, characters, monkeypatch, capsys):
+    monkeypatch.setattr(prompts, "_BLOCK", 4)
+    monkeypatch.setattr(prompts, "EVERY_S", 0.0)
+    read(write(tmp_path, *[GOOD] * 10), characters)
+    assert capsys.readouterr().err.splitlines() == [f"tokenising prompts, {n} of 10" for n in (4, 8, 10)]
+
+
 def test_parts_say_which_prompts_are_of_which_source(tmp_path, characters):
     b = write(tmp_path, GOOD, GOOD | {"prompt": "11111="}, GOOD, name="b.jsonl")
     a = write(tmp_path, GOOD, name="a.jsonl")
