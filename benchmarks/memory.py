@@ -98,7 +98,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     c = make_config(name, len(responses), changes)
     mesh, inputs = make_mesh(settings.typed(c)), make_inputs(c, described)
     trajectories = make_batch(inputs.policy, responses)
-    plan = plan_of_run(settings.typed(c), mesh, inputs.policy)
+    plan = plan_of_run(settings.typed(c), mesh, inputs.policy, inputs.total_steps)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
     found = memory.estimate(settings.typed(c), inputs, mesh, entries=entries)
     program = status("VmRSS")

@@ -144,7 +144,8 @@ def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int
     key = jax.random.key(c.trainer.seed)
     trajectories = make_batch(cfg, responses, prompt=prompt)
     mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
-    plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch)
+    how = dict[str, Any](steps=10**6, policy=cfg)  # a long run: all row lengths
+    plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch, **how)
     multiply, product_flops = devices.make_product(mesh, c.model.compute_dtype)
     return Subject(
         c=c,

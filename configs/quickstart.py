@@ -29,7 +29,6 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.data.train_batch_size = 512
     config.data.max_prompt_length = 6
     config.data.max_response_length = 4
-    config.data.row_lengths = 1
 
     config.algorithm.lam = 0.95
     config.algorithm.use_kl_in_reward = True

@@ -23,7 +23,6 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.data.train_batch_size = 256
     config.data.max_prompt_length = 6
     config.data.max_response_length = 4
-    config.data.row_lengths = 1
 
     config.optim.lr = 3e-3
     config.optim.betas = (0.9, 0.95)

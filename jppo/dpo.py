@@ -64,14 +64,17 @@ def prepare(c: PreferenceTuning, request: Request = preview.HERE) -> pairs.Task:
     def logprobs(policy: Weights, rows: Rows) -> Array:
         return logprob(policy, rows).logprob
 
+    steps, of_device = total_steps(c, len(found.pairs)), c.optim.max_tokens_per_device
     return pairs.Task(
         name="dpo",
         head="lm",
         pairs=found,
         held_out=held_out,
-        steps=total_steps(c, len(found.pairs)),
+        steps=steps,
         mesh=mesh,
-        plan=make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=2 * c.data.train_batch_size),
+        plan=make_plan(
+            c, mesh, tokens_per_device=of_device, sequences=2 * c.data.train_batch_size, steps=steps, policy=cfg
+        ),
         cfg=cfg,
         sequence=as_trajectory,
         adapters=make_adapters(c),

@@ -55,18 +55,21 @@ def prepare(c: PairTraining, request: Request = preview.HERE) -> pairs.Task:
     std = (cfg.hidden_size + 1) ** -0.5
     cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)
     value = score.make_value(make_decoder(c, cfg, mesh))
+    steps = total_steps(c, len(found.pairs))
     return pairs.Task(
         name="rm",
         head="value",
         pairs=found,
         held_out=held_out,
-        steps=total_steps(c, len(found.pairs)),
+        steps=steps,
         mesh=mesh,
         plan=make_plan(
             c,
             mesh,
             tokens_per_device=c.optim.max_tokens_per_device,
             sequences=2 * c.data.train_batch_size,
+            steps=steps,
+            policy=cfg,
             more=1,  # added by `as_trajectory`
         ),
         cfg=cfg,

@@ -61,12 +61,15 @@ def prepare(c: FineTuning, request: Request = preview.HERE) -> DemonstrationTask
     options = sharding.compiler_options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = make_logprob(c, cfg, mesh)
+    steps, of_device = total_steps(c, len(found.demonstrations)), c.optim.max_tokens_per_device
     return DemonstrationTask(
         demonstrations=found.demonstrations,
         overlong=found.overlong,
-        steps=total_steps(c, len(found.demonstrations)),
+        steps=steps,
         mesh=mesh,
-        plan=make_plan(c, mesh, tokens_per_device=c.optim.max_tokens_per_device, sequences=c.data.train_batch_size),
+        plan=make_plan(
+            c, mesh, tokens_per_device=of_device, sequences=c.data.train_batch_size, steps=steps, policy=cfg
+        ),
         cfg=cfg,
         adapters=make_adapters(c),
         accumulate=update.make_accumulate(update.make_imitation_loss(logprob), mesh=mesh, options=options),

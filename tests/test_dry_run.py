@@ -91,7 +91,7 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
     step = preview.full_length(inputs.train.prompts, 12, 6)
     assert [len(t.tokens) for t in step[:8]] == [len(p.ids) + 6 for p in inputs.train.prompts]
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
-    plan = plan_of_run(typed(small_run), mesh, inputs.policy)
+    plan = plan_of_run(typed(small_run), mesh, inputs.policy, inputs.total_steps)
     assert preview.descents(step, plan, epochs=3, size=4) == preview.Descents(3, 3, 4, 1)
     narrow = packing.Plan((13,), ((2, 1),), share_rows=False)
     assert preview.descents(step, narrow, epochs=1, size=5) == preview.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows

@@ -217,7 +217,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
     learner = Learner(
         mesh=mesh,
         cfg=cfg,
-        plan=plan_of_run(c, mesh, inputs.policy),
+        plan=plan_of_run(c, mesh, inputs.policy, inputs.total_steps),
         shape=batch_shape(c, mesh),
         recipe=recipe,
         passes=passes,

@@ -50,6 +50,7 @@ def make_plan(
     length_multiple: int = 1,
     shared: tuple[int, int] = (0, 0),
     price: Callable[[int], float] = lambda _: 1.0,
+    sizes: Sequence[int] = (),
 ) -> Plan:
     """Makes the plan for mini-batches of `sequences` trajectories of up to `max_length` tokens.
 
@@ -61,7 +62,8 @@ def make_plan(
         prefix    `row_lengths` lengths up to `max_tokens_per_row`, evenly spaced, shared by samples of one prompt
 
     For prefix, `price` is the cost of a token by row length, and `shared` is as in `Plan` and `attention.make_plain`.
-    Row counts are multiples of `row_multiple`, the number of devices that share the rows. Lengths are rounded up to
+    `sizes` are the trajectories of all mini-batches, if they never change: rows of one length that fill them without a
+    rest need no smaller row count. Row counts are multiples of `row_multiple`, the number of devices that share the rows. Lengths are rounded up to
     multiples of `length_multiple`, the number of devices that share a row's positions.
     """
     entries = max_tokens_per_row if kind == "prefix" else max_length - 1
@@ -73,12 +75,14 @@ def make_plan(
         lengths = sorted({_up(math.ceil(entries * i / steps), grain) for i in range(1, steps + 1)})
     lengths = sorted({_up(length, length_multiple) for length in lengths})
     # Longer rows, shared by several samples, are fewer, and an empty one wastes more.
-    parts = (1, 4, 16) if kind == "prefix" else (1, 4)
+    parts: tuple[int, ...] = (1, 4, 16) if kind == "prefix" else (1, 4)
     counts = []
     for length in lengths:
         rows = min(sequences, math.ceil(sequences * max_length / length)) if kind == "prefix" else sequences
         full = max(1, tokens_per_micro // (length * row_multiple)) * row_multiple
         full = min(full, _up(rows, row_multiple))
+        if len(lengths) == 1 and sizes and kind in ("buckets", "none") and not any(size % full for size in sizes):
+            parts = (1,)
         counts.append(tuple(sorted({_up(math.ceil(full / part), row_multiple) for part in parts}, reverse=True)))
     if kind == "prefix":
         prices = tuple(price(length) for length in lengths)

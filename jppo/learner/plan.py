@@ -1,12 +1,17 @@
 """Packing of a run's rows: the kind and the row shapes."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from jppo.learner import packing, prefix, sharding
+from jppo.learner import devices, packing, prefix, sharding
 from jppo.models import attention, cost
 from jppo.models.config import ModelConfig
 from jppo.settings import Common, Settings, UserError, has_branches
+
+# Four row lengths instead of one are nine further programs, 5 to 15 s each, and save a third of a run's entries.
+WORTH_S = 300.0
+REACHED, CPU_FLOPS = 0.4, 1e11  # share of a device's peak; what the cores of a CPU reach together, roughly
 
 
 def packing_kind(c: Common, mesh: Any) -> str:
@@ -21,23 +26,35 @@ def shared_prompts(c: Common, mesh: Any) -> tuple[int, int] | None:
     return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
 
 
+def row_lengths(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> int:
+    """Returns `data.row_lengths`; if it is open, 1 for a run whose `sequences` take little time at full length."""
+    if c.data.row_lengths != -1:
+        return c.data.row_lengths
+    learned = 3 * sequences * cost.forward(policy, [c.data.longest_row], head_tokens=c.data.max_response_length)
+    peak = devices.known_peak(mesh.devices.flat[0].device_kind, c.model.compute_dtype)
+    rate = CPU_FLOPS if peak is None else mesh.size * peak * REACHED
+    return 4 if learned / rate > WORTH_S else 1
+
+
 def make_plan(
     c: Common,
     mesh: Any,
     *,
     tokens_per_device: int,
     sequences: int,
+    steps: int,
+    policy: ModelConfig,
     more: int = 0,
-    policy: ModelConfig | None = None,
+    sizes: Sequence[int] = (),
 ) -> packing.Plan:
-    """Plans the row shapes of a run; `more` is extra tokens per sequence beyond prompt and response.
+    """Plans the row shapes of a run of `steps` batches; `more` is extra tokens per sequence beyond prompt and response.
 
-    With shared prompts, the policy's cost model sets the lengths.
+    With shared prompts, the policy's cost model sets the lengths. `sizes` is as in `packing.make_plan`.
     """
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
     row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
     how = dict[str, Any]()
-    if shared is not None and policy is not None and isinstance(c, Settings):
+    if shared is not None and isinstance(c, Settings):
         if row == -1:
             row = min(of_device, prefix.longest_row(*shared, samples=c.rollout.n))
 
@@ -49,20 +66,24 @@ def make_plan(
     return packing.make_plan(
         packing_kind(c, mesh),
         max_length=longest,
-        row_lengths=c.data.row_lengths,
+        row_lengths=row_lengths(c, mesh, policy, steps * sequences_of_step(c)),
         max_tokens_per_row=longest if row == -1 else row,
         tokens_per_micro=of_device * multiple,
         sequences=sequences,
         row_multiple=multiple,
         length_multiple=length_multiple,
+        sizes=sizes,
         **how,
     )
 
 
-def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig) -> packing.Plan:
-    """Plans the row shapes of a PPO run."""
-    sequences = max(c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
-    plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=sequences, policy=policy)
+def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
+    """Plans the row shapes of a PPO run of `steps`."""
+    sizes = (c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
+    plan = make_plan(
+        c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
+        policy=policy, sizes=() if has_branches(c.rollout) else sizes,
+    )  # fmt: skip
     return dataclasses.replace(plan, experts=replayed(c, policy))
 
 
@@ -91,9 +112,9 @@ def critic_epochs(c: Settings, step: int) -> int:
     return int(actors if own is None else own)
 
 
-def sequences_of_step(c: Settings) -> int:
+def sequences_of_step(c: Common) -> int:
     """Returns the trajectories per step."""
-    return c.data.train_batch_size * c.rollout.n
+    return c.data.train_batch_size * (c.rollout.n if isinstance(c, Settings) else 1)
 
 
 def most_sequences(c: Settings) -> int:

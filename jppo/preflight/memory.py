@@ -124,7 +124,7 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
     if inputs.critic is not None:
         critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
     reference, own_reference = _reference(c, inputs, mesh, policy)
-    plan = plan_of_run(c, mesh, inputs.policy)
+    plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     shapes = largest(plan)
     rows = [abstract_rows(shape, mesh, plan.experts) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]

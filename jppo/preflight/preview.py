@@ -103,7 +103,7 @@ class Work:
 
 def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Computes the work of a step."""
-    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
+    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
     step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = {"actor": (c.actor.ppo_epochs, c.actor.ppo_mini_batch_size)}
     if inputs.critic is not None:
@@ -119,7 +119,7 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
 
 def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
     """Returns the derived sizes of a PPO run as lines, and a step's work."""
-    plan, per_step = plan_of_run(c, mesh, inputs.policy), sequences_of_step(c)
+    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
     step = work(c, inputs, mesh)
     count = programs(make_passes(c, inputs, mesh)[1], plan, len(step.updates), mesh)
     lines = [

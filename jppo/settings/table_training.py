@@ -65,8 +65,9 @@ class TrainingData(Section):
     packing: str = setting("auto", "Layout of rows. segments: several trajectories share a row; buckets: one per row,"
         " in a few lengths; prefix: a prompt once with its samples; none: one per row, one length; auto: segments on"
         " TPUs, else buckets", choices=("auto", "segments", "buckets", "prefix", "none"))
-    row_lengths: int = setting(4, "Number of row lengths for buckets and prefix; each is a shape to compile",
-        bounds="[1,256]")
+    row_lengths: int = setting(-1, "Number of row lengths for buckets and prefix; each is a shape to compile. -1: 4,"
+        " or 1 in a run so small that compiling more shapes takes longer than the padding that they save",
+        bounds="[1,256]", off=-1)
     max_tokens_per_row: int = setting(-1, "Longest row for segments and prefix. -1: derived from the longest prompt"
         " and response", unit="tokens", bounds="[1,", off=-1)
     # fmt: on

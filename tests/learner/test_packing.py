@@ -145,3 +145,10 @@ def test_rows_that_are_shared_have_as_much_attention():
 def test_of_rows_with_equal_attention_the_emptier_one_is_filled():
     """5² = 4² + 3²: the row with 5 tokens has more room than that with 7."""
     assert packing._evened([[0, 1, 2, 3]], 2, [5, 4, 3, 2], 9) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize("sizes,counts", [((12, 8), (4,)), ((12, 6), (4, 1)), ((), (4, 1))])
+def test_rows_of_one_length_that_fill_every_mini_batch_need_no_smaller_micro_batch(sizes, counts):
+    made = plan("buckets", row_lengths=1, tokens_per_micro=80, sizes=sizes)
+    assert made.counts == (counts,)
+    assert plan("buckets", row_lengths=3, sizes=(12, 8)).counts == plan("buckets", row_lengths=3).counts
