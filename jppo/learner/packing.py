@@ -63,8 +63,8 @@ def make_plan(
 
     For prefix, `price` is the cost of a token by row length, and `shared` is as in `Plan` and `attention.make_plain`.
     `sizes` are the trajectories of all mini-batches, if they never change: rows of one length that fill them without a
-    rest need no smaller row count. Row counts are multiples of `row_multiple`, the number of devices that share the rows. Lengths are rounded up to
-    multiples of `length_multiple`, the number of devices that share a row's positions.
+    rest need no smaller row count. Row counts are multiples of `row_multiple`, the number of devices that share the
+    rows. Lengths are rounded up to multiples of `length_multiple`, the number of devices that share a row's positions.
     """
     entries = max_tokens_per_row if kind == "prefix" else max_length - 1
     grain = 64 if entries >= 512 else 8 if entries >= 64 else 1
