@@ -1,4 +1,4 @@
-"""mkdocs hook: README.md as the first page, the API reference, and rewritten links.
+"""mkdocs hook: README.md as the first page, the API reference, rewritten links, and equations as MathML.
 
 The pages link to each other, to README.md and to files of the repository as a code host shows them. Here such a link
 becomes one within the site: to the page that the file is, or to a copy of the file.
@@ -9,6 +9,7 @@ import posixpath
 import re
 
 import reference  # in this folder, where mkdocs looks
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -22,6 +23,8 @@ PAGES = {
 }
 # A link's or a picture's target, in Markdown or in HTML.
 TARGET = re.compile(r"""(\]\(|<(?:img|a)\b[^>]*?\b(?:src|href)=")([^)"#\s]*)(#[^)"\s]*)?(?=[)"])""", re.S)
+# An equation of its own or in a sentence, as code hosts read them; no code between backquotes.
+EQUATION = re.compile(r"`[^`]*`|\$\$(.+?)\$\$|(?<![\w$\\])\$(?=\S)([^$\n`]+?)(?<=\S)\$(?!\w)", re.S)
 FENCE = re.compile(r"^(```.*?^```)$", re.S | re.M)
 
 
@@ -59,7 +62,14 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         return f"{before}{there}{anchor}"
 
     parts = FENCE.split(markdown)  # every other one is code
-    return "".join(part if i % 2 else TARGET.sub(rewritten, part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else EQUATION.sub(mathml, TARGET.sub(rewritten, part)) for i, part in enumerate(parts))
+
+
+def mathml(match: re.Match) -> str:
+    """Returns an equation as MathML, which browsers draw without a script or a font."""
+    if match[1]:
+        return f'<div class="equation">{convert(match[1].strip(), display="block")}</div>'
+    return f"<span>{convert(match[2])}</span>" if match[2] else match[0]
 
 
 def source_of(page: str) -> str:
