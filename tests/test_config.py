@@ -707,6 +707,33 @@ def test_the_command_ends_with_2_and_one_line():
     assert line.startswith("error: ") and "at least 0.0" in line
 
 
+def test_every_fault_of_a_config_is_listed_at_once(config, capsys):
+    config.algorithm.adv_estimator, config.algorithm.gamma, config.rollout.temperature = "gea", 1.5, 0.0
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.data.truncation = 100, 64, "lft"
+    with pytest.raises(settings.UserErrors) as e:
+        settings.check(config)
+    named = ("algorithm.adv_estimator='gea'", "algorithm.gamma=1.5", "data.truncation='lft'", "rollout.temperature=0.0")
+    for part in (*named, "actor.ppo_mini_batch_size=64"):
+        assert sum(fault.startswith(part) for fault in e.value.faults) == 1
+    assert len(e.value.faults) == 5
+    with pytest.raises(SystemExit):
+        settings.exit_on_user_error(settings.check)(config)
+    assert [line[:7] for line in capsys.readouterr().err.splitlines()] == ["error: "] * 5
+
+
+def test_a_rule_is_not_checked_by_a_value_that_is_wrong_itself(config):
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size = -3, 7  # 256 % 7, of the default, is no fault
+    with pytest.raises(settings.UserError) as e:
+        settings.check(config)
+    assert str(e.value).startswith("data.train_batch_size=-3") and not isinstance(e.value, settings.UserErrors)
+
+
+def test_unknown_settings_of_a_command_line_are_listed_at_once(parse):
+    with pytest.raises(settings.UserErrors) as e:
+        parse("--config.actor.lrr=1", "--config.actr.lr=1")
+    assert [fault[:28] for fault in e.value.faults] == ["there is no setting 'lrr'; d", "there is no setting 'actr'; "]
+
+
 def read_by_parts(config, monkeypatch):
     """What the parts read that need a server, a model or tools: they are made, not run."""
 

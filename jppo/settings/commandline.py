@@ -12,7 +12,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jppo.errors import UserError, one_line
+from jppo.errors import UserError, faults_of, one_line, raise_faults
 from jppo.settings import configfile
 from jppo.settings.table import TABLE, command_of, values
 
@@ -72,9 +72,8 @@ def parse(
     if set(config) != set(defaults):
         raise UserError(f"--config={named[0]} is a config of {command_of(config)}; name one of {command_of(defaults)}")
     argv = [word for word in argv if not word.startswith("--config=")]
-    for word in argv:
-        if word.startswith("--config."):
-            _check_known(word.partition("=")[0].removeprefix("--config."), config)
+    named = [word.partition("=")[0].removeprefix("--config.") for word in argv if word.startswith("--config.")]
+    raise_faults(faults_of(functools.partial(_check_known, name, config) for name in named))
     try:  # reads the overrides at once
         config_flags.DEFINE_config_dict("config", config, flag_values=given, sys_argv=["jppo", *argv])
         rest = given(["jppo", *argv])[1:]
