@@ -133,10 +133,12 @@ OF_JPPO = {
     "jppo.rewards.pool_tasks": (
         "jppo.rewards.code",
         "jppo.rewards.earned",
+        "jppo.rewards.forms",
         "jppo.rewards.rules",
         "jppo.sandbox.choice",
     ),
     "jppo.rewards.earned": (),
+    "jppo.rewards.forms": (),
     "jppo.rewards.code": ("jppo.rewards.rules", "jppo.sandbox"),
     "jppo.sandbox": ("jppo.sandbox",),
     "jppo.rewards.rules": (),
