@@ -154,7 +154,7 @@ def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         reward_sum.ready()
         found = reward_check.check(reward_sum, inputs.train.prompts)
     for one in found:
-        said = f"{one.source}: right answers earn {one.truth:.3g}, others' {one.wrong:.3g} ({one.rows} rows)"
+        said = str(one)
         if one.errors:
             said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
