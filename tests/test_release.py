@@ -42,10 +42,22 @@ def test_every_program_is_a_listed_command_or_a_worker(capsys):
             found.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))
     assert found == {"jppo", *listing.COMMANDS, *WORKERS} and not WORKERS & set(listing.COMMANDS)
     done = subprocess.run([*PYTHON, "jppo"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert re.findall(r"^  python -m (\S+)  +\S", done.stdout, re.M) == list(listing.COMMANDS)
+    assert [f"jppo.{name}" for name in re.findall(r"^  jppo (\S+)  +\S", done.stdout, re.M)] == list(listing.COMMANDS)
     listing.main(["--version"])
     assert capsys.readouterr().out == f"{jppo.__version__}\n"
-    assert one_line(capsys, listing.main, "train").startswith("error: 'train' is not understood")
+    said = "error: 'trian' is no command; `jppo` lists them; did you mean 'train'?\n"
+    assert one_line(capsys, listing.main, "trian") == said
+
+
+def test_jppo_name_is_the_command_of_the_name(capsys):
+    for name in ("eval", "evaluate", "jppo.evaluate"):
+        assert listing.command_of(name) == "jppo.evaluate"
+    assert listing.command_of("reward-model") == "jppo.reward_model"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"jppo": f"{listing.__name__}:{listing.main.__name__}"}
+    assert "no file none.jsonl" in one_line(capsys, listing.main, "data.check", "none.jsonl")
+    done = subprocess.run([*PYTHON, "jppo", "report", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "python -m jppo.report" in done.stdout  # a package, whose __main__ is the command
 
 
 @pytest.mark.parametrize("command", listing.COMMANDS)

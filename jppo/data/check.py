@@ -184,7 +184,7 @@ def _graders(*sets: Looked | None) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = Parser("jppo.data.check", __doc__)
-    parser.add_argument("files", nargs="+", help="parquet, jsonl, json or tfds:NAME/SPLIT@DIR")
+    parser.add_argument("files", nargs="+", help="parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")
     parser.add_argument(
         "--tokenizer", default="", help="the model's HF directory; without it lengths are in characters"

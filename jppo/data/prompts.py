@@ -29,6 +29,7 @@ SHOWN_FROM = 10_000  # rows, from which a progress bar is shown
 _BLOCK = 2_000  # rows that are rendered and then tokenised at once, by the tokenizer's threads
 _READ = ("prompt", "data_source", "ground_truth", "reward_model")
 NEEDED = ("ground_truth", "data_source")  # columns, unless the reward does without
+SOLUTIONS = ("answer", "solution", "rationale", "response")  # columns with worked solutions; verl's data has the first
 UNKNOWN = "unknown"  # the source of rows without data_source, as in verl
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jppo import process, settings
-from jppo.data.prompts import make_prompt, prompt_of
+from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
 from jppo.data.sources import read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.learner import sharding
@@ -28,8 +28,6 @@ from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward
 
 _ROWS = 8  # per source
-# Columns with worked solutions; verl's data sets have the first.
-SOLUTIONS = ("answer", "solution", "rationale", "response")
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 _FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 

@@ -36,7 +36,10 @@ def test_rows_without_an_answer_are_scored(words, capsys):
     assert capsys.readouterr().out == f"OK   unknown: {said} (2 rows)\n"
     with pytest.raises(SystemExit) as e:
         check.main(words({"prompt": "12345"}, by=0))
-    assert e.value.code == 1 and "could not be graded; the first: function_score: ZeroDivisionError" in capsys.readouterr().out
+    assert (
+        e.value.code == 1
+        and "could not be graded; the first: function_score: ZeroDivisionError" in capsys.readouterr().out
+    )
 
 
 def test_data_must_be_named(capsys):
