@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from jppo.learner.plan import batch_shape, critic_epochs
 from jppo.rewards import make as reward
 from jppo.rewards.model.classifier import Classifier
 from jppo.rollout.make import connections
-from jppo.settings import parts, table
+from jppo.settings import other_names, parts, table
 from jppo.settings.table import TABLE
 from tests.make import record_reads, typed, unread
 
@@ -732,6 +733,49 @@ def test_unknown_settings_of_a_command_line_are_listed_at_once(parse):
     with pytest.raises(settings.UserErrors) as e:
         parse("--config.actor.lrr=1", "--config.actr.lr=1")
     assert [fault[:28] for fault in e.value.faults] == ["there is no setting 'lrr'; d", "there is no setting 'actr'; "]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--config.learning_rate=1", "did you mean actor.lr?"),
+        ("--config.lr=1", "did you mean actor.lr?"),
+        ("--config.actor.learning_rate=1", "did you mean 'lr'?"),
+        ("--config.batch_size=1", "did you mean data.train_batch_size?"),
+        ("--config.num_epochs=1", "did you mean trainer.total_epochs?"),
+        ("--config.trainer.epochs=1", "did you mean 'total_epochs'?"),
+        ("--config.beta=1", "did you mean actor.kl_loss_coef?"),
+        ("--config.actor.temperature=1", "did you mean rollout.temperature?"),
+        ("--config.actor.lrr=1", "did you mean 'lr'?"),
+        (
+            "--num_generations=8",
+            "'--num_generations' is not understood; settings are given as --config.rollout.n=VALUE",
+        ),
+        ("max_completion_length=8", "settings are given as --config.data.max_response_length=VALUE"),
+        ("actor.lr=8", "settings are given as --config.actor.lr=VALUE"),
+        ("--speed=3", "'--speed' is not understood; settings are given as --config.SECTION.NAME=VALUE"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_the_setting(parse, word, meant):
+    with pytest.raises(settings.UserError, match=re.escape(meant)):
+        parse(word)
+
+
+def test_ppo_is_called_gae(config):
+    config.algorithm.adv_estimator = "ppo"
+    with pytest.raises(settings.UserError, match=r"adv_estimator='ppo' is not known; did you mean 'gae'\?$"):
+        settings.check(config)
+
+
+def test_other_names_are_none_of_jppos_and_lead_to_settings():
+    for name, meant in other_names.OTHER_NAMES.items():
+        assert set(meant) <= set(TABLE), name
+    values = [
+        (TABLE[name], value, meant) for name, of in other_names.OTHER_VALUES.items() for value, meant in of.items()
+    ]
+    assert values and all(value not in setting.choices and meant in setting.choices for setting, value, meant in values)
+    with pytest.raises(settings.UserError, match=r"did you mean optim\.lr\?"):
+        settings.parse(["--config.learning_rate=1"], "", settings.sft_default(), needs_file=False)
 
 
 def read_by_parts(config, monkeypatch):

@@ -49,7 +49,8 @@ def test_every_program_is_a_listed_command_or_a_worker(capsys):
     assert one_line(capsys, listing.main, "trian") == said
 
 
-def test_jppo_name_is_the_command_of_the_name(capsys):
+def test_jppo_name_is_the_command_of_the_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", sys.argv)
     for name in ("eval", "evaluate", "jppo.evaluate"):
         assert listing.command_of(name) == "jppo.evaluate"
     assert listing.command_of("reward-model") == "jppo.reward_model"
