@@ -169,7 +169,8 @@ def typed(choices: Sequence[Choice]) -> Settings:
     """Returns the settings that the choices make, checked."""
     config = settings.default()
     config.update_from_flattened_dict({one.name: one.value for one in choices})
-    return settings.typed(config, Settings)
+    c: Settings = settings.typed(config)
+    return c
 
 
 def choose(files: str, val: str, model: str, reward: str) -> list[Choice]:

@@ -150,7 +150,7 @@ def unpacked(tmp_path_factory):
     top = tmp_path_factory.mktemp("wheel")
     source = top / "source"
     source.mkdir()
-    for name in ("jppo", "configs"):
+    for name in ("jppo", "configs", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -170,7 +170,8 @@ def test_the_wheel_holds_all_that_is_no_test(unpacked):
         walked = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         return {str(path.relative_to(folder)) for path in walked}
 
-    wanted = files(ROOT / "jppo") | {f"configs/{name}" for name in files(ROOT / "configs")}
+    wanted = files(ROOT / "jppo")
+    wanted |= {f"{folder}/{name}" for folder in ("configs", "examples") for name in files(ROOT / folder)}
     assert files(unpacked / "jppo") == wanted
     (about,) = unpacked.glob("*.dist-info")
     metadata = (about / "METADATA").read_text()
@@ -186,12 +187,29 @@ TOOLS = (
 
 
 @pytest.mark.slow
+def test_the_quickstart_starts_from_an_empty_folder(unpacked, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(unpacked), "JAX_PLATFORMS": "cpu"}
+    few = ["--config.trainer.total_training_steps=1", "--config.rollout.name=inprocess", "--dry_run"]
+    for words in (
+        ["-m", "jppo.examples.arithmetic", "--out", "runs/quickstart/data"],
+        ["-m", "jppo", "sft", "--config=jppo://quickstart_sft", *few[:1]],
+        ["-m", "jppo", "train", "--config=jppo://quickstart", *few],
+    ):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stderr
+    assert "FAIL" not in done.stdout and '"run_dir": "runs/quickstart"' in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, code, said",
     [
         (["-m", "jppo.train", "--help"], 0, "--config.actor.lr=1e-06"),
         (["-m", "jppo.sweep", "--config=jppo://quickstart", "--print"], 0, "run_dir=runs/sweep-quickstart/actor.lr="),
-        (["-m", "jppo"], 0, "python -m jppo.train"),
+        (["-m", "jppo"], 0, "jppo train"),
+        (["-m", "jppo.examples.multiplication", "--help"], 0, "--out"),
         (["-m", "jppo.train", "--config=jppo://quickstart:here"], 2, "here/sft/hf"),
         (["-c", TOOLS], 0, (ROOT / "configs/agent_calculator.yaml").read_text().strip()),
     ],
