@@ -18,7 +18,7 @@ import jax
 from jppo import settings
 from jppo.data.prompts import SOLUTIONS
 from jppo.data.rows import Row
-from jppo.data.sources import Source, read_sources
+from jppo.data.sources import read_sources
 from jppo.errors import escaped, expanded
 from jppo.models import hf
 from jppo.models.config import ModelConfig
@@ -32,6 +32,7 @@ from jppo.settings import Parser, Settings, UserError
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn
+SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
 STEPS = 100
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 # Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
@@ -131,7 +132,9 @@ def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str
     prompt = min(_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
-    yield Choice("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}")
+    plain = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
+    note = "; prompts are text, to which the chat template is not applied" if plain else ""
+    yield Choice("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
     yield Choice("data.max_response_length", response, f"tokens; {reason}")
 
 
@@ -162,9 +165,6 @@ def render(choices: Sequence[Choice], title: str, out: pathlib.Path) -> str:
     return "\n".join([*lines, "    return config.lock()", ""])
 
 
-SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")
-
-
 def typed(choices: Sequence[Choice]) -> Settings:
     """Returns the settings that the choices make, checked."""
     config = settings.default()
@@ -175,23 +175,24 @@ def typed(choices: Sequence[Choice]) -> Settings:
 
 def choose(files: str, val: str, model: str, reward: str) -> list[Choice]:
     """Returns the settings of a run; UserError where data, model or reward cannot be used."""
-    sources: list[Source] = read_sources(files, "DATA")
-    rows = [row for source in sources for row in source.rows]
+    rows = [row for source in read_sources(files, "DATA") for row in source.rows]
     _, cfg = hf.read_config(model, longest=1)
     backend, limit = jax.default_backend(), cfg.max_position_embeddings
     parameters = memory.served(cfg, "float32") / 4
-    first = [Choice("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters")]
-    first += data_choices(files, val, rows, reward)
-    first += machine_choices(backend, cfg)
-    stem = pathlib.PurePath(files.partition(",")[0]).stem
-    first.append(Choice("trainer.run_dir", f"runs/{stem}", "everything that the run writes"))
-    most = 32 if backend == "cpu" else 256
-    lengths = [Choice("data.max_prompt_length", limit - 1, ""), Choice("data.max_response_length", 1, "")]
-    free = [Choice("actor.max_tokens_per_device", limit, ""), Choice("data.train_batch_size", 1, "")]
-    inputs = read_inputs(typed([*first, *lengths, *free, Choice("actor.ppo_mini_batch_size", 1, "")]))
+    known = [
+        Choice("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
+        *data_choices(files, val, rows, reward),
+        *machine_choices(backend, cfg),
+        Choice(
+            "trainer.run_dir",
+            f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}",
+            "everything that the run writes",
+        ),
+    ]
+    inputs = read_inputs(typed([*known, *loosest(limit)]))
     count = len(inputs.train.prompts)
-    batch = min(most, 1 << (count.bit_length() - 1))
-    choices = [*first, *length_choices(inputs, rows, limit, backend), *size_choices(count, batch, parameters)]
+    batch = min(32 if backend == "cpu" else 256, 1 << (count.bit_length() - 1))
+    choices = [*known, *length_choices(inputs, rows, limit, backend), *size_choices(count, batch, parameters)]
     c = typed(choices)
     read_inputs(c)
     if reward:
@@ -201,6 +202,13 @@ def choose(files: str, val: str, model: str, reward: str) -> list[Choice]:
         finally:
             pool.close()
     return choices
+
+
+def loosest(limit: int) -> list[Choice]:
+    """Returns lengths and sizes with which every prompt that the model can read is read, to be measured."""
+    sizes = {"data.max_prompt_length": limit - 1, "data.max_response_length": 1, "actor.max_tokens_per_device": limit}
+    sizes |= {"data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1}
+    return [Choice(name, value, "") for name, value in sizes.items()]
 
 
 @settings.exit_on_user_error

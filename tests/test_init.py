@@ -57,6 +57,13 @@ def test_answers_of_the_data_give_the_length_of_a_response(folder):
     assert (found["data.train_batch_size"], found["actor.ppo_mini_batch_size"]) == (4, 1)
 
 
+def test_text_for_a_chat_model_is_pointed_out(folder, capsys):
+    file = folder / "model/tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
+    written("rows.jsonl", "--reward=reward.py")
+    assert "has 6; prompts are text, to which the chat template is not applied" in capsys.readouterr().out
+
+
 def test_rows_with_a_rule_need_no_reward(folder):
     row = {"prompt": "1+1=", "ground_truth": "2", "data_source": "arithmetic"}
     write_rows(folder / "rows.jsonl", row, row)
