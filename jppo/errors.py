@@ -16,8 +16,11 @@ class UserErrors(UserError):
     """Several mistakes of one config; commands print a line for each."""
 
     def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
+        super().__init__(faults)
         self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(self.faults)
 
 
 class RunEnded(Exception):

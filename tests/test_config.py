@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -716,7 +717,8 @@ def test_every_fault_of_a_config_is_listed_at_once(config, capsys):
     named = ("algorithm.adv_estimator='gea'", "algorithm.gamma=1.5", "data.truncation='lft'", "rollout.temperature=0.0")
     for part in (*named, "actor.ppo_mini_batch_size=64"):
         assert sum(fault.startswith(part) for fault in e.value.faults) == 1
-    assert len(e.value.faults) == 5
+    assert len(e.value.faults) == 5 and str(e.value) == "; ".join(e.value.faults)
+    assert pickle.loads(pickle.dumps(e.value)).faults == e.value.faults  # from one process to another
     with pytest.raises(SystemExit):
         settings.exit_on_user_error(settings.check)(config)
     assert [line[:7] for line in capsys.readouterr().err.splitlines()] == ["error: "] * 5
