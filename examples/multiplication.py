@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from examples import arithmetic
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
+
+from . import arithmetic
 
 DIGITS = 4
 CHARACTERS = "0123456789*=<>[]ero"  # the last three spell the rest of an error message

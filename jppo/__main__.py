@@ -1,10 +1,13 @@
-"""Lists jppo's commands: python -m jppo"""
+"""Lists jppo's commands and runs them: `jppo train ...` is `python -m jppo.train ...`."""
 
+import runpy
 import sys
 
 from jppo import __version__
+from jppo.registry import did_you_mean
 
 COMMANDS = {
+    "jppo.init": "writes a config for your data, model and machine",
     "jppo.train": "PPO",
     "jppo.sft": "supervised fine-tuning",
     "jppo.dpo": "trains a policy on preference pairs, without sampling",
@@ -28,12 +31,23 @@ COMMANDS = {
     "jppo.rewards.check": "tests a reward on the data's own solutions",
 }
 
+SHORT = {"eval": "evaluate"}
+
 
 def listing() -> str:
     """Returns every command with its description."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  python -m {name:{width}}  {about}" for name, about in COMMANDS.items()]
-    return "\n".join([f"jppo {__version__}; each of these has --help:", "", *lines, ""])
+    names = {name.removeprefix("jppo."): about for name, about in COMMANDS.items()}
+    width = max(map(len, names))
+    lines = [f"  jppo {name:{width}}  {about}" for name, about in names.items()]
+    first = f"jppo {__version__}; each command has --help; `jppo NAME` is `python -m jppo.NAME`:"
+    return "\n".join([first, "", *lines, ""])
+
+
+def command_of(word: str) -> str | None:
+    """Returns the module of a command; None if there is none."""
+    name = word.removeprefix("jppo.").replace("-", "_")
+    module = f"jppo.{SHORT.get(name, name)}"
+    return module if module in COMMANDS else None
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,8 +57,12 @@ def main(argv: list[str] | None = None) -> None:
         print(listing(), end="")
     elif argv == ["--version"]:
         print(__version__)
+    elif (module := command_of(argv[0])) is not None:
+        sys.argv = [module, *argv[1:]]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
-        print(f"error: {argv[0]!r} is not understood; python -m jppo lists the commands", file=sys.stderr)
+        near = did_you_mean(argv[0], [name.removeprefix("jppo.") for name in COMMANDS])
+        print(f"error: {argv[0]!r} is no command; `jppo` lists them{near}", file=sys.stderr)
         sys.exit(2)
 
 

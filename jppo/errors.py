@@ -3,12 +3,24 @@
 import os
 import pathlib
 import re
+from collections.abc import Callable, Iterable
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class UserError(Exception):
     """A mistake that the user can correct, in one line: value, rule, remedy. Commands print it and exit with code 2."""
+
+
+class UserErrors(UserError):
+    """Several mistakes of one config; commands print a line for each."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(self.faults)
 
 
 class RunEnded(Exception):
@@ -24,8 +36,26 @@ def escaped(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the text of an error as a command prints it."""
-    return escaped(f"error: {error}").replace("\n", "\\n")
+    """Returns the text of an error as a command prints it: one line for each mistake."""
+    faults = error.faults if isinstance(error, UserErrors) else [error]
+    return "\n".join(escaped(f"error: {fault}").replace("\n", "\\n") for fault in faults)
+
+
+def faults_of(checks: Iterable[Callable[[], None]]) -> list[str]:
+    """Calls every check and returns the UserErrors' texts, each once."""
+    faults: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except UserError as e:
+            faults += [fault for fault in (e.faults if isinstance(e, UserErrors) else [str(e)]) if fault not in faults]
+    return faults
+
+
+def raise_faults(faults: list[str]) -> None:
+    """Raises the faults as one error, if there are any."""
+    if faults:
+        raise UserError(faults[0]) if len(faults) == 1 else UserErrors(faults)
 
 
 def first_line(error: BaseException) -> str:

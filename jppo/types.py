@@ -28,10 +28,10 @@ class Prompt:
     """A tokenised question from `data/`."""
 
     uid: str  # the same for all samples of one prompt; unique within a file set
-    data_source: str  # name of the grader
+    data_source: str  # name of the grader; 'unknown' without one
     messages: str | list[dict[str, str]]  # text or chat messages, with the settings' system prompt
     ids: np.ndarray  # [P] i32, after the chat template
-    ground_truth: str
+    ground_truth: str  # '' without one
     extra: dict[str, Any]  # the row's other columns
 
 

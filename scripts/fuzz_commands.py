@@ -3,7 +3,7 @@
 Each case is a copy of a tiny valid setup (model, reward model, data, config files, a finished run) in which one or two
 things are broken by the case's number, and a command that reads it. The command runs in a fork of this process, which
 has imported jppo and no JAX backend yet: a session of its own, limited memory, killed after LIMIT_S seconds. A case is
-good if the command ends with exit code 0, or with 2 (where documented, 1) and one line on stderr.
+good if the command ends with exit code 0, or with 2 (where documented, 1) and a line on stderr for each fault.
 """
 
 import atexit
@@ -566,7 +566,7 @@ def fault(case: Case, ended: Ended) -> str:
         return f"exit code {ended.code}"
     if any(ord(c) < 32 and c not in "\n\t\r" for c in ended.stderr + ended.stdout):
         return "a control character"
-    if ended.code == 2 and not (len(lines) == 1 and lines[0].startswith("error: ")):
+    if ended.code == 2 and not (lines and all(line.startswith("error: ") for line in lines)):  # a line for each fault
         return f"{len(lines)} lines of stderr"
     return ""
 

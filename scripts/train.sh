@@ -1,41 +1,47 @@
 #!/usr/bin/env bash
-# PPO on your own model and data: prints the python -m jppo.train that the options stand for, and runs it.
+# Trains on your own model and data: prints the python -m jppo.train that the options stand for, and runs it.
 #
 #   scripts/train.sh --model DIR --data train.jsonl --val_data test.jsonl --epochs 2
+#   scripts/train.sh --model DIR --data train.jsonl --reward_function reward.py --algorithm grpo --n 8
 #   scripts/train.sh --model DIR --data train.jsonl actor_rollout_ref.model.lora_rank=8
 #   scripts/train.sh --help
 set -euo pipefail
 
 # An option, the environment variable that stands in for it, what its value is, its setting, what it means.
-readonly TABLE='--model|MODEL_PATH|model|model.path|the policy to start from: a model directory, or a hub name
---data|-|data|data.train_files|rows of prompt, ground_truth, data_source: .json, .jsonl, .parquet; several by commas
---val_data|-|data|data.val_files|the same, for tests; without it the first 256 prompts of --data
+readonly TABLE='--model|MODEL_PATH|model|model.path|policy to start from: a model directory, or a hub name
+--data|-|data|data.train_files|training prompts: .json, .jsonl, .parquet or hub:NAME/SPLIT; several separated by commas
+--val_data|-|data|data.val_files|test prompts; by default the first 256 prompts of --data
+--reward_function|-|function|reward.function|FILE.py or FILE.py:NAME that scores responses in place of the rules; NAME is compute_score by default
+--algorithm|-|algorithm|algorithm.adv_estimator|ppo (the default), grpo, rloo, remax, reinforce_plus_plus ...; grpo and rloo need --n above 1
+--n|ROLLOUT_N|whole|rollout.n|responses per prompt
+--max_response_length|-|whole|data.max_response_length|longest response, in tokens
 --epochs|-|whole|trainer.total_epochs|passes over the data
---batch_size|-|whole|data.train_batch_size|prompts a step; times ROLLOUT_N a multiple of actor.ppo_mini_batch_size
+--steps|-|whole|trainer.total_training_steps|training steps, in place of --epochs
+--batch_size|-|whole|data.train_batch_size|prompts per step; times --n a multiple of actor.ppo_mini_batch_size
+--run_dir|-|text|trainer.run_dir|folder of everything that the run writes
 --lr|-|number|actor.lr|learning rate of the policy
--|PPO_EPOCHS|whole|actor.ppo_epochs|times that the policy learns from a step
--|CLIP_RATIO|number|actor.clip_ratio|how far its ratio may go from 1
+-|PPO_EPOCHS|whole|actor.ppo_epochs|PPO epochs per step
+-|CLIP_RATIO|number|actor.clip_ratio|PPO clip range
 -|CRITIC_LR|number|critic.lr|learning rate of the critic
--|CRITIC_EPOCHS|whole|critic.ppo_epochs|times that the critic learns from a step
--|CLIPRANGE_VALUE|number|critic.cliprange_value|how far a value may go from the old one
--|GAE_GAMMA|number|algorithm.gamma|discount
+-|CRITIC_EPOCHS|whole|critic.ppo_epochs|epochs of the critic per step
+-|CLIPRANGE_VALUE|number|critic.cliprange_value|clip range of the value loss
+-|GAE_GAMMA|number|algorithm.gamma|discount factor
 -|GAE_LAMBDA|number|algorithm.lam|lambda of GAE
---kl_coef|KL_COEF|number|algorithm.kl_coef|of the KL in the reward, which it switches on
--|ROLLOUT_N|whole|rollout.n|responses to a prompt
--|ROLLOUT_TEMPERATURE|number|rollout.temperature|of their sampling
--|ROLLOUT_TP_SIZE|whole|rollout.tensor_model_parallel_size|GPUs of a server
--|GPU_MEMORY_UTILIZATION|number|rollout.gpu_memory_utilization|its share of a GPU
---reward_model|REWARD_MODEL_PATH|model|reward.model.path|scores in the place of the rules, by this classifier
---use_api_reward|-|switch|-|scores by a judge in the place of the rules
---rm_api_type|-|text|reward.judge.api_type|dashscope (the default), openai, gemini or claude
+--kl_coef|KL_COEF|number|algorithm.kl_coef|KL penalty weight; setting it enables the penalty
+-|ROLLOUT_TEMPERATURE|number|rollout.temperature|sampling temperature
+-|ROLLOUT_TP_SIZE|whole|rollout.tensor_model_parallel_size|GPUs per server
+-|GPU_MEMORY_UTILIZATION|number|rollout.gpu_memory_utilization|fraction of a GPU for vLLM
+--reward_model|REWARD_MODEL_PATH|model|reward.model.path|classifier that scores responses in place of the rules
+--use_api_reward|-|switch|-|judge over HTTP that scores responses in place of the rules
+--rm_api_type|-|text|reward.judge.api_type|provider of the judge: dashscope (the default), openai, gemini or claude
 --rm_model|-|text|reward.judge.model|model name of the judge; by default qwen-plus, gpt-4o, gemini-2.5-flash or claude-sonnet-4-5
---rm_prompt_preset|-|text|reward.judge.preset|math (the default), code, dialogue or safety
---rm_system_prompt|-|text|reward.judge.system_prompt|in the place of the preset'"'"'s
---rm_scoring_prompt|-|text|reward.judge.scoring_prompt|with {prompt}, {response}, {ground_truth}
---n_gpus|N_GPUS|whole|mesh.data|GPUs of this host: the first so many; not where --config.mesh. says more
--|NNODES|whole|trainer.nnodes|hosts; the same command on each
--|NODE_RANK|whole|trainer.node_rank|the number of this host, from 0
--|MASTER_ADDR|text|trainer.coordinator_address|host 0, where NNODES is more than 1; its port is MASTER_PORT, or 29500
+--rm_prompt_preset|-|text|reward.judge.preset|prompts of the judge: math (the default), code, dialogue or safety
+--rm_system_prompt|-|text|reward.judge.system_prompt|system prompt, in place of the preset'"'"'s
+--rm_scoring_prompt|-|text|reward.judge.scoring_prompt|question with {prompt}, {response}, {ground_truth}
+--n_gpus|N_GPUS|whole|mesh.data|GPUs of this host to use; --config.mesh.NAME overrides their mesh
+-|NNODES|whole|trainer.nnodes|hosts; the same command runs on each
+-|NODE_RANK|whole|trainer.node_rank|rank of this host, from 0
+-|MASTER_ADDR|text|trainer.coordinator_address|address of host 0 if NNODES is above 1; its port is MASTER_PORT, or 29500
 --print_only|-|switch|-|print the command and stop'
 readonly RECIPE=jppo://gsm8k
 
@@ -48,11 +54,11 @@ usage() {
     cat <<TEXT
 usage: scripts/train.sh [OPTION VALUE ...] [--config=FILE] [--config.SECTION.NAME=VALUE ...] [VERL.KEY=VALUE ...]
 
-Prints the python -m jppo.train that the options stand for, and runs it. An option goes before its environment
-variable, which counts as unset when it is empty. What neither says is what --config says, which is
-$RECIPE where it is not given; --config.SECTION.NAME=VALUE and --dry_run are handed on. Own data without
---config get a folder of their own, runs/NAME. PYTHON is the interpreter: .venv's here if there is one, else python.
-Overrides in verl's names, as in actor_rollout_ref.model.lora_rank=8, are translated by python -m jppo.from_verl.
+Prints the python -m jppo.train that the options stand for, and runs it. An option overrides its environment
+variable; an empty variable counts as unset. All other settings are those of --config, by default
+$RECIPE. --config.SECTION.NAME=VALUE and --dry_run are passed on. Without --config, the run folder of --data
+is runs/NAME. PYTHON is the interpreter: that of .venv here if there is one, else python.
+Overrides in verl's names, such as actor_rollout_ref.model.lora_rank=8, are translated by python -m jppo.from_verl.
 
 TEXT
     local option variable kind setting meaning
@@ -87,6 +93,10 @@ check() {
                 [[ -f $path/config.json ]] || fail "$said=$value has no config.json; give a Hugging Face model directory"
             fi
             ;;
+        function)
+            [[ ${value%%:*} == *.py ]] || fail "$said=$value must be FILE.py or FILE.py:NAME, as in reward.py:compute_score"
+            [[ -f ${value%%:*} ]] || fail "$said=$value: no file ${value%%:*}; give the path of a Python file"
+            ;;
         data)
             if [[ -n ${direct[data.custom_cls]+set} || -n $own_config ]]; then return; fi # entries need not be files
             local entry entries found=
@@ -95,7 +105,7 @@ check() {
                 read -r entry <<<"$entry"
                 if [[ -z $entry ]]; then continue; fi
                 found=1
-                if [[ $entry != tfds:* && ! -f ${entry/#\~\//$HOME/} ]]; then
+                if [[ $entry != tfds:* && $entry != hub:* && ! -f ${entry/#\~\//$HOME/} ]]; then
                     fail "$said=$value: no file $entry; give .json, .jsonl or .parquet files, separated by commas"
                 fi
             done
@@ -177,6 +187,8 @@ if [[ -z $python ]]; then
     python=$(dirname "$(dirname "$(realpath "$0")")")/.venv/bin/python
     if [[ ! -x $python ]]; then python=python; fi
 fi
+
+if [[ ${chosen[algorithm.adv_estimator]-} == ppo ]]; then chosen[algorithm.adv_estimator]=gae; fi
 
 # Overrides in verl's names become --config.SETTING=VALUE; the environment gives way to them.
 if ((${#overrides[@]})); then

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import pathlib
+import pickle
+import re
 import subprocess
 import sys
 
@@ -20,7 +22,7 @@ from jppo.learner.plan import batch_shape, critic_epochs
 from jppo.rewards import make as reward
 from jppo.rewards.model.classifier import Classifier
 from jppo.rollout.make import connections
-from jppo.settings import parts, table
+from jppo.settings import other_names, parts, table
 from jppo.settings.table import TABLE
 from tests.make import record_reads, typed, unread
 
@@ -705,6 +707,77 @@ def test_the_command_ends_with_2_and_one_line():
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ") and "at least 0.0" in line
+
+
+def test_every_fault_of_a_config_is_listed_at_once(config, capsys):
+    config.algorithm.adv_estimator, config.algorithm.gamma, config.rollout.temperature = "gea", 1.5, 0.0
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.data.truncation = 100, 64, "lft"
+    with pytest.raises(settings.UserErrors) as e:
+        settings.check(config)
+    named = ("algorithm.adv_estimator='gea'", "algorithm.gamma=1.5", "data.truncation='lft'", "rollout.temperature=0.0")
+    for part in (*named, "actor.ppo_mini_batch_size=64"):
+        assert sum(fault.startswith(part) for fault in e.value.faults) == 1
+    assert len(e.value.faults) == 5 and str(e.value) == "; ".join(e.value.faults)
+    assert pickle.loads(pickle.dumps(e.value)).faults == e.value.faults  # from one process to another
+    with pytest.raises(SystemExit):
+        settings.exit_on_user_error(settings.check)(config)
+    assert [line[:7] for line in capsys.readouterr().err.splitlines()] == ["error: "] * 5
+
+
+def test_a_rule_is_not_checked_by_a_value_that_is_wrong_itself(config):
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size = -3, 7  # 256 % 7, of the default, is no fault
+    with pytest.raises(settings.UserError) as e:
+        settings.check(config)
+    assert str(e.value).startswith("data.train_batch_size=-3") and not isinstance(e.value, settings.UserErrors)
+
+
+def test_unknown_settings_of_a_command_line_are_listed_at_once(parse):
+    with pytest.raises(settings.UserErrors) as e:
+        parse("--config.actor.lrr=1", "--config.actr.lr=1")
+    assert [fault[:28] for fault in e.value.faults] == ["there is no setting 'lrr'; d", "there is no setting 'actr'; "]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--config.learning_rate=1", "did you mean actor.lr?"),
+        ("--config.lr=1", "did you mean actor.lr?"),
+        ("--config.actor.learning_rate=1", "did you mean 'lr'?"),
+        ("--config.batch_size=1", "did you mean data.train_batch_size?"),
+        ("--config.num_epochs=1", "did you mean trainer.total_epochs?"),
+        ("--config.trainer.epochs=1", "did you mean 'total_epochs'?"),
+        ("--config.beta=1", "did you mean actor.kl_loss_coef?"),
+        ("--config.actor.temperature=1", "did you mean rollout.temperature?"),
+        ("--config.actor.lrr=1", "did you mean 'lr'?"),
+        (
+            "--num_generations=8",
+            "'--num_generations' is not understood; settings are given as --config.rollout.n=VALUE",
+        ),
+        ("max_completion_length=8", "settings are given as --config.data.max_response_length=VALUE"),
+        ("actor.lr=8", "settings are given as --config.actor.lr=VALUE"),
+        ("--speed=3", "'--speed' is not understood; settings are given as --config.SECTION.NAME=VALUE"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_the_setting(parse, word, meant):
+    with pytest.raises(settings.UserError, match=re.escape(meant)):
+        parse(word)
+
+
+def test_ppo_is_called_gae(config):
+    config.algorithm.adv_estimator = "ppo"
+    with pytest.raises(settings.UserError, match=r"adv_estimator='ppo' is not known; did you mean 'gae'\?$"):
+        settings.check(config)
+
+
+def test_other_names_are_none_of_jppos_and_lead_to_settings():
+    for name, meant in other_names.OTHER_NAMES.items():
+        assert set(meant) <= set(TABLE), name
+    values = [
+        (TABLE[name], value, meant) for name, of in other_names.OTHER_VALUES.items() for value, meant in of.items()
+    ]
+    assert values and all(value not in setting.choices and meant in setting.choices for setting, value, meant in values)
+    with pytest.raises(settings.UserError, match=r"did you mean optim\.lr\?"):
+        settings.parse(["--config.learning_rate=1"], "", settings.sft_default(), needs_file=False)
 
 
 def read_by_parts(config, monkeypatch):

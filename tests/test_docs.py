@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jppo import evaluate, settings, statistics
+from jppo.__main__ import command_of
 from jppo.agent import tools
 from jppo.data.sources import read_sources
+from jppo.models import families
 from jppo.rewards import graders, pool_tasks
 from jppo.rewards.judge import client, prompts
 from jppo.rewards.judge.part import JudgePart
@@ -98,6 +100,16 @@ NAMED = [
     ("evaluation", {f"--{name}" for name in (*evaluate.SHORT, "out")}),
     ("agents", {*tools.TOOLS, *TABLE["rollout.multi_turn.format"].choices}),
 ]  # fmt: skip
+
+
+def test_families_and_commands_are_counted_and_named_rightly():
+    assert set(re.findall(r"(\d+) (?:decoder )?families", text("README.md"))) == {str(len(families.FAMILIES))}
+    pages = [*DOCS, *(f"colab/{path.name}" for path in ROOT.glob("colab/*.ipynb"))]
+    assert not [name for name in pages if "huggingface-cli" in text(name)]
+    used = {
+        command for name in DOCS for line in quoted(name) for command in re.findall(r"(?:^|&& )jppo ([\w.]+)", line)
+    }
+    assert used and not {command for command in used if command_of(command) is None}
 
 
 @pytest.mark.parametrize("page, names", NAMED, ids=[page for page, _ in NAMED])
@@ -226,8 +238,9 @@ def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", list(sys.path))  # which grows by the folder of the file
     shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
     sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}, "turns": 1}
+    sample |= {"prompt": "2+2", "columns": {}}
     found = [pool_tasks.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
-    assert [function.batch for function in found] == [False, True, False]
+    assert [function.batch for function in found] == [False, False, True, True, False]
     for function in found:
         right, wrong = function.call([sample, {**sample, "truth": "five"}])
         assert (right["score"], wrong["score"], right["error"]) == (1.0, 0.0, None)

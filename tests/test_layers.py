@@ -28,7 +28,7 @@ LAYERS = (
     ("preflight",),
     ("run",),
     ("train", "sft", "reward_model", "dpo", "evaluate", "sweep", "from_verl", "export", "chat", "plan", "serve"),
-    ("doctor", "__main__"),
+    ("doctor", "init", "__main__"),
 )
 LAYER = {place: i for i, row in enumerate(LAYERS, -2) for place in row}  # those below 0 are everybody's
 # Commands that stand with what they look at.
@@ -56,6 +56,7 @@ ONLY_IN = {
     "openai": ("jppo.rewards.judge.client",),
     "anthropic": ("jppo.rewards.judge.client",),
     "math_verify": ("jppo.rewards.rules",),
+    "datasets": ("jppo.data.sources",),
     "tensorflow_datasets": ("jppo.data",),
     "wandb": ("jppo.runlog.remote_loggers",),
     "mlflow": ("jppo.runlog.remote_loggers",),
@@ -72,6 +73,7 @@ BY_VLLM = ("jppo.rollout.vllm.weight_engine", "jppo.rollout.vllm.routing")  # im
 ONLY_IN_FUNCTIONS = {
     "vllm",
     "tensorflow",
+    "datasets",
     "tensorflow_datasets",
     "openai",
     "anthropic",
@@ -133,10 +135,12 @@ OF_JPPO = {
     "jppo.rewards.pool_tasks": (
         "jppo.rewards.code",
         "jppo.rewards.earned",
+        "jppo.rewards.forms",
         "jppo.rewards.rules",
         "jppo.sandbox.choice",
     ),
     "jppo.rewards.earned": (),
+    "jppo.rewards.forms": (),
     "jppo.rewards.code": ("jppo.rewards.rules", "jppo.sandbox"),
     "jppo.sandbox": ("jppo.sandbox",),
     "jppo.rewards.rules": (),

@@ -42,10 +42,23 @@ def test_every_program_is_a_listed_command_or_a_worker(capsys):
             found.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__"))
     assert found == {"jppo", *listing.COMMANDS, *WORKERS} and not WORKERS & set(listing.COMMANDS)
     done = subprocess.run([*PYTHON, "jppo"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert re.findall(r"^  python -m (\S+)  +\S", done.stdout, re.M) == list(listing.COMMANDS)
+    assert [f"jppo.{name}" for name in re.findall(r"^  jppo (\S+)  +\S", done.stdout, re.M)] == list(listing.COMMANDS)
     listing.main(["--version"])
     assert capsys.readouterr().out == f"{jppo.__version__}\n"
-    assert one_line(capsys, listing.main, "train").startswith("error: 'train' is not understood")
+    said = "error: 'trian' is no command; `jppo` lists them; did you mean 'train'?\n"
+    assert one_line(capsys, listing.main, "trian") == said
+
+
+def test_jppo_name_is_the_command_of_the_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    for name in ("eval", "evaluate", "jppo.evaluate"):
+        assert listing.command_of(name) == "jppo.evaluate"
+    assert listing.command_of("reward-model") == "jppo.reward_model"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"jppo": f"{listing.__name__}:{listing.main.__name__}"}
+    assert "no file none.jsonl" in one_line(capsys, listing.main, "data.check", "none.jsonl")
+    done = subprocess.run([*PYTHON, "jppo", "report", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "python -m jppo.report" in done.stdout  # a package, whose __main__ is the command
 
 
 @pytest.mark.parametrize("command", listing.COMMANDS)
@@ -137,7 +150,7 @@ def unpacked(tmp_path_factory):
     top = tmp_path_factory.mktemp("wheel")
     source = top / "source"
     source.mkdir()
-    for name in ("jppo", "configs"):
+    for name in ("jppo", "configs", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -157,7 +170,8 @@ def test_the_wheel_holds_all_that_is_no_test(unpacked):
         walked = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         return {str(path.relative_to(folder)) for path in walked}
 
-    wanted = files(ROOT / "jppo") | {f"configs/{name}" for name in files(ROOT / "configs")}
+    wanted = files(ROOT / "jppo")
+    wanted |= {f"{folder}/{name}" for folder in ("configs", "examples") for name in files(ROOT / folder)}
     assert files(unpacked / "jppo") == wanted
     (about,) = unpacked.glob("*.dist-info")
     metadata = (about / "METADATA").read_text()
@@ -173,12 +187,29 @@ TOOLS = (
 
 
 @pytest.mark.slow
+def test_the_quickstart_starts_from_an_empty_folder(unpacked, tmp_path):
+    env = os.environ | {"PYTHONPATH": str(unpacked), "JAX_PLATFORMS": "cpu"}
+    few = ["--config.trainer.total_training_steps=1", "--config.rollout.name=inprocess", "--dry_run"]
+    for words in (
+        ["-m", "jppo.examples.arithmetic", "--out", "runs/quickstart/data"],
+        ["-m", "jppo", "sft", "--config=jppo://quickstart_sft", *few[:1]],
+        ["-m", "jppo", "train", "--config=jppo://quickstart", *few],
+    ):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stderr
+    assert "FAIL" not in done.stdout and '"run_dir": "runs/quickstart"' in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words, code, said",
     [
         (["-m", "jppo.train", "--help"], 0, "--config.actor.lr=1e-06"),
         (["-m", "jppo.sweep", "--config=jppo://quickstart", "--print"], 0, "run_dir=runs/sweep-quickstart/actor.lr="),
-        (["-m", "jppo"], 0, "python -m jppo.train"),
+        (["-m", "jppo"], 0, "jppo train"),
+        (["-m", "jppo.examples.multiplication", "--help"], 0, "--out"),
         (["-m", "jppo.train", "--config=jppo://quickstart:here"], 2, "here/sft/hf"),
         (["-c", TOOLS], 0, (ROOT / "configs/agent_calculator.yaml").read_text().strip()),
     ],

@@ -23,6 +23,12 @@ OPTIONS = {
     "--reward_model": ("some/rm", "reward.model.path", "some/rm"),
     "--data": ("train.json", "data.train_files", "train.json"),
     "--val_data": ("val.jsonl", "data.val_files", "val.jsonl"),
+    "--reward_function": ("mine.py", "reward.function", "mine.py"),
+    "--algorithm": ("grpo", "algorithm.adv_estimator", "grpo"),
+    "--n": ("8", "rollout.n", 8),
+    "--max_response_length": ("99", "data.max_response_length", 99),
+    "--steps": ("7", "trainer.total_training_steps", 7),
+    "--run_dir": ("runs/mine", "trainer.run_dir", "runs/mine"),
 }
 VARIABLES = {
     "MODEL_PATH": ("some/model", "model.path", "some/model"),
@@ -59,6 +65,7 @@ def folder(tmp_path):
     for name in ("my model", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "my model/config.json").write_text("{}")
+    (tmp_path / "mine.py").write_text("def compute_score(completions, **kwargs): return [1.0] * len(completions)\n")
     (tmp_path / "python").write_text(STAND_IN)
     (tmp_path / "python").chmod(0o755)
     return tmp_path
@@ -101,12 +108,12 @@ def test_options_and_variables_are_their_settings(folder):
     joined = ("--model", "--lr", "--kl_coef", "--data")
     words = [w for o, (v, *_) in OPTIONS.items() for w in ([f"{o}={v}"] if o in joined else [o, v])]
     for given, (found, named) in (
-        (OPTIONS, resolved(folder, *words, "--config.trainer.run_dir=runs/train")),
+        (OPTIONS, resolved(folder, *words)),
         (VARIABLES, resolved(folder, **{name: value for name, (value, *_) in VARIABLES.items()})),
     ):
         wanted = {setting: value for _, setting, value in given.values()}
         assert all(value != recipe()[setting] for setting, value in wanted.items())
-        wanted |= ALSO | ({"trainer.run_dir": "runs/train"} if given is OPTIONS else {"mesh.data": 2 * 2})  # of 2 hosts
+        wanted |= ALSO | ({} if given is OPTIONS else {"mesh.data": 2 * 2})  # of 2 hosts
         assert found == recipe() | wanted and named == set(wanted)
     one = resolved(folder, "--epochs", "2")[0]
     assert one == recipe() | {"trainer.total_epochs": 2} == resolved(folder, "--epochs=2")[0]
@@ -121,6 +128,11 @@ def test_the_help_names_all_of_them_and_nothing_else(folder):
     listed = {line.strip() for line in done.stdout.splitlines() if line.startswith("  ") and line[2] in "-ABCDEGMNPR"}
     names = {name for line in listed for name in line.split(", ")}
     assert names == {*OPTIONS, *VARIABLES, *judge, "MASTER_ADDR", "--print_only", "--help"}
+
+
+def test_ppo_is_the_estimator_gae(folder):
+    found, _ = resolved(folder, "--algorithm=ppo", "--data", "hub:openai/gsm8k:main/train")
+    assert found["algorithm.adv_estimator"] == "gae" and found["data.train_files"] == "hub:openai/gsm8k:main/train"
 
 
 def test_a_zero_survives(folder):
@@ -288,6 +300,8 @@ def test_what_is_printed_is_what_is_run(folder):
         (JUDGE[1:3], "--rm_api_type is for a judge"),
         (["--rm_system_prompt", "be strict"], "--rm_system_prompt is for a judge"),
         (["--kl_coef", "1", "--config.algorithm.use_kl_in_reward=False"], "--kl_coef=1 is of the KL in the reward"),
+        (["--reward_function", "no.py:f"], "--reward_function=no.py:f: no file no.py"),
+        (["--reward_function", "mine"], "--reward_function=mine must be FILE.py or FILE.py:NAME"),
         (["--n_gpus", "0"], "--n_gpus=0 must be 1 or more"),
         (["--n_gpus", "two"], "--n_gpus=two is no whole number"),
     ],

@@ -147,3 +147,4 @@ def test_what_is_shown_is_the_first_response_to_the_first_prompts():
     some = validation.shown(tested, 2)
     assert [row["response"] for row in some] == ["a", "e"] and validation.shown(tested, 0) == []
     assert validation.line(some[1]) == "  ? → e   (score 0; truth 2)"
+    assert validation.line(some[1] | {"ground_truth": ""}) == "  ? → e   (score 0)"

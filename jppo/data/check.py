@@ -10,13 +10,22 @@ model reads it. Exit code 0 with a line OK or WARN for each; 2 if the data canno
 import collections
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jppo.data.prompts import Messages, check_one_schema, ground_truth, prompt_of, tokenise, with_system_prompt
-from jppo.data.rows import Row, text_column
+from jppo.data.prompts import (
+    NEEDED,
+    Messages,
+    check_one_schema,
+    data_source,
+    ground_truth,
+    prompt_of,
+    tokenise,
+    with_system_prompt,
+)
+from jppo.data.rows import Row
 from jppo.data.sources import Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import escaped
@@ -68,19 +77,22 @@ def look(
     return Looked(sources, rows, prompts, ids)
 
 
-def findings(seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str]) -> list[DataNote]:
-    """Returns the findings about one set; `graders` maps known data sources to graders."""
+def findings(
+    seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str], needed: Collection[str] = NEEDED
+) -> list[DataNote]:
+    """Returns the findings about one set; `graders` maps known data sources to graders, `needed` as in training."""
     out = []
     for source in seen.sources:
         columns = collections.Counter(column for row in source.rows for column in row.columns)
         partly = [column for column, count in columns.items() if count < len(source.rows)]
         said = f"{source.name}: {len(source.rows)}; columns {', '.join(map(str, columns))}"
         out.append(DataNote(not partly, "rows", f"{said}; not every row has {', '.join(partly)}" if partly else said))
-    for name, count in collections.Counter(text_column(row, "data_source") for row in seen.rows).most_common():
+    for name, count in collections.Counter(map(data_source, seen.rows)).most_common():
         grader = f"graded by {graders[name]}" if name in graders else "no grader: set reward.grader or reward.function"
         out.append(DataNote(name in graders, "source", f"{name}: {count} rows, {grader}"))
     empty = [row for row in seen.rows if not _has_answer(row)]
-    out.append(_counted("answers", "without an answer", empty, len(seen.rows)))
+    if "ground_truth" in needed:
+        out.append(_counted("answers", "without an answer", empty, len(seen.rows)))
     first: dict[str, Row] = {}
     again = [
         row
@@ -163,7 +175,7 @@ def _key(prompt: Messages) -> str:
 def _graders(*sets: Looked | None) -> dict[str, str]:
     from jppo.rewards.graders import grader_of  # a command may look beyond data/
 
-    sources = {text_column(row, "data_source") for seen in sets if seen is not None for row in seen.rows}
+    sources = {data_source(row) for seen in sets if seen is not None for row in seen.rows}
     found = {source: grader_of(source) for source in sources}
     return {source: getattr(grader, "__name__", source) for source, grader in found.items() if grader is not None}
 
@@ -172,7 +184,7 @@ def _graders(*sets: Looked | None) -> dict[str, str]:
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = Parser("jppo.data.check", __doc__)
-    parser.add_argument("files", nargs="+", help="parquet, jsonl, json or tfds:NAME/SPLIT@DIR")
+    parser.add_argument("files", nargs="+", help="parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")
     parser.add_argument(
         "--tokenizer", default="", help="the model's HF directory; without it lengths are in characters"

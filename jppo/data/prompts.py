@@ -11,7 +11,7 @@ import json
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,9 @@ SHOWN_FROM = 10_000  # rows, from which a progress bar is shown
 EVERY_S = 30.0  # between lines where no bar is shown
 _BLOCK = 2_000  # rows that are rendered and then tokenised at once, by the tokenizer's threads
 _READ = ("prompt", "data_source", "ground_truth", "reward_model")
+NEEDED = ("ground_truth", "data_source")  # columns, unless the reward does without
+SOLUTIONS = ("answer", "solution", "rationale", "response")  # columns with worked solutions; verl's data has the first
+UNKNOWN = "unknown"  # the source of rows without data_source, as in verl
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +59,13 @@ def read_prompts(
     columns: Mapping[str, str] = types.MappingProxyType({}),
     template_arguments: Mapping[str, Any] = types.MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
+    needed: Collection[str] = NEEDED,
     setting: str = "data.train_files",
 ) -> PromptSet:
     """Reads, checks and tokenises the first `max_samples` rows (-1: all) of comma-separated sources.
 
-    `columns` are the files' names for prompt and data_source. Chat templates get `template_arguments`, and show `tools`
-    to the model, by their schemas.
+    `columns` are the files' names for prompt and data_source; `needed` are those of `NEEDED` that every row must have.
+    Chat templates get `template_arguments`, and show `tools` to the model, by their schemas.
     """
     if max_samples != -1 and max_samples < 1:
         raise UserError(f"{setting.replace('files', 'max_samples')}={max_samples} must be -1 (all rows) or 1 or more")
@@ -86,7 +90,7 @@ def read_prompts(
                 continue
             tokens, truncated = truncate(tokens, max_prompt_length, truncation, row), truncated + 1
         members[source.name].append(len(prompts))
-        prompts.append(make_prompt(row, message, tokens, source.name))
+        prompts.append(make_prompt(row, message, tokens, source.name, needed))
     if not prompts:
         raise UserError(
             f"{setting}={files}: all {len(rows)} prompts are longer than data.max_prompt_length={max_prompt_length} "
@@ -213,28 +217,42 @@ def _tokenise(
     return ids
 
 
-def ground_truth(row: Row) -> str:
-    """The row's answer, in either schema; an object or a list becomes JSON text."""
+def ground_truth(row: Row, *, needed: bool = True) -> str:
+    """Returns the row's answer, in either schema; an object or a list becomes JSON text, a missing one ''."""
     nested = row.columns.get("reward_model")
     if nested is not None and not isinstance(nested, dict):
         raise UserError(f"{row.place}: reward_model is of type {type(nested).__name__}; it must be an object")
     inner = None if nested is None else nested.get("ground_truth")
     outer = row.columns.get("ground_truth")
     if outer is None and inner is None:
+        if not needed:
+            return ""
         raise UserError(
             f"{row.place} has no answer: neither 'ground_truth' nor 'reward_model.ground_truth' among its columns "
-            f"{', '.join(map(str, row.columns))}"
+            f"{', '.join(map(str, row.columns))}; add one, or score by reward.function=FILE.py, which needs none"
         )
     if outer is not None and inner is not None and outer != inner:
         raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one")
     value = inner if outer is None else outer
     if isinstance(value, dict | list) and value:
         value = json.dumps(value, ensure_ascii=False)
-    return checked_text(row, "ground_truth", value)
+    return checked_text(row, "ground_truth", value, blank=not needed)
 
 
-def make_prompt(row: Row, messages: Messages, ids: list[int], name: str) -> Prompt:
-    """Returns the prompt of a row of the source `name`."""
+def data_source(row: Row, *, needed: bool = False) -> str:
+    """Returns the name of the row's source, `UNKNOWN` where it has none."""
+    if row.columns.get("data_source") is not None:
+        return text_column(row, "data_source")
+    if not needed:
+        return UNKNOWN
+    raise UserError(
+        f"{row.place} has no 'data_source', which names its rule; its columns are {', '.join(map(str, row.columns))};"
+        " add it, name one rule for all rows by reward.grader, or score by reward.function=FILE.py, which needs none"
+    )
+
+
+def make_prompt(row: Row, messages: Messages, ids: list[int], name: str, needed: Collection[str] = NEEDED) -> Prompt:
+    """Returns the prompt of a row of the source `name`; `needed` columns must be there."""
     extra = {column: value for column, value in row.columns.items() if column not in _READ}
     if extra.get("extra_info") is None:
         extra.pop("extra_info", None)
@@ -243,10 +261,10 @@ def make_prompt(row: Row, messages: Messages, ids: list[int], name: str) -> Prom
         raise UserError(f"{row.place}: extra_info is of type {kind}; it must be an object")
     return Prompt(
         uid=f"{name}:{row.number}",
-        data_source=text_column(row, "data_source"),
+        data_source=data_source(row, needed="data_source" in needed),
         messages=messages,
         ids=np.asarray(ids, np.int32),
-        ground_truth=ground_truth(row),
+        ground_truth=ground_truth(row, needed="ground_truth" in needed),
         extra=extra,
     )
 

@@ -1,13 +1,14 @@
-"""Sources of rows: files, prepared data sets of tensorflow-datasets, or a custom class.
+"""Sources of rows: files, data sets of the Hugging Face hub or of tensorflow-datasets, or a custom class.
 
-A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json, or
-tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry is passed to the class: CLASS(entry,
-tokenizer=tokenizer) must be an iterable of rows, dicts with the columns of a file. Data is never run as code; the
-custom class is.
+A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json,
+hub:NAME[:CONFIG]/SPLIT, or tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry is passed to the
+class: CLASS(entry, tokenizer=tokenizer) must be an iterable of rows, dicts with the columns of a file. Data is never
+run as code; the custom class is.
 
-Data sets of tensorflow-datasets must have been prepared on disk, as array_record or parquet, which have random access
-and need no TensorFlow. Nothing is downloaded or built. NAME may have a config and a version, as in gsm8k:1.0.0; SPLIT
-may be a slice, as in train[:90%]. Without DIR it is tensorflow-datasets' default folder.
+The package `datasets` downloads data sets of the hub. Those of tensorflow-datasets must have been prepared on disk, as
+array_record or parquet, which have random access and need no TensorFlow; nothing is downloaded or built. NAME may have
+a config and a version, as in gsm8k:1.0.0; SPLIT may be a slice, as in train[:90%]. Without DIR it is
+tensorflow-datasets' default folder.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ from jppo.settings import UserError
 
 TFDS = "tfds:"
 TFDS_MISSING = "tensorflow-datasets cannot be imported ({}); pip install 'jppo[tfds]'"
-_FORMS = f"{', '.join(SUFFIXES)} or {TFDS}NAME/SPLIT"
+HUB = "hub:"
+_FORMS = f"{', '.join(SUFFIXES)}, {HUB}NAME/SPLIT or {TFDS}NAME/SPLIT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +86,15 @@ def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str
     if entry.startswith(TFDS):
         spec = tfds_spec(entry, setting)
         return functools.partial(_tfds_rows, spec), f"{spec.name}/{spec.split}"
+    if entry.startswith(HUB):
+        name, _, split = entry.removeprefix(HUB).rpartition("/")
+        if not (name.partition(":")[0] and split):
+            raise UserError(f"{setting}: {entry!r} must be {HUB}NAME/SPLIT or {HUB}NAME:CONFIG/SPLIT")
+        return functools.partial(_hub_rows, entry, name, split), f"{name}/{split}"
     path = expanded(entry)
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {_FORMS}")
+        hub = f"; of the hub: {HUB}{entry}/train" if entry.count("/") == 1 and not path.exists() else ""
+        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {_FORMS}{hub}")
     if not path.is_file():
         raise UserError(f"{setting}: no file {path}; use the path of a {', '.join(SUFFIXES)} file")
     return functools.partial(read_rows, path), path.stem
@@ -107,6 +115,26 @@ def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, e
         raise UserError(f"{where} failed {after} ({said(e)}); fix the class") from e
     if not rows:
         raise UserError(f"{where} has no rows; at least one is needed")
+    return rows
+
+
+def _hub_rows(entry: str, name: str, split: str) -> list[Row]:
+    """Reads all rows of a split of a data set of the hub, or of one that `datasets` finds in a folder."""
+    name, _, config = name.partition(":")
+    try:
+        import datasets
+    except ImportError as e:
+        raise UserError(
+            f"{entry}: the package datasets cannot be imported ({said(e)}); pip install 'jppo[hub]', or get the files:"
+            f" hf download --repo-type dataset {name} --local-dir DIR"
+        ) from e
+    try:
+        found = datasets.load_dataset(name, config or None, split=split)
+        rows = [Row(entry, number, dict(columns)) for number, columns in enumerate(found, start=1)]
+    except Exception as e:  # no network, an unknown name, split or config: each raises its own
+        raise UserError(f"{entry} cannot be read ({said(e)}); check name, config and split, or the network") from e
+    if not rows:
+        raise UserError(f"{entry} has no rows; at least one is needed")
     return rows
 
 

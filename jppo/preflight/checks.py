@@ -26,7 +26,7 @@ from jppo.run import agreement
 from jppo.run.inputs import Inputs, read_inputs, speaking
 from jppo.run.supervised import Task
 from jppo.settings import Common, Settings, Supervised
-from jppo.settings.rules_rollout import publish_via
+from jppo.settings.rules_servers import publish_via
 from jppo.types import TrainState
 
 T = TypeVar("T", bound=Task)

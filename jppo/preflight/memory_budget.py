@@ -12,7 +12,7 @@ from jppo.preflight.shared_gpu import CONTEXT
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs
 from jppo.settings import Settings
-from jppo.settings.rules_rollout import publish_via
+from jppo.settings.rules_servers import publish_via
 
 MIB = 2**20
 TIGHT = 0.9  # warning threshold, of the free memory

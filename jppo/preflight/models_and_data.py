@@ -24,7 +24,7 @@ from jppo.preflight.finding import GIB, Finding
 from jppo.preflight.preview import describe_sampling, sampling_warnings
 from jppo.rewards import check as reward_check
 from jppo.rewards.graders import grader_of
-from jppo.rewards.make import make_judge, make_reward_sum
+from jppo.rewards.make import make_judge, make_reward_sum, needed_columns
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rollout.make import served_reference
 from jppo.run.inputs import Inputs, columns_of, read_tokenizer
@@ -88,6 +88,11 @@ def data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     )
     graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
     graders = dict.fromkeys(graded, "rule")
+    said = dict[str, Any](
+        max_prompt_length=c.data.max_prompt_length,
+        graders=graders,
+        needed=needed_columns(c, bool(inputs.graded()["tool_rewards"])),
+    )
     train = data_check.look(c.data.train_files, "data.train_files", **read)
     val = data_check.look(c.data.val_files, "data.val_files", **read)
     for title, seen, kept in (("train data", train, inputs.train), ("test data", val, inputs.val)):
@@ -98,7 +103,7 @@ def data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
             f"{len(kept.prompts):,} of {len(seen.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
             f" (data.max_prompt_length={c.data.max_prompt_length}); {kept.overlong} left out, {kept.truncated} cut",
         )
-        for one in data_check.findings(seen, max_prompt_length=c.data.max_prompt_length, graders=graders):
+        for one in data_check.findings(seen, **said):
             if not one.good:
                 yield Finding(title, "WARN", f"{one.about}: {one.found}", _remedy(one.about))
     both = data_check.overlap(train, val)
@@ -149,7 +154,7 @@ def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         reward_sum.ready()
         found = reward_check.check(reward_sum, inputs.train.prompts)
     for one in found:
-        said = f"{one.source}: right answers earn {one.truth:.3g}, others' {one.wrong:.3g} ({one.rows} rows)"
+        said = str(one)
         if one.errors:
             said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"

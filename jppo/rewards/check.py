@@ -1,27 +1,33 @@
 """Tests a reward on the data's own solutions: python -m jppo.rewards.check --config=configs/gsm8k.py
 
+    python -m jppo.rewards.check --config.data.train_files=train.jsonl --config.reward.function=reward.py
+
 For the first rows of each data source, the run's reward grades the row's right answer and another row's answer. A
-source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Exit
-code 1 if one fails. Settings are given as --config.SECTION.NAME=VALUE.
+source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Rows
+without an answer are scored with an empty response and with the prompt as the response; such a source fails only by
+errors. Exit code 1 if one fails. Settings are given as --config.SECTION.NAME=VALUE; those of models, batches and
+engines are not read.
 """
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jppo import process, settings
+from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
+from jppo.data.sources import read_sources
+from jppo.data.tokenizer import load_tokenizer
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.rewards.make import make_reward_sum
+from jppo.rewards.make import make_reward_sum, needed_columns
 from jppo.rewards.parts import Sample
 from jppo.rewards.reward_sum import RewardSum
-from jppo.run.inputs import read_inputs
+from jppo.run.inputs import columns_of
 from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward
 
 _ROWS = 8  # per source
-# Columns with worked solutions; verl's data sets have the first.
-SOLUTIONS = ("answer", "solution", "rationale", "response")
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 _FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 
@@ -36,11 +42,18 @@ class SourceCheck:
     wrong: float  # mean score of other rows' answers
     errors: list[str]
     example: str  # a right answer that was graded
+    answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
 
     @property
     def good(self) -> bool:
-        """Whether the reward separates right from wrong answers."""
-        return not self.errors and self.truth > self.wrong
+        """Whether the reward separates right from wrong answers, or without answers scores at all."""
+        return not self.errors and (self.truth > self.wrong or not self.answers)
+
+    def __str__(self) -> str:
+        said = "right answers earn {:.3g}, others' {:.3g}"
+        if not self.answers:
+            said = "no answers in the data; the prompt as the response earns {:.3g}, an empty response {:.3g}"
+        return f"{self.source}: {said.format(self.truth, self.wrong)} ({self.rows} rows)"
 
 
 def check(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = _ROWS) -> list[SourceCheck]:
@@ -53,12 +66,14 @@ def solutions(prompt: Prompt) -> list[str]:
     """Returns right answers: the worked solution first, then the ground truth in the forms that rules read."""
     places = [prompt.extra, prompt.extra.get("extra_info") or {}]
     worked = [place[name] for place in places for name in SOLUTIONS if isinstance(place.get(name), str)]
-    return worked + [form.format(prompt.ground_truth) for form in _FORMS]
+    return worked + [form.format(prompt.ground_truth) for form in _FORMS if prompt.ground_truth]
 
 
 def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     """Uses the form of solution with the highest score, because the format is up to the rule."""
     forms = [solutions(prompt) for prompt in prompts]
+    if not all(forms):
+        return _without_answers(reward_sum, prompts)
     truths = [prompt.ground_truth for prompt in prompts]
     # The first row with another truth; None if all are equal.
     others = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
@@ -83,6 +98,15 @@ def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     )
 
 
+def _without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
+    texts = [p.messages if isinstance(p.messages, str) else p.messages[-1]["content"] for p in prompts]
+    graded = _grade(reward_sum, prompts * 2, [*texts, *[None] * len(texts)])
+    said, empty = graded[: len(texts)], graded[len(texts) :]
+    errors = [r.error for r in graded if r.error is not None]
+    source, count = prompts[0].data_source, len(prompts)
+    return SourceCheck(source, count, _mean(said), _mean(empty), errors, example=texts[0], answers=False)
+
+
 def _grade(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
     said = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
     return reward_sum.grade(Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, said, strict=True))
@@ -97,10 +121,7 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for f in findings:
-        lines.append(
-            f"{'OK  ' if f.good else 'FAIL'} {f.source}: right answers earn {f.truth:.3g}, others' {f.wrong:.3g}"
-            f" ({f.rows} rows)"
-        )
+        lines.append(f"{'OK  ' if f.good else 'FAIL'} {f}")
         if f.errors:
             lines.append(f"     {len(f.errors)} could not be graded; the first: {f.errors[0]}")
         elif not f.good:
@@ -123,24 +144,38 @@ def _run(c: Settings) -> bool:
             f"rollout.agent_reward={c.rollout.agent_reward!r} rewards what an agent program does, and the data has no"
             " right answers to test it with; read the samples of a short run"
         )
-    inputs = read_inputs(c)
+    needs_tokenizer = c.data.custom_cls or c.reward.model.step_aggregation
+    tokenizer = load_tokenizer(c.model.path) if needs_tokenizer else None
+    tools = bool(c.rollout.multi_turn.tool_config_path) and "tool_score" in c.reward.weights
+    prompts = _prompts(c, tokenizer, needed_columns(c, tools))
     mesh = make_mesh(c)
     process.prepare(c, sharding.platform(mesh))
-    reward_sum = make_reward_sum(c, mesh, **inputs.graded())
+    sources = sorted({prompt.data_source for prompt in prompts})
+    reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
     try:
         reward_sum.ready()
-        findings = check(reward_sum, inputs.train.prompts)
+        findings = check(reward_sum, prompts)
     finally:
         reward_sum.close()
     print(_report(findings))
     return all(f.good for f in findings)
 
 
+def _prompts(c: Settings, tokenizer: Any, needed: Collection[str]) -> list[Prompt]:
+    """Returns the rows as prompts without token ids."""
+    read = dict[str, Any](custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c))
+    sources = read_sources(c.data.train_files, "data.train_files", **read)
+    return [make_prompt(row, prompt_of(row), [], source.name, needed) for source in sources for row in source.rows]
+
+
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    config, switches = settings.parse(sys.argv[1:] if argv is None else argv, __doc__, settings.default())
-    c = settings.typed(config, Settings)
+    argv = sys.argv[1:] if argv is None else argv
+    config, switches = settings.parse(argv, __doc__, settings.default(), needs_file=False)
+    for section, name in (("model", "path"), ("data", "val_files")):  # not read
+        config[section][name] = config[section][name] or "-"
+    c = settings.typed(config, Settings, training=False)
     if switches["dry_run"]:
         print(settings.dump(c), end="")
         return

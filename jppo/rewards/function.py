@@ -4,9 +4,10 @@ Functions are checked before training, and run in worker processes.
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float or {"score": float, ...}
     compute_score(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
+    compute_score(completions, **kwargs) -> list of those; TRL's
 
-The parameter names select the form. The second gets all samples submitted before `flush` at once. A dict may have
-amounts that are earned inside the response (`earned.py`).
+The parameter names select the form (`forms.py`). The last two get all samples submitted before `flush` at once. A dict
+may have amounts that are earned inside the response (`earned.py`).
 """
 
 import functools
@@ -22,6 +23,8 @@ from jppo.rewards.parts import Part, Sample, graded
 from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
 from jppo.settings import UserError
 from jppo.types import Reward
+
+NAME = "compute_score"  # of the function, where the setting names only the file
 
 
 class FunctionPart(Part):
@@ -57,8 +60,9 @@ class FunctionPart(Part):
             inner.add_done_callback(functools.partial(_pass_on, future))
 
     def _plain(self, sample: Sample) -> dict[str, Any]:
-        """Adds the number of turns, and their texts to the `extra_info` of a conversation."""
-        asked = as_plain(sample) | {"turns": len(sample.turns)}
+        """Adds prompt, columns, the number of turns, and the turns' texts to the `extra_info` of a conversation."""
+        of_row = {"prompt": sample.prompt.messages, "columns": sample.prompt.extra}
+        asked = as_plain(sample) | of_row | {"turns": len(sample.turns)}
         if sample.exchange is None or sample.tokens is None or not isinstance(asked["extra"], Mapping):
             return asked
         texts = [self._decode(sample.tokens[begin:end].tolist()) for begin, end in sample.turns]
@@ -90,9 +94,9 @@ def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str
 
 
 def _target(function: str) -> Target:
-    file, colon, name = function.rpartition(":")
+    file, colon, name = (function, ":", NAME) if function.endswith(".py") else function.rpartition(":")
     if not (colon and file and name):
-        raise UserError(f"reward.function={function!r} must be 'path.py:name', as in 'rewards/mine.py:compute_score'")
+        raise UserError(f"reward.function={function!r} must be PATH.py, or PATH.py:NAME, as in mine.py:{NAME}")
     path = expanded(file).resolve()
     try:
         source = path.read_text(encoding="utf-8")

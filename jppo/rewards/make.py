@@ -17,7 +17,7 @@ from jppo.rewards.function import FormatPart, FunctionPart, OverlongPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.judge.client import JudgeClient
 from jppo.rewards.judge.part import JudgePart
-from jppo.rewards.judge.prompts import make_rubric
+from jppo.rewards.judge.prompts import Rubric, make_rubric
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.by_vllm import VllmRewardModel
@@ -104,6 +104,16 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
     return [name for name, there in asked.items() if there]
 
 
+def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
+    """Returns the columns besides the prompt that the reward reads: ground_truth, data_source, both or none."""
+    names = _configured_parts(c, tool_rewards)
+    weights = parse_weights(c.reward.weights, names, optional=[_RULES])
+    computed = {part for part, weight in weights.general.items() if weight is not None}
+    computed |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
+    rules, judge = _RULES in computed, "judge_score" in computed and "{ground_truth}" in _rubric(c).scoring
+    return ("ground_truth",) * (rules or judge) + ("data_source",) * (rules and not c.reward.grader)
+
+
 def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
     """Returns the parts of each source; UserError for weights of other sources, and for sources without any."""
     used = {source: weights.of(source) for source in sources}
@@ -130,10 +140,12 @@ def make_judge(c: Settings) -> JudgePart:
         max_tokens=j.max_tokens,
         timeout_s=j.timeout_s,
     )
-    rubric = make_rubric(
-        j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score
-    )
-    return JudgePart(client, rubric, concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+    return JudgePart(client, _rubric(c), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+
+
+def _rubric(c: Settings) -> Rubric:
+    j = c.reward.judge
+    return make_rubric(j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score)
 
 
 def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:

@@ -5,7 +5,6 @@ which are plain dicts. Answers are plain JSON dicts. Standard library only: neit
 """
 
 import functools
-import inspect
 import math
 import os
 import re
@@ -15,14 +14,12 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jppo.rewards import code, earned, rules
+from jppo.rewards import code, earned, forms, rules
 from jppo.sandbox.choice import make_runner
 
 _Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
-_Sample = dict[str, Any]  # data_source, text, truth, extra and, for custom functions, the number of turns
+_Sample = dict[str, Any]  # data_source, text, truth, extra; for custom functions also turns, prompt and columns
 
-_SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
-_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _MODULE = "jppo_reward_function"
 
 
@@ -137,7 +134,12 @@ def _format(pattern: str) -> Prepared:
 
 def _function(path: str, name: str, source: str) -> Prepared:
     function = _load(path, name, source)
-    return Prepared(functools.partial(_batch if _is_batch(function) else _single, function), _is_batch(function))
+
+    def score(samples: Sequence[_Sample]) -> list[_Answer]:
+        results = forms.call(function, samples)
+        return [answer_of(result, sample) for result, sample in zip(results, samples, strict=True)]
+
+    return Prepared(score, forms.takes_batch(function))
 
 
 def _load(path: str, name: str, source: str) -> Callable[..., Any]:
@@ -158,53 +160,5 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
         raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
     if not callable(function):
         raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
-    wanted = _BATCH if _is_batch(function) else _SINGLE
-    if inspect.iscoroutinefunction(function) or not _takes(function, wanted):
-        what = "is async" if inspect.iscoroutinefunction(function) else f"has the signature {_signature(function)}"
-        raise ValueError(
-            f"{name!r} {what}; it must be a plain function of ({', '.join(_SINGLE)}=None), or of ({', '.join(_BATCH)}) "
-            "for all samples at once"
-        )
+    forms.check(function, name)
     return function
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    try:
-        return str(inspect.signature(function))
-    except (TypeError, ValueError):  # some builtins have none
-        return "(?)"
-
-
-def _takes(function: Callable[..., Any], names: Sequence[str]) -> bool:
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(names))
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _is_batch(function: Callable[..., Any]) -> bool:
-    try:
-        return _BATCH[1] in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-
-
-def _arguments(sample: _Sample) -> tuple[Any, ...]:
-    return sample["data_source"], sample["text"], sample["truth"], sample["extra"]
-
-
-def _single(function: Callable[..., Any], samples: Sequence[_Sample]) -> list[_Answer]:
-    return [answer_of(function(**dict(zip(_SINGLE, _arguments(sample), strict=True))), sample) for sample in samples]
-
-
-def _batch(function: Callable[..., Any], samples: Sequence[_Sample]) -> list[_Answer]:
-    columns = map(list, zip(*map(_arguments, samples), strict=True))
-    results = function(**dict(zip(_BATCH, columns, strict=True)))
-    try:
-        results = list(results)
-    except TypeError as e:
-        raise ValueError(f"the function returned {type(results).__name__}; it must be a list of scores") from e
-    if isinstance(results, str) or len(results) != len(samples):
-        raise ValueError(f"the function returned {len(results)} scores for {len(samples)} samples")
-    return [answer_of(result, sample) for result, sample in zip(results, samples, strict=True)]

@@ -28,7 +28,7 @@ from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.settings import Rollout, Settings, UserError, ValKwargs, parts, texts
-from jppo.settings.rules_rollout import publish_via
+from jppo.settings.rules_servers import publish_via
 from jppo.types import Sampling
 
 Source = Served | InprocessSampler  # of samples

@@ -12,6 +12,7 @@ from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models
 from jppo.learner.recipe import require_optimizers
 from jppo.models import hf
 from jppo.models.config import ModelConfig
+from jppo.rewards.make import needed_columns
 from jppo.samples.make import prompts_per_batch
 from jppo.settings import Common, Settings, UserError, stop_texts, template_arguments
 
@@ -29,8 +30,7 @@ class Inputs(ModelConfigs):
 
     def graded(self) -> dict[str, Any]:
         """Returns the arguments of `make_reward_sum`."""
-        tools = self.agent is not None and self.agent.toolbox.rewards
-        return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=tools)
+        return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=_tool_rewards(self.agent))
 
 
 def read_inputs(c: Settings) -> Inputs:
@@ -118,6 +118,10 @@ def speaking(inputs: Inputs) -> dict[str, Any]:
     return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
 
 
+def _tool_rewards(agent: Agent | None) -> bool:
+    return agent is not None and agent.toolbox.rewards
+
+
 def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]:
     """Returns the arguments that read either prompt set."""
     return dict(
@@ -130,6 +134,7 @@ def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]
         columns=columns_of(c),
         template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
         tools=() if agent is None else agent.schemas,
+        needed=needed_columns(c, _tool_rewards(agent)),
     )
 
 

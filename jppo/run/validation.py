@@ -152,7 +152,8 @@ def shown(tested: Tested, count: int) -> list[dict[str, Any]]:
 def line(row: dict[str, Any]) -> str:
     """Formats a row for the console."""
     mark = row["error"] if row["score"] is None else f"score {row['score']:g}"
-    return escaped(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}; truth {row['ground_truth']})")
+    truth = f"; truth {row['ground_truth']}" if row["ground_truth"] else ""
+    return escaped(f"  {_short(row['prompt'])} → {_short(row['response'])}   ({mark}{truth})")
 
 
 def _short(text: str | list[dict[str, str]], limit: int = 60) -> str:

@@ -1,6 +1,6 @@
 """The console of a run: a live table with a progress bar on a terminal, one plain line per step elsewhere.
 
-Green is within the range of `healthy_ranges.py`, yellow and red are outside; without colour, a ! marks the latter.
+Green is within the range of `healthy_ranges.py`, yellow and red are outside; without colour, a ! marks red alone.
 """
 
 import collections
@@ -255,7 +255,7 @@ def _text(metrics: Mapping[str, float], name: str, form: str) -> str:
 
 
 def _mark(verdict: healthy_ranges.Verdict | None) -> str:
-    return "" if verdict in (None, "good") else "!"
+    return "!" if verdict == "bad" else ""
 
 
 def _stages(metrics: Mapping[str, float]) -> list[str]:

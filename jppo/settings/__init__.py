@@ -4,7 +4,7 @@ Configs, sweeps and the command line change a ConfigDict, `default()`. A command
 else reads the frozen sections that it returns. Start with `table.py`.
 """
 
-from jppo.errors import UserError
+from jppo.errors import UserError, UserErrors
 from jppo.settings.checks import check, typed
 from jppo.settings.commandline import Parser, describe, exit_on_user_error, natural, parse
 from jppo.settings.configfile import recipe
@@ -61,6 +61,7 @@ __all__ = [
     "Settings",
     "Supervised",
     "UserError",
+    "UserErrors",
     "ValKwargs",
     "as_dict",
     "by_name",

@@ -1,13 +1,17 @@
 """The check of a config: every value by the table, then the rules between settings; needs no data, model or device."""
 
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import ml_collections
 
-from jppo.errors import UserError
+from jppo.errors import UserError, faults_of, raise_faults
 from jppo.registry import did_you_mean
 from jppo.settings import rules_rollout, rules_training
-from jppo.settings.table import TABLE, Common, Settings, kind_of, sections, values
+from jppo.settings.table import TABLE, Common, Settings, changed, kind_of, sections, values
 
 C = TypeVar("C", bound=Common)
 
@@ -25,43 +29,56 @@ def typed(
 ) -> Common:
     """Checks a config and returns it as frozen sections; sections are returned as they are.
 
-    Raises a UserError at the first value, or combination of values, that is not allowed. Without `training`, rules
+    Raises a UserError with every value, and every combination of values, that is not allowed. Without `training`, rules
     between settings that only training reads are skipped.
     """
     if not isinstance(config, ml_collections.ConfigDict):
         return config
-    _check_values(values(config), training=training)
     made = sections(config, kind)
-    _check_rules(made, training=training)
+    raise_faults(_faults(values(config), made, training=training))
     return made
 
 
 def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) -> None:
-    """Raises a UserError at the first value, or combination of values, that is not allowed."""
+    """Raises a UserError with every value, and every combination of values, that is not allowed."""
     if isinstance(config, ml_collections.ConfigDict):
         typed(config, kind_of(config), training=training)
     else:
-        _check_values(values(config), training=training)
-        _check_rules(config, training=training)
+        raise_faults(_faults(values(config), config, training=training))
 
 
-def _check_values(found: dict[str, Any], *, training: bool) -> None:
+def _faults(found: dict[str, Any], made: Common, *, training: bool) -> list[str]:
+    """Returns the faults of all values, then those between values that have no fault of their own."""
+    wrong: dict[str, list[str]] = {}
     for name, value in found.items():
-        if name not in TABLE:
-            raise UserError(f"there is no setting {name!r}; remove it from the config{did_you_mean(name, TABLE)}")
-        TABLE[name].check(value)
-    for name in found:
-        if training or not TABLE[name].only.startswith("rollout.name"):
-            _check_read(name, found)
+        if faults := faults_of([functools.partial(_check_value, name, value)]):
+            wrong[name] = faults
+    known = [name for name in found if name in TABLE]
+    read = [name for name in known if training or not TABLE[name].only.startswith("rollout.name")]
+    checks = [functools.partial(_check_read, name, found) for name in read if name not in wrong]
+    mended = changed(made, {name: TABLE[name].default for name in known if name in wrong})
+    between = faults_of([*checks, *_rules(mended, training=training)])
+    of_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)" for name in wrong) or "(?!)")
+    return [*itertools.chain(*wrong.values()), *(fault for fault in between if not of_wrong.search(fault))]
 
 
-def _check_rules(made: Common, *, training: bool) -> None:
+def _check_value(name: str, value: Any) -> None:
+    if name not in TABLE:
+        raise UserError(f"there is no setting {name!r}; remove it from the config{did_you_mean(name, TABLE)}")
+    TABLE[name].check(value)
+
+
+def _rules(made: Common, *, training: bool) -> Iterator[Callable[[], None]]:
     if isinstance(made, Settings):
-        rules_rollout.check_rollout(made, training=training)
+        yield from rules_rollout.rollout_rules(made, training=training)
     if training:
-        if not made.data.train_files:
-            raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
-        rules_training.check_training(made)
+        yield functools.partial(_check_train_files, made)
+        yield from rules_training.training_rules(made)
+
+
+def _check_train_files(made: Common) -> None:
+    if not made.data.train_files:
+        raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
 
 
 def _check_read(name: str, found: dict[str, Any]) -> None:

@@ -5,15 +5,16 @@ import errno
 import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jppo.errors import UserError, one_line
+from jppo.errors import UserError, faults_of, one_line, raise_faults
 from jppo.settings import configfile
+from jppo.settings.other_names import no_setting, settings_meant
 from jppo.settings.table import TABLE, command_of, values
 
 ODD_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS)
@@ -72,16 +73,15 @@ def parse(
     if set(config) != set(defaults):
         raise UserError(f"--config={named[0]} is a config of {command_of(config)}; name one of {command_of(defaults)}")
     argv = [word for word in argv if not word.startswith("--config=")]
-    for word in argv:
-        if word.startswith("--config."):
-            _check_known(word.partition("=")[0].removeprefix("--config."), config)
+    named = [word.partition("=")[0].removeprefix("--config.") for word in argv if word.startswith("--config.")]
+    raise_faults(faults_of(functools.partial(_check_known, name, config) for name in named))
     try:  # reads the overrides at once
         config_flags.DEFINE_config_dict("config", config, flag_values=given, sys_argv=["jppo", *argv])
         rest = given(["jppo", *argv])[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(_explain(e)) from e
+        raise UserError(_explain(e, values(config))) from e
     if rest:
-        raise UserError(f"{rest[0]!r} is not understood; settings are given as --config.SECTION.NAME=VALUE")
+        raise UserError(_no_option(rest[0], values(config)))
     return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
 
 
@@ -90,14 +90,25 @@ def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
     node: Any = config
     for part in name.split("."):
         if not isinstance(node, ml_collections.ConfigDict) or part not in node:
-            raise UserError(configfile.no_setting(part, node.keys() if hasattr(node, "keys") else []))
+            siblings = node.keys() if hasattr(node, "keys") else []
+            raise UserError(no_setting(part, siblings, values(config)))
         node = node[part]
     if isinstance(node, ml_collections.ConfigDict):
         raise UserError(f"--config.{name} is a section; name a setting of it, as in --config.{name}.{next(iter(node))}")
 
 
-def _explain(error: Exception) -> str:
+def _no_option(word: str, known: Collection[str]) -> str:
+    """Makes the error about a word that is no option, with the setting that it may mean."""
+    name = word.lstrip("-").partition("=")[0]
+    meant = [name] if name in known else settings_meant(name, known)
+    way = " or ".join(f"--config.{setting}=VALUE" for setting in meant[:3]) or "--config.SECTION.NAME=VALUE"
+    return f"{word!r} is not understood; settings are given as {way}"
+
+
+def _explain(error: Exception, known: Collection[str]) -> str:
     """Rewrites an error of absl or ml_collections as one line of value, rule and remedy."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return _no_option(f"--{error.flagname}", known)
     text = " ".join(str(error.args[0] if error.args else error).replace('"', "'").split())
     typed = re.match(r"flag (--config\.([\w.]+)=.*?): ", text)
     if typed:

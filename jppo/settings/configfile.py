@@ -7,15 +7,15 @@ import pathlib
 import re
 import runpy
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import ml_collections
 
 from jppo.errors import UserError
-from jppo.registry import did_you_mean
+from jppo.settings.other_names import no_setting
 from jppo.settings.setting import settings_by_name
-from jppo.settings.table import kind_of, values
+from jppo.settings.table import TABLE, kind_of, values
 
 SCHEME = "jppo://"
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "configs"  # of the package: in a checkout a link to configs/
@@ -67,17 +67,11 @@ def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) ->
         text = " ".join(str(e.args[0] if e.args else e).split())
         missing = re.search(r"""Key "(\w+)" does not exist""", text)  # ml_collections
         what = (
-            no_setting(missing[1], re.findall(r"\w+", text[missing.end() :]))
+            no_setting(missing[1], re.findall(r"\w+", text[missing.end() :]), TABLE)
             if missing
             else f"{type(e).__name__}: {text:.300}"
         )
         raise UserError(f"{place}: {what}; fix the file") from e
-
-
-def no_setting(name: str, names: Iterable[str]) -> str:
-    """Makes the error about an unknown name."""
-    near = did_you_mean(name, {*names} - {name}) or "; python -m jppo.train --help lists them all"
-    return f"there is no setting {name!r}{near}"
 
 
 def _check_names(config: Any, file: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jppo.errors import UserError
 from jppo.settings import checks, commandline, configfile, table, texts
+from jppo.settings.other_names import no_setting
 from jppo.settings.table import TABLE, default
 
 FOLDER = "trainer.run_dir"
@@ -75,7 +76,7 @@ def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
     if name == FOLDER:
         raise UserError(f"sweep: {FOLDER} cannot be swept, because each run has a separate folder; use --out")
     if name not in known:
-        raise UserError(f"sweep: {configfile.no_setting(name, known)}")
+        raise UserError(f"sweep: {no_setting(name, known, known)}")
     if name in given:
         raise UserError(f"--config.{name} is given, and the sweep sets it too; leave one of them out")
 

@@ -1,17 +1,17 @@
-"""Rules between the settings of the rollout: sampling, the engine, publishing, conversations, secrets."""
+"""Rules between the settings of the rollout: sampling, the engine, conversations."""
 
-import re
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from jppo.errors import UserError
-from jppo.settings import texts
+from jppo.settings import rules_servers
 from jppo.settings.table import PPO, Settings
-from jppo.settings.table_rollout import MultiTurn, Rollout, ValKwargs
+from jppo.settings.table_rollout import Rollout, ValKwargs
 from jppo.settings.table_run import Reward, RewardModel
 
 CUTS = ("top_p", "top_k", "min_p")  # settings that remove tokens from the distribution
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures of vLLM, which raises lower ones to 0.01 with only a log message
 LARGEST_SERVED_RANK = 512  # of adapters in vLLM
-SECRET = re.compile(r"--(?:[\w.-]*[-_.])?(?:api[-_]key|token|password|secret)(?=[\s=]|$)", re.IGNORECASE)
 
 
 def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
@@ -24,34 +24,35 @@ def has_branches(r: Rollout) -> bool:
     return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
 
 
-def check_rollout(config: Settings, *, training: bool) -> None:
-    """Raises a UserError at the first rule that is broken."""
+def rollout_rules(config: Settings, *, training: bool) -> Iterator[Callable[[], None]]:
+    """Yields the rules, each of which raises a UserError."""
     r = config.rollout
+    yield partial(_port, r)
+    yield partial(_temperature, r, training)
+    yield partial(_test, r.val_kwargs)
+    yield partial(_reward, config.reward)
+    yield partial(_conversation, r)
+    yield partial(_history, r)
+    yield partial(rules_servers.check_secrets, config)
+    yield partial(rules_servers.check_publish, r)
+    if training:
+        for rule in (_routing, _sglang, _async):
+            yield partial(rule, r)
+        yield partial(_dynamic_sampling, config)
+        yield partial(_adapters, config)
+
+
+def _port(r: Rollout) -> None:
     if (last := r.port + r.least_servers - 1) > 65535:
         raise UserError(f"rollout.port={r.port}: the last server has port {last}, and 65535 is the largest; lower it")
-    _temperature(r, training)
-    _test(r.val_kwargs)
-    _reward(config.reward)
-    if r.agent and r.multi_turn.enable:
+
+
+def _routing(r: Rollout) -> None:
+    if r.routing_replay and r.name not in ("vllm", "inprocess"):
         raise UserError(
-            f"rollout.agent={r.agent!r} and rollout.multi_turn.enable=True would both lead the conversations; set"
-            " rollout.multi_turn.enable=False, or leave rollout.agent empty"
+            f"rollout.routing_replay=True needs the experts of each token, and rollout.name={r.name!r} does not"
+            " return them; take vllm or inprocess, or set it to False"
         )
-    _conversation(r.multi_turn)
-    _history(r)
-    _secrets(config)
-    _publish(r)
-    if training:
-        if r.routing_replay and r.name not in ("vllm", "inprocess"):
-            raise UserError(
-                f"rollout.routing_replay=True needs the experts of each token, and rollout.name={r.name!r} does not"
-                " return them; take vllm or inprocess, or set it to False"
-            )
-        if r.name == "sglang":
-            _sglang(r)
-        _async(r)
-        _dynamic_sampling(config)
-        _adapters(config)
 
 
 def _temperature(r: Rollout, training: bool) -> None:
@@ -111,8 +112,13 @@ def _steps(m: RewardModel) -> None:
         )
 
 
-def _conversation(m: MultiTurn) -> None:
-    name = "rollout.multi_turn"
+def _conversation(r: Rollout) -> None:
+    m, name = r.multi_turn, "rollout.multi_turn"
+    if r.agent and m.enable:
+        raise UserError(
+            f"rollout.agent={r.agent!r} and rollout.multi_turn.enable=True would both lead the conversations; set"
+            " rollout.multi_turn.enable=False, or leave rollout.agent empty"
+        )
     if m.interaction and m.environment:
         raise UserError(
             f"{name}.interaction={m.interaction!r} and {name}.environment={m.environment!r} would both answer the"
@@ -150,71 +156,9 @@ def _history(r: Rollout) -> None:
             )
 
 
-def publish_via(r: Rollout) -> str:
-    """Returns the transport of weights; `auto` is the file's unless a server is at another address."""
-    if r.publish_via != "auto":
-        return str(r.publish_via)
-    return "tcp" if r.name == "vllm" and texts.remote_urls(r.urls) else "file"
-
-
-def _publish(r: Rollout) -> None:
-    resolved = publish_via(r)
-    via = f"rollout.publish_via={r.publish_via!r}" + (f" (here {resolved})" if r.publish_via == "auto" else "")
-    if r.publish_via in ("tcp", "nccl", "ipc") and r.name == "sglang":
-        raise UserError(
-            f"{via} is for vLLM, and rollout.name='sglang' reads directories; use file and a rollout.publish_dir that"
-            " trainer and servers share"
-        )
-    if r.publish_via == "nccl" and r.sleep_level:
-        raise UserError(
-            f"{via} needs servers on other GPUs than the trainer's, and rollout.sleep_level={r.sleep_level} is for"
-            " servers on the same; use file, or give them rollout.devices and set sleep_level to 0"
-        )
-    if r.publish_via == "ipc" and r.urls:
-        raise UserError(
-            f"{via} is for servers that are started here, on the trainer's GPUs; leave rollout.urls empty, or take tcp"
-        )
-    if r.publish_host in ("0.0.0.0", "::"):
-        raise UserError(
-            f"rollout.publish_host={r.publish_host!r} is no address that a server can reach; give the trainer's own"
-        )
-    away = [url for url in texts.remote_urls(r.urls) if not url.startswith("file:")]
-    if resolved == "tcp" and away and not r.publish_host:
-        raise UserError(
-            f"{via} needs the trainer's address for the server at {away[0]}; set rollout.publish_host to the address of"
-            " this machine as seen from there"
-        )
-    if resolved != "file" and r.lora_sync == "adapter" and not r.publish_dir:
-        raise UserError(
-            f"{via} sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name one that trainer"
-            " and servers share by rollout.publish_dir, or take merge"
-        )
-
-
-def _secrets(config: Settings) -> None:
-    """Rejects secrets, which would be printed and saved, without showing them."""
-    r = config.rollout
-    place = texts.lookup_place(r.urls)
-    urls = [("rollout.urls", url) for url in texts.entries(r.urls) if place is None]
-    if config.ref.url:
-        urls.append(("ref.url", config.ref.url))
-    for name, url in urls:
-        if re.search("[@?#]", url):
-            token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
-            way = token if name == "rollout.urls" else "leave it out"
-            raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
-        if not texts.is_url(url):
-            raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
-    if len({url.rstrip("/") for url in texts.entries(r.urls)}) < len(texts.entries(r.urls)):
-        raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
-    if found := SECRET.search(r.engine_args):
-        raise UserError(
-            f"rollout.engine_args has {found[0]}, and settings are printed and saved; leave it out: a server that is"
-            " started here has a random token, and other secrets belong in the environment, as HF_TOKEN"
-        )
-
-
 def _sglang(r: Rollout) -> None:
+    if r.name != "sglang":
+        return
     for name, value in cuts(r).items():
         raise UserError(
             f"rollout.{name}={value}: rollout.name='sglang' returns log-probs of the whole distribution, not of the"

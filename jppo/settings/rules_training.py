@@ -1,5 +1,8 @@
 """Rules between the settings of learning: batches, losses, the KL, the correction, rows, memory."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 from jppo.errors import UserError
 from jppo.settings import parts
 from jppo.settings.table import TABLE, Common, PairTraining, Settings, optimizers, value
@@ -7,54 +10,66 @@ from jppo.settings.table_training import Critic, Optimizer
 from jppo.settings.texts import rejection_rules
 
 
-def check_training(config: Common) -> None:
-    """Raises a UserError at the first rule that is broken; for the settings of any command that trains."""
+def training_rules(config: Common) -> Iterator[Callable[[], None]]:
+    """Yields the rules, each of which raises a UserError; for the settings of any command that trains."""
     if isinstance(config, Settings):
-        for rule in (_estimator, _loss, _kl, _served_reference, _teacher, _correction, _order, _reference_offload):
-            rule(config)
+        of_ppo = (_group_size, _critic, _turn_discount, _value_range, _loss, _kl, _served_reference, _teacher)
+        for rule in (*of_ppo, _correction, _order, _reference_offload):
+            yield partial(rule, config)
         for section in ("actor", "critic"):
-            _mini_batch(config, section)
+            yield partial(_mini_batch, config, section)
     for name, optimizer in optimizers(config).items():
-        _betas(name, optimizer)
-        _warmup(name, optimizer)
-        _master_dtype(config, name, optimizer)
-    _margin(config)
-    _packing(config)
-    _lengths(config)
+        yield partial(_betas, name, optimizer)
+        yield partial(_warmup, name, optimizer)
+        yield partial(_master_dtype, config, name, optimizer)
+    for common in (_margin, _packing, _lengths):
+        yield partial(common, config)
 
 
-def _estimator(config: Settings) -> None:
-    name, n, warmup = config.algorithm.adv_estimator, config.rollout.n, config.trainer.critic_warmup
-    estimator = parts.estimator(config)
-    if estimator.sequences is not None and n < 2:
+def _group_size(config: Settings) -> None:
+    name, n = config.algorithm.adv_estimator, config.rollout.n
+    if parts.estimator(config).sequences is not None and n < 2:
         raise UserError(
             f"algorithm.adv_estimator={name!r} compares the samples of a prompt, and rollout.n={n} generates one;"
             " raise rollout.n, or take gae, remax or reinforce_plus_plus"
         )
-    if not estimator.critic and warmup > 0:
+
+
+def _critic(config: Settings) -> None:
+    name, warmup = config.algorithm.adv_estimator, config.trainer.critic_warmup
+    if parts.estimator(config).critic:
+        return
+    if warmup > 0:
         raise UserError(
             f"trainer.critic_warmup={warmup} trains a critic, and algorithm.adv_estimator={name!r} has none; set it to"
             " 0, or take gae"
         )
-    if config.algorithm.gamma_by == "turn":
-        if not (config.rollout.multi_turn.enable or config.rollout.agent):
-            raise UserError(
-                "algorithm.gamma_by='turn' discounts between the turns of a conversation, and"
-                " rollout.multi_turn.enable is False; set it to True, or algorithm.gamma_by to token"
-            )
-        if not estimator.by_turn:
-            raise UserError(
-                f"algorithm.gamma_by='turn': algorithm.adv_estimator={name!r} does not discount; leave it at token, or"
-                " take gae or reinforce_plus_plus"
-            )
     of_critics = ("lam", "value_norm_decay", "value_bins", "value_head_std")
     for one in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
         found = value(config, one)
-        if not estimator.critic and found != TABLE[one].default:
+        if found != TABLE[one].default:
             raise UserError(
                 f"{one}={found} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
                 f" leave it at {TABLE[one].default}, or take gae"
             )
+
+
+def _turn_discount(config: Settings) -> None:
+    if config.algorithm.gamma_by != "turn":
+        return
+    if not (config.rollout.multi_turn.enable or config.rollout.agent):
+        raise UserError(
+            "algorithm.gamma_by='turn' discounts between the turns of a conversation, and"
+            " rollout.multi_turn.enable is False; set it to True, or algorithm.gamma_by to token"
+        )
+    if not parts.estimator(config).by_turn:
+        raise UserError(
+            f"algorithm.gamma_by='turn': algorithm.adv_estimator={config.algorithm.adv_estimator!r} does not discount;"
+            " leave it at token, or take gae or reinforce_plus_plus"
+        )
+
+
+def _value_range(config: Settings) -> None:
     low, high = config.critic.value_range
     if not low < high:
         raise UserError(f"critic.value_range={(low, high)} must be a lower and a higher number, such as (-5.0, 5.0)")

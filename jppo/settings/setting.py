@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from jppo.errors import UserError
 from jppo.registry import Registry, did_you_mean
+from jppo.settings.other_names import OTHER_VALUES
 
 LARGEST = (2 - 2**-23) * 2.0**127  # float32's: the device computes in it
 MOST = 2**31 - 1  # int32's: the device counts in it
@@ -75,6 +76,9 @@ class Setting:
             raise UserError(f"{self.name}={value!r} is not known; it is one of {', '.join(map(repr, self.choices))}")
 
     def _check_text(self, value: str) -> None:
+        meant = OTHER_VALUES.get(self.name, {}).get(value)
+        if meant and value not in self.choices:
+            raise UserError(f"{self.name}={value!r} is not known; did you mean {meant!r}?")
         if isinstance(self.choices, Registry):
             self.choices.find(value, self.name)
         elif self.choices and value not in self.choices:

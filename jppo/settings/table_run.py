@@ -68,8 +68,8 @@ class Reward(Section):
 
     # fmt: off
     grader: str = setting("", "Rule for all rows. '': each row's data_source names it", only="reward.function=")
-    function: str = setting("", "User-defined reward, PATH.py:NAME of compute_score(data_source, solution_str,"
-        " ground_truth, extra_info)")
+    function: str = setting("", "User-defined reward, PATH.py:NAME, or PATH.py for its compute_score(data_source,"
+        " solution_str, ground_truth, extra_info)")
     weights: str = setting("", "Weights of the parts, as in rule_score=1,judge_score=0.5. '': 1 for each part")
     workers: int = setting(2, "Processes for reward functions and for graders that may hang", bounds="[1,")
     timeout_s: float = setting(10.0, "Time limit of one sample in one grader", unit="seconds", bounds="(0,")

@@ -53,7 +53,8 @@ class TrainingData(Section):
     """The data settings of every training command."""
 
     # fmt: off
-    train_files: str = setting("", "Training sets: parquet, jsonl, json or tfds:NAME/SPLIT@DIR, separated by commas")
+    train_files: str = setting("", "Training sets: parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR,"
+        " separated by commas")
     custom_cls: str = setting("", "User-defined reader of train_files and val_files, PATH.py:CLASS or MODULE:CLASS,"
         " called as Class(entry, tokenizer=)")
     train_batch_size: int = setting(256, "Prompts per step", bounds="[1,")

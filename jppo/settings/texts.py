@@ -186,7 +186,14 @@ def lookup_place(urls: str) -> pathlib.Path | Named | None:
 
 def remote_urls(urls: str) -> list[str]:
     """Returns the addresses that are not this machine's; also `file:PATH`, whose addresses are not read."""
-    return [url for url in entries(urls) if urllib.parse.urlsplit(url).hostname not in LOOPBACK]
+    return [url for url in entries(urls) if _host(url) not in LOOPBACK]
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urllib.parse.urlsplit(url).hostname
+    except ValueError:  # malformed; a rule of its own rejects it
+        return None
 
 
 def is_url(url: str) -> bool:

@@ -41,6 +41,14 @@ def test_findings_of_bad_data_are_warned_of(tmp_path, capsys, character_model):
     assert out[out.index("test set: 2 rows") :].count(overlap) == 1
 
 
+def test_rows_without_source_and_answer_are_warnings(tmp_path, capsys):
+    out = lines(capsys, write_rows(tmp_path / "a.jsonl", {"prompt": "1+1="}, {"prompt": "2+2="}))
+    assert [line for line in out if line.startswith("WARN")] == [
+        "WARN  source      unknown: 2 rows, no grader: set reward.grader or reward.function",
+        f"WARN  answers     2 of 2 rows without an answer, the first is {tmp_path / 'a.jsonl'}, line 1",
+    ]
+
+
 def test_good_data_are_ok(tmp_path, capsys):
     files = [write_rows(tmp_path / f"{name}.jsonl", row(name)) for name in "ab"]
     out = lines(capsys, *files)
@@ -81,7 +89,6 @@ def test_bars_count_every_value():
     [
         ([row("1"), row(7)], [], "line 2: prompt is 7"),
         ([row("1"), row(CHAT)], [], "line 2: the prompt is in the form of chat messages"),
-        ([row("1") | {"data_source": None}], [], "line 1 has no 'data_source'"),
         ([row("1", 3)], [], "line 1: ground_truth is 3"),
         ([row("1")], ["--max-prompt-length", "3"], "give --tokenizer"),
         ([row("1")], ["--tokenizer", "/none"], "no directory /none"),

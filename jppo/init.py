@@ -1,0 +1,239 @@
+"""Writes a config for your data, model and machine: python -m jppo.init train.jsonl --model=DIR --reward=reward.py
+
+    python -m jppo.init train.jsonl --val=test.jsonl --model=DIR --reward=reward.py --out=config.py
+    python -m jppo.train --config=config.py
+
+The config has lengths from the data, batch sizes that divide, and a comment for every choice. It is checked as
+`jppo.train` would check it before it is written; nothing is trained.
+"""
+
+import dataclasses
+import pathlib
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jppo import settings
+from jppo.data.prompts import SOLUTIONS
+from jppo.data.rows import Row
+from jppo.data.sources import read_sources
+from jppo.errors import escaped, expanded
+from jppo.models import hf
+from jppo.models.config import ModelConfig
+from jppo.preflight import memory
+from jppo.rewards.function import FunctionPart
+from jppo.rewards.graders import grader_of
+from jppo.rewards.pool import Pool
+from jppo.rollout.vllm.arguments import check_vllm
+from jppo.run.inputs import Inputs, read_inputs
+from jppo.settings import Parser, Settings, UserError
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn
+SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
+STEPS = 100
+SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
+# Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
+RATES = ((2e7, 1e-4, 3e-4), (3e8, 1e-5, 3e-5), (float("inf"), 1e-6, 1e-5))
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A setting of the config and its reason."""
+
+    name: str
+    value: bool | int | float | str
+    reason: str
+
+
+def prompt_column(rows: Sequence[Row]) -> str:
+    """Returns the column that has the prompts."""
+    names = set.intersection(*(set(row.columns) for row in rows))
+    found = next((name for name in PROMPTS if name in names), None)
+    if found is None:
+        raise UserError(
+            f"{rows[0].source} has no column of prompts among {', '.join(map(str, rows[0].columns))}; rename it to"
+            " 'prompt'"
+        )
+    return found
+
+
+def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iterator[Choice]:
+    """Yields what the data decides alone."""
+    yield Choice("data.train_files", files, f"{len(rows)} rows")
+    if val:
+        yield Choice("data.val_files", val, "test prompts")
+    else:
+        yield Choice("data.val_files", files, "the training prompts: --val gives held-out ones")
+        yield Choice("data.val_max_samples", min(256, len(rows)), "prompts of a test")
+    if (column := prompt_column(rows)) != "prompt":
+        yield Choice("data.prompt_key", column, "column of the prompts")
+    if reward:
+        yield Choice("reward.function", reward, "scores a response")
+        return
+    sources = {row.columns.get("data_source") for row in rows}
+    unknown = [source for source in sources if not (isinstance(source, str) and grader_of(source))]
+    if unknown:
+        raise UserError(
+            f"{files}: no rule scores data_source={unknown[0]!r}; give --reward=FILE.py, whose"
+            " compute_score(data_source, solution_str, ground_truth, extra_info) returns a number"
+        )
+
+
+def size_choices(count: int, batch: int, parameters: float) -> Iterator[Choice]:
+    """Yields batch sizes, the length of the run and learning rates."""
+    epochs = -(-STEPS // (count // batch))
+    mini = max(1, batch // 4)
+    actor, critic = next((actor, critic) for most, actor, critic in RATES if parameters <= most)
+    yield Choice("data.train_batch_size", batch, f"prompts per step, of {count}")
+    yield Choice("actor.ppo_mini_batch_size", mini, f"{batch // mini} updates per step")
+    yield Choice("actor.lr", actor, f"usual for {parameters / 1e6:.3g}M parameters")
+    yield Choice("critic.lr", critic, "the critic learns faster than the policy")
+    yield Choice("algorithm.use_kl_in_reward", True, "keeps the policy near its start, by algorithm.kl_coef")
+    yield Choice("trainer.total_training_steps", STEPS, f"about {epochs} passes over the data")
+    yield Choice("trainer.test_freq", STEPS // 10, "steps between tests")
+    yield Choice("trainer.save_freq", STEPS // 10, "steps between checkpoints")
+
+
+def machine_choices(backend: str, cfg: ModelConfig) -> Iterator[Choice]:
+    """Yields what the machine decides."""
+    try:
+        build = "" if backend == "tpu" else check_vllm("")
+    except UserError:
+        build = ""
+    if not build:
+        yield Choice("rollout.name", "inprocess", "no vLLM here: the trainer samples by itself")
+    elif build == "cpu" and cfg.head_dim < SERVED_HEAD:
+        yield Choice("rollout.name", "inprocess", f"vLLM on a CPU serves no heads of {cfg.head_dim}")
+    else:
+        yield Choice("rollout.name", "vllm", f"vLLM for the {build.upper()} is installed")
+    if backend == "cpu":
+        return
+    yield Choice("model.compute_dtype", "bfloat16", f"fast on a {backend.upper()}")
+    yield Choice("rollout.dtype", "bfloat16", "as model.compute_dtype")
+    yield Choice("model.remat", "auto", "recomputes activations where memory is short")
+    yield Choice("actor.max_tokens_per_device", -1, "what fits in memory")
+    if build:
+        yield Choice("rollout.enforce_eager", False, "CUDA graphs: a slower start, faster sampling")
+
+
+def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Choice]:
+    """Yields the longest prompt and response, from the data; together within the model's `limit`."""
+    longest = max(len(prompt.ids) for prompt in inputs.train.prompts)
+    answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
+    if answers:
+        counts = sorted(map(len, inputs.tokenizer(answers, verbose=False)["input_ids"]))
+        response, reason = _up(counts[-1 - len(counts) // 100] * 3 // 2), "one and a half of the rows' own answers"
+    else:
+        response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no answers to measure"
+    prompt = min(_up(longest), max(limit // 2, limit - response))
+    if response > limit - prompt:
+        response, reason = limit - prompt, f"what the model's {limit} positions leave"
+    plain = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
+    note = "; prompts are text, to which the chat template is not applied" if plain else ""
+    yield Choice("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
+    yield Choice("data.max_response_length", response, f"tokens; {reason}")
+
+
+def _up(tokens: int) -> int:
+    return max(8, -(-tokens // 8) * 8)
+
+
+def render(choices: Sequence[Choice], title: str, out: pathlib.Path) -> str:
+    """Returns the config as a Python file."""
+    lines = [
+        f'"""{title}; written by jppo.init, to be changed as you like.',
+        "",
+        f"    python -m jppo.train --config={out}",
+        '"""',
+        "",
+        "from jppo import settings",
+        "",
+        "",
+        "def get_config():",
+        "    config = settings.default()",
+    ]
+    section = ""
+    for one in sorted(choices, key=lambda one: SECTIONS.index(one.name.partition(".")[0])):
+        if one.name.partition(".")[0] != section:
+            section = one.name.partition(".")[0]
+            lines.append("")
+        lines.append(f"    config.{one.name} = {one.value!r}  # {one.reason}")
+    return "\n".join([*lines, "    return config.lock()", ""])
+
+
+def typed(choices: Sequence[Choice]) -> Settings:
+    """Returns the settings that the choices make, checked."""
+    config = settings.default()
+    config.update_from_flattened_dict({one.name: one.value for one in choices})
+    c: Settings = settings.typed(config)
+    return c
+
+
+def choose(files: str, val: str, model: str, reward: str) -> list[Choice]:
+    """Returns the settings of a run; UserError where data, model or reward cannot be used."""
+    rows = [row for source in read_sources(files, "DATA") for row in source.rows]
+    _, cfg = hf.read_config(model, longest=1)
+    backend, limit = jax.default_backend(), cfg.max_position_embeddings
+    parameters = memory.served(cfg, "float32") / 4
+    known = [
+        Choice("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
+        *data_choices(files, val, rows, reward),
+        *machine_choices(backend, cfg),
+        Choice(
+            "trainer.run_dir",
+            f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}",
+            "everything that the run writes",
+        ),
+    ]
+    inputs = read_inputs(typed([*known, *loosest(limit)]))
+    count = len(inputs.train.prompts)
+    batch = min(32 if backend == "cpu" else 256, 1 << (count.bit_length() - 1))
+    choices = [*known, *length_choices(inputs, rows, limit, backend), *size_choices(count, batch, parameters)]
+    c = typed(choices)
+    read_inputs(c)
+    if reward:
+        pool = Pool(1, timeout_s=c.reward.timeout_s, memory_bytes=c.reward.memory_bytes)
+        try:
+            FunctionPart(reward, pool=pool, decode=inputs.tokenizer.decode)
+        finally:
+            pool.close()
+    return choices
+
+
+def loosest(limit: int) -> list[Choice]:
+    """Returns lengths and sizes with which every prompt that the model can read is read, to be measured."""
+    sizes = {"data.max_prompt_length": limit - 1, "data.max_response_length": 1, "actor.max_tokens_per_device": limit}
+    sizes |= {"data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1}
+    return [Choice(name, value, "") for name, value in sizes.items()]
+
+
+@settings.exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = Parser("jppo.init", __doc__)
+    parser.add_argument("data", help="parquet, jsonl, json or hub:NAME/SPLIT; several separated by commas")
+    parser.add_argument("--val", default="", help="test prompts, in the same forms; default: the first of the data")
+    parser.add_argument("--model", default=MODEL, help=f"model directory or hub name; default: {MODEL}")
+    parser.add_argument("--reward", default="", help="FILE.py or FILE.py:NAME; default: the rules of data_source")
+    parser.add_argument("--out", default="config.py", help="the file to write; default: config.py")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    out = expanded(args.out)
+    if out.exists():
+        raise UserError(f"--out={out} is there already; remove it, or name another file")
+    choices = choose(args.data, args.val, args.model, args.reward)
+    text = render(choices, f"PPO on {args.data}", out)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"--out={out} cannot be written ({e.strerror}); name another file") from e
+    runpy.run_path(str(out))["get_config"]()
+    print(escaped(text))
+    print(f"{out} is written. Check the reward, then train:\n")
+    print(f"  python -m jppo.rewards.check --config={out}\n  python -m jppo.train --config={out}")
+
+
+if __name__ == "__main__":
+    main()

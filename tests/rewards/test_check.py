@@ -1,0 +1,46 @@
+"""The check of a reward reads data and reward, and nothing else of a run."""
+
+import pytest
+
+from jppo.rewards import check
+from tests.make import one_line, write_rows
+
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth) if ground_truth else len(solution_str) / BY
+"""
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def words(*rows, by=10, **more):
+        write_rows(tmp_path / "rows.jsonl", *rows)
+        (tmp_path / "mine.py").write_text(FUNCTION.replace("BY", str(by)))
+        settings = {"data.train_files": "rows.jsonl", "reward.function": "mine.py"} | more
+        return [f"--config.{name}={value}" for name, value in settings.items()]
+
+    return words
+
+
+def test_neither_model_nor_batches_are_read(words, capsys):
+    rows = ({"prompt": "q", "ground_truth": truth} for truth in ("one", "two"))
+    check.main(words(*rows, **{"actor.ppo_mini_batch_size": 7, "model.path": "nowhere"}))
+    assert capsys.readouterr().out == "OK   unknown: right answers earn 1, others' 0 (2 rows)\n"
+
+
+def test_rows_without_an_answer_are_scored(words, capsys):
+    check.main(words({"prompt": "12345"}, {"prompt": [{"role": "user", "content": "1"}]}))
+    said = "no answers in the data; the prompt as the response earns 0.3, an empty response 0"
+    assert capsys.readouterr().out == f"OK   unknown: {said} (2 rows)\n"
+    with pytest.raises(SystemExit) as e:
+        check.main(words({"prompt": "12345"}, by=0))
+    assert (
+        e.value.code == 1
+        and "could not be graded; the first: function_score: ZeroDivisionError" in capsys.readouterr().out
+    )
+
+
+def test_data_must_be_named(capsys):
+    assert "data.train_files='' names no file" in one_line(capsys, check.main)

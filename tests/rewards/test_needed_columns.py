@@ -1,0 +1,33 @@
+"""The columns that a reward reads: rows may do without the others."""
+
+import pytest
+
+from jppo import settings
+from jppo.rewards.make import needed_columns
+from tests.make import typed
+
+JUDGE = {"reward.judge.api_type": "openai", "reward.judge.model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, ("ground_truth", "data_source")),
+        ({"reward.grader": "exact"}, ("ground_truth",)),
+        ({"reward.function": "mine.py"}, ()),
+        (JUDGE | {"reward.judge.preset": "math"}, ("ground_truth", "data_source")),
+        (JUDGE | {"reward.judge.preset": "math", "reward.weights": "judge_score=1"}, ("ground_truth",)),
+        (JUDGE | {"reward.judge.scoring_prompt": "rate {response}", "reward.weights": "judge_score=1"}, ()),
+        ({"reward.model.path": "classifier", "reward.weights": "rm_score=1"}, ()),
+        (
+            {"reward.model.path": "classifier", "reward.weights": "rm_score=1,math:rule_score=1"},
+            ("ground_truth", "data_source"),
+        ),
+    ],
+)
+def test_only_rules_and_some_judges_read_answers_and_sources(changes, needed):
+    c = settings.default()
+    c.model.path = c.data.train_files = c.data.val_files = "x"
+    with c.unlocked():
+        c.update_from_flattened_dict(changes)
+    assert needed_columns(typed(c)) == needed

@@ -1,0 +1,86 @@
+"""jppo.init: the config that it writes is lawful, and fits data, model and machine."""
+
+import json
+
+import pytest
+
+from examples import arithmetic
+from jppo import init, settings
+from jppo.run.inputs import read_inputs
+from jppo.settings import table
+from tests.make import one_line, write_rows
+
+REWARD = "def compute_score(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A new user's folder: 50 rows, a reward, a model with weights of no use."""
+    monkeypatch.chdir(tmp_path)
+    arithmetic.write_model(tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    write_rows(tmp_path / "rows.jsonl", *({"prompt": f"{a}+{a}="} for a in range(50)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    monkeypatch.setattr("jppo.models.hf.check_weights", lambda *_, **__: None)
+    return tmp_path
+
+
+def written(*words):
+    """The settings that the written config leads to, once checked as a run checks them."""
+    init.main([*map(str, words), "--model=model"])
+    config, _ = settings.parse(["--config=config.py"], "", settings.default())
+    read_inputs(settings.typed(config, settings.Settings))
+    return table.values(config)
+
+
+def test_the_config_of_50_rows_is_lawful_and_explains_itself(folder, capsys):
+    found = written("rows.jsonl", "--reward=reward.py")
+    said = capsys.readouterr().out
+    assert (found["data.max_prompt_length"], found["data.max_response_length"]) == (8, 56)  # "49+49=", of 64 positions
+    assert (found["data.train_batch_size"], found["actor.ppo_mini_batch_size"]) == (32, 8)
+    assert found["reward.function"] == "reward.py" and found["data.val_files"] == "rows.jsonl"
+    assert found["trainer.run_dir"] == "runs/rows"
+    lines = [line for line in said.splitlines() if line.startswith("    config.")]
+    assert len(lines) > 15 and all("  # " in line for line in lines)
+    assert "python -m jppo.rewards.check --config=config.py\n  python -m jppo.train --config=config.py" in said
+    assert "config.py is there already" in one_line(capsys, init.main, "rows.jsonl")
+
+
+def test_answers_of_the_data_give_the_length_of_a_response(folder):
+    write_rows(folder / "rows.jsonl", *({"question": "1+1=", "answer": "1" * 20} for _ in range(5)))
+    write_rows(folder / "test.jsonl", {"question": "2+2="})
+    found = written("rows.jsonl", "--reward=reward.py", "--val=test.jsonl")
+    assert found["data.max_response_length"] == 32 and found["data.prompt_key"] == "question"  # 20 * 3 / 2, of 8
+    assert found["data.val_files"] == "test.jsonl" and found["data.val_max_samples"] == -1
+    assert (found["data.train_batch_size"], found["actor.ppo_mini_batch_size"]) == (4, 1)
+
+
+def test_text_for_a_chat_model_is_pointed_out(folder, capsys):
+    file = folder / "model/tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
+    written("rows.jsonl", "--reward=reward.py")
+    assert "has 6; prompts are text, to which the chat template is not applied" in capsys.readouterr().out
+
+
+def test_rows_with_a_rule_need_no_reward(folder):
+    row = {"prompt": "1+1=", "ground_truth": "2", "data_source": "arithmetic"}
+    write_rows(folder / "rows.jsonl", row, row)
+    assert written("rows.jsonl")["reward.function"] == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "said"),
+    [
+        ([{"text": "1"}], [], "has no column of prompts among text; rename it to 'prompt'"),
+        ([{"prompt": "1"}], [], "no rule scores data_source=None; give --reward=FILE.py"),
+        ([{"prompt": "1"}], ["--reward=no.py"], "reward.function='no.py': there is no such file"),
+        ([{"prompt": "1"}], ["--reward=reward.py", "--val=no.jsonl"], "data.val_files: no file no.jsonl"),
+        ([{"prompt": "1" * 99}], ["--reward=reward.py"], "longer than data.max_prompt_length=63"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line_and_no_file(folder, capsys, rows, words, said):
+    write_rows(folder / "rows.jsonl", *rows)
+    assert said in one_line(capsys, init.main, "rows.jsonl", "--model=model", *words)
+    assert not (folder / "config.py").exists()
