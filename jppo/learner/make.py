@@ -204,7 +204,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
-    actor = dataclasses.replace(actor, load=passes.router_load)
+    actor = dataclasses.replace(actor, load=passes.router_load, select=passes.select)
     value = value_opt = critic = None
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)

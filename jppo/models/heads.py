@@ -87,20 +87,19 @@ def logprob_entropy(
     with_entropy: bool,
     mask: jax.Array | None = None,
     mesh: Mesh | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    more: Sequence[Callable[[jax.Array, Vocabulary], jax.Array]] = (),
+) -> tuple[jax.Array, ...]:
     """Computes log p(target) and H(p) with p = softmax(logits / temperature): two of [R, T] f32, 0 outside the mask.
 
-    targets is [R, T]. Without entropy the second is 0.
+    targets is [R, T]. Without entropy the second is 0. `more` are further functions of the logits and their results.
     """
 
-    def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, ...]:
         logp = logprob_of(logits, targets, vocabulary)
-        return logp, entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
+        entropy = entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
+        return logp, entropy, *(each(logits, vocabulary) for each in more)
 
-    logp, entropy = by_logits(
-        body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
-    )
-    return logp, entropy
+    return by_logits(body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh)
 
 
 def by_logits(
@@ -156,6 +155,11 @@ def entropy_of(logits: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> 
     """Computes H(p) = -Σ p log p [...] of logits [..., V]."""
     every = vocabulary.log_softmax(logits)  # of every token: large logits would cancel otherwise
     return -vocabulary.total(jnp.exp(every) * every)
+
+
+def sum_pi_squared_of(logits: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
+    """Computes Σ p² [...] of logits [..., V]."""
+    return vocabulary.total(jnp.exp(2.0 * vocabulary.log_softmax(logits)))
 
 
 def logits_of(state: State) -> jax.Array:

@@ -32,6 +32,7 @@ def typed(
         return config
     _check_values(values(config), training=training)
     made = sections(config, kind)
+    made = rules_training.with_preset(made) if isinstance(made, Settings) else made
     _check_rules(made, training=training)
     return made
 
@@ -42,7 +43,7 @@ def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) 
         typed(config, kind_of(config), training=training)
     else:
         _check_values(values(config), training=training)
-        _check_rules(config, training=training)
+        _check_rules(rules_training.with_preset(config) if isinstance(config, Settings) else config, training=training)
 
 
 def _check_values(found: dict[str, Any], *, training: bool) -> None:

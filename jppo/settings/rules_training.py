@@ -2,7 +2,8 @@
 
 from jppo.errors import UserError
 from jppo.settings import parts
-from jppo.settings.table import TABLE, Common, PairTraining, Settings, optimizers, value
+from jppo.settings.presets import PRESETS, THRESHOLDS
+from jppo.settings.table import TABLE, Common, PairTraining, Settings, changed, optimizers, value
 from jppo.settings.table_training import Critic, Optimizer
 from jppo.settings.texts import rejection_rules
 
@@ -23,6 +24,30 @@ def check_training(config: Common) -> None:
     _lengths(config)
 
 
+def with_preset(config: Settings) -> Settings:
+    """Returns the settings with the values of `algorithm.rollout_correction` in place of its name.
+
+    A threshold of the config's own replaces the preset's; another setting that differs raises a UserError.
+    """
+    name = config.algorithm.rollout_correction
+    if not name:
+        return config
+    changes: dict[str, object] = {"algorithm.rollout_correction": ""}
+    for leaf, new in vars(PRESETS[name]).items():
+        setting = "actor.loss_mode" if leaf == "loss_mode" else f"algorithm.{leaf}"
+        given, usual = value(config, setting), TABLE[setting].default
+        if not new and leaf == "loss_mode":
+            continue
+        if given in (usual, new):
+            changes[setting] = new
+        elif leaf not in THRESHOLDS or new == "":
+            raise UserError(
+                f"{setting}={given!r}: algorithm.rollout_correction={name!r} sets it to {new!r}; leave it at {usual!r},"
+                " or set the correction without a preset"
+            )
+    return changed(config, changes)
+
+
 def _estimator(config: Settings) -> None:
     name, n, warmup = config.algorithm.adv_estimator, config.rollout.n, config.trainer.critic_warmup
     estimator = parts.estimator(config)
@@ -35,6 +60,21 @@ def _estimator(config: Settings) -> None:
         raise UserError(
             f"trainer.critic_warmup={warmup} trains a critic, and algorithm.adv_estimator={name!r} has none; set it to"
             " 0, or take gae"
+        )
+    if name == "gdpo" and not config.algorithm.gdpo_reward_keys:
+        raise UserError(
+            "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
+            " apart; name some, such as rule_score,format_score"
+        )
+    if estimator.parts and config.algorithm.use_kl_in_reward:
+        raise UserError(
+            f"algorithm.use_kl_in_reward=True: algorithm.adv_estimator={name!r} reads parts of the reward, without the"
+            " KL; set actor.use_kl_loss=True instead"
+        )
+    if estimator.energy and config.algorithm.old_logprob == "bypass":
+        raise UserError(
+            f"algorithm.old_logprob='bypass': algorithm.adv_estimator={name!r} reads the old policy's probabilities of"
+            " all tokens, and bypass has no pass for them; set decoupled or correction"
         )
     if config.algorithm.gamma_by == "turn":
         if not (config.rollout.multi_turn.enable or config.rollout.agent):
@@ -144,11 +184,23 @@ def _correction(config: Settings) -> None:
     a = config.algorithm
     rejects = bool(rejection_rules(a.rollout_rs, a.rollout_rs_threshold))
     corrects = a.rollout_is != "none" or rejects
-    if corrects and a.old_logprob != "correction":
+    if corrects and a.old_logprob == "decoupled":
         raise UserError(
             f"algorithm.rollout_is={a.rollout_is!r} and algorithm.rollout_rs={a.rollout_rs!r} belong to"
             f" algorithm.old_logprob='correction', which is {a.old_logprob!r}; set it, or leave them out"
         )
+    if a.rollout_is != "none" and a.old_logprob == "bypass":
+        said = f"algorithm.rollout_is={a.rollout_is!r} with algorithm.old_logprob='bypass'"
+        if parts.objective(config).ratio:
+            raise UserError(
+                f"{said}: the ratio of actor.loss_mode={config.actor.loss_mode!r} is the importance weight already; set"
+                " rollout_is to none, or actor.loss_mode=gpg"
+            )
+        if a.rollout_is_batch_normalize:
+            raise UserError(
+                f"{said} and algorithm.rollout_is_batch_normalize=True: the mean of weights that change with every"
+                " mini-batch is not known before its gradient; set it to False, or old_logprob=correction"
+            )
     if a.old_logprob == "correction" and not corrects:
         raise UserError(
             "algorithm.old_logprob='correction' corrects nothing yet; set algorithm.rollout_is to token or sequence,"

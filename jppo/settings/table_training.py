@@ -4,10 +4,11 @@ import dataclasses
 
 from jppo.settings import texts
 from jppo.settings.parts import ESTIMATORS, KL_ESTIMATORS, OPTIMIZERS, POLICY_LOSSES
+from jppo.settings.presets import PRESETS
 from jppo.settings.setting import Section, setting
 
 DTYPES = ("float32", "bfloat16")
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,12 @@ class Algorithm(Section):
     lam: float = setting(1.0, "λ of gae", bounds="[0, 1]")
     lam_alpha: float | None = setting(None, "α of the length-adaptive λ of gae, 1 - 1/(α l) for a response of l"
         " tokens; replaces lam. None: lam", bounds="(0,")
-    norm_adv_by_std_in_grpo: bool = setting(True, "Division by the group's standard deviation in grpo and grpo_passk")
+    norm_adv_by_std_in_grpo: bool = setting(True, "Division by the group's standard deviation in grpo, grpo_passk and"
+        " gdpo")
+    gdpo_reward_keys: str = setting("", "Parts of the reward that gdpo normalizes apart, separated by commas, as in"
+        " rule_score,format_score", only="algorithm.adv_estimator=gdpo")
+    gdpo_reward_weights: str = setting("", "Weights of gdpo_reward_keys, separated by commas. '': 1 for each",
+        only="algorithm.adv_estimator=gdpo")
     use_kl_in_reward: bool = setting(False, "KL penalty to the reference in the token rewards")
     kl_penalty: str = setting("kl", "KL estimator of the reward penalty", choices=KL_ESTIMATORS)
     kl_coef: float = setting(0.001, "Coefficient of the reward penalty", bounds="[0,")
@@ -152,12 +158,15 @@ class Algorithm(Section):
     old_logprob: str = setting("decoupled", "Old log-probs of the loss. decoupled: recomputed by the trainer; bypass:"
         " the rollout engine's; correction: recomputed, with the log-prob mismatch corrected",
         choices=("decoupled", "bypass", "correction"))
-    rollout_is: str = setting("none", "Importance weights of the correction, per token or per sequence",
-        choices=("none", "token", "sequence"))
+    rollout_correction: str = setting("", "Preset of verl's: values of old_logprob, rollout_is, rollout_rs, their"
+        " thresholds, and actor.loss_mode. '': none", choices=("", *PRESETS))
+    rollout_is: str = setting("none", "Importance weights of the correction, per token or per sequence. With bypass and"
+        " actor.loss_mode=gpg they are of the current policy", choices=("none", "token", "sequence"))
     rollout_is_threshold: str = setting("2.0", "Upper bound of the importance weights, or a band LOW_HIGH",
         form=texts.importance_band)
     rollout_is_batch_normalize: bool = setting(False, "Division of the importance weights by their mean over the batch")
-    rollout_rs: str = setting("", "Rejection rules of the correction, separated by commas, as in token_k1,seq_mean_k3")
+    rollout_rs: str = setting("", "Rejection rules of the correction, separated by commas, as in token_k1,seq_mean_k3."
+        " With bypass they judge the current policy")
     rollout_rs_threshold: str = setting("", "Thresholds of the rejection rules: one for all, or one for each")
     # fmt: on
 
@@ -207,6 +216,17 @@ class Actor(Optimizer):
         bounds="(1,")
     tau_pos: float = setting(1.0, "Temperature of sapo where the advantage is positive", bounds="(0,")
     tau_neg: float = setting(1.05, "Temperature of sapo where the advantage is negative", bounds="(0,")
+    dro_beta: float | None = setting(None, "Coefficient of dro's quadratic penalty; dro needs one", bounds="(0,",
+        only="actor.loss_mode=dro")
+    clip_cov_ratio: float = setting(0.0002, "Largest fraction of a mini-batch's tokens that clip_cov leaves out",
+        bounds="(0, 1]", only="actor.loss_mode=clip_cov")
+    clip_cov_lb: float = setting(1.0, "Covariance above which clip_cov may leave a token out",
+        only="actor.loss_mode=clip_cov")
+    clip_cov_ub: float = setting(5.0, "Covariance below which clip_cov may leave a token out",
+        only="actor.loss_mode=clip_cov")
+    kl_cov_ratio: float = setting(0.0002, "Fraction of a mini-batch's tokens that kl_cov penalizes: the highest"
+        " covariances", bounds="(0, 1]", only="actor.loss_mode=kl_cov")
+    ppo_kl_coef: float = setting(0.1, "Coefficient of kl_cov's penalty", bounds="[0,", only="actor.loss_mode=kl_cov")
     entropy_coeff: float = setting(0.0, "Coefficient of the entropy bonus in the loss")
     calculate_entropy: bool = setting(True, "Entropy as a metric. False saves a pass over the vocabulary for the old"
         " log-probs")

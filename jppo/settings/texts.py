@@ -96,6 +96,18 @@ def stop_texts(texts: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def weighted_names(names: str, weights: str, setting: str) -> dict[str, float]:
+    """Parses names with their weights, both separated by commas; without weights each has 1."""
+    found = entries(names)
+    try:
+        numbers = [float(one) for one in entries(weights)] or [1.0] * len(found)
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(found) or len(set(found)) != len(found):
+        raise UserError(f"{setting}={weights!r} must have a number for each of {names!r}, each name once, or be empty")
+    return dict(zip(found, numbers, strict=True))
+
+
 def importance_band(spec: str | float) -> tuple[float | None, float]:
     """Parses the bounds of importance weights: '2.0' is an upper bound, '0.5_2.0' a band."""
     return _band(spec, "algorithm.rollout_is_threshold")
