@@ -1,5 +1,7 @@
 r"""Writes tests/algorithms/golden/verl.json: outputs and gradients of verl's own estimators and policy losses.
 
+Also presets.json, the fields of each preset of its rollout correction.
+
     python scripts/make_golden.py
 
 Run it with a Python that can import verl, from PyPI or a checkout in PYTHONPATH, and its dependencies (torch, ray,
@@ -176,11 +178,21 @@ def case(name: str, meta: dict[str, Any], inputs: Arrays, outputs: Arrays) -> di
     return dict(name=name, meta=meta, inputs=plain(inputs), expected=plain(outputs))
 
 
+def presets() -> dict[str, dict[str, Any]]:
+    """Returns the presets' fields by name."""
+    from verl.trainer.config import RolloutCorrectionConfig as Preset
+
+    names = [name for name, one in vars(Preset).items() if isinstance(one, classmethod) and not name.startswith("_")]
+    found = {name: getattr(Preset, name)() for name in names}
+    return {name: {f.name: getattr(one, f.name) for f in dataclasses.fields(one)} for name, one in found.items()}
+
+
 def main() -> None:
-    """Writes the file."""
+    """Writes the files."""
     cases = [*losses(), *estimators()]
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text("[\n" + ",\n".join(json.dumps(one) for one in cases) + "\n]\n", encoding="utf-8")
+    OUT.with_name("presets.json").write_text(json.dumps(presets(), indent=1) + "\n", encoding="utf-8")
     print(f"{len(cases)} cases in {OUT}")
 
 
