@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jppo.algorithms import advantage
 from jppo.learner.estimate import Estimator, spread
-from jppo.settings.texts import weighted_names
 from jppo.types import Array
 
 
@@ -75,13 +74,16 @@ def gpg() -> Estimator:
 
 
 def gdpo(*, norm_adv_by_std_in_grpo: bool, gdpo_reward_keys: str, gdpo_reward_weights: str) -> Estimator:
-    found = weighted_names(gdpo_reward_keys, gdpo_reward_weights, "algorithm.gdpo_reward_weights")
-    how = dict[str, Any](weights=tuple(found.values()), norm_adv_by_std=norm_adv_by_std_in_grpo)
+    keys, weights = (
+        [one.strip() for one in text.split(",") if one] for text in (gdpo_reward_keys, gdpo_reward_weights)
+    )
+    numbers = tuple(map(float, weights)) or (1.0,) * len(keys)
+    how = dict[str, Any](weights=numbers, norm_adv_by_std=norm_adv_by_std_in_grpo)
 
     def estimate(parts: Array, group: Array) -> Array:
         return advantage.gdpo(parts, group, **how)
 
-    return Estimator(spread, lambda parts, _, group: estimate(parts, group), whiten=True, parts=tuple(found))
+    return Estimator(spread, lambda parts, _, group: estimate(parts, group), whiten=True, parts=tuple(keys))
 
 
 def optimal_token_baseline() -> Estimator:

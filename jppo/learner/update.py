@@ -107,8 +107,8 @@ def _surrogate(
     each, *clipped = policy_loss(logprob, scored.old_logprob, scored.advantage, kept, segment, *selected)
     share = weigh(kept, segment, tokens=counts.tokens, sequences=counts.sequences)  # lengths count kept tokens
     sums["actor/pg_loss"] = masked_sum(share * (each if weight is None else each * weight), kept)
-    for name, held in zip(("actor/pg_clipfrac", "actor/pg_clipfrac_lower"), clipped, strict=True):
-        sums[name] = masked_sum(held.astype(jnp.float32), kept) / counts.tokens
+    held, held_lower = (masked_sum(one.astype(jnp.float32), kept) / counts.tokens for one in clipped)
+    sums |= {"actor/pg_clipfrac": held, "actor/pg_clipfrac_lower": held_lower}
     return sums["actor/pg_loss"], sums
 
 

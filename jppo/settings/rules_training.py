@@ -5,7 +5,7 @@ from jppo.settings import parts
 from jppo.settings.presets import PRESETS, THRESHOLDS
 from jppo.settings.table import TABLE, Common, PairTraining, Settings, changed, optimizers, value
 from jppo.settings.table_training import Critic, Optimizer
-from jppo.settings.texts import rejection_rules
+from jppo.settings.texts import check_weights, rejection_rules
 
 
 def check_training(config: Common) -> None:
@@ -50,6 +50,8 @@ def with_preset(config: Settings) -> Settings:
 
 def _estimator(config: Settings) -> None:
     name, n, warmup = config.algorithm.adv_estimator, config.rollout.n, config.trainer.critic_warmup
+    a = config.algorithm
+    check_weights(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
     estimator = parts.estimator(config)
     if estimator.sequences is not None and n < 2:
         raise UserError(

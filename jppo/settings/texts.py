@@ -96,16 +96,15 @@ def stop_texts(texts: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def weighted_names(names: str, weights: str, setting: str) -> dict[str, float]:
-    """Parses names with their weights, both separated by commas; without weights each has 1."""
+def check_weights(names: str, weights: str, setting: str) -> None:
+    """Raises a UserError unless there is a weight for each name, both separated by commas, or none."""
     found = entries(names)
     try:
-        numbers = [float(one) for one in entries(weights)] or [1.0] * len(found)
+        count = len([float(one) for one in entries(weights)]) or len(found)
     except ValueError:
-        numbers = []
-    if len(numbers) != len(found) or len(set(found)) != len(found):
+        count = -1
+    if count != len(found) or len(set(found)) != len(found):
         raise UserError(f"{setting}={weights!r} must have a number for each of {names!r}, each name once, or be empty")
-    return dict(zip(found, numbers, strict=True))
 
 
 def importance_band(spec: str | float) -> tuple[float | None, float]:

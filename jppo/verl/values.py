@@ -74,29 +74,44 @@ def old_logprob(value: bool | None, look: Look) -> str:
     return "bypass" if bypasses(look) else "correction" if asked else "decoupled"
 
 
+def reinforces(look: Look) -> bool:
+    """Whether bypass mode has verl's policy-gradient loss."""
+    return bypasses(look) and look("CORRECTION.loss_type") == "reinforce"
+
+
+def loss_mode(value: str, look: Look) -> str:
+    """Returns the policy loss; `bypass_mode` is verl's name for the two of bypass."""
+    forced = value == "bypass_mode" or (bypasses(look) and look("trainer.use_v1") is False)
+    return "gpg" if reinforces(look) else "vanilla" if forced else value
+
+
 def weights(value: Any, look: Look) -> str:
-    off = value in (None, "none", "", False)
-    return "none" if off else str(need(value, not bypasses(look), "in bypass mode verl's clipped loss has no weights"))
+    off, ratio = value in (None, "none", "", False), bypasses(look) and not reinforces(look)
+    return "none" if off else str(need(value, not ratio, "in bypass mode verl's clipped loss has no weights"))
 
 
 def weighted(value: Any, look: Look) -> Any:
-    used = look("CORRECTION.rollout_is") not in (None, "none", "", False) and not bypasses(look)
-    value = need(value, used, "read only with rollout_is, without bypass mode")
+    used = look("CORRECTION.rollout_is") not in (None, "none", "", False) and (reinforces(look) or not bypasses(look))
+    value = need(value, used, "read only with rollout_is, without the clipped loss of bypass mode")
     return value if isinstance(value, bool) else str(value)
+
+
+def reward_parts(value: Any, look: Look) -> str:
+    """Returns the parts of the reward that keys of a reward function's dict are."""
+    part = "function_score" if look("FUNCTION.path") else "rule_score"
+    return ",".join(part if key == "score" else f"{part}/{key}" for key in commas(value).split(","))
 
 
 def rejection(value: Any, look: Look) -> str:
     if value in (None, "none", "", False):
         return ""
-    if bypasses(look):
-        raise Unfit("in bypass mode nothing is rejected; algorithm.old_logprob=correction rejects")
     return commas(need(value, look("CORRECTION.rollout_rs"), "read only with rollout_rs"))
 
 
 def estimator(value: str, look: Look) -> str:
     if look("distillation.enabled") and not look(f"{_DISTILLED}.use_task_rewards"):
         return "distill"
-    return {"grpo_vectorized": "grpo"}.get(value, value)  # the same advantages
+    return value
 
 
 _DISTILLED = "distillation.distillation_loss"
@@ -397,10 +412,10 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
 }
 _NAMED = (
     agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, engine,
-    estimator, filter_metric, filtering, function, in_turns, interval, loggers, master, megatron_lora,
+    estimator, filter_metric, filtering, function, in_turns, interval, loggers, loss_mode, master, megatron_lora,
     megatron_modules, micro_tokens, model_engine, modules, of_hosts, of_tools, old_logprob, optimizer, profiled,
-    ref_offload, rejection, resume, schedule, served_experts, sync_step, teacher, tokens, top_k, train_dtype,
-    trainer_mode, unless_greedy, weighted, weights, with_model,
+    ref_offload, rejection, resume, reward_parts, schedule, served_experts, sync_step, teacher, tokens, top_k,
+    train_dtype, trainer_mode, unless_greedy, weighted, weights, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}
 
