@@ -313,3 +313,31 @@ def test_a_prompt_that_is_there_once_changes_no_metric(learn, small_run, tmp_pat
         assert {k: a[k] for k in b if isinstance(b[k], float)} == pytest.approx(
             {k: v for k, v in b.items() if isinstance(v, float)}, rel=1e-3, abs=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.adv_estimator": "optimal_token_baseline", "actor.loss_mode": "clip_cov", "actor.clip_cov_lb": -9.0,
+         "actor.clip_cov_ratio": 0.5},
+        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": "rule_score,length_score",
+         "reward.overlong_buffer_tokens": 4, "algorithm.rollout_correction": "bypass_pg_geo_rs_token_tis",
+         "algorithm.rollout_rs_threshold": "0.01_100"},
+    ],
+    ids=["selected tokens", "parts of the reward, bypass by policy gradient"],
+)  # fmt: skip
+def test_verls_latest_methods_train(learn, small_run, changes):
+    small_run.rollout.n, small_run.actor.lr = 2, 1e-2
+    lines = [line for line in learn(changes) if "actor/loss" in line]
+    assert len(lines) == 2 and all(line["actor/grad_norm"] > 0 and line["actor/skipped"] == 0 for line in lines)
+    if changes["algorithm.adv_estimator"] == "gdpo":
+        assert all(line["rollout_corr/rollout_is_mean"] > 0 for line in lines)
+        assert {"rollout_corr/rollout_rs_masked_fraction"} <= lines[0].keys() and "rollout_corr/kl" not in lines[0]
+    else:
+        assert all(0 < line["actor/pg_clipfrac"] <= 0.5 for line in lines)
+
+
+def test_a_part_that_no_reward_has_ends_the_run_in_one_line(learn, small_run):
+    small_run.rollout.n = 2
+    with pytest.raises(settings.UserError, match="'style' is no part of a reward, whose parts are rule_score"):
+        learn({"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": "rule_score,style"})

@@ -53,7 +53,7 @@ def flatten(
         earned=earned,
         parts=np.zeros((B, len(parts)), np.float32) if parts else None,
     )
-    if out.parts is not None:
+    if out.parts is not None and rewards:
         out.parts[:count] = [[part_of(r, name) for name in parts] for r in rewards]
     out.score[:count] = [r.score for r in rewards]
     out.group[:count] = group
