@@ -307,6 +307,16 @@ def kl_penalty(meta: Meta, x: Inputs) -> dict[str, Found]:
     return {"kl": Found(estimate(logp, ref)), "grad": Found(gradient)}
 
 
+def forward_kl_topk(meta: Meta, x: Inputs) -> dict[str, Found]:
+    """Returns the KL of each position, and the gradient of their sum; verl computes it in float32."""
+
+    def each(logits: Array) -> Array:
+        return kl.forward_kl_topk(logits, x["ref_logits"], topk=meta["topk"], min_logp=meta["min_logp"])
+
+    gradient = jax.grad(lambda logits: jnp.sum(each(logits)))(x["logits"])
+    return {"kl": Found(each(x["logits"]), narrow=True), "grad": Found(gradient, narrow=True)}
+
+
 def adaptive_kl(meta: Meta, x: Inputs) -> dict[str, Found]:
     """Returns the coefficient after each update."""
     out: list[Array] = []
@@ -370,6 +380,7 @@ ADAPTERS: dict[str, Adapter] = {
     "entropy": entropy,
     "kl_penalty": kl_penalty,
     "adaptive_kl": adaptive_kl,
+    "forward_kl_topk": forward_kl_topk,
     "is_weights": is_weights,
     "rejection_mask": rejection_mask,
 }

@@ -172,6 +172,28 @@ def gdpo_advantage(x: Arrays, columns: Arrays, prompts: np.ndarray, divide: bool
     return advantage("gdpo", x, **how)
 
 
+def distillation() -> Iterator[dict[str, Any]]:
+    """Yields the cases of the forward KL over a teacher's likeliest tokens."""
+    import types
+
+    import torch
+    from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
+
+    for seed, (topk, least) in enumerate(((1, None), (3, None), (3, -2.5), (11, None))):
+        rng = np.random.default_rng(seed)
+        logits, ref_logits = (np.round(rng.normal(scale=1.5, size=(6, 11)), 3) for _ in range(2))
+        student = torch.tensor(logits)[None].requires_grad_()
+        teacher = torch.log_softmax(torch.tensor(ref_logits), -1).topk(topk)
+        nested = [torch.nested.nested_tensor([x], layout=torch.jagged) for x in (teacher.values, teacher.indices)]
+        loss = types.SimpleNamespace(log_prob_min_clamp=least)
+        config = types.SimpleNamespace(distillation_loss=loss)
+        found = compute_forward_kl_topk(student, *nested, config, "thd")["distillation_losses"].clamp_min(0.0)
+        found.sum().backward()
+        out = dict(kl=found[0].detach().numpy().astype(float), grad=student.grad[0].numpy())
+        meta = dict(fn="forward_kl_topk", topk=topk, min_logp=least)
+        yield case(f"forward_kl_topk-{seed}", meta, dict(logits=logits, ref_logits=ref_logits), out)
+
+
 def case(name: str, meta: dict[str, Any], inputs: Arrays, outputs: Arrays) -> dict[str, Any]:
     """Returns a case as JSON."""
     plain: Callable[[Arrays], dict[str, Any]] = lambda arrays: {k: np.asarray(v).tolist() for k, v in arrays.items()}  # noqa: E731
@@ -189,7 +211,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Writes the files."""
-    cases = [*losses(), *estimators()]
+    cases = [*losses(), *estimators(), *distillation()]
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text("[\n" + ",\n".join(json.dumps(one) for one in cases) + "\n]\n", encoding="utf-8")
     OUT.with_name("presets.json").write_text(json.dumps(presets(), indent=1) + "\n", encoding="utf-8")

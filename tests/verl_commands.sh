@@ -384,11 +384,34 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.a
 ## algorithm.gdpo_reward_weights=0.5,1.0
 $PPO "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.adv_estimator=gdpo "algorithm.gdpo_reward_keys=[format_reward,accuracy_reward]" "algorithm.gdpo_reward_weights=[0.5,1.0]" custom_reward_function.path=mine.py actor_rollout_ref.rollout.n=5 "${RUN[@]}"
 
+### distillation beside the score, by the teacher's likeliest tokens
+## algorithm.adv_estimator=grpo
+## ref.path=Qwen/Qwen2.5-32B-Instruct
+## actor.use_kl_loss=True
+## actor.kl_loss_coef=0.5
+## actor.kl_loss_type=forward_kl_topk
+## actor.kl_topk=64
+## actor.kl_log_prob_min_clamp=-10.0
+## actor.kl_loss_max_clamp=10.0
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct distillation.distillation_loss.loss_mode=forward_kl_topk distillation.distillation_loss.topk=64 distillation.distillation_loss.log_prob_min_clamp=-10.0 distillation.distillation_loss.loss_max_clamp=10.0 distillation.distillation_loss.distillation_loss_coef=0.5 "${RUN[@]}"
+
+### distillation in the reward
+## algorithm.adv_estimator=distill
+## algorithm.use_kl_in_reward=True
+## algorithm.kl_penalty=kl
+## algorithm.gamma=0.0
+$PPO "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True distillation.distillation_loss.use_task_rewards=False "${RUN[@]}"
+
+### distillation in the reward beside the score
+## refused: distillation.distillation_loss.use_policy_gradient=True: not supported: the teacher in the reward together with a score
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "${RUN[@]}"
+
 ### distillation
 ## algorithm.adv_estimator=distill
 ## ref.path=Qwen/Qwen2.5-32B-Instruct
 ## actor.use_kl_loss=True
-$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct "${RUN[@]}"
+## actor.kl_loss_type=low_var_kl
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.distillation_loss.use_task_rewards=False distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct "${RUN[@]}"
 
 ### a variable that the script does not set
 ## data.train_files=/train.parquet

@@ -1,7 +1,8 @@
 """Compiled passes of a run over rows, and the updates of one model: the functions that `train.py` calls by name."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,8 @@ class Recipe:
     bypass: bool  # the engine's log-probs are the old ones
     correction: correct.Correction | None  # with `bypass`: by the current policy, in its loss
     selection: Selection | None = None  # of tokens that the policy loss treats apart
+    kl_loss_max_clamp: float | None = None  # of the KL in the loss
+    kl_arguments: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of `kl.EXACT`, by name
     entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
@@ -105,7 +108,8 @@ def make_passes(
     def exact(kind: str | None, **how: Any) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
-        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads, **how)
+        divergence = functools.partial(kl.EXACT[kind], **r.kl_arguments.get(kind, {}))
+        return score.make_exact(divergence, models.policy, models.reference, **heads, **how)
 
     reference = None
     if models.reference is not None:
@@ -122,6 +126,7 @@ def make_passes(
         entropy_coeff=r.entropy_coeff,
         entropy_metric=with_entropy,
         kl_loss_coef=r.kl_loss_coef,
+        kl_loss_max_clamp=r.kl_loss_max_clamp,
         positive_lm_coef=r.positive_lm_coef,
         router_aux_loss_coef=r.router_aux_loss_coef,
         router_z_loss_coef=r.router_z_loss_coef,

@@ -153,7 +153,8 @@ def make_exact(
         ) -> tuple[jax.Array, ...]:
             logprobs = heads.logprob_of(logits, targets, vocabulary)
             ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)
-            penalty = divergence(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
+            sharded = dict(log_softmax=vocabulary.log_softmax, total=vocabulary.total, largest=vocabulary.largest)
+            penalty = divergence(logits, ref_logits, **sharded)
             return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty
 
         own, left = _state(policy, params, rows, compare=compare, routed=routed)

@@ -40,6 +40,7 @@ def make_actor_loss(
     entropy_coeff: float,
     entropy_metric: bool = True,
     kl_loss_coef: float,
+    kl_loss_max_clamp: float | None = None,
     positive_lm_coef: float = 0.0,
     router_aux_loss_coef: float = 0.0,
     router_z_loss_coef: float = 0.0,
@@ -74,6 +75,7 @@ def make_actor_loss(
         if differs is not None:
             sums["rollout/routing_differs"] = mean(differs)
         if penalty is not None:
+            penalty = penalty if kl_loss_max_clamp is None else jnp.clip(penalty, -kl_loss_max_clamp, kl_loss_max_clamp)
             sums["actor/kl_loss"] = total(penalty)
             out += kl_loss_coef * sums["actor/kl_loss"]
         if scored.positive is not None:

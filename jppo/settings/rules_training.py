@@ -128,6 +128,11 @@ def _kl(config: Settings) -> None:
             f"{' and '.join(used)}: a KL needs a reference, and ref.path is empty; give a model's path, or"
             " ref.path=policy for the initial policy"
         )
+    if a.use_kl_in_reward and a.kl_penalty == "forward_kl_topk":
+        raise UserError(
+            "algorithm.kl_penalty='forward_kl_topk' is equal for all tokens that could have been sampled; put it into"
+            " the loss with actor.use_kl_loss=True and actor.kl_loss_type=forward_kl_topk, and take kl here"
+        )
     if a.kl_ctrl_type == "adaptive" and not a.use_kl_in_reward:
         raise UserError(
             "algorithm.kl_ctrl_type='adaptive' controls the KL in the reward, and algorithm.use_kl_in_reward is False;"
@@ -148,7 +153,7 @@ def _served_reference(config: Settings) -> None:
         ("algorithm.kl_penalty", a.use_kl_in_reward, a.kl_penalty),
         ("actor.kl_loss_type", actor.use_kl_loss, actor.kl_loss_type),
     ):
-        if used and kind.startswith("full"):
+        if used and kind.startswith(("full", "forward")):
             raise UserError(
                 f"{said}, which has log-probs of sampled tokens alone, and {name}={kind!r} needs all; take kl, or"
                 " load the model on the mesh by ref.path"

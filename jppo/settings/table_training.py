@@ -233,6 +233,12 @@ class Actor(Optimizer):
     use_kl_loss: bool = setting(False, "KL to the reference as a term of the loss")
     kl_loss_coef: float = setting(0.001, "Coefficient of the KL term", bounds="[0,")
     kl_loss_type: str = setting("low_var_kl", "KL estimator of the loss", choices=KL_ESTIMATORS)
+    kl_loss_max_clamp: float | None = setting(None, "Largest absolute value of a token's KL in the loss. None: no"
+        " bound", bounds="(0,", only="actor.use_kl_loss")
+    kl_topk: int = setting(32, "Tokens of forward_kl_topk, the reference's likeliest", bounds="[1,",
+        only="actor.kl_loss_type=forward_kl_topk")
+    kl_log_prob_min_clamp: float | None = setting(None, "Smallest log-prob of both models in forward_kl_topk. None: no"
+        " bound", only="actor.kl_loss_type=forward_kl_topk")
     positive_lm_coef: float = setting(0.0, "Coefficient of the negative log-likelihood of responses with a score above"
         " 0", bounds="[0,")
     router_aux_loss_coef: float = setting(0.0, "Coefficient of the load-balancing loss of a mixture of experts. Above"

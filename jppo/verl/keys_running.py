@@ -4,6 +4,8 @@ from jppo.verl.name import missing, needless, same
 
 _ENGINE = "it affects the engine's speed alone; rollout.engine_args takes the server's own options"
 
+_TOPK = "distillation.distillation_loss.loss_mode=forward_kl_topk"
+
 MODEL = (
     same("M.path", "model.path"),
     same("M.enable_gradient_checkpointing", "model.remat", True, "remat", "full is what verl recomputes: each layer"),
@@ -223,12 +225,15 @@ TRAINER = (
       " distillation.distillation_loss.loss_mode distillation.distillation_loss.use_policy_gradient"
       " distillation.distillation_loss.use_task_rewards distillation.distillation_loss.distillation_loss_coef"),
     same("distillation.teacher_models.teacher_model.model_path", "ref.path", convert="teacher"),
+    same("distillation.distillation_loss.topk", "actor.kl_topk", only=_TOPK),
+    same("distillation.distillation_loss.log_prob_min_clamp", "actor.kl_log_prob_min_clamp", only=_TOPK),
+    same("distillation.distillation_loss.loss_max_clamp", "actor.kl_loss_max_clamp", convert="teacher_number"),
     *needless("the teacher is on the trainer's mesh; ref.url is a server",
-      "distillation.teacher_models.teacher_model.inference.* distillation.distillation_loss.topk"
+      "distillation.teacher_models.teacher_model.inference.*"
       " distillation.teacher_models.teacher_model.num_replicas distillation.teacher_key"),
     *missing("the teacher is on the trainer's mesh, or by ref.url a server's",
       "distillation.nnodes distillation.n_gpus_per_node", off=(0,), only="distillation.nnodes"),
-    *missing("the KL to a teacher is not cut", "distillation.*", only="distillation.enabled"),
+    *missing("the KL to a teacher has the clip range of actor.*", "distillation.*", only="distillation.enabled"),
     *missing("every run samples anew", "skip.rollout.*", only="skip.rollout.enable"),
     *missing("every run samples anew", "skip.rollout_tq.*", only="skip.rollout_tq.enable"),
     *missing("every run samples anew", "skip.async_rollout.*", only="skip.async_rollout.enable"),

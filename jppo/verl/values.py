@@ -109,12 +109,17 @@ def rejection(value: Any, look: Look) -> str:
 
 
 def estimator(value: str, look: Look) -> str:
-    if look("distillation.enabled") and not look(f"{_DISTILLED}.use_task_rewards"):
-        return "distill"
-    return value
+    return "distill" if look("distillation.enabled") and not rewarded(look) else value
 
 
 _DISTILLED = "distillation.distillation_loss"
+_KINDS = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "low_var_kl": "low_var_kl",
+  "k3": "low_var_kl", "forward_kl_topk": "forward_kl_topk"}  # fmt: skip
+
+
+def rewarded(look: Look) -> bool:
+    """Whether the score is learned beside the teacher, as by default."""
+    return bool(off_or(look(f"{_DISTILLED}.use_task_rewards"), True))
 
 
 def distilled(setting: str) -> Callable[[Look], Any]:
@@ -123,19 +128,19 @@ def distilled(setting: str) -> Callable[[Look], Any]:
     def value(look: Look) -> Any:
         if not look("distillation.enabled"):
             return None
+        kind = _KINDS.get(look(f"{_DISTILLED}.loss_mode") or "k3")
         if look(f"{_DISTILLED}.use_policy_gradient"):
-            return {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}.get(setting)
-        mixed = look(f"{_DISTILLED}.use_task_rewards")
-        coef = look(f"{_DISTILLED}.distillation_loss_coef") if mixed else 1.0
-        kind = {"kl": "kl", "k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(look(f"{_DISTILLED}.loss_mode"))
+            found = {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}
+            return (found | {"algorithm.kl_penalty": kind}).get(setting)
+        coef = off_or(look(f"{_DISTILLED}.distillation_loss_coef"), 1.0) if rewarded(look) else 1.0
         loss = {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
         return loss.get(setting)
 
     return value
 
 
-DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.gamma", "actor.use_kl_loss",
-  "actor.kl_loss_coef", "actor.kl_loss_type")  # fmt: skip
+DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.kl_penalty", "algorithm.gamma",
+  "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type")  # fmt: skip
 
 
 def teacher(value: str | None, look: Look) -> str:
@@ -146,8 +151,13 @@ def untaught(key: str, value: Any, look: Look) -> str:
     """Why a key of distillation has no counterpart, or ''."""
     if not key.startswith("distillation.") or not look("distillation.enabled"):
         return ""
-    if key == f"{_DISTILLED}.loss_mode" and value not in ("kl", "k1", "k2", "k3"):
-        return f"a distillation loss of jppo named {value!r}"
+    gradient = look(f"{_DISTILLED}.use_policy_gradient")
+    if key == f"{_DISTILLED}.loss_mode" and (value not in _KINDS or (gradient and value == "forward_kl_topk")):
+        return f"a distillation loss of jppo named {value!r}{' in the reward' if gradient else ''}"
+    if key == f"{_DISTILLED}.use_policy_gradient" and gradient and rewarded(look):
+        return (
+            "the teacher in the reward together with a score; set use_task_rewards=False, or use_policy_gradient=False"
+        )
     models = key.removeprefix("distillation.teacher_models.")
     return "several teachers" if models != key and not models.startswith("teacher_model.") else ""
 
@@ -371,6 +381,7 @@ def readable(settings: dict[str, Any]) -> dict[str, Any]:
 CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "as_is": lambda value, _: need(value),
     "commas": lambda value, _: commas(value),
+    "teacher_number": lambda value, look: need(value, look("distillation.enabled"), "distillation.enabled is False"),
     "text": lambda value, _: "" if value is None else commas(value),
     "off": lambda value, _: -1 if value is False else off_or(value, -1),
     "lora_alpha": lambda value, look: need(value, lora_rank(look), "read only with lora_rank above 0"),

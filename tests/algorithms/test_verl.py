@@ -33,6 +33,7 @@ def test_every_function_has_cases():
     counts = collections.Counter(one["meta"]["fn"] for one in CASES)
     losses = {"dppo_tv": 6, "dppo_kl": 6, "dro": 6, "clip_cov": 6, "kl_cov": 6, "bypass_mode": 30}
     estimators = {"grpo_vectorized": 12, "gpg_advantage": 6, "gdpo": 12}
+    estimators["forward_kl_topk"] = 4
     assert counts == losses | estimators | {"optimal_token_baseline": 12, "tir_optimal_token_baseline": 12}
 
 
