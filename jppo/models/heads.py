@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jppo.algorithms import kl
 from jppo.models.config import ModelConfig
 from jppo.models.product import einsum, product
 from jppo.models.sequence_parallel import HEADS, POSITIONS, columns, gathered, in_groups, row_axes, summed
@@ -58,14 +57,14 @@ class Vocabulary:
 
     def largest(self, logits: jax.Array, k: int) -> jax.Array:
         """Returns where the k largest logits are; of equal ones the first tokens."""
-        if self.axis is None:
-            return kl.largest(logits, k)
         values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
         tokens = jnp.take_along_axis(self.tokens(logits), index, axis=-1)
-        every, ids = (jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) for x in (values, tokens))
-        values, index = jax.lax.top_k(every, k)
+        if self.axis is not None:  # the largest of each device's largest
+            every, ids = (jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) for x in (values, tokens))
+            values, index = jax.lax.top_k(every, k)
+            tokens = jnp.take_along_axis(ids, index, axis=-1)
         least = values[..., -1:]
-        last = jnp.max(jnp.where(values == least, jnp.take_along_axis(ids, index, axis=-1), -1), axis=-1, keepdims=True)
+        last = jnp.max(jnp.where(values == least, tokens, -1), axis=-1, keepdims=True)
         return (logits > least) | ((logits == least) & (self.tokens(logits) <= last))
 
 
