@@ -15,6 +15,8 @@ import safetensors.numpy
 from jppo import settings, train
 from jppo.learner import ppo, state
 from jppo.learner.make import make_learner
+from jppo.learner.model_configs import make_adapters
+from jppo.models import hf, hf_write, lora
 from jppo.rewards import graders
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples import make as prefetch
@@ -254,6 +256,39 @@ def test_only_adapters_are_trained_kept_stepped_and_published(learn, small_run, 
     again = learn({"trainer.total_training_steps": 3})
     assert [line["step"] for line in again] == [0, 1, 2, 3]
     assert again[: len(metrics)] == metrics
+
+
+def test_a_run_starts_from_the_adapters_of_another(learn, small_run, tmp_path):
+    """The first publish, before any step, is of the other run's last adapters; a wrong rank is refused in one line."""
+    learn(ADAPTED | {"algorithm.adv_estimator": "reinforce_plus_plus", "actor.lr": 1e-2})
+    last = pathlib.Path(small_run.trainer.run_dir, "adapter")
+    stored = safetensors.numpy.load_file(last / "adapter_model.safetensors")
+    assert any(np.any(x) for name, x in stored.items() if ".lora_B." in name), "nothing was learned"
+    adapters, begun = lora.Lora(4, 8, lora.parse_targets("all-linear")), {}
+
+    def spied(*args):
+        learner, begin = make_learner(*args)
+        begun.update((name, x.copy()) for name, x in hf_write.adapter_tensors(begin.policy, learner.cfg, adapters))
+        return learner, begin
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jppo.run.start.make_learner", spied)
+        learn({"trainer.run_dir": str(tmp_path / "second"), "model.lora_adapter_path": str(last)})
+    assert begun.keys() == stored.keys()
+    for name, x in begun.items():
+        np.testing.assert_array_equal(x, stored[name])
+    for changes, said in (
+        ({"model.lora_rank": 2}, "its rank is 4; set model.lora_rank=4"),
+        ({"model.lora_rank": 4, "model.lora_alpha": 4}, "its alpha is 8; set model.lora_alpha=8"),
+        ({"model.lora_adapter_path": str(tmp_path)}, "it needs adapter_model.safetensors and adapter_config.json"),
+    ):
+        for name, value in changes.items():
+            small_run.model[name.removeprefix("model.")] = value
+        with pytest.raises(settings.UserError, match=said):
+            make_adapters(settings.typed(small_run, settings.Settings))
+    fewer = lora.Lora(4, 8, lora.parse_targets("q_proj"))
+    with pytest.raises(settings.UserError, match="also has base_model"):
+        hf.load_adapters(str(last), hf.read_config(small_run.model.path)[1], fewer, shardings=None)
 
 
 @pytest.mark.slow

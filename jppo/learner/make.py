@@ -150,7 +150,8 @@ def load_trained(
     if adapters is None:
         return Trained(what, values, None)
     what = state.adapters(cfg, mesh, adapters, head=head)
-    learned, base = state.adapt(what, values, adapters, key=key)
+    start = c.model.lora_adapter_path if isinstance(c.model, Model) and head == "lm" else ""
+    learned, base = state.adapt(what, values, adapters, key=key, path=start)
     return Trained(what, learned, base)
 
 

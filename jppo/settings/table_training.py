@@ -44,6 +44,8 @@ class Model(Trunk):
     """The policy."""
 
     # fmt: off
+    lora_adapter_path: str = setting("", "Folder of peft's with the initial adapters, of rank lora_rank and scale"
+        " lora_alpha. '': new ones", only="model.lora_rank")
     logprob_chunk_bytes: int = setting(2**29, "Size of the logits of one chunk; log-probs are computed chunk by chunk",
         unit="bytes", bounds="[1,")
     # fmt: on
