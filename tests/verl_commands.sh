@@ -181,7 +181,7 @@ $PPO "${GSM8K[@]}" data.train_batch_size=64 "${QWEN[@]}" "${CRITIC[@]}" actor_ro
 $PPO "${GSM8K[@]}" "${QWEN[@]}" "${CRITIC[@]}" actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.lora_alpha=32 "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]" critic.model.lora_rank=8 critic.model.lora_alpha=16 "${RUN[@]}"
 
 ### grpo, adapters that exist already
-## not supported: actor_rollout_ref.model.lora_adapter_path
+## model.lora_adapter_path=/adapters/first
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_adapter_path=/adapters/first "${RUN[@]}"
 
 ### grpo, adapters by Megatron

@@ -9,7 +9,7 @@ from typing import Any
 from jppo.errors import UserError
 
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, data positions
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab")
 REJECTION_RULES = tuple(
     f"{over}_{k}"
     for over in ("token", "seq_sum", "seq_mean", "seq_max")
