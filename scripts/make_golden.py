@@ -73,6 +73,7 @@ def draw(seed: int, layout: str) -> Arrays:
     new = np.minimum(-0.01, old + 0.4 * rng.normal(size=(B, L)))
     new[0, 0], old[1, 0] = old[0, 0] - 25.0, new[1, 0] - 22.0
     out = dict(logprob=new, old_logprob=old, advantages=rng.normal(size=(B, L)))
+    out["advantages"][:, 1] = 0.0
     return {name: np.round(x, 4) for name, x in out.items()} | {"mask": mask_of(rng, layout)}
 
 
@@ -142,6 +143,10 @@ def estimators() -> Iterator[dict[str, Any]]:
             yield case(f"grpo_vectorized-{divide}-{layout}-{seed}", meta, x, out)
             yield gdpo(rng, x, divide, f"gdpo-{divide}-{layout}-{seed}")
         yield case(f"gpg-{layout}-{seed}", dict(fn="gpg_advantage"), x, advantage("gpg", x))
+        if seed >= len(LAYOUTS):  # a group of two of which one has no token
+            x["mask"], x["rewards"] = (
+                np.where(np.arange(B)[:, None] == 4, 0.0, x[name]) for name in ("mask", "rewards")
+            )
         probability = rng.uniform(0.02, 0.98, (B, L))
         x["old_logprob"] = np.round(np.log(probability), 4)
         x["sum_pi_squared"] = np.round(probability**2 + rng.uniform(0, 0.5, (B, L)) * (1 - probability) ** 2, 4)
