@@ -158,9 +158,7 @@ def optimal_token_baseline(
     mask, (B, L) = jnp.asarray(mask), mask.shape
     returns = reinforce_plus_plus(reward, mask, gamma=1.0)
     length = jnp.sum(mask, axis=1, dtype=jnp.int32)
-    there = length > 0 if by_kept else jnp.ones_like(length, bool)
     place = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1 if by_kept else jnp.broadcast_to(jnp.arange(L), mask.shape)
-    size = _group(jax.ops.segment_sum, there.astype(jnp.int32), group)
     total = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
     where = group[:, None] * L + jnp.maximum(place, 0)
 
@@ -170,10 +168,9 @@ def optimal_token_baseline(
     baseline = summed(returns * total) / (summed(total) + 1e-8)
     longest = _group(jax.ops.segment_max, length, group)
     alone = _group(jax.ops.segment_sum, (length == longest).astype(jnp.int32), group) == 1
-    second = _group(jax.ops.segment_max, jnp.where(length == longest, -1, length), group)
+    second = _group(jax.ops.segment_max, jnp.where(length == longest, -1, length), group)  # -1 in a group of one
     tail = ((length == longest) & alone)[:, None] & (place >= second[:, None])
-    baseline = jnp.where((size > 1)[:, None] & ~tail, baseline, 0.0)
-    return jnp.where(mask, returns - baseline, 0.0), returns
+    return jnp.where(mask, returns - jnp.where(tail, 0.0, baseline), 0.0), returns
 
 
 def _group(reduce: Callable[..., Array], x: Array, group: Array) -> Array:  # [B]

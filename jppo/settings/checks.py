@@ -7,7 +7,8 @@ import ml_collections
 from jppo.errors import UserError
 from jppo.registry import did_you_mean
 from jppo.settings import rules_rollout, rules_training
-from jppo.settings.table import TABLE, Common, Settings, kind_of, sections, values
+from jppo.settings.presets import PRESETS, THRESHOLDS
+from jppo.settings.table import TABLE, Common, Settings, changed, kind_of, sections, values
 
 C = TypeVar("C", bound=Common)
 
@@ -32,7 +33,7 @@ def typed(
         return config
     _check_values(values(config), training=training)
     made = sections(config, kind)
-    made = rules_training.with_preset(made) if isinstance(made, Settings) else made
+    made = with_preset(made) if isinstance(made, Settings) else made
     _check_rules(made, training=training)
     return made
 
@@ -43,7 +44,31 @@ def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) 
         typed(config, kind_of(config), training=training)
     else:
         _check_values(values(config), training=training)
-        _check_rules(rules_training.with_preset(config) if isinstance(config, Settings) else config, training=training)
+        _check_rules(with_preset(config) if isinstance(config, Settings) else config, training=training)
+
+
+def with_preset(config: Settings) -> Settings:
+    """Returns the settings with the values of `algorithm.rollout_correction` in place of its name.
+
+    A threshold of the config's own replaces the preset's; another setting that differs raises a UserError.
+    """
+    name = config.algorithm.rollout_correction
+    if not name:
+        return config
+    found, changes = values(config), dict[str, object]({"algorithm.rollout_correction": ""})
+    for leaf, new in vars(PRESETS[name]).items():
+        setting = "actor.loss_mode" if leaf == "loss_mode" else f"algorithm.{leaf}"
+        given, usual = found[setting], TABLE[setting].default
+        if not new and leaf == "loss_mode":
+            continue
+        if given in (usual, new):
+            changes[setting] = new
+        elif leaf not in THRESHOLDS or new == "":
+            raise UserError(
+                f"{setting}={given!r}: algorithm.rollout_correction={name!r} sets it to {new!r}; leave it at {usual!r},"
+                " or set the correction without a preset"
+            )
+    return changed(config, changes)
 
 
 def _check_values(found: dict[str, Any], *, training: bool) -> None:

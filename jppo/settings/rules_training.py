@@ -2,8 +2,7 @@
 
 from jppo.errors import UserError
 from jppo.settings import parts
-from jppo.settings.presets import PRESETS, THRESHOLDS
-from jppo.settings.table import TABLE, Common, PairTraining, Settings, changed, optimizers, value
+from jppo.settings.table import TABLE, Common, PairTraining, Settings, optimizers, value
 from jppo.settings.table_training import Critic, Optimizer
 from jppo.settings.texts import check_weights, rejection_rules
 
@@ -22,30 +21,6 @@ def check_training(config: Common) -> None:
     _margin(config)
     _packing(config)
     _lengths(config)
-
-
-def with_preset(config: Settings) -> Settings:
-    """Returns the settings with the values of `algorithm.rollout_correction` in place of its name.
-
-    A threshold of the config's own replaces the preset's; another setting that differs raises a UserError.
-    """
-    name = config.algorithm.rollout_correction
-    if not name:
-        return config
-    changes: dict[str, object] = {"algorithm.rollout_correction": ""}
-    for leaf, new in vars(PRESETS[name]).items():
-        setting = "actor.loss_mode" if leaf == "loss_mode" else f"algorithm.{leaf}"
-        given, usual = value(config, setting), TABLE[setting].default
-        if not new and leaf == "loss_mode":
-            continue
-        if given in (usual, new):
-            changes[setting] = new
-        elif leaf not in THRESHOLDS or new == "":
-            raise UserError(
-                f"{setting}={given!r}: algorithm.rollout_correction={name!r} sets it to {new!r}; leave it at {usual!r},"
-                " or set the correction without a preset"
-            )
-    return changed(config, changes)
 
 
 def _estimator(config: Settings) -> None:
