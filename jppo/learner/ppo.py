@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ class Recipe:
     correction: correct.Correction | None  # with `bypass`: by the current policy, in its loss
     selection: Selection | None = None  # of tokens that the policy loss treats apart
     kl_loss_max_clamp: float | None = None  # of the KL in the loss
-    kl_arguments: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of `kl.EXACT`, by name
+    kl_topk: tuple[tuple[str, Any], ...] = ()  # keyword arguments of `kl.forward_kl_topk`
     entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
@@ -108,7 +108,7 @@ def make_passes(
     def exact(kind: str | None, **how: Any) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
-        divergence = functools.partial(kl.EXACT[kind], **r.kl_arguments.get(kind, {}))
+        divergence = functools.partial(kl.EXACT[kind], **dict(r.kl_topk if kind == "forward_kl_topk" else ()))
         return score.make_exact(divergence, models.policy, models.reference, **heads, **how)
 
     reference = None

@@ -86,7 +86,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
         kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
         kl_loss_coef=a.kl_loss_coef,
         kl_loss_max_clamp=a.kl_loss_max_clamp,
-        kl_arguments={"forward_kl_topk": dict(topk=a.kl_topk, min_logp=a.kl_log_prob_min_clamp)},
+        kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
         adapt_kl=make_kl_controller(c),
