@@ -41,7 +41,7 @@ def one_line(error: BaseException) -> str:
     return "\n".join(escaped(f"error: {fault}").replace("\n", "\\n") for fault in faults)
 
 
-def faults_of(checks: Iterable[Callable[[], None]]) -> list[str]:
+def faults_of(checks: Iterable[Callable[[], object]]) -> list[str]:
     """Calls every check and returns the UserErrors' texts, each once."""
     faults: list[str] = []
     for check in checks:

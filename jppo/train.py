@@ -64,6 +64,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= source_means(graded, [p.data_source for p in asked])
     metrics |= conversation_metrics(trajectories) | summed(run.hosts, run.reward_sum.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
+    how["parts"] = recipe.estimator.parts
     earned = [run.reward_sum.earned(prompt.data_source) for prompt in asked]
     trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)
     how["episode"] = index if recipe.branches else None
@@ -127,8 +128,9 @@ def update_models(
         with timer("update_actor"):
             cut = minis(c.actor.ppo_epochs, c.actor.shuffle, c.actor.ppo_mini_batch_size, 0)
             policy, policy_opt, found = ppo.descend(
-                learner.actor, now.policy, now.policy_opt, warm, cut, learner.recipe.in_loss(learner.reference)
-            )
+                learner.actor, now.policy, now.policy_opt, warm, cut, learner.recipe.in_loss(learner.reference),
+                key=now.key,
+            )  # fmt: skip
         now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), found
     if learner.critic is not None:
         between(dataclasses.replace(now, step=scalar(int(now.step) + 1, now.step)))

@@ -136,9 +136,11 @@ class Batch:
     greedy: Array | None  # [B] f32, the score of the prompt's greedy response
     length: Array | None = None  # [B] f32, tokens of the response that the policy sampled, trained on or not
     episode: Array | None = None  # [B] i32, the first row of an agent's episode, which alone has its group
+    parts: Array | None = None  # [B, K] f32, the parts of the reward that the estimator normalises apart
     earned: Array | None = None  # [B, L] f32, parts of the score that are earned at a token
     old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
     entropy: Array | None = None  # [B, L] f32, of the old policy
+    sum_pi_squared: Array | None = None  # [B, L] f32, Σ_a π(a)² of the old policy
     routing_differs: Array | None = None  # [B, L] f32, share of replayed experts that the old policy would not choose
     ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference
     exact_kl: Array | None = None  # [B, L] f32, old policy to reference, over the whole vocabulary
@@ -164,6 +166,7 @@ class Scored:
     advantage: Array | None = None  # [R, T] f32
     returns: Array | None = None  # [R, T] f32
     positive: Array | None = None  # [R, T] f32, the batch's, divided by its sum over the mini-batch
+    selected: Array | None = None  # [R, T] bool, tokens that the policy loss treats apart, by the whole mini-batch
 
 
 @jax.tree_util.register_dataclass

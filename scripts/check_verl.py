@@ -234,6 +234,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     corrects = any(get(f"{correction}.{one}") not in (None, "none") for one in ("rollout_is", "rollout_rs"))
     older = get("async_training.use_rollout_log_probs") and not get("async_training.compute_prox_log_prob")
     bypass = get(f"{correction}.bypass_mode", False) or older
+    reinforces = bypass and get(f"{correction}.loss_type") == "reinforce"
     turn = f"{r}.multi_turn"
     size = int(get(f"{a}.fsdp_config.fsdp_size", -1))
     asynchronous = bool(fully or get("rollout.nnodes") or get("trainer.v1.trainer_mode", "sync") != "sync")
@@ -277,7 +278,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "actor.clip_ratio_low": float(get(f"{a}.clip_ratio_low")),
         "actor.clip_ratio_high": float(get(f"{a}.clip_ratio_high")),
         "actor.clip_ratio_c": float(get(f"{a}.clip_ratio_c")),
-        "actor.loss_mode": get(f"{a}.policy_loss.loss_mode"),
+        "actor.loss_mode": "gpg" if reinforces else get(f"{a}.policy_loss.loss_mode").replace("bypass_mode", "vanilla"),
         "actor.loss_agg_mode": get(f"{a}.loss_agg_mode"),
         "actor.entropy_coeff": float(get(f"{a}.entropy_coeff")),
         "actor.use_kl_loss": bool(get(f"{a}.use_kl_loss")),
@@ -298,7 +299,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "rollout.val_kwargs.temperature": float(get(f"{r}.val_kwargs.temperature")),
         "rollout.val_kwargs.n": int(get(f"{r}.val_kwargs.n")),
         "rollout.mode": "async" if asynchronous else "sync",
-        "algorithm.adv_estimator": {"grpo_vectorized": "grpo"}.get(estimator, estimator),
+        "algorithm.adv_estimator": estimator,
         "algorithm.gamma": float(get("algorithm.gamma")),
         "algorithm.lam": float(get("algorithm.lam")),
         "algorithm.norm_adv_by_std_in_grpo": bool(get("algorithm.norm_adv_by_std_in_grpo")),
@@ -354,7 +355,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         found["rollout.servers"] = max(1, gpus // int(get(f"{r}.tensor_model_parallel_size")))
     if not greedy:
         found["rollout.val_kwargs.top_p"] = float(get(f"{r}.val_kwargs.top_p"))
-    if corrects and not bypass:
+    if corrects and (reinforces or not bypass):
         found["algorithm.rollout_is"] = get(f"{correction}.rollout_is") or "none"
     if estimator == "gae":
         found |= {

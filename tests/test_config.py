@@ -22,7 +22,7 @@ from jppo.learner.plan import batch_shape, critic_epochs
 from jppo.rewards import make as reward
 from jppo.rewards.model.classifier import Classifier
 from jppo.rollout.make import connections
-from jppo.settings import other_names, parts, table
+from jppo.settings import other_names, parts, presets, table
 from jppo.settings.table import TABLE
 from tests.make import record_reads, typed, unread
 
@@ -295,6 +295,51 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.rollout_is_threshold": "x"}, ["'x'", "above 0"]),
         ({"algorithm.rollout_is": "token"}, ["old_logprob='correction'", "'decoupled'"]),
         ({"algorithm.old_logprob": "correction"}, ["corrects nothing", "rollout_rs"]),
+        (
+            {"algorithm.old_logprob": "bypass", "algorithm.rollout_is": "token"},
+            ["algorithm.rollout_is='token'", "the ratio of actor.loss_mode='vanilla'", "actor.loss_mode=gpg"],
+        ),
+        (
+            {"algorithm.rollout_correction": "bypass_pg_is", "algorithm.rollout_is_batch_normalize": True},
+            ["algorithm.rollout_is='sequence'", "rollout_is_batch_normalize=True", "old_logprob=correction"],
+        ),
+        ({"algorithm.rollout_correction": "bypass_pg"}, ["'bypass_pg' is not known", "did you mean 'bypass_pg_is'"]),
+        (
+            {"algorithm.rollout_correction": "decoupled_geo_rs", "algorithm.rollout_is": "token"},
+            ["algorithm.rollout_is='token'", "'decoupled_geo_rs' sets it to 'none'", "leave it at 'none'"],
+        ),
+        (
+            {"algorithm.rollout_correction": "bypass_pg_is", "actor.loss_mode": "gspo"},
+            ["actor.loss_mode='gspo'", "'bypass_pg_is' sets it to 'gpg'", "leave it at 'vanilla'"],
+        ),
+        (
+            {"algorithm.rollout_correction": "decoupled_seq_is", "algorithm.rollout_rs_threshold": "2"},
+            ["algorithm.rollout_rs_threshold='2'", "sets it to ''"],
+        ),
+        ({"actor.loss_mode": "dro"}, ["actor.dro_beta=None", "set it"]),
+        ({"actor.clip_cov_lb": 0.0}, ["actor.clip_cov_lb=0.0", "actor.loss_mode='clip_cov'"]),
+        ({"algorithm.adv_estimator": "gdpo", "rollout.n": 2}, ["algorithm.gdpo_reward_keys is empty", "rule_score"]),
+        (
+            {
+                "algorithm.adv_estimator": "gdpo", "rollout.n": 2, "algorithm.gdpo_reward_keys": "a,b",
+                "algorithm.gdpo_reward_weights": "1",
+            },
+            ["algorithm.gdpo_reward_weights='1'", "'a,b'"],
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "gdpo", "rollout.n": 2, "algorithm.gdpo_reward_keys": "a",
+                "algorithm.use_kl_in_reward": True,
+            },
+            ["algorithm.use_kl_in_reward=True", "'gdpo'", "actor.use_kl_loss=True"],
+        ),
+        ({"algorithm.adv_estimator": "gpg"}, ["'gpg' compares the samples", "raise rollout.n"]),
+        (
+            {
+                "algorithm.adv_estimator": "optimal_token_baseline", "rollout.n": 2, "algorithm.old_logprob": "bypass",
+            },
+            ["algorithm.old_logprob='bypass'", "'optimal_token_baseline'", "decoupled"],
+        ),
         ({"algorithm.old_logprob": "correction", "algorithm.rollout_rs": "token_k1"}, ["give one threshold"]),
         ({"algorithm.rollout_rs_threshold": "2"}, ["give one threshold"]),
         (
@@ -810,6 +855,7 @@ def read_by_parts(config, monkeypatch):
     for name in parts.ESTIMATORS:
         config.algorithm.adv_estimator = name
         parts.estimator(read())
+    config.actor.dro_beta = 0.1
     for name in parts.POLICY_LOSSES:
         config.actor.loss_mode = name
         parts.objective(read())
@@ -826,7 +872,8 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     seen = record_reads(monkeypatch)
     train.train(checked)
     read_by_parts(small_run, monkeypatch)
-    assert unread(small_run, seen) == {"trainer.total_epochs"}, "which total_training_steps replaces"
+    replaced = {"trainer.total_epochs", "algorithm.rollout_correction"}  # by total_training_steps, by what it names
+    assert unread(small_run, seen) == replaced
     assert (pathlib.Path(small_run.trainer.run_dir) / "hf/model.safetensors").is_file()
 
 
@@ -845,6 +892,35 @@ def test_arguments_of_the_chat_template(text, found):
 @pytest.mark.parametrize("text", ["enable_thinking", "a b=1", "=1", "a=1,a=2"])
 def test_arguments_of_the_chat_template_that_are_none(config, text):
     assert "enable_thinking=False" in refusal(config, "data.apply_chat_template_kwargs", text)
+
+
+VERLS = json.loads((ROOT / "tests/algorithms/golden/presets.json").read_text())
+
+
+@pytest.mark.parametrize("name", VERLS)
+def test_a_preset_of_the_rollout_correction_is_verls(config, name):
+    """verl has two modes, each with and without weights and rejection; REINFORCE is only in bypass."""
+    config.algorithm.rollout_correction, verl = name, VERLS[name]
+    found = settings.typed(config, settings.Settings)
+    a = found.algorithm
+    corrects = verl["rollout_is"] or verl["rollout_rs"]
+    mode = "bypass" if verl["bypass_mode"] else "correction" if corrects else "decoupled"
+    expected = mode, verl["rollout_is"] or "none", verl["rollout_rs"] or ""
+    assert (a.old_logprob, a.rollout_is, a.rollout_rs) == expected
+    assert a.rollout_is_threshold == str(verl["rollout_is_threshold"])
+    assert a.rollout_rs_threshold == str(verl["rollout_rs_threshold"] or "")
+    assert a.rollout_is_batch_normalize == verl["rollout_is_batch_normalize"]
+    reinforce = verl["bypass_mode"] and verl["loss_type"] == "reinforce"
+    assert found.actor.loss_mode == ("gpg" if reinforce else "vanilla")
+
+
+def test_all_presets_are_there_and_a_threshold_replaces_the_presets(config):
+    assert TABLE["algorithm.rollout_correction"].choices == ("", *presets.PRESETS)
+    assert set(VERLS) == set(presets.PRESETS) and len(VERLS) == 19
+    config.algorithm.rollout_correction, config.algorithm.rollout_is_threshold = "bypass_pg_geo_rs_seq_tis", "5.0"
+    config.algorithm.rollout_rs_threshold = "0.9_1.1"
+    a = settings.typed(config, settings.Settings).algorithm
+    assert (a.rollout_is_threshold, a.rollout_rs_threshold, a.rollout_rs) == ("5.0", "0.9_1.1", "seq_mean_k1")
 
 
 def test_critic_epochs_are_the_actors_unless_set():

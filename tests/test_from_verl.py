@@ -196,6 +196,10 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.checkpoint.save_contents=[hf_model]", "trainer.save_contents", "model,extra,hf_model"),
         ("algorithm.rollout_correction.bypass_mode=True", "algorithm.old_logprob", "bypass"),
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.old_logprob", "correction"),
+        ("algorithm.rollout_correction=bypass_pg_is", "algorithm.rollout_correction", "bypass_pg_is"),
+        (f"{ACTOR}.policy_loss.loss_mode=dppo_kl", "actor.loss_mode", "dppo_kl"),
+        (f"{ACTOR}.policy_loss.loss_mode=bypass_mode", "actor.loss_mode", "vanilla"),
+        (f"{ACTOR}.loss_agg_mode=token-sum", "actor.loss_agg_mode", "token-sum"),
         ("actor_rollout_ref.actor.fsdp_config={param_offload: true}", "actor.param_offload", True),
         ("data.train_batch_size=${actor_rollout_ref.actor.ppo_mini_batch_size}", "data.train_batch_size", 1024),
     ],
@@ -267,7 +271,7 @@ def test_models_that_see_are_not_supported(words, capsys):
 def test_what_jppo_refuses_is_said_in_its_own_words(capsys):
     error = refusal(capsys, "algorithm.adv_estimator=grpo")
     assert "algorithm.adv_estimator='grpo' compares the samples of a prompt" in error
-    assert "algorithm.adv_estimator='gdpo' is not known" in refusal(capsys, "algorithm.adv_estimator=gdpo")
+    assert "algorithm.adv_estimator='reinforce' is not known" in refusal(capsys, "algorithm.adv_estimator=reinforce")
     assert "must be of type bool" in refusal(capsys, "data.shuffle=perhaps")
     assert "it must be a number" in refusal(capsys, "trainer.total_epochs=soon")
     assert "no such file" in refusal(capsys, "/no/such/run.sh").lower()

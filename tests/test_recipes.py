@@ -15,6 +15,8 @@ import safetensors.numpy
 from jppo import settings, train
 from jppo.learner import ppo, state
 from jppo.learner.make import make_learner
+from jppo.learner.model_configs import make_adapters
+from jppo.models import hf, hf_write, lora
 from jppo.rewards import graders
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples import make as prefetch
@@ -256,6 +258,39 @@ def test_only_adapters_are_trained_kept_stepped_and_published(learn, small_run, 
     assert again[: len(metrics)] == metrics
 
 
+def test_a_run_starts_from_the_adapters_of_another(learn, small_run, tmp_path):
+    """The first publish, before any step, is of the other run's last adapters; a wrong rank is refused in one line."""
+    learn(ADAPTED | {"algorithm.adv_estimator": "reinforce_plus_plus", "actor.lr": 1e-2})
+    last = pathlib.Path(small_run.trainer.run_dir, "adapter")
+    stored = safetensors.numpy.load_file(last / "adapter_model.safetensors")
+    assert any(np.any(x) for name, x in stored.items() if ".lora_B." in name), "nothing was learned"
+    adapters, begun = lora.Lora(4, 8, lora.parse_targets("all-linear")), {}
+
+    def spied(*args):
+        learner, begin = make_learner(*args)
+        begun.update((name, x.copy()) for name, x in hf_write.adapter_tensors(begin.policy, learner.cfg, adapters))
+        return learner, begin
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jppo.run.start.make_learner", spied)
+        learn({"trainer.run_dir": str(tmp_path / "second"), "model.lora_adapter_path": str(last)})
+    assert begun.keys() == stored.keys()
+    for name, x in begun.items():
+        np.testing.assert_array_equal(x, stored[name])
+    for changes, said in (
+        ({"model.lora_rank": 2}, "its rank is 4; set model.lora_rank=4"),
+        ({"model.lora_rank": 4, "model.lora_alpha": 4}, "its alpha is 8; set model.lora_alpha=8"),
+        ({"model.lora_adapter_path": str(tmp_path)}, "it needs adapter_model.safetensors and adapter_config.json"),
+    ):
+        for name, value in changes.items():
+            small_run.model[name.removeprefix("model.")] = value
+        with pytest.raises(settings.UserError, match=said):
+            make_adapters(settings.typed(small_run, settings.Settings))
+    fewer = lora.Lora(4, 8, lora.parse_targets("q_proj"))
+    with pytest.raises(settings.UserError, match="also has base_model"):
+        hf.load_adapters(str(last), hf.read_config(small_run.model.path)[1], fewer, shardings=None)
+
+
 @pytest.mark.slow
 def test_rank_0_is_no_adapter_to_the_bit(learn, small_run):
     learn({})
@@ -313,3 +348,31 @@ def test_a_prompt_that_is_there_once_changes_no_metric(learn, small_run, tmp_pat
         assert {k: a[k] for k in b if isinstance(b[k], float)} == pytest.approx(
             {k: v for k, v in b.items() if isinstance(v, float)}, rel=1e-3, abs=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.adv_estimator": "optimal_token_baseline", "actor.loss_mode": "clip_cov", "actor.clip_cov_lb": -9.0,
+         "actor.clip_cov_ratio": 0.5},
+        {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": "rule_score,length_score",
+         "reward.overlong_buffer_tokens": 4, "algorithm.rollout_correction": "bypass_pg_geo_rs_token_tis",
+         "algorithm.rollout_rs_threshold": "0.01_100"},
+    ],
+    ids=["selected tokens", "parts of the reward, bypass by policy gradient"],
+)  # fmt: skip
+def test_verls_latest_methods_train(learn, small_run, changes):
+    small_run.rollout.n, small_run.actor.lr = 2, 1e-2
+    lines = [line for line in learn(changes) if "actor/loss" in line]
+    assert len(lines) == 2 and all(line["actor/grad_norm"] > 0 and line["actor/skipped"] == 0 for line in lines)
+    if changes["algorithm.adv_estimator"] == "gdpo":
+        assert all(line["rollout_corr/rollout_is_mean"] > 0 for line in lines)
+        assert {"rollout_corr/rollout_rs_masked_fraction"} <= lines[0].keys() and "rollout_corr/kl" not in lines[0]
+    else:
+        assert all(0 < line["actor/pg_clipfrac"] <= 0.5 for line in lines)
+
+
+def test_a_part_that_no_reward_has_ends_the_run_in_one_line(learn, small_run):
+    small_run.rollout.n = 2
+    with pytest.raises(settings.UserError, match="'style' is no part of a reward, whose parts are rule_score"):
+        learn({"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": "rule_score,style"})

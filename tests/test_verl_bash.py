@@ -243,7 +243,7 @@ def test_tools_of_verls_own_classes_are_left_out(words):
             {"mesh.fsdp": 2, "mesh.sequence": 2, "actor.param_offload": True},
         ),
         ("A.optim.override_optimizer_config.optimizer_cpu_offload=True", {"actor.optimizer_offload": True}),
-        ("algorithm.adv_estimator=grpo_vectorized R.n=2", {"algorithm.adv_estimator": "grpo"}),
+        ("algorithm.adv_estimator=grpo_vectorized R.n=2", {"algorithm.adv_estimator": "grpo_vectorized"}),
         (
             "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.rollout_is=token",
             {"algorithm.old_logprob": "bypass"},

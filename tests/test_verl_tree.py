@@ -37,6 +37,8 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff",
         "actor_rollout_ref.ref.model.path",
         "actor_rollout_ref.rollout.max_concurrent_requests",
+        "algorithm.gdpo_reward_keys",  # of the dataclass alone, as the next
+        "algorithm.gdpo_reward_weights",
         "data.custom_cls.path",
         "reward.reward_model.max_length",
         "reward.reward_model.micro_batch_size",

@@ -181,7 +181,7 @@ $PPO "${GSM8K[@]}" data.train_batch_size=64 "${QWEN[@]}" "${CRITIC[@]}" actor_ro
 $PPO "${GSM8K[@]}" "${QWEN[@]}" "${CRITIC[@]}" actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.model.lora_alpha=32 "actor_rollout_ref.model.target_modules=[q_proj,k_proj,v_proj,o_proj]" critic.model.lora_rank=8 critic.model.lora_alpha=16 "${RUN[@]}"
 
 ### grpo, adapters that exist already
-## not supported: actor_rollout_ref.model.lora_adapter_path
+## model.lora_adapter_path=/adapters/first
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_adapter_path=/adapters/first "${RUN[@]}"
 
 ### grpo, adapters by Megatron
@@ -314,16 +314,18 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.a
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.clip_ratio_low=0.4 actor_rollout_ref.actor.clip_ratio_high=0.4 "${RUN[@]}"
 
 ### clip_cov
-## refused: actor.loss_mode='clip_cov' is not known
+## actor.loss_mode=clip_cov
+## actor.clip_cov_ratio=0.0002
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.0002 "${RUN[@]}"
 
 ### gpg
-## refused: algorithm.adv_estimator='gpg' is not known
+## algorithm.adv_estimator=gpg
+## actor.loss_mode=gpg
 $PPO algorithm.adv_estimator=gpg "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.actor.policy_loss.loss_mode=gpg actor_rollout_ref.rollout.n=5 "${RUN[@]}"
 
 ### optimal token baseline
-## refused: algorithm.adv_estimator='optimal_token_baseline' is not known
-$PPO algorithm.adv_estimator=optimal_token_baseline "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.rollout.n=5 "${RUN[@]}"
+## algorithm.adv_estimator=optimal_token_baseline
+$PPO algorithm.adv_estimator=optimal_token_baseline actor_rollout_ref.actor.calculate_sum_pi_squared=True "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.rollout.n=5 "${RUN[@]}"
 
 ### reinforce++
 ## algorithm.adv_estimator=reinforce_plus_plus
@@ -356,11 +358,60 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.r
 ## algorithm.old_logprob=bypass
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=ppo_clip "${RUN[@]}"
 
+### bypass with rejection
+## algorithm.old_logprob=bypass
+## actor.loss_mode=vanilla
+## algorithm.rollout_is=none
+## algorithm.rollout_rs=seq_mean_k3
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_rs=seq_mean_k3 algorithm.rollout_correction.rollout_rs_threshold=0.01 "${RUN[@]}"
+
+### bypass by policy gradient
+## algorithm.old_logprob=bypass
+## actor.loss_mode=gpg
+## algorithm.rollout_is=sequence
+## algorithm.rollout_is_threshold=2.0
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=2.0 "${RUN[@]}"
+
+### kl_cov
+## actor.loss_mode=kl_cov
+## actor.kl_cov_ratio=0.002
+## actor.ppo_kl_coef=1.0
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.002 actor_rollout_ref.actor.policy_loss.ppo_kl_coef=1.0 "${RUN[@]}"
+
+### gdpo
+## algorithm.adv_estimator=gdpo
+## algorithm.gdpo_reward_keys=function_score/format_reward,function_score/accuracy_reward
+## algorithm.gdpo_reward_weights=0.5,1.0
+$PPO "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.adv_estimator=gdpo "algorithm.gdpo_reward_keys=[format_reward,accuracy_reward]" "algorithm.gdpo_reward_weights=[0.5,1.0]" custom_reward_function.path=mine.py actor_rollout_ref.rollout.n=5 "${RUN[@]}"
+
+### distillation beside the score, by the teacher's likeliest tokens
+## algorithm.adv_estimator=grpo
+## ref.path=Qwen/Qwen2.5-32B-Instruct
+## actor.use_kl_loss=True
+## actor.kl_loss_coef=0.5
+## actor.kl_loss_type=forward_kl_topk
+## actor.kl_topk=64
+## actor.kl_log_prob_min_clamp=-10.0
+## actor.kl_loss_max_clamp=10.0
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct distillation.distillation_loss.loss_mode=forward_kl_topk distillation.distillation_loss.topk=64 distillation.distillation_loss.log_prob_min_clamp=-10.0 distillation.distillation_loss.loss_max_clamp=10.0 distillation.distillation_loss.distillation_loss_coef=0.5 "${RUN[@]}"
+
+### distillation in the reward
+## algorithm.adv_estimator=distill
+## algorithm.use_kl_in_reward=True
+## algorithm.kl_penalty=kl
+## algorithm.gamma=0.0
+$PPO "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5 distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True distillation.distillation_loss.use_task_rewards=False "${RUN[@]}"
+
+### distillation in the reward beside the score
+## refused: distillation.distillation_loss.use_policy_gradient=True: not supported: the teacher in the reward together with a score
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True "${RUN[@]}"
+
 ### distillation
 ## algorithm.adv_estimator=distill
 ## ref.path=Qwen/Qwen2.5-32B-Instruct
 ## actor.use_kl_loss=True
-$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct "${RUN[@]}"
+## actor.kl_loss_type=low_var_kl
+$PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" distillation.enabled=True distillation.distillation_loss.use_task_rewards=False distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-32B-Instruct "${RUN[@]}"
 
 ### a variable that the script does not set
 ## data.train_files=/train.parquet

@@ -1,12 +1,12 @@
 """Advantage estimators.
 
 Two kinds. By token, on the flat batch [B, L]: `gae`, `reinforce_plus_plus`, `remax`. By sequence, on the batch's scores
-[B] and their groups: `grpo`, `grpo_passk`, `rloo`, `rloo_vectorized`, `reinforce_plus_plus_baseline`, `opo`; every
-token of a sequence then has its advantage. A score is the sum of a sequence's token rewards. `group` [B] i32 has equal
-numbers, below B, for the samples of one prompt.
+[B] and their groups: `grpo`, `grpo_passk`, `rloo`, `rloo_vectorized`, `reinforce_plus_plus_baseline`, `opo`, `gpg`,
+`gdpo`; every token of a sequence then has its advantage. A score is the sum of a sequence's token rewards. `group`
+[B] i32 has equal numbers, below B, for the samples of one prompt. Both: `optimal_token_baseline`.
 
-The advantages of gae, reinforce_plus_plus and reinforce_plus_plus_baseline are whitened afterwards, over all tokens of
-the batch: `masked.whiten`.
+The advantages of gae, reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo are whitened afterwards, over all
+tokens of the batch: `masked.whiten`.
 """
 
 from collections.abc import Callable
@@ -113,6 +113,64 @@ def opo(score: Array, length: Array, group: Array) -> Array:  # [B]
     total = _group(jax.ops.segment_sum, length, group)
     baseline = _group(jax.ops.segment_sum, length * score, group) / jnp.maximum(total, 1.0)
     return score - jnp.where(_group_moments(score, group)[0] > 1, baseline, 0.0)
+
+
+def gpg(score: Array, group: Array, graded: Array) -> Array:  # [B]
+    """A = α (s - mean) (GPG, Chu et al., arXiv:2504.02546), with 0 for the mean of a group of one.
+
+    α is the batch's graded responses over those with a score other than 0, after the paper's scaling for groups whose
+    scores are all equal.
+    """
+    chex.assert_equal_shape([score, group, graded])
+    nonzero = jnp.sum(graded & (score != 0), dtype=score.dtype)
+    scale = jnp.sum(graded, dtype=score.dtype) / jnp.maximum(nonzero, 1.0)
+    return scale * grpo(score, group, norm_adv_by_std=False)
+
+
+def gdpo(parts: Array, group: Array, *, weights: tuple[float, ...], norm_adv_by_std: bool) -> Array:  # [B]
+    """A = Σ w_k grpo(s_k), each part of the reward normalised in its group (GDPO, Liu et al., arXiv:2601.05242).
+
+    parts is [B, K].
+    """
+    chex.assert_shape(parts, (group.shape[0], len(weights)))
+    each = jax.vmap(lambda part: grpo(part, group, norm_adv_by_std=norm_adv_by_std), in_axes=1)(parts)
+    return jnp.asarray(weights, parts.dtype) @ each
+
+
+def energy(logp: Array, sum_pi_squared: Array, weight: Array | None) -> Array:  # [B, L]
+    """w_t = (1 - 2 π_t + Σ_a π(a)²) ρ_t²: the squared norm of the gradient of log π_t by the logits, weighted."""
+    chex.assert_equal_shape([logp, sum_pi_squared])
+    each = 1.0 - 2.0 * jnp.exp(logp) + sum_pi_squared
+    return each if weight is None else each * jnp.square(weight)
+
+
+def optimal_token_baseline(
+    reward: Array, energy: Array, mask: Array, group: Array, *, by_kept: bool
+) -> tuple[Array, Array]:
+    """The return minus the baseline of least variance at each place of a response; returns also the return.
+
+        A_t = G_t - Σ G_t W_t / (Σ W_t + 1e-8),     W_t = Σ_{u ≤ t} w_u,     sums over the group
+
+    From verl's optimal token baseline. A group of one has no baseline, and neither has the single longest response of a
+    group behind the end of the second longest. `by_kept`: a place is the number of kept tokens before it, not of all.
+    """
+    chex.assert_equal_shape([reward, energy, mask])
+    mask, (B, L) = jnp.asarray(mask), mask.shape
+    returns = reinforce_plus_plus(reward, mask, gamma=1.0)
+    length = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    place = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1 if by_kept else jnp.broadcast_to(jnp.arange(L), mask.shape)
+    total = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
+    where = group[:, None] * L + jnp.maximum(place, 0)
+
+    def summed(x: Array) -> Array:  # over the group, at each place
+        return jax.ops.segment_sum(x.reshape(-1), where.reshape(-1), num_segments=B * L)[where]
+
+    baseline = summed(returns * total) / (summed(total) + 1e-8)
+    longest = _group(jax.ops.segment_max, length, group)
+    alone = _group(jax.ops.segment_sum, (length == longest).astype(jnp.int32), group) == 1
+    second = _group(jax.ops.segment_max, jnp.where(length == longest, -1, length), group)  # -1 in a group of one
+    tail = ((length == longest) & alone)[:, None] & (place >= second[:, None])
+    return jnp.where(mask, returns - jnp.where(tail, 0.0, baseline), 0.0), returns
 
 
 def _group(reduce: Callable[..., Array], x: Array, group: Array) -> Array:  # [B]

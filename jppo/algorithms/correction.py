@@ -1,7 +1,8 @@
 """Rollout correction for the log-prob mismatch from rounding or staleness: importance weights and rejection.
 
-`log_ratio` [B, L] is log π_trainer - log π_rollout of the sampled tokens, a sequence a row. After verl's rollout
-correction and Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+`log_ratio` [B, L] is log π_trainer - log π_rollout of the sampled tokens, a sequence a row; with `segment`, rows [R, T]
+hold several. After verl's rollout correction and Yao et al., "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training".
 """
 
 from collections.abc import Callable
@@ -10,18 +11,18 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.algorithms.masked import FAR, masked_sum
+from jppo.algorithms.masked import FAR, masked_sum, sequence_max, sequence_sum
 from jppo.types import Array
 
 Rule = tuple[str, float, float]  # name, lower and upper bound; only the rules of k1 have a lower one
 
 
-def raw_weights(log_ratio: Array, mask: Array, *, level: str) -> Array:  # [B, L]
+def raw_weights(log_ratio: Array, mask: Array, *, level: str, segment: Array | None = None) -> Array:  # [B, L]
     """ρ = exp(log-ratio) of each token, or of its whole sequence: exp(Σ log-ratio). 0 outside the mask."""
     chex.assert_equal_shape([log_ratio, mask])
     log_ratio = jnp.where(mask, log_ratio, 0.0)
     if level == "sequence":
-        log_ratio = jnp.sum(log_ratio, axis=1, keepdims=True)
+        log_ratio = _sums(log_ratio, mask, segment)
     return jnp.where(mask, jnp.exp(jnp.clip(log_ratio, -FAR, FAR)), 0.0)
 
 
@@ -56,7 +57,9 @@ def geometric(weight: Array, mask: Array) -> Array:  # [B, L]
     return jnp.where(mask, jnp.exp(jnp.sum(logs, axis=1, keepdims=True) / _lengths(mask, weight.dtype)), 0.0)
 
 
-def keep(log_ratio: Array, mask: Array, *, rules: tuple[Rule, ...]) -> Array:  # [B, L] bool
+def keep(
+    log_ratio: Array, mask: Array, *, rules: tuple[Rule, ...], segment: Array | None = None
+) -> Array:  # [B, L] bool
     """Returns the tokens of the mask that pass every rule.
 
     With d the log-ratio: k1 = -d must be within the logs of both bounds; k2 = ½ d² and k3 = e^d - 1 - d must not
@@ -67,9 +70,9 @@ def keep(log_ratio: Array, mask: Array, *, rules: tuple[Rule, ...]) -> Array:  #
     statistics = {"k1": -d, "k2": 0.5 * jnp.square(d), "k3": jnp.expm1(d) - d}  # 0 outside the mask
     over: dict[str, Callable[[Array], Array]] = {
         "token": lambda x: x,
-        "seq_sum": lambda x: jnp.sum(x, axis=1, keepdims=True),
-        "seq_mean": lambda x: jnp.sum(x, axis=1, keepdims=True) / _lengths(mask, d.dtype),
-        "seq_max": lambda x: jnp.max(jnp.where(mask, x, -jnp.inf), axis=1, keepdims=True),
+        "seq_sum": lambda x: _sums(x, mask, segment),
+        "seq_mean": lambda x: _sums(x, mask, segment) / _lengths(mask, d.dtype, segment),
+        "seq_max": lambda x: _most(x, mask, segment),
     }
     kept = jnp.asarray(mask)
     for name, lower, upper in rules:
@@ -113,6 +116,17 @@ def importance(weight: Array, mask: Array) -> dict[str, Array]:
     }
 
 
-def _lengths(mask: Array, dtype: jnp.dtype) -> Array:  # [B, 1]
-    """Counts the kept entries of each row, at least 1."""
-    return jnp.maximum(jnp.sum(mask, axis=1, keepdims=True, dtype=dtype), 1.0)
+def _sums(x: Array, mask: Array, segment: Array | None) -> Array:  # [B, 1], or of segments [R, T]
+    """Sums the entries of each sequence, which are 0 outside the mask."""
+    return jnp.sum(x, axis=1, keepdims=True) if segment is None else sequence_sum(x, mask, segment)
+
+
+def _most(x: Array, mask: Array, segment: Array | None) -> Array:
+    """Returns the largest kept entry of each sequence; -inf without any."""
+    x = jnp.where(mask, x, -jnp.inf)
+    return jnp.max(x, axis=1, keepdims=True) if segment is None else sequence_max(x, segment)
+
+
+def _lengths(mask: Array, dtype: jnp.dtype, segment: Array | None = None) -> Array:
+    """Counts the kept entries of each sequence, at least 1."""
+    return jnp.maximum(_sums(jnp.asarray(mask, dtype), mask, segment), 1.0)

@@ -53,6 +53,7 @@ def full(
     *,
     log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
     total: Callable[[jax.Array], jax.Array] = _total,
+    **_: Any,
 ) -> jax.Array:
     """Σ_a π(a) (log π(a) - log π_ref(a)) over the whole vocabulary: exact, and so is its gradient.
 
@@ -68,6 +69,34 @@ def full_forward(logits: jax.Array, ref_logits: jax.Array, **sharded: Any) -> ja
     return full(ref_logits, logits, **sharded)
 
 
+def largest(x: jax.Array, k: int) -> jax.Array:
+    """Returns where the k largest entries of the last axis are; of equal ones the first."""
+    index = jax.lax.top_k(x, k)[1]
+    return jnp.put_along_axis(jnp.zeros(x.shape, bool), index, True, axis=-1, inplace=False)
+
+
+def forward_kl_topk(
+    logits: jax.Array,  # [..., V] -> [...]
+    ref_logits: jax.Array,
+    *,
+    topk: int = 32,
+    min_logp: float | None = None,
+    log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
+    total: Callable[[jax.Array], jax.Array] = _total,
+    largest: Callable[[jax.Array, int], jax.Array] = largest,
+) -> jax.Array:
+    """max(0, Σ_a π_ref(a) (log π_ref(a) - log π(a))) over the reference's `topk` likeliest tokens: `full_forward`, cut.
+
+    Both log-probs are of the whole vocabulary, and at least `min_logp`. As verl's distillation loss of this name.
+    """
+    chex.assert_equal_shape([logits, ref_logits])
+    logp, ref_logp = log_softmax(logits), log_softmax(ref_logits)
+    if min_logp is not None:
+        logp, ref_logp = jnp.maximum(logp, min_logp), jnp.maximum(ref_logp, min_logp)
+    there = largest(jax.lax.stop_gradient(ref_logits), topk)
+    return jnp.maximum(total(jnp.where(there, jnp.exp(ref_logp) * (ref_logp - logp), 0.0)), 0.0)
+
+
 def with_gradient_of_k2(value: Array, logp: Array, ref_logp: Array) -> Array:
     """Returns the value with the gradient of k2: the meaning of a trailing `+`."""
     chex.assert_equal_shape([value, logp, ref_logp])
@@ -81,7 +110,9 @@ def _plus(estimate: Callable[[Array, Array], Array]) -> Callable[[Array, Array],
 
 _BY_TOKEN = {"kl": k1, "k1": k1, "abs": absolute, "mse": k2, "k2": k2, "low_var_kl": k3, "k3": k3}
 ESTIMATORS: dict[str, Callable[[Array, Array], Array]] = _BY_TOKEN | {f"{k}+": _plus(f) for k, f in _BY_TOKEN.items()}
-EXACT: dict[str, Callable[..., jax.Array]] = {"full": full, "full+": full, "full_forward": full_forward}
+EXACT: dict[str, Callable[..., jax.Array]] = {
+    "full": full, "full+": full, "full_forward": full_forward, "forward_kl_topk": forward_kl_topk,
+}  # fmt: skip
 BY_NAME: dict[str, Callable[..., Array]] = {**ESTIMATORS, **EXACT}  # all names in settings
 
 

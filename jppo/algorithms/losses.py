@@ -2,7 +2,7 @@
 
 A policy loss takes current and old log-probs, advantages and the mask, all [R, T]. It returns the loss of each token
 with two masks of clipped tokens: in the usual direction and in the other one. Inputs outside the mask are arbitrary;
-outputs there mean nothing and have no gradient.
+outputs there mean nothing and have no gradient. `clip_cov` and `kl_cov` also take the tokens of `covariance.py`.
 """
 
 import chex
@@ -13,7 +13,8 @@ from jppo.algorithms.masked import FAR, sequence_length, sequence_mean
 from jppo.types import Array
 
 PolicyLoss = tuple[Array, Array, Array]  # loss, clipped, clipped the other way: [R, T] f32, bool, bool
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+FARTHEST = 80.0  # of a log-ratio that verl does not clip: its exponential is finite in float32
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 
 
 def clipped(
@@ -102,9 +103,87 @@ def gpg(logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Ar
     return -advantage * jnp.where(mask, logp, 0.0), jnp.zeros_like(mask), jnp.zeros_like(mask)
 
 
-def _log_ratio(logp: Array, old_logp: Array, mask: Array) -> Array:
+def dro(logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, *, dro_beta: float) -> PolicyLoss:
+    """REINFORCE with a quadratic penalty of the log-ratio (after DRO, Richemond et al., arXiv:2405.19107).
+
+    L = -(A log π - ½ β (log ρ)²)
+    """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
+    here, log_ratio = jnp.where(mask, logp, 0.0), jnp.where(mask, logp - old_logp, 0.0)
+    return -(here * advantage - 0.5 * dro_beta * jnp.square(log_ratio)), jnp.zeros_like(mask), jnp.zeros_like(mask)
+
+
+def dppo_tv(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array,
+    *, clip_low: float, clip_high: float, clip_c: float,
+) -> PolicyLoss:  # fmt: skip
+    """REINFORCE with truncated ratios inside a trust region of total variation (DPPO, Qi et al., arXiv:2602.04879).
+
+        L = -A sg[min(ρ, c)] log π     if π - π_old ≤ ε_high, or where A ≤ 0, if π_old - π ≤ ε_low; else 0
+
+    The divergence is of Bernoulli variables: the token is sampled, or another one.
+    """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
+    moved = jnp.exp(jnp.where(mask, logp, 0.0)) - jnp.exp(jnp.where(mask, old_logp, 0.0))
+    inside = jnp.where(advantage > 0, moved <= clip_high, moved >= -clip_low)
+    return _in_trust_region(logp, old_logp, advantage, mask, inside, clip_c)
+
+
+def dppo_kl(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array,
+    *, clip_low: float, clip_high: float, clip_c: float,
+) -> PolicyLoss:  # fmt: skip
+    """`dppo_tv` with a trust region of KL(π_old ‖ π) ≤ ε of the two Bernoulli variables (arXiv:2602.04879).
+
+    A token outside it still counts if its gradient leads back: where A > 0 if π ≤ π_old, elsewhere if π ≥ π_old.
+    """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
+    now, before = jnp.where(mask, logp, 0.0), jnp.where(mask, old_logp, 0.0)
+    prob, old = jnp.exp(now), jnp.exp(before)
+    divergence = old * (before - now) + (1.0 - old) * jnp.log((1.0 - old + 1e-8) / (1.0 - prob + 1e-8))
+    up, down = (divergence <= clip_high) | (prob <= old), (divergence <= clip_low) | (prob >= old)
+    return _in_trust_region(logp, old_logp, advantage, mask, jnp.where(advantage > 0, up, down), clip_c)
+
+
+def _in_trust_region(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, inside: Array, clip_c: float
+) -> PolicyLoss:
+    ratio = jax.lax.stop_gradient(jnp.exp(_log_ratio(logp, old_logp, mask)))
+    loss = -advantage * jnp.minimum(ratio, clip_c) * jnp.where(mask, logp, 0.0)
+    return jnp.where(inside, loss, 0.0), ~inside, (ratio > clip_c) & inside
+
+
+def clip_cov(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, selected: Array,
+    *, clip_low: float, clip_high: float,
+) -> PolicyLoss:  # fmt: skip
+    """PPO's clipped surrogate without the selected tokens (Clip-Cov, Cui et al., arXiv:2505.22617).
+
+    L = max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)), and 0 without a gradient for tokens of `covariance.drawn`
+    """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment, selected])
+    ratio = jnp.exp(_log_ratio(logp, old_logp, mask, far=FARTHEST))
+    held = jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    return jnp.where(selected, 0.0, held), jnp.asarray(selected), jnp.zeros_like(mask)
+
+
+def kl_cov(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array, selected: Array,
+    *, ppo_kl_coef: float,
+) -> PolicyLoss:  # fmt: skip
+    """The surrogate with a penalty of the selected tokens' log-ratio (KL-Cov, Cui et al., arXiv:2505.22617).
+
+    L = -A ρ, plus β |log ρ| for tokens of `covariance.largest`
+    """
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment, selected])
+    log_ratio = _log_ratio(logp, old_logp, mask, far=FARTHEST)
+    penalty = jnp.where(selected, ppo_kl_coef * log_ratio * jnp.sign(log_ratio), 0.0)
+    return -advantage * jnp.exp(log_ratio) + penalty, jnp.asarray(selected), jnp.zeros_like(mask)
+
+
+def _log_ratio(logp: Array, old_logp: Array, mask: Array, *, far: float = FAR) -> Array:
     # A masked entry must not reach the exponential: its gradient would be 0 * inf.
-    return jnp.clip(jnp.where(mask, logp - old_logp, 0.0), -FAR, FAR)
+    return jnp.clip(jnp.where(mask, logp - old_logp, 0.0), -far, far)
 
 
 def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_value: float) -> tuple[Array, Array]:
@@ -127,6 +206,7 @@ def token_weights(
     seq-mean-token-sum        1 / sequences
     seq-mean-token-mean       1 / (sequences · the sequence's length)
     seq-mean-token-sum-norm   1 / (sequences · scale)      (Dr. GRPO, Liu et al., arXiv:2503.20783)
+    token-sum                 1
 
     `tokens` and `sequences` count the whole mini-batch, however it is cut into rows, without sequences that have no
     kept token. Lengths count kept tokens.
@@ -142,6 +222,8 @@ def token_weights(
         weight = 1.0 / (sequences * jnp.maximum(sequence_length(mask, segment, dtype), 1.0))
     elif mode == "seq-mean-token-sum-norm":
         weight = 1.0 / (sequences * scale)
+    elif mode == "token-sum":
+        weight = jnp.ones((), dtype)
     else:
         raise ValueError(f"{mode=} is not known; it is one of {', '.join(AGGREGATIONS)}")
     return jnp.where(mask, weight, 0.0)

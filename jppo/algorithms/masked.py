@@ -84,6 +84,12 @@ def sequence_sum(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]
     return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments=s.size + 1)[s])(kept, jnp.asarray(segment))
 
 
+def sequence_max(x: Array, segment: Array) -> Array:  # [R, T]
+    """The largest x of a sequence, at each of its entries."""
+    chex.assert_equal_shape([x, segment])
+    return jax.vmap(lambda x, s: jax.ops.segment_max(x, s, num_segments=s.size + 1)[s])(x, jnp.asarray(segment))
+
+
 def sequence_length(mask: Array, segment: Array, dtype: jnp.dtype = jnp.float32) -> Array:  # [R, T]
     """The number of kept entries of a sequence, at each of its entries."""
     return sequence_sum(jnp.ones(mask.shape, dtype), mask, segment)

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jppo.errors import UserError
 from jppo.learner import packing, sharding
 from jppo.types import Batch, Counts, Reward, Rows, Scored, Trajectory
 
 Earned = tuple[tuple[int, float], ...]  # amounts by position, as in Reward
-_FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name != "rows"]
+_FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name in {one.name for one in dataclasses.fields(Batch)}]
 
 
 def flatten(
@@ -29,12 +30,13 @@ def flatten(
     filter_truncated: bool = False,
     earns: bool = False,
     episode: np.ndarray | None = None,
+    parts: tuple[str, ...] = (),
 ) -> Batch:
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
     `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `episode`: the first branch
-    of each trajectory's episode.
+    of each trajectory's episode. `parts` of the rewards are kept, by their names.
     """
     B, L = shape
     count = len(trajectories)
@@ -49,7 +51,10 @@ def flatten(
         length=length,
         episode=None if episode is None else np.concatenate([episode, np.arange(count, B)]).astype(np.int32),
         earned=earned,
+        parts=np.zeros((B, len(parts)), np.float32) if parts else None,
     )
+    if out.parts is not None and rewards:
+        out.parts[:count] = [[part_of(r, name) for name in parts] for r in rewards]
     out.score[:count] = [r.score for r in rewards]
     out.group[:count] = group
     for b, t in enumerate(trajectories):
@@ -69,6 +74,18 @@ def flatten(
             for k, amount in rewards[b].earned:
                 earned[b, k] += amount
     return out
+
+
+def part_of(reward: Reward, name: str) -> float:
+    """Returns a part of a reward, 0 without a score; raises UserError if a graded reward lacks it."""
+    if reward.unusable is not None:
+        return 0.0
+    if name not in reward.parts:
+        known = ", ".join(reward.parts) or "none"
+        raise UserError(
+            f"algorithm.gdpo_reward_keys: {name!r} is no part of a reward, whose parts are {known}; name those"
+        )
+    return reward.parts[name]
 
 
 def filtered(t: Trajectory, filter_truncated: bool) -> bool:
@@ -170,6 +187,7 @@ class Mini:
     counts: Counts
     place: NamedSharding  # of the rows, on their devices
     learns: bool = True  # False: no token is trained on; the optimizer step is skipped
+    batch: Batch | None = None  # the flat batch of the rows
 
 
 def mini_batches(
@@ -193,7 +211,7 @@ def mini_batches(
         counts = count([micro.rows for micro in found])
         positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
         found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]
-        yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found))
+        yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found), batch=batch)
 
 
 def mini_batch_count(trajectories: int, mini_batch_size: int) -> int:

@@ -1,7 +1,9 @@
 """The log-prob mismatch (trainer vs. rollout engine): measured in every step, corrected on request."""
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from jppo.algorithms import correction
@@ -60,6 +62,23 @@ def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
         if what.normalize:
             weight = correction.normalized(weight, mean=correction.mean_weight(weight, mask, level=what.level))
     return dataclasses.replace(batch, mask=kept, weight=weight), metrics
+
+
+def make_current(what: Correction) -> Callable[..., tuple[Array, Array | None]]:
+    """Makes the correction of bypass: (logp, rollout log-probs, mask, segment) [R, T] -> kept tokens, and weights.
+
+    Both follow the current policy, have no gradient, and change from one mini-batch to the next.
+    """
+
+    def current(logp: Array, rollout_logp: Array, mask: Array, segment: Array) -> tuple[Array, Array | None]:
+        log_ratio = jax.lax.stop_gradient(jnp.where(mask, logp - rollout_logp, 0.0))
+        kept = correction.keep(log_ratio, mask, rules=what.rules, segment=segment)
+        if what.level is None:
+            return kept, None
+        raw = correction.raw_weights(log_ratio, mask, level=what.level, segment=segment)
+        return kept, correction.bounded(raw, lower=what.lower, upper=what.upper)
+
+    return current
 
 
 def _log_ratio(batch: Batch) -> Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.algorithms import advantage as estimators
 from jppo.algorithms import kl, masked, values
 from jppo.algorithms.correction import geometric
 from jppo.learner import correct
@@ -26,6 +27,8 @@ class Estimator:
     critic: bool = False
     greedy: bool = False  # each prompt also gets a greedy response, which is graded
     by_turn: bool = False  # `tokens` gets a fifth argument, the last tokens of the policy's turns, [B, L] bool
+    parts: tuple[str, ...] = ()  # `sequences` gets these parts of the reward, [B, K], in place of the score
+    energy: bool = False  # `tokens` gets two more arguments, `advantage.energy` [B, L] and the group [B]
 
 
 def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
@@ -84,7 +87,7 @@ def make_advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else correct.mismatch(batch)
-        turns = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
+        more: tuple[Array, ...] = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
         if batch.entropy is not None:
             metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / correct.tokens(batch.mask)
         if batch.routing_differs is not None:
@@ -105,8 +108,11 @@ def make_advantages(
         metrics |= found
         outcome = batch.greedy
         if estimator.sequences is not None:
-            outcome = of_episodes(estimator.sequences, batch, total)
-        advantage, returns = estimator.tokens(reward, value, outcome, mask, *turns)
+            outcome = of_episodes(estimator.sequences, batch, total if batch.parts is None else batch.parts)
+        if estimator.energy:
+            assert batch.old_logprob is not None and batch.sum_pi_squared is not None
+            more += (estimators.energy(batch.old_logprob, batch.sum_pi_squared, weight), batch.group)
+        advantage, returns = estimator.tokens(reward, value, outcome, mask, *more)
         advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
         metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them
         if value is not None:
@@ -136,8 +142,9 @@ def of_episodes(sequences: Callable[..., Array], batch: Batch, total: Array) -> 
     length = summed(jnp.sum(batch.mask, axis=1, dtype=jnp.float32))
     if batch.length is not None:
         length = jnp.where(length > 0, length, summed(batch.length))
-    if batch.episode is None:
-        return sequences(total, length, batch.group)
+    if batch.episode is None or total.ndim == 2:  # all rows of an episode have its parts
+        found = sequences(total, length, batch.group)
+        return found if batch.episode is None else found[batch.episode]
     score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
     return sequences(score + summed(total - score), length, batch.group)[batch.episode]
 

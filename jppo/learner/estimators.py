@@ -5,6 +5,7 @@ A user-defined estimator is such a function in another file, named as 'path.py:n
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -60,6 +61,46 @@ def grpo_passk(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
     return Estimator(spread, lambda score, _, group: estimate(score, group))
 
 
+def grpo_vectorized(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
+    return grpo(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+
+
+def gpg() -> Estimator:
+    def sequences(score: Array, _: Array, group: Array) -> Array:
+        graded = jnp.bincount(group, length=len(group))[group] > 1  # alone is padding, or was not graded
+        return advantage.gpg(score, group, graded)
+
+    return Estimator(spread, sequences)
+
+
+def gdpo(*, norm_adv_by_std_in_grpo: bool, gdpo_reward_keys: str, gdpo_reward_weights: str) -> Estimator:
+    keys, weights = (
+        [one.strip() for one in text.split(",") if one] for text in (gdpo_reward_keys, gdpo_reward_weights)
+    )
+    numbers = tuple(map(float, weights)) or (1.0,) * len(keys)
+    how = dict[str, Any](weights=numbers, norm_adv_by_std=norm_adv_by_std_in_grpo)
+
+    def estimate(parts: Array, group: Array) -> Array:
+        return advantage.gdpo(parts, group, **how)
+
+    return Estimator(spread, lambda parts, _, group: estimate(parts, group), whiten=True, parts=tuple(keys))
+
+
+def optimal_token_baseline() -> Estimator:
+    return _token_baseline(by_kept=False)
+
+
+def tir_optimal_token_baseline() -> Estimator:
+    return _token_baseline(by_kept=True)
+
+
+def _token_baseline(*, by_kept: bool) -> Estimator:
+    def estimate(reward: Array, _: Array, __: Array, mask: Array, energy: Array, group: Array) -> tuple[Array, Array]:
+        return advantage.optimal_token_baseline(reward, energy, mask, group, by_kept=by_kept)
+
+    return Estimator(estimate, lambda score, _, __: score, energy=True)
+
+
 def rloo() -> Estimator:
     return Estimator(spread, lambda score, _, group: advantage.rloo(score, group))
 
@@ -81,5 +122,6 @@ def _twice(x: Array) -> tuple[Array, Array]:
 
 
 _BY_TOKEN = (gae, reinforce_plus_plus, distill, remax)
-_BY_GROUP = (grpo, grpo_passk, rloo, rloo_vectorized, reinforce_plus_plus_baseline, opo)
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {f.__name__: f for f in (*_BY_TOKEN, *_BY_GROUP)}
+_BY_GROUP = (grpo, grpo_vectorized, grpo_passk, rloo, rloo_vectorized, reinforce_plus_plus_baseline, opo, gpg, gdpo)
+_BY_BOTH = (optimal_token_baseline, tir_optimal_token_baseline)
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {f.__name__: f for f in (*_BY_TOKEN, *_BY_GROUP, *_BY_BOTH)}

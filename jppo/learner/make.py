@@ -150,7 +150,8 @@ def load_trained(
     if adapters is None:
         return Trained(what, values, None)
     what = state.adapters(cfg, mesh, adapters, head=head)
-    learned, base = state.adapt(what, values, adapters, key=key)
+    start = c.model.lora_adapter_path if isinstance(c.model, Model) and head == "lm" else ""
+    learned, base = state.adapt(what, values, adapters, key=key, path=start)
     return Trained(what, learned, base)
 
 
@@ -204,7 +205,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
-    actor = dataclasses.replace(actor, load=passes.router_load)
+    actor = dataclasses.replace(actor, load=passes.router_load, select=passes.select)
     value = value_opt = critic = None
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)

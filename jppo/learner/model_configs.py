@@ -10,7 +10,7 @@ from jppo.models import hf, lora
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
-from jppo.settings import Common, Critic, Settings, UserError
+from jppo.settings import Common, Critic, Model, Settings, UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,10 @@ def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
     if own is not None:
         rank = rank if own.lora_rank is None else own.lora_rank
         alpha = alpha if own.lora_alpha is None else own.lora_alpha
-    return None if rank == 0 else Lora(rank, alpha, targets)
+    made = None if rank == 0 else Lora(rank, alpha, targets)
+    if own is None and made is not None and isinstance(c.model, Model) and c.model.lora_adapter_path:
+        hf.adapter_slots(c.model.lora_adapter_path, made)
+    return made
 
 
 def wants_critic(c: Settings) -> bool:

@@ -1,6 +1,7 @@
 """Compiled passes of a run over rows, and the updates of one model: the functions that `train.py` calls by name."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
 from jppo.learner import batch, correct, estimate, score, sharding, update
+from jppo.learner.selection import Select, Selection, make_select
 from jppo.models import placing, router
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
@@ -42,7 +44,10 @@ class Recipe:
     kl_loss_type: str | None  # of the KL in the loss; None: no such KL
     kl_loss_coef: float
     bypass: bool  # the engine's log-probs are the old ones
-    correction: correct.Correction | None
+    correction: correct.Correction | None  # with `bypass`: by the current policy, in its loss
+    selection: Selection | None = None  # of tokens that the policy loss treats apart
+    kl_loss_max_clamp: float | None = None  # of the KL in the loss
+    kl_topk: tuple[tuple[str, Any], ...] = ()  # keyword arguments of `kl.forward_kl_topk`
     entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
@@ -78,6 +83,7 @@ class Passes:
     actor: Callable[..., tuple[update.Carry, dict[str, Array]]]
     critic: Callable[..., tuple[update.Carry, dict[str, Array]]] | None
     router_load: Callable[[Weights, Rows], Array] | None = None  # for the load-balancing loss
+    select: Select | None = None  # of the policy loss
 
 
 def make_passes(
@@ -93,8 +99,8 @@ def make_passes(
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
 
-    def logprob(model: Model, with_entropy: bool, compare: bool = False, routed: bool = False) -> score.LogProb:
-        return score.make_logprob(*model, **heads, with_entropy=with_entropy, compare=compare, routed=routed)
+    def logprob(model: Model, with_entropy: bool, **how: Any) -> score.LogProb:
+        return score.make_logprob(model[0], model[1], with_entropy=with_entropy, **heads, **how)
 
     def compiled(fn: Callable[..., Any] | None, **how: Any) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options, **how)
@@ -102,7 +108,8 @@ def make_passes(
     def exact(kind: str | None, **how: Any) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
-        return score.make_exact(kl.EXACT[kind], models.policy, models.reference, **heads, **how)
+        divergence = functools.partial(kl.EXACT[kind], **dict(r.kl_topk if kind == "forward_kl_topk" else ()))
+        return score.make_exact(divergence, models.policy, models.reference, **heads, **how)
 
     reference = None
     if models.reference is not None:
@@ -119,9 +126,11 @@ def make_passes(
         entropy_coeff=r.entropy_coeff,
         entropy_metric=with_entropy,
         kl_loss_coef=r.kl_loss_coef,
+        kl_loss_max_clamp=r.kl_loss_max_clamp,
         positive_lm_coef=r.positive_lm_coef,
         router_aux_loss_coef=r.router_aux_loss_coef,
         router_z_loss_coef=r.router_z_loss_coef,
+        current=correct.make_current(r.correction) if r.bypass and r.correction is not None else None,
     )
     value = critic = None
     if models.critic is not None:
@@ -129,8 +138,11 @@ def make_passes(
         critic = update.make_accumulate(loss, mesh=mesh, options=options)
     whole = None if mesh is None else sharding.replicated(mesh)
     balanced = routed and r.router_aux_loss_coef
+    old = logprob(models.policy, with_entropy=r.entropy_metric, compare=True, squared=r.estimator.energy)
+    old_logprob = compiled(old)
     return Passes(
-        logprob=compiled(logprob(models.policy, with_entropy=r.entropy_metric, compare=True)),
+        logprob=old_logprob,
+        select=None if r.selection is None else make_select(r.selection, old_logprob),
         reference=compiled(reference),
         value=compiled(value),
         advantages=jax.jit(_advantages(r), out_shardings=whole),
@@ -149,8 +161,8 @@ def _critic(model: Model, r: Recipe) -> tuple[score.Value, Any]:
 
 def _advantages(r: Recipe) -> Callable[..., Any]:
     return estimate.make_advantages(
-        r.estimator, kl_penalty=r.kl_penalty, correction=r.correction, bypass=r.bypass, by_sequence=r.by_sequence,
-        value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
+        r.estimator, kl_penalty=r.kl_penalty, correction=None if r.bypass else r.correction, bypass=r.bypass,
+        by_sequence=r.by_sequence, value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
     )  # fmt: skip
 
 
@@ -166,6 +178,7 @@ class ModelUpdate:
     base: Base | None = None  # frozen weights of a model with adapters
     spare: tuple[Any, Any] = ((), ())  # padding rows of the learned parameters and of the optimizer state
     load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
+    select: Select | None = None  # of the policy loss
 
     def model(self, learned: Params) -> Weights:
         """Returns the whole model."""
@@ -220,6 +233,7 @@ def with_old_logprob(
         old_logprob=old.logprob,
         entropy=old.entropy if recipe.entropy_metric else None,
         routing_differs=old.routing_differs,
+        sum_pi_squared=old.sum_pi_squared,
     )
 
 
@@ -265,16 +279,20 @@ def with_advantages(
 
 
 def descend(
-    how: ModelUpdate, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any
-) -> tuple[Params, Any, dict[str, float]]:
+    how: ModelUpdate, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any,
+    key: Array | None = None,
+) -> tuple[Params, Any, dict[str, float]]:  # fmt: skip
     """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
 
-    Offloaded arrays are moved to the devices: the models for the whole update, the optimizer state for its steps.
+    `key` is for the draws of a policy loss that selects tokens. Offloaded arrays are moved to the devices: the models
+    for the whole update, the optimizer state for its steps.
     """
     before, history = params, []
     base, further = placing.to_device((how.base, further))
     params = placing.take(params)
-    for mini in minis:
+    for number, mini in enumerate(minis):
+        if how.select is not None:
+            mini = how.select(join(params, base), mini, key, step, number)
         counts = how.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
         carry, sums = how.zeros(), list[Any]()
         for micro in mini.micros:

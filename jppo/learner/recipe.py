@@ -43,7 +43,8 @@ def kl_name(name: str, setting: str) -> str:
 def make_correction(c: Settings) -> correct.Correction | None:
     """Makes the correction of the log-prob mismatch, if any."""
     a = c.algorithm
-    if a.old_logprob != "correction":
+    rules = rejection_rules(a.rollout_rs, a.rollout_rs_threshold)
+    if a.rollout_is == "none" and not rules:
         return None
     lower, upper = importance_band(a.rollout_is_threshold)
     return correct.Correction(
@@ -51,7 +52,7 @@ def make_correction(c: Settings) -> correct.Correction | None:
         lower=lower,
         upper=upper,
         normalize=a.rollout_is_batch_normalize,
-        rules=rejection_rules(a.rollout_rs, a.rollout_rs_threshold),
+        rules=rules,
     )
 
 
@@ -75,6 +76,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
         estimator=make_estimator(c),
         policy_loss=objective.loss,
         by_sequence=objective.by_sequence,
+        selection=objective.selection,
         weigh=functools.partial(losses.token_weights, mode=mode, scale=scale),
         weigh_value=functools.partial(losses.token_weights, mode=value_mode, scale=value_scale),
         cliprange_value=v.cliprange_value,
@@ -83,6 +85,8 @@ def make_recipe(c: Settings) -> ppo.Recipe:
         kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
         kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
         kl_loss_coef=a.kl_loss_coef,
+        kl_loss_max_clamp=a.kl_loss_max_clamp,
+        kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
         adapt_kl=make_kl_controller(c),

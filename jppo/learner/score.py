@@ -25,6 +25,7 @@ class Scores(NamedTuple):
     penalty: Array | None = None  # of the KL to the reference
     router: RouterSums | None = None  # over the mask
     routing_differs: Array | None = None  # share of the rows' experts that the policy would not choose
+    sum_pi_squared: Array | None = None  # Σ_a π(a)²
 
 
 LogProb = Callable[[Weights, Rows], Scores]
@@ -91,17 +92,18 @@ def make_logprob(
     with_entropy: bool,
     compare: bool = False,
     routed: bool = False,
+    squared: bool = False,
     mesh: Mesh | None = None,
 ) -> LogProb:
     """Makes log π(target) and the entropy of π at each entry of the mask, 0 elsewhere, at the sampling temperature.
 
-    With `compare`, also the share of replayed experts that the policy would not choose; if `routed`, the routers' sums.
-    Differentiable.
+    With `compare`, also the share of replayed experts that the policy would not choose; if `routed`, the routers' sums;
+    if `squared`, Σ_a π(a)². Differentiable.
     """
 
     def logprob(params: Weights, rows: Rows) -> Scores:
         state, left = _state((model, cfg), params, rows, compare=compare, routed=routed)
-        found = heads.logprob_entropy(
+        found, entropy, *more = heads.logprob_entropy(
             state,
             jnp.asarray(rows.targets),
             temperature=temperature,
@@ -109,8 +111,9 @@ def make_logprob(
             with_entropy=with_entropy,
             mask=jnp.asarray(rows.mask),
             mesh=mesh,
+            more=[heads.sum_pi_squared_of] * squared,
         )
-        return Scores(*found, **left._asdict())
+        return Scores(found, entropy, **left._asdict(), sum_pi_squared=more[0] if squared else None)
 
     return logprob
 
@@ -150,7 +153,8 @@ def make_exact(
         ) -> tuple[jax.Array, ...]:
             logprobs = heads.logprob_of(logits, targets, vocabulary)
             ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)
-            penalty = divergence(logits, ref_logits, log_softmax=vocabulary.log_softmax, total=vocabulary.total)
+            sharded = dict(log_softmax=vocabulary.log_softmax, total=vocabulary.total, largest=vocabulary.largest)
+            penalty = divergence(logits, ref_logits, **sharded)
             return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty
 
         own, left = _state(policy, params, rows, compare=compare, routed=routed)

@@ -88,8 +88,11 @@ def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
     return rest | {"score": placing.put(score, what.shardings["score"])}
 
 
-def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[Params, Base]:
-    """Splits a model into learned and frozen weights: fresh adapters `what` with a critic's score, and the base."""
+def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array, path: str = "") -> tuple[Params, Base]:
+    """Splits a model into learned and frozen weights: adapters `what` with a critic's score, and the base.
+
+    The adapters are fresh, or a policy's at `path`.
+    """
 
     def learned(values: Params) -> Params:
         fresh = lora.init(what.cfg, how, key)
@@ -99,6 +102,8 @@ def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array) -> tuple[
 
     scores = {"score": values["score"]} if what.head == "value" else {}
     base = {name: part for name, part in values.items() if name not in scores}
+    if path:
+        return hf.load_adapters(path, what.cfg, how, shardings=what.shardings), Base(base, how.scale)
     return jax.jit(learned, out_shardings=what.shardings)(scores), Base(base, how.scale)
 
 

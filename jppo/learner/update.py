@@ -40,14 +40,16 @@ def make_actor_loss(
     entropy_coeff: float,
     entropy_metric: bool = True,
     kl_loss_coef: float,
+    kl_loss_max_clamp: float | None = None,
     positive_lm_coef: float = 0.0,
     router_aux_loss_coef: float = 0.0,
     router_z_loss_coef: float = 0.0,
+    current: Callable[..., tuple[Array, Array | None]] | None = None,
 ) -> Loss:
     """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
 
     Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9),
-    and the losses of routers.
+    and the losses of routers. `current` corrects bypass: it weights and rejects tokens of the policy loss.
     """
 
     def loss(
@@ -55,7 +57,7 @@ def make_actor_loss(
     ) -> tuple[Array, dict[str, Array]]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         made = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
-        logprob, entropy, penalty, router, differs = made
+        logprob, entropy, penalty, router, differs, _ = made
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
 
@@ -65,22 +67,15 @@ def make_actor_loss(
         def total(x: Array) -> Array:
             return masked_sum(share * x, mask)
 
-        each, held, held_lower = policy_loss(logprob, scored.old_logprob, scored.advantage, mask, segment)
-        if scored.weight is not None:
-            each *= scored.weight
-        surrogate = total(each)
+        surrogate, sums = _surrogate(policy_loss, weigh, current, logprob, scored, counts)
         out = surrogate - entropy_coeff * total(entropy)
-        sums = {
-            "actor/pg_loss": surrogate,
-            "actor/pg_clipfrac": mean(held),
-            "actor/pg_clipfrac_lower": mean(held_lower),
-            **_of_ratio(jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR), mean),
-        }
+        sums |= _of_ratio(jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR), mean)
         if entropy_metric:
             sums["actor/entropy"] = mean(entropy)
         if differs is not None:
             sums["rollout/routing_differs"] = mean(differs)
         if penalty is not None:
+            penalty = penalty if kl_loss_max_clamp is None else jnp.clip(penalty, -kl_loss_max_clamp, kl_loss_max_clamp)
             sums["actor/kl_loss"] = total(penalty)
             out += kl_loss_coef * sums["actor/kl_loss"]
         if scored.positive is not None:
@@ -92,6 +87,31 @@ def make_actor_loss(
         return out, sums | {"actor/loss": out}
 
     return loss
+
+
+def _surrogate(
+    policy_loss: Callable[..., losses.PolicyLoss],
+    weigh: Weigh,
+    current: Callable[..., tuple[Array, Array | None]] | None,
+    logprob: Array,
+    scored: Scored,
+    counts: Counts,
+) -> tuple[Array, dict[str, Array]]:
+    """Returns the policy loss and its metrics."""
+    mask, segment, weight = scored.rows.mask, scored.rows.segment, scored.weight
+    kept, sums = mask, dict[str, Array]()
+    if current is not None:
+        kept, weight = current(logprob, scored.old_logprob, mask, segment)
+        sums["rollout_corr/rollout_rs_masked_fraction"] = masked_sum(jnp.where(kept, 0.0, 1.0), mask) / counts.tokens
+        if weight is not None:
+            sums["rollout_corr/rollout_is_mean"] = masked_sum(weight, mask) / counts.tokens
+    selected = () if scored.selected is None else (scored.selected,)
+    each, *clipped = policy_loss(logprob, scored.old_logprob, scored.advantage, kept, segment, *selected)
+    share = weigh(kept, segment, tokens=counts.tokens, sequences=counts.sequences)  # lengths count kept tokens
+    sums["actor/pg_loss"] = masked_sum(share * (each if weight is None else each * weight), kept)
+    held, held_lower = (masked_sum(one.astype(jnp.float32), kept) / counts.tokens for one in clipped)
+    sums |= {"actor/pg_clipfrac": held, "actor/pg_clipfrac_lower": held_lower}
+    return sums["actor/pg_loss"], sums
 
 
 def _of_ratio(delta: Array, mean: Callable[[Array], Array]) -> dict[str, Array]:

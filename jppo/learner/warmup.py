@@ -40,6 +40,7 @@ def compile_all(
     greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
     nobody = np.zeros(0, np.int32)
     how = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
+    how["parts"] = recipe.estimator.parts
     data = batch.flatten([], [], nobody, greedy, shape=shape, **how)
     done = part("programs compiled", len(plan.shapes) * (1 + len(descents)) + len(descents))
     rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
@@ -56,9 +57,11 @@ def compile_all(
     data, _ = ppo.with_advantages(passes, data, kl_coef, mesh, now.value_norm)
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
     for one in rows:
-        micro = placing.put(batch.scored(data, one), sharding.rows_sharding(mesh))
+        mini = batch.Mini([batch.scored(data, one)], counts, sharding.rows_sharding(mesh), batch=data)
         for descent, learned, _, further in descents:
             models = placing.to_device((learned, descent.base, further))
+            taken = mini if descent.select is None else descent.select(join(*models[:2]), mini, now.key, now.step, 0)
+            micro = placing.put(taken.micros[0], taken.place)
             whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
             jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))
             done()

@@ -55,6 +55,18 @@ class Vocabulary:
             return jax.nn.log_softmax(logits)
         return logits - _used_over(self.axis, self.logsumexp(logits))[..., None]
 
+    def largest(self, logits: jax.Array, k: int) -> jax.Array:
+        """Returns where the k largest logits are; of equal ones the first tokens."""
+        values, index = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+        tokens = jnp.take_along_axis(self.tokens(logits), index, axis=-1)
+        if self.axis is not None:  # the largest of each device's largest
+            every, ids = (jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) for x in (values, tokens))
+            values, index = jax.lax.top_k(every, k)
+            tokens = jnp.take_along_axis(ids, index, axis=-1)
+        least = values[..., -1:]
+        last = jnp.max(jnp.where(values == least, tokens, -1), axis=-1, keepdims=True)
+        return (logits > least) | ((logits == least) & (self.tokens(logits) <= last))
+
 
 WHOLE_VOCABULARY = Vocabulary()
 
@@ -87,20 +99,19 @@ def logprob_entropy(
     with_entropy: bool,
     mask: jax.Array | None = None,
     mesh: Mesh | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    more: Sequence[Callable[[jax.Array, Vocabulary], jax.Array]] = (),
+) -> tuple[jax.Array, ...]:
     """Computes log p(target) and H(p) with p = softmax(logits / temperature): two of [R, T] f32, 0 outside the mask.
 
-    targets is [R, T]. Without entropy the second is 0.
+    targets is [R, T]. Without entropy the second is 0. `more` are further functions of the logits and their results.
     """
 
-    def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, ...]:
         logp = logprob_of(logits, targets, vocabulary)
-        return logp, entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
+        entropy = entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
+        return logp, entropy, *(each(logits, vocabulary) for each in more)
 
-    logp, entropy = by_logits(
-        body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
-    )
-    return logp, entropy
+    return by_logits(body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh)
 
 
 def by_logits(
@@ -156,6 +167,11 @@ def entropy_of(logits: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> 
     """Computes H(p) = -Σ p log p [...] of logits [..., V]."""
     every = vocabulary.log_softmax(logits)  # of every token: large logits would cancel otherwise
     return -vocabulary.total(jnp.exp(every) * every)
+
+
+def sum_pi_squared_of(logits: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
+    """Computes Σ p² [...] of logits [..., V]."""
+    return vocabulary.total(jnp.exp(2.0 * vocabulary.log_softmax(logits)))
 
 
 def logits_of(state: State) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.errors import expanded
-from jppo.models import config_reader, params, placing, tensorfile
+from jppo.models import config_reader, lora, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head
 from jppo.models.params import Entry, Head
@@ -100,6 +100,41 @@ def load_params(
         place = _sharding(shardings, ("score", "kernel"))
         out |= placing.put(init_head(cfg, key, head=head, param_dtype=param_dtype), place)
     return out
+
+
+def adapter_slots(path: str | os.PathLike[str], spec: lora.Lora) -> dict[str, tensorfile.Slot]:
+    """Finds the tensors of peft's adapter at `path`; UserError unless it is LoRA of this rank and scale."""
+    folder, said = expanded(path), f"model.lora_adapter_path={os.fspath(path)!r}"
+    file, about = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    if not file.is_file() or not about.is_file():
+        raise UserError(f"{said}: it needs {file.name} and {about.name}; give a folder that peft or jppo wrote")
+    try:
+        stored = json.loads(about.read_text())
+        rank, alpha = int(stored["r"]), float(stored["lora_alpha"])
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise UserError(f"{said}: {about.name} has no r and lora_alpha ({e}); write it again") from e
+    if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern") if stored.get(name)]:
+        raise UserError(f"{said}: {about.name} has {other[0]}; only plain LoRA can be trained: merge it")
+    for name, here, there in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
+        if here != there:
+            raise UserError(f"{said}: its {name.removeprefix('lora_')} is {there:g}; set model.{name}={there:g}")
+    return tensorfile.file_slots(file)
+
+
+def load_adapters(
+    path: str | os.PathLike[str], cfg: ModelConfig, spec: lora.Lora, *, shardings: Params | None
+) -> Params:
+    """Loads the adapters of a policy from peft's folder into their shards, in f32."""
+    slots, entries = adapter_slots(path, spec), lora.table(cfg, spec, head="lm")
+    shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
+    wrong = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
+    if wrong:
+        fault = "lacks" if wrong[0] not in slots else "has another shape of" if wrong[0] in shapes else "also has"
+        raise UserError(
+            f"model.lora_adapter_path={os.fspath(path)!r} {fault} {_some(wrong)}; set model.target_modules to"
+            " its modules, and model.path to its base"
+        )
+    return params.tree(entries, lambda entry: _read(entry, slots, jnp.float32, _sharding(shardings, entry.path)))
 
 
 def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:

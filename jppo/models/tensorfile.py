@@ -52,7 +52,7 @@ def read(slot: Slot, name: str) -> np.ndarray:
 def slots(directory: pathlib.Path) -> dict[str, Slot]:
     """Lists all tensors of a checkpoint directory by name, from one file or from the index of several."""
     if (directory / SINGLE).is_file():
-        return _file_slots(directory / SINGLE)
+        return file_slots(directory / SINGLE)
     index = directory / INDEX
     if not index.is_file():
         raise UserError(f"{directory} holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights")
@@ -67,7 +67,7 @@ def slots(directory: pathlib.Path) -> dict[str, Slot]:
     for shard in sorted(set(weight_map.values())):
         if not (directory / shard).is_file():
             raise UserError(f"{index} names {shard}, which is not in {directory}; fetch the missing file")
-        slots |= _file_slots(directory / shard)
+        slots |= file_slots(directory / shard)
     absent = sorted(set(weight_map) - set(slots))
     if absent:
         raise UserError(f"{directory / weight_map[absent[0]]} lacks {absent[0]}, which {index.name} puts there")
@@ -108,7 +108,7 @@ def unpacked(stored: Mapping[str, Slot]) -> dict[str, Slot]:
     return out
 
 
-def _file_slots(file: pathlib.Path) -> dict[str, Slot]:
+def file_slots(file: pathlib.Path) -> dict[str, Slot]:
     size = file.stat().st_size
     with file.open("rb") as f:
         start = f.read(8)

@@ -211,7 +211,8 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
     """Makes a micro-batch of an update, with the recipe's fields."""
     inputs: Any = rows.inputs
     f32: Any = jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
-    weighed = recipe.correction is not None and recipe.correction.level is not None
+    weighed = recipe.correction is not None and recipe.correction.level is not None and not recipe.bypass
+    chosen: Any = jax.ShapeDtypeStruct(inputs.shape, jnp.bool_, sharding=inputs.sharding)
     return Scored(
         rows=rows,
         old_logprob=f32,
@@ -221,6 +222,7 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
         advantage=f32,
         returns=f32,
         positive=f32 if recipe.positive_lm_coef > 0 else None,
+        selected=chosen if recipe.selection is not None else None,
     )
 
 

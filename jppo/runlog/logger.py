@@ -23,16 +23,21 @@ from jppo.runlog import durable_files
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
 from jppo.runlog.durable_files import Appender, cut_lines, read_lines
-from jppo.runlog.remote_loggers import MLflow, Wandb
+from jppo.runlog.remote_loggers import MLflow, Swanlab, Wandb
 from jppo.runlog.sinks import About, Exporter, Rows, Sink
 from jppo.runlog.timers import STAGES
 
 FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
 DEFAULT = ("console", "jsonl", "tensorboard")
-REMOTE: dict[str, type[Wandb] | type[MLflow]] = {"wandb": Wandb, "mlflow": MLflow}
+REMOTE: dict[str, type[Wandb] | type[MLflow] | type[Swanlab]] = {"wandb": Wandb, "mlflow": MLflow, "swanlab": Swanlab}
 # The fate of records that a logger could not take: they wait in memory, with these exceptions.
 LATER = "records wait in memory"
-LOST = {"samples": "that file is skipped", "bad_steps": "that file is skipped", "wandb": "it is skipped"}
+LOST = {
+    "samples": "that file is skipped",
+    "bad_steps": "that file is skipped",
+    "wandb": "it is skipped",
+    "swanlab": "it is skipped",
+}
 
 
 class Logger:

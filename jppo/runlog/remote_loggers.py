@@ -1,4 +1,4 @@
-"""Loggers outside the run folder: Weights & Biases and MLflow."""
+"""Loggers outside the run folder: Weights & Biases, MLflow and SwanLab."""
 
 import collections
 import json
@@ -194,6 +194,69 @@ class MLflow:
     def close(self, *, failed: bool) -> None:
         """Ends the run."""
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+
+class Swanlab:
+    """A run in SwanLab; SWANLAB_MODE=offline needs neither account nor network, and writes to RUN/swanlog.
+
+    The run's id is in RUN/swanlab.json, so a resume continues the same run; a repeated step keeps its first values.
+    """
+
+    @staticmethod
+    def require() -> None:
+        """UserError if SwanLab or its key is missing."""
+        try:
+            import swanlab  # noqa: F401
+        except ImportError as e:
+            raise UserError("trainer.logger has swanlab, which is not installed; pip install 'jppo[swanlab]'") from e
+        if os.environ.get("SWANLAB_MODE", "online") == "online" and not os.environ.get("SWANLAB_API_KEY"):
+            raise UserError(
+                "trainer.logger has swanlab, which has no key; set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
+            )
+
+    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        import swanlab
+
+        mode, self._sent = os.environ.get("SWANLAB_MODE", "online"), Sent(run_dir, "swanlab", resumed=resumed)
+        run_id = self._sent.id or uuid.uuid4().hex[:21]
+        named: dict[str, Any] = {"id": run_id, "resume": "allow"} if mode == "online" else {}
+        try:
+            self._run: Any = swanlab.init(
+                project=about.project,
+                name=about.experiment or run_dir.resolve().name,
+                log_dir=str(run_dir.resolve() / "swanlog"),
+                mode=mode,
+                config=dict(about.config),
+                reinit=True,
+                **named,
+            )
+        except Exception as e:  # it has no error of its own
+            raise UserError(
+                f"SwanLab does not start: {' '.join(str(e).split())}; fix that, set SWANLAB_MODE=offline, or remove"
+                " swanlab from trainer.logger"
+            ) from e
+        self._sent.begin(run_id)
+        self._text = swanlab.Text
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a step, unless it was sent before."""
+        if self._sent.new(step):
+            self._run.log(finite_metrics(metrics), step=step)
+            self._sent.done(step)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Sends samples as texts, in the step of the next metrics."""
+        if rows and self._sent.new(step):
+            texts = [json.dumps({name: cell(row.get(name)) for name in COLUMNS}, ensure_ascii=False) for row in rows]
+            self._run.log({"generations": [self._text(text) for text in texts]}, step=step)
+
+    def warn(self, alert: Alert) -> None:
+        """Sends a text."""
+        self._run.log({f"warnings/{alert.name}": self._text(f"{alert.found}; {alert.remedy}")}, step=alert.step)
+
+    def close(self, *, failed: bool) -> None:
+        """Sends the rest and ends the run."""
+        self._run.finish(**({"state": "crashed", "error": "the run ended early"} if failed else {}))
 
 
 def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:

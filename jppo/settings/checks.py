@@ -1,5 +1,6 @@
 """The check of a config: every value by the table, then the rules between settings; needs no data, model or device."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -11,6 +12,7 @@ import ml_collections
 from jppo.errors import UserError, faults_of, raise_faults
 from jppo.registry import did_you_mean
 from jppo.settings import rules_rollout, rules_training
+from jppo.settings.presets import PRESETS, THRESHOLDS
 from jppo.settings.table import TABLE, Common, Settings, changed, kind_of, sections, values
 
 C = TypeVar("C", bound=Common)
@@ -36,6 +38,7 @@ def typed(
         return config
     made = sections(config, kind)
     raise_faults(_faults(values(config), made, training=training))
+    made = with_preset(made) if isinstance(made, Settings) else made
     return made
 
 
@@ -47,6 +50,30 @@ def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) 
         raise_faults(_faults(values(config), config, training=training))
 
 
+def with_preset(config: Settings) -> Settings:
+    """Returns the settings with the values of `algorithm.rollout_correction` in place of its name.
+
+    A threshold of the config's own replaces the preset's; another setting that differs raises a UserError.
+    """
+    name = config.algorithm.rollout_correction
+    if not name:
+        return config
+    found, changes = values(config), dict[str, object]({"algorithm.rollout_correction": ""})
+    for leaf, new in vars(PRESETS[name]).items():
+        setting = "actor.loss_mode" if leaf == "loss_mode" else f"algorithm.{leaf}"
+        given, usual = found[setting], TABLE[setting].default
+        if not new and leaf == "loss_mode":
+            continue
+        if given in (usual, new):
+            changes[setting] = new
+        elif leaf not in THRESHOLDS or new == "":
+            raise UserError(
+                f"{setting}={given!r}: algorithm.rollout_correction={name!r} sets it to {new!r}; leave it at {usual!r},"
+                " or set the correction without a preset"
+            )
+    return changed(config, changes)
+
+
 def _faults(found: dict[str, Any], made: Common, *, training: bool) -> list[str]:
     """Returns the faults of all values, then those between values that have no fault of their own."""
     wrong: dict[str, list[str]] = {}
@@ -55,9 +82,16 @@ def _faults(found: dict[str, Any], made: Common, *, training: bool) -> list[str]
             wrong[name] = faults
     known = [name for name in found if name in TABLE]
     read = [name for name in known if training or not TABLE[name].only.startswith("rollout.name")]
-    checks = [functools.partial(_check_read, name, found) for name in read if name not in wrong]
+    checks: list[Callable[[], object]] = [
+        functools.partial(_check_read, name, found) for name in read if name not in wrong
+    ]
     mended = changed(made, {name: TABLE[name].default for name in known if name in wrong})
-    between = faults_of([*checks, *_rules(mended, training=training)])
+    expanded = mended
+    if isinstance(mended, Settings):
+        with contextlib.suppress(UserError):
+            expanded = with_preset(mended)
+        checks.append(functools.partial(with_preset, mended))
+    between = faults_of([*checks, *_rules(expanded, training=training)])
     of_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)" for name in wrong) or "(?!)")
     return [*itertools.chain(*wrong.values()), *(fault for fault in between if not of_wrong.search(fault))]
 

@@ -56,6 +56,14 @@ class EstimatorFields(Protocol):
     def by_turn(self) -> bool:
         """Whether it discounts from turn to turn."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the reward that it reads in place of the score."""
+
+    @property
+    def energy(self) -> bool:
+        """Whether it reads the old policy's probabilities of all tokens."""
+
 
 class PolicyLossFields(Protocol):
     """The fields of a policy loss that rules between settings read."""
@@ -63,6 +71,10 @@ class PolicyLossFields(Protocol):
     @property
     def aggregation(self) -> str | None:
         """The required aggregation over tokens; None for any."""
+
+    @property
+    def ratio(self) -> bool:
+        """Whether it has a probability ratio."""
 
 
 def estimator(config: "Settings") -> EstimatorFields:

@@ -7,13 +7,23 @@ from jppo.errors import UserError
 from jppo.settings import parts
 from jppo.settings.table import TABLE, Common, PairTraining, Settings, optimizers, value
 from jppo.settings.table_training import Critic, Optimizer
-from jppo.settings.texts import rejection_rules
+from jppo.settings.texts import check_weights, rejection_rules
 
 
 def training_rules(config: Common) -> Iterator[Callable[[], None]]:
     """Yields the rules, each of which raises a UserError; for the settings of any command that trains."""
     if isinstance(config, Settings):
-        of_ppo = (_group_size, _critic, _turn_discount, _value_range, _loss, _kl, _served_reference, _teacher)
+        of_ppo = (
+            _group_size,
+            _critic,
+            _inputs_of_estimator,
+            _turn_discount,
+            _value_range,
+            _loss,
+            _kl,
+            _served_reference,
+            _teacher,
+        )
         for rule in (*of_ppo, _correction, _order, _reference_offload):
             yield partial(rule, config)
         for section in ("actor", "critic"):
@@ -52,6 +62,26 @@ def _critic(config: Settings) -> None:
                 f"{one}={found} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
                 f" leave it at {TABLE[one].default}, or take gae"
             )
+
+
+def _inputs_of_estimator(config: Settings) -> None:
+    a, estimator = config.algorithm, parts.estimator(config)
+    check_weights(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
+    if a.adv_estimator == "gdpo" and not a.gdpo_reward_keys:
+        raise UserError(
+            "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
+            " apart; name some, such as rule_score,format_score"
+        )
+    if estimator.parts and a.use_kl_in_reward:
+        raise UserError(
+            f"algorithm.use_kl_in_reward=True: algorithm.adv_estimator={a.adv_estimator!r} reads parts of the reward,"
+            " without the KL; set actor.use_kl_loss=True instead"
+        )
+    if estimator.energy and a.old_logprob == "bypass":
+        raise UserError(
+            f"algorithm.old_logprob='bypass': algorithm.adv_estimator={a.adv_estimator!r} reads the old policy's"
+            " probabilities of all tokens, and bypass has no pass for them; set decoupled or correction"
+        )
 
 
 def _turn_discount(config: Settings) -> None:
@@ -101,6 +131,11 @@ def _kl(config: Settings) -> None:
             f"{' and '.join(used)}: a KL needs a reference, and ref.path is empty; give a model's path, or"
             " ref.path=policy for the initial policy"
         )
+    if a.use_kl_in_reward and a.kl_penalty == "forward_kl_topk":
+        raise UserError(
+            "algorithm.kl_penalty='forward_kl_topk' is equal for all tokens that could have been sampled; put it into"
+            " the loss with actor.use_kl_loss=True and actor.kl_loss_type=forward_kl_topk, and take kl here"
+        )
     if a.kl_ctrl_type == "adaptive" and not a.use_kl_in_reward:
         raise UserError(
             "algorithm.kl_ctrl_type='adaptive' controls the KL in the reward, and algorithm.use_kl_in_reward is False;"
@@ -121,7 +156,7 @@ def _served_reference(config: Settings) -> None:
         ("algorithm.kl_penalty", a.use_kl_in_reward, a.kl_penalty),
         ("actor.kl_loss_type", actor.use_kl_loss, actor.kl_loss_type),
     ):
-        if used and kind.startswith("full"):
+        if used and kind.startswith(("full", "forward")):
             raise UserError(
                 f"{said}, which has log-probs of sampled tokens alone, and {name}={kind!r} needs all; take kl, or"
                 " load the model on the mesh by ref.path"
@@ -159,11 +194,23 @@ def _correction(config: Settings) -> None:
     a = config.algorithm
     rejects = bool(rejection_rules(a.rollout_rs, a.rollout_rs_threshold))
     corrects = a.rollout_is != "none" or rejects
-    if corrects and a.old_logprob != "correction":
+    if corrects and a.old_logprob == "decoupled":
         raise UserError(
             f"algorithm.rollout_is={a.rollout_is!r} and algorithm.rollout_rs={a.rollout_rs!r} belong to"
             f" algorithm.old_logprob='correction', which is {a.old_logprob!r}; set it, or leave them out"
         )
+    if a.rollout_is != "none" and a.old_logprob == "bypass":
+        said = f"algorithm.rollout_is={a.rollout_is!r} with algorithm.old_logprob='bypass'"
+        if parts.objective(config).ratio:
+            raise UserError(
+                f"{said}: the ratio of actor.loss_mode={config.actor.loss_mode!r} is the importance weight already; set"
+                " rollout_is to none, or actor.loss_mode=gpg"
+            )
+        if a.rollout_is_batch_normalize:
+            raise UserError(
+                f"{said} and algorithm.rollout_is_batch_normalize=True: the mean of weights that change with every"
+                " mini-batch is not known before its gradient; set it to False, or old_logprob=correction"
+            )
     if a.old_logprob == "correction" and not corrects:
         raise UserError(
             "algorithm.old_logprob='correction' corrects nothing yet; set algorithm.rollout_is to token or sequence,"

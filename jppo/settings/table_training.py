@@ -4,10 +4,11 @@ import dataclasses
 
 from jppo.settings import texts
 from jppo.settings.parts import ESTIMATORS, KL_ESTIMATORS, OPTIMIZERS, POLICY_LOSSES
+from jppo.settings.presets import PRESETS
 from jppo.settings.setting import Section, setting
 
 DTYPES = ("float32", "bfloat16")
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Model(Trunk):
     """The policy."""
 
     # fmt: off
+    lora_adapter_path: str = setting("", "Folder of peft's with the initial adapters, of rank lora_rank and scale"
+        " lora_alpha. '': new ones", only="model.lora_rank")
     logprob_chunk_bytes: int = setting(2**29, "Size of the logits of one chunk; log-probs are computed chunk by chunk",
         unit="bytes", bounds="[1,")
     # fmt: on
@@ -135,7 +138,12 @@ class Algorithm(Section):
     lam: float = setting(1.0, "λ of gae", bounds="[0, 1]")
     lam_alpha: float | None = setting(None, "α of the length-adaptive λ of gae, 1 - 1/(α l) for a response of l"
         " tokens; replaces lam. None: lam", bounds="(0,")
-    norm_adv_by_std_in_grpo: bool = setting(True, "Division by the group's standard deviation in grpo and grpo_passk")
+    norm_adv_by_std_in_grpo: bool = setting(True, "Division by the group's standard deviation in grpo, grpo_passk and"
+        " gdpo")
+    gdpo_reward_keys: str = setting("", "Parts of the reward that gdpo normalizes apart, separated by commas, as in"
+        " rule_score,format_score", only="algorithm.adv_estimator=gdpo")
+    gdpo_reward_weights: str = setting("", "Weights of gdpo_reward_keys, separated by commas. '': 1 for each",
+        only="algorithm.adv_estimator=gdpo")
     use_kl_in_reward: bool = setting(False, "KL penalty to the reference in the token rewards")
     kl_penalty: str = setting("kl", "KL estimator of the reward penalty", choices=KL_ESTIMATORS)
     kl_coef: float = setting(0.001, "Coefficient of the reward penalty", bounds="[0,")
@@ -154,12 +162,15 @@ class Algorithm(Section):
     old_logprob: str = setting("decoupled", "Old log-probs of the loss. decoupled: recomputed by the trainer; bypass:"
         " the rollout engine's; correction: recomputed, with the log-prob mismatch corrected",
         choices=("decoupled", "bypass", "correction"))
-    rollout_is: str = setting("none", "Importance weights of the correction, per token or per sequence",
-        choices=("none", "token", "sequence"))
+    rollout_correction: str = setting("", "Preset of verl's: values of old_logprob, rollout_is, rollout_rs, their"
+        " thresholds, and actor.loss_mode. '': none", choices=("", *PRESETS))
+    rollout_is: str = setting("none", "Importance weights of the correction, per token or per sequence. With bypass and"
+        " actor.loss_mode=gpg they are of the current policy", choices=("none", "token", "sequence"))
     rollout_is_threshold: str = setting("2.0", "Upper bound of the importance weights, or a band LOW_HIGH",
         form=texts.importance_band)
     rollout_is_batch_normalize: bool = setting(False, "Division of the importance weights by their mean over the batch")
-    rollout_rs: str = setting("", "Rejection rules of the correction, separated by commas, as in token_k1,seq_mean_k3")
+    rollout_rs: str = setting("", "Rejection rules of the correction, separated by commas, as in token_k1,seq_mean_k3."
+        " With bypass they judge the current policy")
     rollout_rs_threshold: str = setting("", "Thresholds of the rejection rules: one for all, or one for each")
     # fmt: on
 
@@ -209,12 +220,29 @@ class Actor(Optimizer):
         bounds="(1,")
     tau_pos: float = setting(1.0, "Temperature of sapo where the advantage is positive", bounds="(0,")
     tau_neg: float = setting(1.05, "Temperature of sapo where the advantage is negative", bounds="(0,")
+    dro_beta: float | None = setting(None, "Coefficient of dro's quadratic penalty; dro needs one", bounds="(0,",
+        only="actor.loss_mode=dro")
+    clip_cov_ratio: float = setting(0.0002, "Largest fraction of a mini-batch's tokens that clip_cov leaves out",
+        bounds="(0, 1]", only="actor.loss_mode=clip_cov")
+    clip_cov_lb: float = setting(1.0, "Covariance above which clip_cov may leave a token out",
+        only="actor.loss_mode=clip_cov")
+    clip_cov_ub: float = setting(5.0, "Covariance below which clip_cov may leave a token out",
+        only="actor.loss_mode=clip_cov")
+    kl_cov_ratio: float = setting(0.0002, "Fraction of a mini-batch's tokens that kl_cov penalizes: the highest"
+        " covariances", bounds="(0, 1]", only="actor.loss_mode=kl_cov")
+    ppo_kl_coef: float = setting(0.1, "Coefficient of kl_cov's penalty", bounds="[0,", only="actor.loss_mode=kl_cov")
     entropy_coeff: float = setting(0.0, "Coefficient of the entropy bonus in the loss")
     calculate_entropy: bool = setting(True, "Entropy as a metric. False saves a pass over the vocabulary for the old"
         " log-probs")
     use_kl_loss: bool = setting(False, "KL to the reference as a term of the loss")
     kl_loss_coef: float = setting(0.001, "Coefficient of the KL term", bounds="[0,")
     kl_loss_type: str = setting("low_var_kl", "KL estimator of the loss", choices=KL_ESTIMATORS)
+    kl_loss_max_clamp: float | None = setting(None, "Largest absolute value of a token's KL in the loss. None: no"
+        " bound", bounds="(0,", only="actor.use_kl_loss")
+    kl_topk: int = setting(32, "Tokens of forward_kl_topk, the reference's likeliest", bounds="[1,",
+        only="actor.kl_loss_type=forward_kl_topk")
+    kl_log_prob_min_clamp: float | None = setting(None, "Smallest log-prob of both models in forward_kl_topk. None: no"
+        " bound", only="actor.kl_loss_type=forward_kl_topk")
     positive_lm_coef: float = setting(0.0, "Coefficient of the negative log-likelihood of responses with a score above"
         " 0", bounds="[0,")
     router_aux_loss_coef: float = setting(0.0, "Coefficient of the load-balancing loss of a mixture of experts. Above"

@@ -9,7 +9,7 @@ from typing import Any
 from jppo.errors import UserError
 
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, data positions
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab")
 REJECTION_RULES = tuple(
     f"{over}_{k}"
     for over in ("token", "seq_sum", "seq_mean", "seq_max")
@@ -94,6 +94,17 @@ def stop_texts(texts: str) -> tuple[str, ...]:
         if found.count(text) > 1:
             raise UserError(f"{said}: {text!r} is given twice; name it once")
     return tuple(found)
+
+
+def check_weights(names: str, weights: str, setting: str) -> None:
+    """Raises a UserError unless there is a weight for each name, both separated by commas, or none."""
+    found = entries(names)
+    try:
+        count = len([float(one) for one in entries(weights)]) or len(found)
+    except ValueError:
+        count = -1
+    if count != len(found) or len(set(found)) != len(found):
+        raise UserError(f"{setting}={weights!r} must have a number for each of {names!r}, each name once, or be empty")
 
 
 def importance_band(spec: str | float) -> tuple[float | None, float]:

@@ -9,6 +9,7 @@ _OTHERS = "it is of another engine of verl; jppo has one"
 _MOMENTS = "actor.moments_dtype and critic.moments_dtype set the optimizer's precision"
 _PROFILER = "trainer.profile_steps writes traces of JAX's profiler"
 _ONE_MESH = "one mesh shards everything"
+_GDPO = "algorithm.adv_estimator=gdpo"
 _NO_REPLAY = "the policy alone replays experts, and those of the rollout engine"
 
 DATA = (
@@ -79,6 +80,11 @@ ALGORITHM = (
     same("algorithm.gamma", "algorithm.gamma", 1.0),
     same("algorithm.lam", "algorithm.lam", 1.0),
     same("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo", True),
+    same("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_keys", convert="reward_parts", only=_GDPO,
+      why="KEY of a reward function's dict is function_score/KEY, of a rule rule_score/KEY"),
+    same("algorithm.gdpo_reward_weights", "algorithm.gdpo_reward_weights", convert="commas", only=_GDPO),
+    same("algorithm.rollout_correction", "algorithm.rollout_correction",
+      why="a preset of RolloutCorrectionConfig by its name, which verl itself has only in Python"),
     same("algorithm.use_kl_in_reward", "algorithm.use_kl_in_reward", False),
     same("algorithm.kl_penalty", "algorithm.kl_penalty", "kl"),
     same("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef", 0.001),
@@ -93,8 +99,7 @@ ALGORITHM = (
     *missing("rejection rules have one threshold, or a band LOW_HIGH", "CORRECTION.rollout_rs_threshold_lower"
       " CORRECTION.rollout_token_veto_threshold"),
     same("CORRECTION.bypass_mode", "algorithm.old_logprob", False, "old_logprob"),
-    *missing("the loss of bypass mode is actor.loss_mode", "CORRECTION.loss_type", off=("ppo_clip",),
-      only="CORRECTION.bypass_mode"),
+    *needless("with bypass_mode, reinforce is actor.loss_mode=gpg", "CORRECTION.loss_type"),
     same("algorithm.filter_groups.enable", "algorithm.filter_groups", False),
     same("algorithm.filter_groups.metric", "algorithm.filter_groups_metric", convert="filter_metric",
       why="reward is score; acc and score are rule_score, or of the custom function"),
@@ -125,7 +130,13 @@ ACTOR = (
     same("A.clip_ratio_low", "actor.clip_ratio_low", 0.2),
     same("A.clip_ratio_high", "actor.clip_ratio_high", 0.2),
     same("A.clip_ratio_c", "actor.clip_ratio_c", 3.0),
-    same("A.policy_loss.loss_mode", "actor.loss_mode", "vanilla"),
+    same("A.policy_loss.loss_mode", "actor.loss_mode", "vanilla", "loss_mode",
+      "bypass_mode is vanilla, or gpg with loss_type=reinforce"),
+    *(same(f"A.policy_loss.{name}", f"actor.{name}", only="A.policy_loss.loss_mode=clip_cov")
+      for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
+    *(same(f"A.policy_loss.{name}", f"actor.{name}", only="A.policy_loss.loss_mode=kl_cov")
+      for name in ("kl_cov_ratio", "ppo_kl_coef")),
+    same("A.policy_loss.dro_beta", "actor.dro_beta", only="A.policy_loss.loss_mode=dro"),
     same("A.tau_pos", "actor.tau_pos", 1.0),
     same("A.tau_neg", "actor.tau_neg", 1.05),
     same("A.loss_agg_mode", "actor.loss_agg_mode", "token-mean"),
@@ -149,11 +160,9 @@ ACTOR = (
     *needless("checkpoints are written in the background", "A.checkpoint.async_save"),
     *needless("it is of verl's Megatron", "A.checkpoint.mbridge_config*"),
     *needless("it is rollout.n", "A.rollout_n"),
-    *needless("it is read by the loss modes clip_cov, kl_cov and dro, which are not in jppo",
-      "A.policy_loss.clip_cov_* A.policy_loss.kl_cov_ratio A.policy_loss.ppo_kl_coef A.policy_loss.dro_beta"),
     *missing("set algorithm.rollout_correction.rollout_is=token and its threshold", "A.tis_imp_ratio_cap", off=(-1,)),
     *missing("set loss_agg_mode; True is token-mean", "A.use_token_level_loss", off=(True,)),
-    *missing("it is no metric of jppo", "A.calculate_sum_pi_squared"),
+    *needless("the estimators that read it compute it", "A.calculate_sum_pi_squared"),
 )  # fmt: skip
 
 CRITIC = (

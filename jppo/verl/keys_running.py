@@ -4,6 +4,8 @@ from jppo.verl.name import missing, needless, same
 
 _ENGINE = "it affects the engine's speed alone; rollout.engine_args takes the server's own options"
 
+_TOPK = "distillation.distillation_loss.loss_mode=forward_kl_topk"
+
 MODEL = (
     same("M.path", "model.path"),
     same("M.enable_gradient_checkpointing", "model.remat", True, "remat", "full is what verl recomputes: each layer"),
@@ -14,7 +16,9 @@ MODEL = (
     same("M.lora.alpha", "model.lora_alpha", convert="megatron_lora", why="Megatron's adapters"),
     same("M.lora.target_modules", "model.target_modules", convert="megatron_modules", why="Megatron's adapters"),
     *needless("model.target_modules is for both models", "critic.model.target_modules"),
-    *missing("every run starts new adapters", "BOTH.lora_adapter_path BOTH.lora.adapter_path"),
+    same("M.lora_adapter_path", "model.lora_adapter_path", why="with the rank and alpha of its adapter_config.json"),
+    same("M.lora.adapter_path", "model.lora_adapter_path", convert="megatron_lora", why="Megatron's adapters"),
+    *missing("the critic starts new adapters", "critic.model.lora_adapter_path critic.model.lora.adapter_path"),
     *missing("name the modules that have adapters, by model.target_modules", "BOTH.exclude_modules", off=([],)),
     *missing("the critic's adapters are critic.lora_rank", "critic.model.lora.rank", off=(0,)),
     *missing("adapters have no dropout; they start as zero changes",
@@ -207,7 +211,8 @@ TRAINER = (
     *missing("prompts come in the order of data.shuffle", "trainer.v1.sampler.*", off=({},)),
     *needless("it has no settings", "trainer.v1.sync"),
     *needless("packing balances the devices", "trainer.balance_batch"),
-    *needless("samples are in the run folder", "trainer.rollout_data_dir trainer.validation_data_dir"),
+    *needless("trainer.run_dir/samples always has the responses of steps and tests, step_N.jsonl and test_N.jsonl",
+      "trainer.rollout_data_dir trainer.validation_data_dir"),
     *needless("JAX takes the available devices", "trainer.device"),
     *needless("there is one trainer", "trainer.use_v1 trainer.use_legacy_worker_impl"),
     *missing("after SIGTERM a run saves a checkpoint and ends", "trainer.esi_redundant_time", off=(0,)),
@@ -222,12 +227,15 @@ TRAINER = (
       " distillation.distillation_loss.loss_mode distillation.distillation_loss.use_policy_gradient"
       " distillation.distillation_loss.use_task_rewards distillation.distillation_loss.distillation_loss_coef"),
     same("distillation.teacher_models.teacher_model.model_path", "ref.path", convert="teacher"),
+    same("distillation.distillation_loss.topk", "actor.kl_topk", only=_TOPK),
+    same("distillation.distillation_loss.log_prob_min_clamp", "actor.kl_log_prob_min_clamp", only=_TOPK),
+    same("distillation.distillation_loss.loss_max_clamp", "actor.kl_loss_max_clamp", convert="teacher_number"),
     *needless("the teacher is on the trainer's mesh; ref.url is a server",
-      "distillation.teacher_models.teacher_model.inference.* distillation.distillation_loss.topk"
+      "distillation.teacher_models.teacher_model.inference.*"
       " distillation.teacher_models.teacher_model.num_replicas distillation.teacher_key"),
     *missing("the teacher is on the trainer's mesh, or by ref.url a server's",
       "distillation.nnodes distillation.n_gpus_per_node", off=(0,), only="distillation.nnodes"),
-    *missing("the KL to a teacher is not cut", "distillation.*", only="distillation.enabled"),
+    *missing("the KL to a teacher has the clip range of actor.*", "distillation.*", only="distillation.enabled"),
     *missing("every run samples anew", "skip.rollout.*", only="skip.rollout.enable"),
     *missing("every run samples anew", "skip.rollout_tq.*", only="skip.rollout_tq.enable"),
     *missing("every run samples anew", "skip.async_rollout.*", only="skip.async_rollout.enable"),

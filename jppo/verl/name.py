@@ -32,7 +32,7 @@ class Name:
     default: Any = None  # verl's, if a script that omits the key must get it; '=KEY': that key's; None: jppo's own
     why: str = ""
     off: tuple[object, ...] = (False, None)  # missing: values that disable the feature
-    only: str = ""  # missing: the key that must be on for verl to read this one, or KEY!=VALUE
+    only: str = ""  # the key that must be on for verl to read this one, or KEY=VALUE, or KEY!=VALUE
 
 
 def key_of(short: str) -> str:
@@ -41,10 +41,10 @@ def key_of(short: str) -> str:
     return f"{PLACES.get(place, place)}{dot}{rest}"
 
 
-def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "") -> Name:
+def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "", only: str = "") -> Name:
     if isinstance(default, str) and default.startswith("="):
         default = f"={key_of(default[1:])}"
-    return Name(key_of(key), "same", setting, convert, default, why)
+    return Name(key_of(key), "same", setting, convert, default, why, only=key_of(only))
 
 
 def needless(why: str, keys: str) -> tuple[Name, ...]:
@@ -96,7 +96,10 @@ def on_each(look: Look, sequences: int) -> int:
 def read_with(condition: str, look: Look) -> bool:
     """Whether the condition of `Name.only` holds."""
     key, unequal, value = condition.partition("!=")
-    return str(look(key)) != value if unequal else bool(look(key))
+    if unequal:
+        return str(look(key)) != value
+    key, equal, value = condition.partition("=")
+    return str(look(key)) == value if equal else bool(look(key))
 
 
 def reward_model(look: Look) -> bool:

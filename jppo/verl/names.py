@@ -210,8 +210,8 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
 
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
-    "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "in_turns", "interval", "off", "overlong", "top_k",
-    "train_dtype", "warmup_steps", "weights", "with_model",
+    "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "in_turns", "interval", "loss_mode", "off",
+    "overlong", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),

@@ -189,6 +189,13 @@ def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
             "algorithm.kl_ctrl.kl_coef is read only with algorithm.use_kl_in_reward=True, which verl 0.9.1 leaves at"
             " False; verl before 0.3 always had the KL in the reward"
         )
+    if look("CORRECTION.bypass_mode") and key_of("trainer.use_v1") not in values:
+        asked = ("CORRECTION.loss_type", "CORRECTION.rollout_is", "CORRECTION.rollout_rs")
+        if any(key_of(one) in values for one in asked):
+            yield (
+                "verl 0.9.1's trainer with use_v1=True reads no other key of rollout_correction in bypass_mode; jppo"
+                " does what verl's documentation and its older trainer do"
+            )
     a = key_of("A.clip_ratio")
     if a in values and (look(f"{a}_low"), look(f"{a}_high")) != (values[a], values[a]):
         low, high = look(f"{a}_low"), look(f"{a}_high")

@@ -74,32 +74,52 @@ def old_logprob(value: bool | None, look: Look) -> str:
     return "bypass" if bypasses(look) else "correction" if asked else "decoupled"
 
 
+def reinforces(look: Look) -> bool:
+    """Whether bypass mode has verl's policy-gradient loss."""
+    return bypasses(look) and look("CORRECTION.loss_type") == "reinforce"
+
+
+def loss_mode(value: str, look: Look) -> str:
+    """Returns the policy loss; `bypass_mode` is verl's name for the two of bypass."""
+    forced = value == "bypass_mode" or (bypasses(look) and look("trainer.use_v1") is False)
+    return "gpg" if reinforces(look) else "vanilla" if forced else value
+
+
 def weights(value: Any, look: Look) -> str:
-    off = value in (None, "none", "", False)
-    return "none" if off else str(need(value, not bypasses(look), "in bypass mode verl's clipped loss has no weights"))
+    off, ratio = value in (None, "none", "", False), bypasses(look) and not reinforces(look)
+    return "none" if off else str(need(value, not ratio, "in bypass mode verl's clipped loss has no weights"))
 
 
 def weighted(value: Any, look: Look) -> Any:
-    used = look("CORRECTION.rollout_is") not in (None, "none", "", False) and not bypasses(look)
-    value = need(value, used, "read only with rollout_is, without bypass mode")
+    used = look("CORRECTION.rollout_is") not in (None, "none", "", False) and (reinforces(look) or not bypasses(look))
+    value = need(value, used, "read only with rollout_is, without the clipped loss of bypass mode")
     return value if isinstance(value, bool) else str(value)
+
+
+def reward_parts(value: Any, look: Look) -> str:
+    """Returns the parts of the reward that keys of a reward function's dict are."""
+    part = "function_score" if look("FUNCTION.path") else "rule_score"
+    return ",".join(part if key == "score" else f"{part}/{key}" for key in commas(value).split(","))
 
 
 def rejection(value: Any, look: Look) -> str:
     if value in (None, "none", "", False):
         return ""
-    if bypasses(look):
-        raise Unfit("in bypass mode nothing is rejected; algorithm.old_logprob=correction rejects")
     return commas(need(value, look("CORRECTION.rollout_rs"), "read only with rollout_rs"))
 
 
 def estimator(value: str, look: Look) -> str:
-    if look("distillation.enabled") and not look(f"{_DISTILLED}.use_task_rewards"):
-        return "distill"
-    return {"grpo_vectorized": "grpo"}.get(value, value)  # the same advantages
+    return "distill" if look("distillation.enabled") and not rewarded(look) else value
 
 
 _DISTILLED = "distillation.distillation_loss"
+_KINDS = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "mse", "k2": "mse", "low_var_kl": "low_var_kl",
+  "k3": "low_var_kl", "forward_kl_topk": "forward_kl_topk"}  # fmt: skip
+
+
+def rewarded(look: Look) -> bool:
+    """Whether the score is learned beside the teacher, as by default."""
+    return bool(off_or(look(f"{_DISTILLED}.use_task_rewards"), True))
 
 
 def distilled(setting: str) -> Callable[[Look], Any]:
@@ -108,19 +128,19 @@ def distilled(setting: str) -> Callable[[Look], Any]:
     def value(look: Look) -> Any:
         if not look("distillation.enabled"):
             return None
+        kind = _KINDS.get(look(f"{_DISTILLED}.loss_mode") or "k3")
         if look(f"{_DISTILLED}.use_policy_gradient"):
-            return {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}.get(setting)
-        mixed = look(f"{_DISTILLED}.use_task_rewards")
-        coef = look(f"{_DISTILLED}.distillation_loss_coef") if mixed else 1.0
-        kind = {"kl": "kl", "k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(look(f"{_DISTILLED}.loss_mode"))
+            found = {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}
+            return (found | {"algorithm.kl_penalty": kind}).get(setting)
+        coef = off_or(look(f"{_DISTILLED}.distillation_loss_coef"), 1.0) if rewarded(look) else 1.0
         loss = {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
         return loss.get(setting)
 
     return value
 
 
-DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.gamma", "actor.use_kl_loss",
-  "actor.kl_loss_coef", "actor.kl_loss_type")  # fmt: skip
+DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.kl_penalty", "algorithm.gamma",
+  "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type")  # fmt: skip
 
 
 def teacher(value: str | None, look: Look) -> str:
@@ -131,8 +151,13 @@ def untaught(key: str, value: Any, look: Look) -> str:
     """Why a key of distillation has no counterpart, or ''."""
     if not key.startswith("distillation.") or not look("distillation.enabled"):
         return ""
-    if key == f"{_DISTILLED}.loss_mode" and value not in ("kl", "k1", "k2", "k3"):
-        return f"a distillation loss of jppo named {value!r}"
+    gradient = look(f"{_DISTILLED}.use_policy_gradient")
+    if key == f"{_DISTILLED}.loss_mode" and (value not in _KINDS or (gradient and value == "forward_kl_topk")):
+        return f"a distillation loss of jppo named {value!r}{' in the reward' if gradient else ''}"
+    if key == f"{_DISTILLED}.use_policy_gradient" and gradient and rewarded(look):
+        return (
+            "the teacher in the reward together with a score; set use_task_rewards=False, or use_policy_gradient=False"
+        )
     models = key.removeprefix("distillation.teacher_models.")
     return "several teachers" if models != key and not models.startswith("teacher_model.") else ""
 
@@ -356,6 +381,7 @@ def readable(settings: dict[str, Any]) -> dict[str, Any]:
 CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "as_is": lambda value, _: need(value),
     "commas": lambda value, _: commas(value),
+    "teacher_number": lambda value, look: need(value, look("distillation.enabled"), "distillation.enabled is False"),
     "text": lambda value, _: "" if value is None else commas(value),
     "off": lambda value, _: -1 if value is False else off_or(value, -1),
     "lora_alpha": lambda value, look: need(value, lora_rank(look), "read only with lora_rank above 0"),
@@ -397,10 +423,10 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
 }
 _NAMED = (
     agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, engine,
-    estimator, filter_metric, filtering, function, in_turns, interval, loggers, master, megatron_lora,
+    estimator, filter_metric, filtering, function, in_turns, interval, loggers, loss_mode, master, megatron_lora,
     megatron_modules, micro_tokens, model_engine, modules, of_hosts, of_tools, old_logprob, optimizer, profiled,
-    ref_offload, rejection, resume, schedule, served_experts, sync_step, teacher, tokens, top_k, train_dtype,
-    trainer_mode, unless_greedy, weighted, weights, with_model,
+    ref_offload, rejection, resume, reward_parts, schedule, served_experts, sync_step, teacher, tokens, top_k,
+    train_dtype, trainer_mode, unless_greedy, weighted, weights, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}
 

@@ -21,6 +21,8 @@ LOSSES = {
     "cispo": CLIP,
     "sapo": dict(tau_pos=1.0, tau_neg=2.5),
     "gpg": {},
+    "dro": dict(dro_beta=0.7),
+    "dppo_tv": dict(clip_low=0.02, clip_high=0.03, clip_c=1.2),
 }
 FIELDS = "logp old_logp advantage mask segment"
 
@@ -85,6 +87,21 @@ def paper_sapo(logp, fixed, old, advantage, *, tau_pos, tau_neg):
 
 def paper_gpg(logp, fixed, old, advantage):
     return [(-a * new, False, False) for new, a in zip(logp, advantage, strict=True)]
+
+
+def paper_dro(logp, fixed, old, advantage, *, dro_beta):
+    triples = zip(logp, old, advantage, strict=True)
+    return [(-(new * a - dro_beta / 2 * (new - before) ** 2), False, False) for new, before, a in triples]
+
+
+def paper_dppo_tv(logp, fixed, old, advantage, *, clip_low, clip_high, clip_c):
+    out = []
+    for t, a in enumerate(advantage):
+        now, before = np.exp(fixed[t]), np.exp(old[t])
+        left_out = now - before > clip_high if a > 0 else before - now > clip_low
+        loss = 0.0 if left_out else -a * min(now / before, clip_c) * logp[t]
+        out.append((loss, left_out, not left_out and now / before > clip_c))
+    return out
 
 
 PAPERS = {name: globals()[f"paper_{name}"] for name in LOSSES}
@@ -209,6 +226,18 @@ def test_cispo_by_hand():
     loss, clipped, _, grad = asked("cispo", **CLIP)(*x, np.ones((1, 1)))
     np.testing.assert_allclose([loss[0, 0], grad[0, 0]], [2.6, -2.6], rtol=1e-12)
     assert clipped[0, 0]
+
+
+@pytest.mark.parametrize("advantage,counts", [(1.0, (False, True)), (-1.0, (True, False))])
+def test_a_token_outside_the_kl_region_counts_if_its_gradient_leads_back(advantage, counts):
+    """π_old = 1/2 and π = 3/4 or 1/4: both have a KL of ½ log 4/3 = 0.144, of at most 0.1; ratios 3/2, at most 1.2."""
+    x = plain(np.log([0.75, 0.25]), np.log([0.5, 0.5]), [advantage, advantage])
+    loss, left_out, truncated, grad = asked("dppo_kl", clip_low=0.1, clip_high=0.1, clip_c=1.2)(*x, np.ones((1, 2)))
+    weights = -advantage * np.where(counts, [1.2, 0.5], 0.0)
+    np.testing.assert_allclose([loss[0], grad[0]], [weights * np.log([0.75, 0.25]), weights], rtol=1e-6)
+    np.testing.assert_array_equal([left_out[0], truncated[0]], [np.invert(counts), [counts[0], False]])
+    inside = asked("dppo_kl", clip_low=0.15, clip_high=0.15, clip_c=1.2)(*x, np.ones((1, 2)))
+    assert not inside[1].any()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -397,6 +426,7 @@ def paper_weights(lengths, mode, scale):
     tokens, sequences = sum(lengths), sum(n > 0 for n in lengths)
     each = {
         "token-mean": lambda n: 1 / tokens,
+        "token-sum": lambda n: 1.0,
         "seq-mean-token-sum": lambda n: 1 / sequences,
         "seq-mean-token-mean": lambda n: 1 / sequences / n,
         "seq-mean-token-sum-norm": lambda n: 1 / sequences / scale,
@@ -447,9 +477,11 @@ def test_the_modes_differ_where_lengths_do_and_agree_where_they_do_not():
 
     loss = np.array([[1.0, 2.0, 3.0, 10.0], [4.0, 6.0, 0.0, 2.0]])
     # sequences: 1 2 3 | 10 | 4 6 | 0 2
-    assert [total(mode, loss, mask) for mode in losses.AGGREGATIONS] == pytest.approx([28 / 8, 28 / 4, 18 / 4, 28 / 8])
+    assert [total(mode, loss, mask) for mode in losses.AGGREGATIONS] == pytest.approx(
+        [28 / 8, 28 / 4, 18 / 4, 28 / 8, 28]
+    )
     one_each = np.array([[True, False, False, True], [True, False, False, True]])
-    assert [total(mode, loss, one_each) for mode in losses.AGGREGATIONS] == pytest.approx([17 / 4] * 3 + [17 / 8])
+    assert [total(mode, loss, one_each) for mode in losses.AGGREGATIONS] == pytest.approx([17 / 4] * 3 + [17 / 8, 17])
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)

@@ -191,6 +191,7 @@ class Learner:
         how = ppo.ModelUpdate(
             accumulate=getattr(self.passes, name), apply=self.applies[name, lr, tx], zeros=self.zeros[name],
             exchange=self.exchange[name], name=name, load=self.passes.router_load if name == "actor" else None,
+            select=self.passes.select if name == "actor" else None,
         )  # fmt: skip
         return how, opt
 

@@ -1,12 +1,15 @@
 """After `compile_all` and one step nothing is compiled, whatever lengths the batches have."""
 
 import contextlib
+import functools
 
 import jax
 import numpy as np
 import pytest
 
+from jppo.algorithms import covariance, losses
 from jppo.learner import correct, ppo, sharding, state, warmup
+from jppo.learner.selection import Selection
 
 CORRECTED = dict(
     correction=correct.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
@@ -14,6 +17,11 @@ CORRECTED = dict(
     kl_loss_type="full+",
     value_norm_decay=0.8,
     value_range=(-3.0, 3.0),
+)
+CLIP = dict(clip_low=0.2, clip_high=0.2)
+SELECTED = dict(
+    policy_loss=functools.partial(losses.clip_cov, **CLIP),
+    selection=Selection(functools.partial(covariance.drawn, low=-9.0, high=9.0, **CLIP), 0.2),
 )
 EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -45,6 +53,7 @@ def test_the_count_sees_a_compilation():
     [
         pytest.param((1, 2, 1, 1), {}, marks=pytest.mark.slow),
         ((1, 1, 1), CORRECTED),
+        ((1, 1, 1), SELECTED),
         pytest.param((1, 1, 1), {}, marks=pytest.mark.slow),
         pytest.param((1, 2, 2, 2), {}, marks=pytest.mark.slow),
     ],
@@ -74,7 +83,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
             flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=value)
             minis = list(ours.minis(flat, trajectories, plan=plan, mini=8))
             value, value_opt, _ = ppo.descend(how["critic"], value, value_opt, step, minis)
-            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, minis, judge)
+            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, minis, judge, key=now.key)
             step = step + 1
         shapes.append({micro.advantage.shape for mini in minis for micro in mini.micros})
         if number:

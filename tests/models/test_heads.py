@@ -180,3 +180,16 @@ def test_soft_cap_comes_before_the_temperature(rng):
     logits = 3.0 * np.tanh(hidden @ kernel.T / 3.0)
     expected = np.log(np.exp(logits / 0.5) / np.exp(logits / 0.5).sum(-1, keepdims=True))
     np.testing.assert_allclose(logp, np.take_along_axis(expected, targets[..., None], 2)[..., 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 8])
+def test_the_largest_logits_of_a_sharded_vocabulary_are_those_of_the_whole(k):
+    """Many logits are equal: of these the first tokens count, on whichever device they are."""
+    mesh = sharding.make_mesh((1, 1, 2), jax.devices()[:2])
+    logits = jnp.asarray(np.random.default_rng(k).integers(0, 4, (6, 8)), jnp.float32)
+    spec = jax.sharding.PartitionSpec(None, "tensor")
+    find = lambda x: heads.Vocabulary("tensor").largest(x, k)  # noqa: E731
+    found = jax.shard_map(find, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(logits)
+    np.testing.assert_array_equal(found, heads.WHOLE_VOCABULARY.largest(logits, k))
+    by_hand = [np.isin(np.arange(8), np.argsort(-row, kind="stable")[:k]) for row in np.asarray(logits)]
+    np.testing.assert_array_equal(found, by_hand)
