@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 
+from jppo.forecast.shares import SHARES, Kind, Share
 from jppo.learner import devices
 from jppo.settings import UserError
 
@@ -29,6 +30,12 @@ class Chip:
     link: float  # of a GPU to the others of its host; of a TPU along one torus axis, one way
     network: float  # of a device to other hosts (GPU) or slices (TPU)
     source: str  # of the figures
+    generation: str  # of its shares in shares.py
+
+    @property
+    def shares(self) -> dict[Kind, Share]:
+        """Returns the shares of the rates that it reaches."""
+        return SHARES[self.generation]
 
     def peak(self, dtype: str) -> float:
         """Returns the vendor's FLOP/s of dense products."""
@@ -71,9 +78,9 @@ def _gpu(kind: str, total: int, hbm: float, link: float, network: float, source:
     return Gpu(kind, "gpu", total, hbm, link, network, source, total=total, **more)  # type: ignore[arg-type]
 
 
-_HOPPER = dict(capability=(9, 0), cores=132, clock_ghz=1.98, l2=50 * 2**20, shared=233472)
-_AMPERE = dict(capability=(8, 0), cores=108, fpus=64, clock_ghz=1.41, l2=40 * 2**20, shared=167936)
-_ADA = dict(capability=(8, 9), shared=102400, threads=1536)
+_HOPPER = dict(generation="hopper", capability=(9, 0), cores=132, clock_ghz=1.98, l2=50 * 2**20, shared=233472)
+_AMPERE = dict(generation="ampere", capability=(8, 0), cores=108, fpus=64, clock_ghz=1.41, l2=40 * 2**20, shared=167936)
+_ADA = dict(generation="ada", capability=(8, 9), shared=102400, threads=1536)
 _DGX_A100 = "NVIDIA's data sheet; one direction of NVLink; network: 200 Gb/s a GPU, as in DGX A100"
 
 GPUS: dict[str, Gpu] = {
@@ -90,23 +97,16 @@ GPUS: dict[str, Gpu] = {
 
 TPUS: dict[str, Tpu] = {
     "v4": Tpu(
-        "TPU v4", "tpu", int(30.75 * GIB), 1.228e12, 45e9, 3.125e9, _BOOK,
+        "TPU v4", "tpu", int(30.75 * GIB), 1.228e12, 45e9, 3.125e9, _BOOK, "tpu128",
         dimensions=3, wrapped=4, cores=2, topology="v4",
     ),
-    "v5e": Tpu("TPU v5 lite", "tpu", int(15.75 * GIB), 0.819e12, 45e9, 3.125e9, _BOOK, topology="v5e"),
+    "v5e": Tpu("TPU v5 lite", "tpu", int(15.75 * GIB), 0.819e12, 45e9, 3.125e9, _BOOK, "tpu128", topology="v5e"),
     "v5p": Tpu(
-        "TPU v5", "tpu", int(95.74 * GIB), 2.765e12, 90e9, 6.25e9, _BOOK,
+        "TPU v5", "tpu", int(95.74 * GIB), 2.765e12, 90e9, 6.25e9, _BOOK, "tpu128",
         dimensions=3, wrapped=4, cores=2, topology="v5p",
     ),
-    "v6e": Tpu("TPU v6 lite", "tpu", int(31.25 * GIB), 1.64e12, 90e9, 12.5e9, _BOOK, topology="v6e"),
+    "v6e": Tpu("TPU v6 lite", "tpu", int(31.25 * GIB), 1.64e12, 90e9, 12.5e9, _BOOK, "tpu256", topology="v6e"),
 }  # fmt: skip
-
-# Shares of the vendors' rates that programs are assumed to reach; the MFU bound assumes full rates.
-EFFICIENCY = {
-    "compute": (0.75, "assumed: large bfloat16 products of XLA on H100 and v5e"),
-    "hbm": (0.85, "assumed: long streams"),
-    "links": (0.8, "assumed: large messages of NCCL, and of ICI"),
-}
 
 # Bytes/s between a device and its host's memory, for offloaded models and optimizers.
 HOST = (25e9, "assumed: half of PCIe 5.0 x16, as all devices of a host copy together")

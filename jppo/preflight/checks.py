@@ -18,7 +18,7 @@ from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview, resources
 from jppo.preflight.described_machine import Request
 from jppo.preflight.finding import Check, Finding, examine
-from jppo.preflight.programs import Estimate, Executions
+from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
 from jppo.process import share_gpu
 from jppo.rollout.make import open_engine, with_servers
 from jppo.rollout.publish import publish_base, publish_policy, published_dtype
@@ -99,7 +99,8 @@ def dry_run_of_one_model(
     def again(other: C) -> Estimate:
         return estimate(other, prepare(other, request))[0]
 
-    text = preview.of_estimate(c, request, task.mesh, lines, found, Executions(times), again)
+    executions = Executions(times | exchanges_of_step(found))
+    text = preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
     if request.machine is not None:
         return text
 

@@ -24,12 +24,15 @@ from jppo.preflight.programs import (
     Executions,
     Outlook,
     exchange_lines,
+    global_size,
     make_outlook,
     program_lines,
     report_dict,
     step_lines,
 )
+from jppo.preflight.server_seconds import ServerWork, server_work
 from jppo.rollout.make import describe_servers, with_servers
+from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.settings import Common, Settings
@@ -84,6 +87,7 @@ class Work:
     entries: int  # of their rows, padding included
     updates: dict[str, Descents]  # by model
     sampled: int  # tokens that the rollout generates
+    servers: ServerWork | None = None
 
     def executions(self, found: Estimate) -> Executions:
         """Returns the executions of each program."""
@@ -98,7 +102,7 @@ class Work:
                 times[moment.name] = update.epochs * update.mini_batches * micro_batches
                 if kind == "gradient":
                     entries[moment.name] = update.epochs * update.entries
-        return Executions(times, entries, self.sampled)
+        return Executions(times, entries, self.sampled, self.servers)
 
 
 def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
@@ -109,11 +113,15 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     if inputs.critic is not None:
         models["critic"] = (critic_epochs(c, c.trainer.critic_warmup), critic_mini_batch_size(c))
     packed = packing.pack(step, range(per_step), plan)
+    published = memory.served(inputs.policy, published_dtype(c))
+    if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
+        published = global_size(memory.sketch(c, mesh, inputs.policy, head="lm", adapters=inputs.adapters).learned)
     return Work(
         scoring=len(packed),
         entries=sum(math.prod(rows.inputs.shape) for rows in packed),
         updates={name: descents(step, plan, epochs=epochs, size=size) for name, (epochs, size) in models.items()},
         sampled=per_step * c.data.max_response_length,
+        servers=server_work(c, mesh, published, memory.served(inputs.policy, c.rollout.dtype)),
     )
 
 

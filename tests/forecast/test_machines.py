@@ -10,6 +10,8 @@ from jppo.forecast import compilers, machines
 from jppo.forecast import seconds as forecast
 from jppo.forecast.account import Account
 from jppo.forecast.collectives import Collective
+from jppo.forecast.schedule import Exchange, Kernel, Loop, Wait
+from jppo.forecast.shares import SHARES
 from jppo.settings import UserError
 
 
@@ -95,16 +97,58 @@ def test_the_time_of_a_collective(name, kind, groups, seconds):
     assert forecast.seconds_of(one, machine, devices(machine)) == pytest.approx(seconds)
 
 
-def test_the_largest_of_compute_memory_and_links_is_the_forecast():
+BF16 = int(989.4e12)  # FLOP of a second on an H100, at the vendor's rate
+
+
+def h100s():
     machine = machines.parse_machine("8xH100")
-    mesh = SimpleNamespace(devices=np.array(devices(machine), object))
-    account = Account(flops={"bfloat16": int(989.4e12)}, hbm=int(3.35e12) // 2)
-    found = forecast.of_account(account, machine, mesh, useful=int(4 * 989.4e12))
-    assert found.bound == "compute" and found.seconds == pytest.approx(1 / machines.EFFICIENCY["compute"][0])
-    assert found.hbm == pytest.approx(0.5 / machines.EFFICIENCY["hbm"][0]) and found.links == 0
-    assert found.mfu == pytest.approx(0.5)  # four of the eight seconds that all devices spend
-    wide = forecast.of_account(Account(flops={"float32": int(67e12)}), machine, mesh)
-    assert wide.compute == pytest.approx(found.compute)  # by the rate of float32
+    return machine, SimpleNamespace(devices=np.array(devices(machine), object)), machine.chip.shares
+
+
+def test_kernels_run_one_after_another_each_bound_by_products_or_memory():
+    machine, mesh, shares = h100s()
+    product = Kernel("product", (("bfloat16", BF16),), int(3.35e12) // 4)
+    attention = Kernel("attention", (("bfloat16", BF16 // 2),), 0)
+    stream = Kernel("memory", (), int(3.35e12) // 2)
+    account = Account(
+        flops={"bfloat16": BF16 + BF16 // 2},
+        hbm=3 * int(3.35e12) // 4,
+        schedule=(product, Loop(3, (attention,)), stream),
+    )
+    found = forecast.of_account(account, machine, mesh, useful=int(6 * 989.4e12))
+    compute = 1 / shares["product"].value + 1.5 / shares["attention"].value
+    assert found.compute == pytest.approx(compute / shares["program"].value)
+    assert found.hbm == pytest.approx(0.5 / shares["memory"].value / shares["program"].value)
+    assert found.bound == "compute" and found.links == 0
+    assert found.seconds == pytest.approx(found.compute + found.hbm)
+    assert found.mfu == pytest.approx(0.5)  # six of the twelve seconds that all devices spend at the vendor's rates
+    wide = forecast.of_account(Account(schedule=(Kernel("product", (("float32", int(67e12)),), 0),)), machine, mesh)
+    assert wide.compute == pytest.approx(1 / shares["product"].value / shares["program"].value)  # by float32's rate
+
+
+@pytest.mark.parametrize("waits, waited", [(False, 0.5), (True, 2.0)])
+def test_only_the_part_of_a_collective_that_outlasts_the_kernels_counts(waits, waited):
+    machine, mesh, shares = h100s()
+    whole = 2.0 * 450e9 * shares["link"].value * 8 / 7
+    gather = Exchange((collective("all-gather", (tuple(range(8)),), whole),), "all-gather-start", waits)
+    kernel = Kernel("product", (("bfloat16", int(1.5 * BF16 * shares["product"].value * shares["program"].value)),), 0)
+    found = forecast.of_account(Account(schedule=(gather, kernel, Wait("all-gather-start"))), machine, mesh)
+    assert found.compute == pytest.approx(1.5) and found.links == pytest.approx(waited)
+    twice = forecast.of_account(Account(schedule=(Loop(2, (gather, kernel, Wait("all-gather-start"))),)), machine, mesh)
+    assert twice.seconds == pytest.approx(2 * found.seconds)
+
+
+def test_copies_beside_the_kernels_are_bound_by_memory():
+    machine, mesh, shares = h100s()
+    found = forecast.of_account(Account(hbm=int(3.35e12)), machine, mesh)
+    assert found.hbm == pytest.approx(1 / shares["memory"].value) and found.bound == "hbm"
+
+
+@pytest.mark.parametrize("generation", SHARES)
+def test_every_share_has_a_source_and_is_below_one(generation):
+    kinds = {"product", "attention", "memory", "link", "network", "program"}
+    assert set(SHARES[generation]) == kinds
+    assert all(0.3 < one.value < 1 and one.source for one in SHARES[generation].values())
 
 
 def test_a_missing_compiler_names_its_command(tmp_path, monkeypatch):
