@@ -3,9 +3,9 @@
     python benchmarks/published_steps.py                # all rows: a few minutes, TPUs the longest
     python benchmarks/published_steps.py --only=llama2_8 --json=FILE
 
-Each row is a published run with its sources. Fine-tuning with the same shape, batch, length, dtypes and mesh is compiled
-by `jppo.sft --dry_run --machine=NAME`; nothing is computed. The rows `llama2_8` and `llama31_v6e` gave the share
-`program` of jppo/forecast/shares.py, the others test it.
+Each row is a published run with its source. Fine-tuning with the same shape, batch, length, dtypes and mesh is
+compiled by `jppo.sft --dry_run --machine=NAME`; nothing is computed. The rows `llama2_8` and `llama31_v6e` gave the
+share `program` of jppo/forecast/shares.py, the others test it.
 """
 
 import argparse
@@ -17,9 +17,10 @@ import sys
 import tempfile
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=4096, num_hidden_layers=32,

@@ -21,6 +21,7 @@ from jppo.settings import UserError
         ("H100", 1, 1, (), "NVIDIA H100 80GB HBM3"),
         ("8xH100", 1, 8, (), "NVIDIA H100 80GB HBM3"),
         ("4x8xh200", 4, 8, (), "NVIDIA H200"),
+        ("8xB200", 1, 8, (), "NVIDIA B200"),
         ("2xA100-40GB", 1, 2, (), "NVIDIA A100-SXM4-40GB"),
         ("RTX-4090", 1, 1, (), "NVIDIA GeForce RTX 4090"),
         ("v5e-16", 1, 16, (4, 4), "TPU v5 lite"),
@@ -38,7 +39,7 @@ def test_names_as_people_say_them(name, groups, each, shape, kind):
 
 @pytest.mark.parametrize("name", ["8xB300", "0xH100", "H100x8", "", "2x2x2xH100", "v9-8", "2x2xv5e-8"])
 def test_an_unknown_machine_lists_the_known_ones(name):
-    with pytest.raises(UserError, match=r"no such machine; known are H100, H200, A100-40GB, .*v5e-16, v5p-64"):
+    with pytest.raises(UserError, match=r"no such machine; known are H100, H200, B200, A100-40GB, .*v5e-16, v5p-64"):
         machines.parse_machine(name)
 
 
@@ -50,10 +51,12 @@ def test_a_slice_of_another_size_lists_the_sizes():
 @pytest.mark.parametrize("name", [*machines.GPUS, *(f"{tpu}-8" for tpu in machines.TPUS)])
 def test_every_figure_is_there_and_plausible(name):
     chip = machines.parse_machine(name).chip
-    assert chip.peak("float32") < chip.peak("bfloat16") and 15 * 2**30 < chip.memory < 145 * 2**30
+    assert chip.peak("float32") < chip.peak("bfloat16") and 15 * 2**30 < chip.memory < 180 * 2**30
     assert chip.network < chip.link < chip.hbm and chip.source
     if isinstance(chip, machines.Gpu):
-        assert f"device_memory_size: {chip.memory}" in machines.target_config(chip)
+        described = machines.target_config(chip, compilers.CUDNN)
+        assert f"device_memory_size: {chip.memory}" in described
+        assert "dnn_version_info { major: 9 minor: 20 patch: 0 }" in described
 
 
 def devices(machine):
@@ -166,8 +169,28 @@ def test_the_packages_are_of_this_jax():
     import jax
 
     assert f"jax-cuda13-plugin=={jax.__version__}" in compilers.requirements("gpu")
+    assert f"nvidia-cudnn-cu13=={compilers.CUDNN}" in compilers.requirements("gpu")
     (libtpu,) = compilers.requirements("tpu")
     assert libtpu.startswith("libtpu==")
+
+
+def test_a_compiler_with_another_cudnn_is_refused(tmp_path, monkeypatch):
+    import jax
+
+    folder, ran = tmp_path / "gpu", []
+    monkeypatch.setattr(compilers, "compiler_folder", lambda platform: folder)
+    monkeypatch.setattr(compilers.subprocess, "run", lambda command, check: ran.append(command))
+    folder.mkdir()
+    (folder / "of_an_older_one").touch()
+    compilers.install_compiler("gpu")
+    assert (
+        list(folder.iterdir()) == [folder / compilers.READY] and ran[0][-1] == f"nvidia-cudnn-cu13=={compilers.CUDNN}"
+    )
+    machine = machines.parse_machine("8xH100")
+    assert compilers.require_compiler(machine)["JAX_PLATFORMS"] == "cpu"
+    (folder / compilers.READY).write_text(f"{jax.__version__}\n")  # as installed before cuDNN had a version
+    with pytest.raises(UserError, match=rf"JAX .* and cuDNN {compilers.CUDNN} is not installed in .*target-gpu"):
+        compilers.require_compiler(machine)
 
 
 def test_a_compiler_that_crashes_is_one_line(tmp_path, monkeypatch):
