@@ -90,6 +90,9 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
     inputs, mesh = read_inputs(typed(small_run)), make_mesh(typed(small_run))
     step = preview.full_length(inputs.train.prompts, 12, 6)
     assert [len(t.tokens) for t in step[:8]] == [len(p.ids) + 6 for p in inputs.train.prompts]
+    step_of_two = preview.full_length(inputs.train.prompts, 12, 6, samples=2)
+    assert [t.uid for t in step_of_two[:4]] == ["0", "0", "1", "1"]
+    assert len({id(t.tokens) for t in step_of_two}) == len({len(t.tokens) for t in step_of_two}), "arrays are shared"
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
     plan = plan_of_run(typed(small_run), mesh, inputs.policy)
     assert preview.descents(step, plan, epochs=3, size=4) == preview.Descents(3, 3, 4, 1)

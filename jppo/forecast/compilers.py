@@ -101,6 +101,11 @@ def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
     """
     env = require_compiler(machine)
     code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
+    if code == -signal.SIGKILL:
+        raise UserError(
+            f"--machine={machine.name}: the process of XLA's compiler was killed, as the kernel does where memory runs"
+            " out; end other programs on this machine, or run it on a larger one"
+        )
     if code < 0:
         log = "; its log is in /tmp/tpu_logs" if machine.chip.platform == "tpu" else ""
         raise UserError(

@@ -198,3 +198,6 @@ def test_a_compiler_that_crashes_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(compilers, "require_compiler", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
     with pytest.raises(UserError, match=r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh"):
         compilers.rerun(machines.parse_machine("v5p-8"), "crashes", [])
+    (tmp_path / "crashes.py").write_text("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(UserError, match=r"v5p-8: the process of XLA's compiler was killed, .* memory .*; end other"):
+        compilers.rerun(machines.parse_machine("v5p-8"), "crashes", [])
