@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -72,6 +73,36 @@ def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     assert mesh.shape["data"] > 1
     # the optimizers' steps, empty sums of gradients and their exchange are beside the passes
     assert f"to compile       {counted + 6} programs for {len(learner.plan.shapes)} shape(s)" in lines
+
+
+def modules(folder):
+    """The programs that JAX compiled, by name and without locations: operations, dtypes, shardings, donation."""
+    found = set()
+    for file in folder.rglob("*.mlir"):
+        text = re.sub(r"#loc.*", "", file.read_text())
+        while text != (text := re.sub(r" ?loc\([^()]*(\([^()]*\)[^()]*)*\)", "", text)):
+            pass
+        found.add("\n".join(line.rstrip() for line in text.splitlines() if line.strip()))
+    return found
+
+
+@pytest.mark.slow
+def test_the_largest_programs_of_a_run_are_compiled_as_the_run_compiles_them(small_run, quick_compilation, tmp_path):
+    c = small_run
+    c.update_from_flattened_dict({"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2})
+    c = typed(c)
+    inputs, mesh = read_inputs(c), make_mesh(c)
+    jax.clear_caches()
+    try:
+        jax.config.update("jax_dump_ir_to", str(tmp_path / "estimate"))
+        preview.look(c, inputs, mesh)
+        jax.clear_caches()
+        jax.config.update("jax_dump_ir_to", str(tmp_path / "run"))
+        compile_passes(c, *make_learner(c, inputs, mesh))
+    finally:
+        jax.config.update("jax_dump_ir_to", "")
+    ours, runs = modules(tmp_path / "estimate"), modules(tmp_path / "run")
+    assert len(ours) >= 6 and ours <= runs, [text[:80] for text in ours - runs]
 
 
 @pytest.mark.parametrize(
