@@ -4,9 +4,9 @@
     python -m jppo.doctor --config=configs/gsm8k.py --config.model.path=DIR
 
 Without a config it starts no server. With one, and overrides as for jppo.train, it also checks that run: folder,
-models, data, reward, memory, disk. It then starts a server, publishes the weights and compares log-probs with the
-trainer, unless --no_server is given. Nothing is trained, and the run folder is not changed. Exit code 1 if something
-must be fixed, 2 for invalid settings.
+models, data, reward, memory, disk. Unless --no_server is given it then starts a server, publishes the weights, compares
+log-probs with the trainer, and compiles and runs every program of a step on empty rows, as a run's start does. Nothing
+is trained, and the run folder is not changed. Exit code 1 if something must be fixed, 2 for invalid settings.
 """
 
 import os

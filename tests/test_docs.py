@@ -11,6 +11,8 @@ from jppo import evaluate, settings, statistics
 from jppo.__main__ import command_of
 from jppo.agent import tools
 from jppo.data.sources import read_sources
+from jppo.forecast import machines
+from jppo.learner import sharding
 from jppo.models import families
 from jppo.rewards import graders, pool_tasks
 from jppo.rewards.judge import client, prompts
@@ -254,3 +256,17 @@ def test_the_class_that_is_shown_gives_rows(tmp_path):
     (source,) = read_sources("3", "data.train_files", custom_cls=f"{file}:Sums", tokenizer=None)
     columns = [row.columns for row in source.rows]
     assert columns[2] == {"prompt": "2+2=", "ground_truth": "4", "data_source": "exact"} and len(columns) == 3
+
+
+@pytest.mark.parametrize("machine", ["v5e-8", "v6e-8"])
+def test_each_tpu_has_a_command_whose_mesh_is_its_chips(machine):
+    """Their forecasts, made with --dry_run --machine, are in docs/machines.md."""
+    block = text("docs/quickstart.md").split("v5e-8, then v6e-8:\n")[1].split("\n\n")[0].replace("\\\n", " ")
+    command = block.splitlines()[["v5e-8", "v6e-8"].index(machine)].split()
+    assert command[:3] == ["python", "-m", "jppo.train"]
+    config, _ = settings.parse(command[3:], "", settings.default())
+    c = settings.typed(config)
+    chips = machines.parse_machine(machine).devices
+    sizes = {axis: getattr(c.mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence", "expert")}
+    assert sharding.mesh_shape(chips, **sizes) == (1, chips, 1, 1, 1)
+    assert c.rollout.name == "inprocess" and f"| `{machine}` |" in text("docs/machines.md")

@@ -11,6 +11,7 @@ import rich.console
 
 from jppo import doctor
 from jppo.doctor import GIB, Finding
+from jppo.forecast.compilers import CUDNN
 from jppo.preflight import machine
 from jppo.preflight.gpus import Gpu, gpus
 
@@ -160,6 +161,30 @@ def test_the_driver_fits_the_cuda_of_jax(driver, cuda, verdict, said):
     found = machine.check_driver([Gpu("NVIDIA H100", driver, 80 << 30)] * 8, cuda)
     assert found.verdict == verdict and said in found.found
     assert ("jax[cuda12]" in found.remedy) == (driver == "570.86" and cuda == 13)
+
+
+@pytest.mark.parametrize(
+    "name, package, version, verdict",
+    [
+        ("NVIDIA B200", "nvidia-cublas", "13.1.1.3", "WARN"),  # torch 2.13's and 2.14's
+        ("NVIDIA GB300", "nvidia-cublas-cu12", "12.9.3.13", "WARN"),
+        ("NVIDIA B200", "nvidia-cublas-cu12", "12.6.4.1", "FAIL"),
+        ("NVIDIA B200", "nvidia-cublas", "13.2.0.1", "OK"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-cublas", "13.1.1.3", None),
+        ("NVIDIA B200", "other", "13.1.1.3", None),  # of the system; JAX warns itself
+    ],
+)
+def test_blackwell_needs_a_newer_cublas(name, package, version, verdict):
+    found = list(machine.check_libraries([Gpu(name, "580.1", 1)], {package: version}.get))
+    assert [one.verdict for one in found] == ([verdict] if verdict else [])
+    if verdict in ("WARN", "FAIL"):
+        assert found[0].found.startswith(f"{version} on {name}") and "'nvidia-cublas>=13.2'" in found[0].remedy
+
+
+@pytest.mark.parametrize("version, said", [(CUDNN, f"{CUDNN}, as in"), ("9.28.1.4", f"attention with {CUDNN}")])
+def test_the_cudnn_of_forecasts_is_compared(version, said):
+    (found,) = machine.check_libraries([Gpu("NVIDIA H100", "580.1", 1)], {"nvidia-cudnn-cu13": version}.get)
+    assert found.about == "cuDNN" and found.verdict == "OK" and said in found.found
 
 
 def test_triton_needs_a_compiler_and_the_headers(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -74,6 +75,36 @@ def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     assert f"to compile       {counted + 6} programs for {len(learner.plan.shapes)} shape(s)" in lines
 
 
+def modules(folder):
+    """The programs that JAX compiled, by name and without locations: operations, dtypes, shardings, donation."""
+    found = set()
+    for file in folder.rglob("*.mlir"):
+        text = re.sub(r"#loc.*", "", file.read_text())
+        while text != (text := re.sub(r" ?loc\([^()]*(\([^()]*\)[^()]*)*\)", "", text)):
+            pass
+        found.add("\n".join(line.rstrip() for line in text.splitlines() if line.strip()))
+    return found
+
+
+@pytest.mark.slow
+def test_the_largest_programs_of_a_run_are_compiled_as_the_run_compiles_them(small_run, quick_compilation, tmp_path):
+    c = small_run
+    c.update_from_flattened_dict({"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2})
+    c = typed(c)
+    inputs, mesh = read_inputs(c), make_mesh(c)
+    jax.clear_caches()
+    try:
+        jax.config.update("jax_dump_ir_to", str(tmp_path / "estimate"))
+        preview.look(c, inputs, mesh)
+        jax.clear_caches()
+        jax.config.update("jax_dump_ir_to", str(tmp_path / "run"))
+        compile_passes(c, *make_learner(c, inputs, mesh))
+    finally:
+        jax.config.update("jax_dump_ir_to", "")
+    ours, runs = modules(tmp_path / "estimate"), modules(tmp_path / "run")
+    assert len(ours) >= 6 and ours <= runs, [text[:80] for text in ours - runs]
+
+
 @pytest.mark.parametrize(
     "shapes, expected",
     [
@@ -90,6 +121,9 @@ def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
     inputs, mesh = read_inputs(typed(small_run)), make_mesh(typed(small_run))
     step = preview.full_length(inputs.train.prompts, 12, 6)
     assert [len(t.tokens) for t in step[:8]] == [len(p.ids) + 6 for p in inputs.train.prompts]
+    step_of_two = preview.full_length(inputs.train.prompts, 12, 6, samples=2)
+    assert [t.uid for t in step_of_two[:4]] == ["0", "0", "1", "1"]
+    assert len({id(t.tokens) for t in step_of_two}) == len({len(t.tokens) for t in step_of_two}), "arrays are shared"
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
     plan = plan_of_run(typed(small_run), mesh, inputs.policy, inputs.total_steps)
     assert preview.descents(step, plan, epochs=3, size=4) == preview.Descents(3, 3, 4, 1)

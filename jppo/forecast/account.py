@@ -14,6 +14,7 @@ import jax
 
 from jppo.forecast import collectives, hlo, program_costs
 from jppo.forecast.collectives import Collective
+from jppo.forecast.schedule import Step, make_schedule
 
 PARTITIONER = "Involuntary full rematerialization"
 # XLA logs these on any host without a GPU, or of a program that does not fit, as the account already does.
@@ -34,6 +35,7 @@ class Account:
     hbm: int = 0  # bytes read and written
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)  # calls of each custom kernel
     collectives: tuple[Collective, ...] = ()
+    schedule: tuple[Step, ...] = ()  # kernels and collectives in the order of execution
     warnings: tuple[str, ...] = ()  # operations that the partitioner gathers whole on every device
     unknown_loops: tuple[str, ...] = ()  # loops that count once, for lack of a trip count
 
@@ -43,8 +45,8 @@ class Account:
         return sum(self.flops.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns JSON types; collectives are summed by kind and axes."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Returns JSON types, without the schedule; collectives are summed by kind and axes."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "schedule"}
         rows = collectives.totals(self.collectives)
         found["collectives"] = [
             dict(kind=kind, axes=list(axes), executions=times, bytes=size) for kind, axes, times, size in rows
@@ -84,6 +86,7 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
         hbm=sum(times * program_costs.bytes_moved(program, place, one) for place, one, times in program.executed()),
         kernels=program_costs.kernels(program),
         collectives=tuple(collectives.find_collectives(program, sizes)),
+        schedule=make_schedule(program, sizes),
         warnings=tuple(dict.fromkeys(_operation(line) for line in said if PARTITIONER in line)),
         unknown_loops=tuple(program.unknown_loops()),
     )

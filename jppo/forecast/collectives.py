@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -39,24 +39,30 @@ def find_collectives(program: HloProgram, sizes: dict[str, int]) -> list[Collect
     """Returns all collectives of a program, fused ones too, the largest first; `sizes` are the mesh axes."""
     found = []
     for computation, one, times in program.executed():
-        for kind, inner, operands in _in(program, computation, one):
-            groups = _groups(inner, math.prod(sizes.values()), kind)
-            if not any(len(group) > 1 for group in groups):
-                continue
-            shapes = _whole(kind, inner, operands)
-            found.append(
-                Collective(
-                    kind=kind,
-                    axes=_axes(groups, sizes),
-                    groups=groups,
-                    times=times,
-                    bytes=sum(shape.bytes for shape in shapes),
-                    dtypes=tuple(dict.fromkeys(shape.dtype for shape in shapes)),
-                    in_loop=computation != program.entry,
-                    source=inner.source or one.source,
-                )
-            )
+        for each in of_instruction(program, computation, one, sizes):
+            found.append(dataclasses.replace(each, times=times, in_loop=computation != program.entry))
     return sorted(found, key=lambda one: -one.total)
+
+
+def of_instruction(
+    program: HloProgram, computation: str, one: Instruction, sizes: dict[str, int]
+) -> Iterator[Collective]:
+    """Yields the collectives of one execution of an instruction, or of those that it wraps."""
+    for kind, inner, operands in _in(program, computation, one):
+        groups = _groups(inner, math.prod(sizes.values()), kind)
+        if not any(len(group) > 1 for group in groups):
+            continue
+        shapes = _whole(kind, inner, operands)
+        yield Collective(
+            kind=kind,
+            axes=_axes(groups, sizes),
+            groups=groups,
+            times=1,
+            bytes=sum(shape.bytes for shape in shapes),
+            dtypes=tuple(dict.fromkeys(shape.dtype for shape in shapes)),
+            in_loop=False,
+            source=inner.source or one.source,
+        )
 
 
 def _in(

@@ -7,6 +7,7 @@ user's cache. Only a process that compiles for such a machine sees it; JAX compu
 import importlib.metadata
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from jppo.forecast.machines import Gpu, Machine, Tpu, target_config
 from jppo.settings import UserError
 
 READY = ".ready"
+CUDNN = "9.20.0.48"  # which an installation with vLLM 0.32 gets: torch 2.13 pins it; JAX alone takes the newest
 # Only what compiling needs: of CUDA's packages only cuDNN is read, for its attention plans.
 PACKAGES = {
-    "gpu": ("jax-cuda13-plugin=={jax}", "jax-cuda13-pjrt=={jax}", "nvidia-cudnn-cu13"),
+    "gpu": ("jax-cuda13-plugin=={jax}", "jax-cuda13-pjrt=={jax}", f"nvidia-cudnn-cu13=={CUDNN}"),
     "tpu": ("libtpu",),
 }
 MARK = "JPPO_COMPILES_FOR"  # environment variable of such a process: its platform
@@ -45,20 +47,31 @@ def requirements(platform: str) -> list[str]:
 
 
 def install_compiler(platform: str) -> None:
-    """Installs the compiler with pip, without its dependencies: the driver and the kernels."""
+    """Installs the compiler with pip, without its dependencies: the driver and the kernels. Replaces another one."""
     where = compiler_folder(platform)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--no-deps", "--target", str(where)]
+    new = where.with_name(f"{platform}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(new)]
     subprocess.run([*command, *requirements(platform)], check=True)
-    (where / READY).write_text(f"{jax.__version__}\n")
+    shutil.rmtree(where, ignore_errors=True)
+    new.rename(where)
+    (where / READY).write_text(_installed(platform))
+
+
+def _installed(platform: str) -> str:
+    """Returns the versions of an installed compiler, as its folder states them."""
+    return f"{jax.__version__}\n" + (f"cuDNN {CUDNN}\n" if platform == "gpu" else "")
 
 
 def require_compiler(machine: Machine) -> dict[str, str]:
     """Returns the environment of a process that compiles for the machine; raises UserError with the install command."""
     platform, where = machine.chip.platform, compiler_folder(machine.chip.platform)
     ready = where / READY
-    if not ready.is_file() or ready.read_text().strip() != jax.__version__:
+    if not ready.is_file() or ready.read_text() != _installed(platform):
+        wanted = " and ".join(["JAX " + jax.__version__, *([f"cuDNN {CUDNN}"] if platform == "gpu" else [])])
         raise UserError(
-            f"--machine={machine.name}: XLA's compiler for {platform.upper()}s with JAX {jax.__version__} is not"
+            f"--machine={machine.name}: XLA's compiler for {platform.upper()}s with {wanted} is not"
             f" installed in {where}; run: make target-{platform} (without a checkout: python -m jppo.forecast.compilers"
             f" {platform})"
         )
@@ -88,6 +101,11 @@ def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
     """
     env = require_compiler(machine)
     code = subprocess.run([sys.executable, "-m", command, *argv], env=env, check=False).returncode
+    if code == -signal.SIGKILL:
+        raise UserError(
+            f"--machine={machine.name}: the process of XLA's compiler was killed, as the kernel does where memory runs"
+            " out; end other programs on this machine, or run it on a larger one"
+        )
     if code < 0:
         log = "; its log is in /tmp/tpu_logs" if machine.chip.platform == "tpu" else ""
         raise UserError(
@@ -105,7 +123,8 @@ def described(machine: Machine) -> list[Any]:
     chip = machine.chip
     if isinstance(chip, Gpu):
         topology = f"1x{machine.groups}x{machine.each}"
-        found = topologies.get_topology_desc("", platform="cuda", target_config=target_config(chip), topology=topology)
+        config = target_config(chip, CUDNN)
+        found = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=topology)
     else:
         assert isinstance(chip, Tpu)
         # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges.

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 
+from jppo.forecast.shares import SHARES, Kind, Share
 from jppo.learner import devices
 from jppo.settings import UserError
 
@@ -29,6 +30,12 @@ class Chip:
     link: float  # of a GPU to the others of its host; of a TPU along one torus axis, one way
     network: float  # of a device to other hosts (GPU) or slices (TPU)
     source: str  # of the figures
+    generation: str  # of its shares in shares.py
+
+    @property
+    def shares(self) -> dict[Kind, Share]:
+        """Returns the shares of the rates that it reaches."""
+        return SHARES[self.generation]
 
     def peak(self, dtype: str) -> float:
         """Returns the vendor's FLOP/s of dense products."""
@@ -62,6 +69,7 @@ class Tpu(Chip):
 
 
 _NVLINK = "NVIDIA's data sheet; one direction of NVLink; network: 400 Gb/s a GPU, as in DGX H100"
+_NVLINK5 = "DGX B200's data sheet; one direction of NVLink; network: 400 Gb/s a GPU; memory as XLA describes it"
 _BOOK = "Google's TPU pages and 'How to Scale Your Model' (jax-ml.github.io/scaling-book); memory by XLA's limit"
 _PCIE = "NVIDIA's data sheet; PCIe 4.0 x16; network: 100 Gb/s a host, assumed"
 
@@ -71,14 +79,16 @@ def _gpu(kind: str, total: int, hbm: float, link: float, network: float, source:
     return Gpu(kind, "gpu", total, hbm, link, network, source, total=total, **more)  # type: ignore[arg-type]
 
 
-_HOPPER = dict(capability=(9, 0), cores=132, clock_ghz=1.98, l2=50 * 2**20, shared=233472)
-_AMPERE = dict(capability=(8, 0), cores=108, fpus=64, clock_ghz=1.41, l2=40 * 2**20, shared=167936)
-_ADA = dict(capability=(8, 9), shared=102400, threads=1536)
+_HOPPER = dict(generation="hopper", capability=(9, 0), cores=132, clock_ghz=1.98, l2=50 * 2**20, shared=233472)
+_BLACKWELL = dict(generation="blackwell", capability=(10, 0), cores=148, clock_ghz=1.965, l2=132644864, shared=233472)
+_AMPERE = dict(generation="ampere", capability=(8, 0), cores=108, fpus=64, clock_ghz=1.41, l2=40 * 2**20, shared=167936)
+_ADA = dict(generation="ada", capability=(8, 9), shared=102400, threads=1536)
 _DGX_A100 = "NVIDIA's data sheet; one direction of NVLink; network: 200 Gb/s a GPU, as in DGX A100"
 
 GPUS: dict[str, Gpu] = {
     "H100": _gpu("NVIDIA H100 80GB HBM3", 84978434048, 3.35e12, 450e9, 50e9, _NVLINK, **_HOPPER),
     "H200": _gpu("NVIDIA H200", 150754820096, 4.8e12, 450e9, 50e9, _NVLINK, **_HOPPER),
+    "B200": _gpu("NVIDIA B200", 191514411008, 7.67e12, 900e9, 50e9, _NVLINK5, **_BLACKWELL),
     "A100-40GB": _gpu("NVIDIA A100-SXM4-40GB", 42505076736, 1.555e12, 300e9, 25e9, _DGX_A100, **_AMPERE),
     "A100-80GB": _gpu("NVIDIA A100-SXM4-80GB", 85197848576, 2.039e12, 300e9, 25e9, _DGX_A100, **_AMPERE),
     "L4": _gpu("NVIDIA L4", 24152899584, 0.3e12, 31.5e9, 1.5e9, _PCIE, cores=58, clock_ghz=2.04, l2=48 * 2**20, **_ADA),
@@ -90,23 +100,16 @@ GPUS: dict[str, Gpu] = {
 
 TPUS: dict[str, Tpu] = {
     "v4": Tpu(
-        "TPU v4", "tpu", int(30.75 * GIB), 1.228e12, 45e9, 3.125e9, _BOOK,
+        "TPU v4", "tpu", int(30.75 * GIB), 1.228e12, 45e9, 3.125e9, _BOOK, "tpu128",
         dimensions=3, wrapped=4, cores=2, topology="v4",
     ),
-    "v5e": Tpu("TPU v5 lite", "tpu", int(15.75 * GIB), 0.819e12, 45e9, 3.125e9, _BOOK, topology="v5e"),
+    "v5e": Tpu("TPU v5 lite", "tpu", int(15.75 * GIB), 0.819e12, 45e9, 3.125e9, _BOOK, "tpu128", topology="v5e"),
     "v5p": Tpu(
-        "TPU v5", "tpu", int(95.74 * GIB), 2.765e12, 90e9, 6.25e9, _BOOK,
+        "TPU v5", "tpu", int(95.74 * GIB), 2.765e12, 90e9, 6.25e9, _BOOK, "tpu128",
         dimensions=3, wrapped=4, cores=2, topology="v5p",
     ),
-    "v6e": Tpu("TPU v6 lite", "tpu", int(31.25 * GIB), 1.64e12, 90e9, 12.5e9, _BOOK, topology="v6e"),
+    "v6e": Tpu("TPU v6 lite", "tpu", int(31.25 * GIB), 1.64e12, 90e9, 12.5e9, _BOOK, "tpu256", topology="v6e"),
 }  # fmt: skip
-
-# Shares of the vendors' rates that programs are assumed to reach; the MFU bound assumes full rates.
-EFFICIENCY = {
-    "compute": (0.75, "assumed: large bfloat16 products of XLA on H100 and v5e"),
-    "hbm": (0.85, "assumed: long streams"),
-    "links": (0.8, "assumed: large messages of NCCL, and of ICI"),
-}
 
 # Bytes/s between a device and its host's memory, for offloaded models and optimizers.
 HOST = (25e9, "assumed: half of PCIe 5.0 x16, as all devices of a host copy together")
@@ -174,9 +177,10 @@ def _torus(tpu: Tpu, size: int) -> tuple[int, ...] | None:
     return tuple(sorted(shape) if chips > 4 else shape) if math.prod(shape) == chips else None
 
 
-def target_config(gpu: Gpu) -> str:
-    """Returns XLA's GPU target description, a text GpuTargetConfigProto."""
+def target_config(gpu: Gpu, cudnn: str) -> str:
+    """Returns XLA's GPU target description, a text GpuTargetConfigProto, with a version of cuDNN."""
     major, minor = gpu.capability
+    dnn = dict(zip(("major", "minor", "patch"), cudnn.split("."), strict=False))
     return f"""
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
@@ -199,6 +203,6 @@ gpu_device_info {{
   registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+dnn_version_info {{ {" ".join(f"{name}: {number}" for name, number in dnn.items())} }}
 device_description_str: "{gpu.kind}"
 """

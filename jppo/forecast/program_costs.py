@@ -9,9 +9,11 @@ from jppo.forecast.hlo import HloProgram, Instruction, Shape
 
 FUSIONS = ("fusion", "async-start")
 PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
-# JAX's attention kernels by name prefix: the number of pairwise products of each, and the queries' length axis.
-ATTENTION = {"splash_mha_fwd": (2, 2), "splash_mha_dq": (3, 2), "splash_mha_dkv": (4, 2), "mha_forward": (2, 1)}
-ATTENTION |= {"mha_backward": (7, 1)}
+# JAX's attention kernels by name prefix: the number of pairwise products of each, and the axis of the queries' length.
+# A single row has no axis of its own.
+ATTENTION = {"splash_mha_fwd": (2, -2), "splash_mha_dq": (3, -2), "splash_mha_dkv": (4, -2), "mha_forward": (2, -3)}
+ATTENTION |= {"mha_backward": (7, -3)}
+FLOATS = ("bf16", "f16", "f32")
 
 # Instructions that move nothing, or are counted elsewhere.
 FREE = {
@@ -27,12 +29,23 @@ Operands = list[tuple[Shape, ...]]
 def flops(program: HloProgram) -> dict[str, int]:
     """Counts FLOP of one execution by factor dtype: float32 if either is."""
     found: collections.Counter[str] = collections.Counter()
-    for place, line, times in _lines(program):
+    for place, one, times in program.executed():
+        for dtype, flop in flops_of(program, place, one)[0].items():
+            found[dtype] += times * flop
+    return dict(found)
+
+
+def flops_of(program: HloProgram, computation: str, one: Instruction) -> tuple[dict[str, int], bool]:
+    """Counts FLOP of one execution of an instruction by factor dtype, fused ones too; and whether it is attention."""
+    found: collections.Counter[str] = collections.Counter()
+    attends = False
+    for place, line in [(computation, one), *_fused(program, one)]:
         operands = program.shapes_of(place, line)
         if flop := instruction_flops(line, operands):
             wide = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
-            found["float32" if wide else "bfloat16"] += times * flop
-    return dict(found)
+            found["float32" if wide else "bfloat16"] += flop
+            attends |= (kernel_of(line) or "").startswith(("__cudnn$fmha", *ATTENTION))
+    return dict(found), attends
 
 
 def kernels(program: HloProgram) -> dict[str, int]:
@@ -138,8 +151,11 @@ def _kernel(one: Instruction, operands: Operands) -> int:
         return 2 * one.shapes[0].elements * math.prod(operands[0][0].dims[int(n)] for n in contracted)
     name = kernel_of(one) or ""
     products, axis = next((how for start, how in ATTENTION.items() if name.startswith(start)), (0, 0))
-    queries = next((shape for shapes in operands for shape in shapes if len(shape.dims) == 4), None)
-    if products and queries is not None:  # all of jppo's attention is causal: half of the pairs
+    arrays = [shape for shapes in operands for shape in shapes if len(shape.dims) > 2 and shape.dtype in FLOATS]
+    if products and arrays:  # all of jppo's attention is causal: half of the pairs
+        queries = arrays[0]
+        alike = [s for s in one.shapes if s.dtype == queries.dtype and s.dims[-2:] == queries.dims[-2:]]
+        products += name.startswith("splash_mha_dkv") and len(alike) > 2  # the queries' gradient, too
         return products * queries.elements * queries.dims[axis]
     stated = one.attribute(r'"flops":"?(\d+)')
     return 0 if stated is None else int(stated)

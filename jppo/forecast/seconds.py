@@ -1,7 +1,7 @@
-"""Forecast of a program's seconds on a described machine: the largest of compute, memory and links.
+"""Forecast of a program's seconds on a described machine, from XLA's own program and the vendors' rates; not measured.
 
-A forecast from XLA's own program and the vendors' rates, not measured. It assumes that the three overlap. The rates,
-and the share of them that programs reach, are in `machines.py`.
+Kernels run one after another, each bound by its products or by memory, at the shares of the rates that `shares.py`
+lists. Collectives run beside them where the compiler's schedule lets them; the wait for the rest counts.
 """
 
 import dataclasses
@@ -10,22 +10,24 @@ from typing import Any
 
 from jppo.forecast.account import Account
 from jppo.forecast.collectives import Collective, crossings
-from jppo.forecast.machines import EFFICIENCY, HOST, Gpu, Machine, Tpu
+from jppo.forecast.machines import HOST, Gpu, Machine, Tpu
+from jppo.forecast.schedule import Kernel, run_schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Seconds of one execution by resource."""
+    """Seconds of one execution by bottleneck."""
 
-    compute: float
-    hbm: float
-    links: float
+    compute: float  # in kernels that are bound by their products
+    hbm: float  # in kernels that are bound by memory
+    links: float  # of waiting for collectives
+    sent: float = 0.0  # of collectives, if nothing overlapped them
     mfu: float | None = None  # upper bound at the vendor's rates; None if the useful FLOP are unknown
 
     @property
     def seconds(self) -> float:
-        """The largest of the three."""
-        return max(self.compute, self.hbm, self.links)
+        """All together."""
+        return self.compute + self.hbm + self.links
 
     @property
     def bound(self) -> str:
@@ -39,38 +41,52 @@ class Forecast:
 
 def of_account(account: Account, machine: Machine, mesh: Any, useful: int = 0) -> Forecast:
     """Forecasts one execution; `useful` FLOP are the model's on all devices, without recomputation."""
-    chip = machine.chip
-    ideal = {
-        "compute": sum(count / chip.peak(dtype) for dtype, count in account.flops.items()),
-        "hbm": account.hbm / chip.hbm,
-        "links": sum(one.times * seconds_of(one, machine, list(mesh.devices.flat)) for one in account.collectives),
-    }
-    real = {name: seconds / EFFICIENCY[name][0] for name, seconds in ideal.items()}
-    longest = max(ideal.values())
+    chip, devices = machine.chip, list(mesh.devices.flat)
+    shares, whole = chip.shares, chip.shares["program"].value
+
+    def kernel(one: Kernel) -> tuple[float, float]:
+        products = sum(count / chip.peak(dtype) for dtype, count in one.flops)
+        return products / shares[one.kind].value / whole, one.bytes / chip.hbm / shares["memory"].value / whole
+
+    def exchange(one: Collective) -> float:
+        return seconds_of(one, machine, devices, reached=True)
+
+    clock = run_schedule(account.schedule, kernel, exchange)
+    streamed = account.hbm / chip.hbm / shares["memory"].value  # copies beside the kernels share the memory's rate
+    longest = max(
+        sum(count / chip.peak(dtype) for dtype, count in account.flops.items()),
+        account.hbm / chip.hbm,
+        sum(one.times * seconds_of(one, machine, devices) for one in account.collectives),
+    )
     needed = useful / machine.devices / chip.peak("bfloat16")
-    return Forecast(**real, mfu=needed / longest if useful and longest else None)
+    return Forecast(
+        compute=clock.compute,
+        hbm=max(clock.memory, streamed - clock.compute),
+        links=clock.waited,
+        sent=sum(one.times * exchange(one) for one in account.collectives),
+        mfu=needed / longest if useful and longest else None,
+    )
 
 
-def seconds_of(one: Collective, machine: Machine, devices: Sequence[Any]) -> float:
-    """Returns seconds of one execution of a collective at the vendor's rates."""
+def seconds_of(one: Collective, machine: Machine, devices: Sequence[Any], *, reached: bool = False) -> float:
+    """Returns seconds of one execution of a collective at the vendor's rates, or at the shares that are reached."""
     chip = machine.chip
     members, groups = crossings(one.groups, [_group(device, chip) for device in devices])
     near = members // groups  # members of a group in one host, or slice
-    if isinstance(chip, Gpu):
-        link = chip.link
-    else:
-        assert isinstance(chip, Tpu)
-        link = _torus(one, machine, devices)
+    link = chip.link if isinstance(chip, Gpu) else _torus(one, machine, devices)
+    network = chip.network
+    if reached:
+        link, network = link * chip.shares["link"].value, network * chip.shares["network"].value
     if one.kind == "collective-permute":
-        return one.bytes / (chip.network if groups > 1 else link)
+        return one.bytes / (network if groups > 1 else link)
     if one.kind in ("all-to-all", "ragged-all-to-all"):
         inside = one.bytes * (near - 1) / members / link
         if isinstance(chip, Tpu):  # each ring hop carries it: a quarter of gathering all of it
             inside = one.bytes * near / 4 / link
-        return max(inside, one.bytes * (members - near) / members / chip.network)
+        return max(inside, one.bytes * (members - near) / members / network)
     passes = 2 if one.kind == "all-reduce" else 1
     inside = one.bytes * (near - 1) / near / link
-    across = one.bytes * (groups - 1) / groups / near / chip.network
+    across = one.bytes * (groups - 1) / groups / near / network
     return passes * max(inside, across)
 
 
@@ -104,4 +120,4 @@ def rates(machine: Machine) -> list[str]:
         f"source           {chip.source}",
         f"host memory      {HOST[0] / 1e9:,.3g} GB/s, {HOST[1]}",
     ]
-    return lines + [f"reached share    {name}: {share:.0%}, {why}" for name, (share, why) in EFFICIENCY.items()]
+    return lines + [f"reached share    {kind}: {one.value:.0%}, {one.source}" for kind, one in chip.shares.items()]

@@ -96,20 +96,29 @@ def _up(n: int, multiple: int) -> int:
 
 def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan) -> list[Rows]:
     """Packs each trajectory once into micro-batches; `sequence` gives their indices in the step's batch."""
+    rows, shapes = _rows_of(trajectories, plan)
+    micros, start = [], 0
+    for shape in shapes:
+        micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence, plan.experts))
+        start += shape[0]
+    return micros
+
+
+def micro_batch_shapes(trajectories: Sequence[Trajectory], plan: Plan) -> list[tuple[int, int]]:
+    """Returns the shapes of `pack`'s micro-batches, without their arrays."""
+    return _rows_of(trajectories, plan)[1]
+
+
+def _rows_of(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[list[Part]], list[tuple[int, int]]]:
+    """Returns the parts of each row, and the shapes of consecutive micro-batches."""
     entries = [len(t.tokens) - 1 for t in trajectories]  # the first token has none: nothing was read before it
     order = sorted((i for i, n in enumerate(entries) if n), key=lambda i: -entries[i])
     if order and entries[order[0]] > plan.lengths[-1]:
         uid, length = trajectories[order[0]].uid, entries[order[0]]
         raise ValueError(f"trajectory {uid} has {length} entries, a row holds {plan.lengths[-1]}")
     if plan.prices is not None:
-        rows, shapes = _with_prompts(trajectories, order, entries, plan)
-    else:
-        rows, shapes = _whole(order, entries, plan)
-    micros, start = [], 0
-    for shape in shapes:
-        micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence, plan.experts))
-        start += shape[0]
-    return micros
+        return _with_prompts(trajectories, order, entries, plan)
+    return _whole(order, entries, plan)
 
 
 def _whole(order: Sequence[int], entries: Sequence[int], plan: Plan) -> tuple[list[list[Part]], list[tuple[int, int]]]:

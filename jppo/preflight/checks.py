@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jppo import process, settings
 from jppo.errors import expanded
 from jppo.learner import sharding
-from jppo.learner.make import Learner, make_learner, make_mesh
+from jppo.learner.make import Learner, compile_passes, make_learner, make_mesh
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview, resources
 from jppo.preflight.described_machine import Request
 from jppo.preflight.finding import Check, Finding, examine
-from jppo.preflight.programs import Estimate, Executions
+from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
 from jppo.process import share_gpu
 from jppo.rollout.make import open_engine, with_servers
 from jppo.rollout.publish import publish_base, publish_policy, published_dtype
@@ -99,7 +99,8 @@ def dry_run_of_one_model(
     def again(other: C) -> Estimate:
         return estimate(other, prepare(other, request))[0]
 
-    text = preview.of_estimate(c, request, task.mesh, lines, found, Executions(times), again)
+    executions = Executions(times | exchanges_of_step(found))
+    text = preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
     if request.machine is not None:
         return text
 
@@ -202,7 +203,7 @@ def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathl
 
 
 def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
-    """Checks the start of a server, a publish, and that engine and trainer then have the same policy."""
+    """Checks a server's start, a publish, that engine and trainer then have the same policy, and a run's programs."""
     c, scratch = elsewhere(read.c, stack)
 
     @functools.cache
@@ -241,9 +242,27 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         trainer, begin = learner()
         yield Finding("log-probs", "OK", agreement.agree(c, read.inputs, trainer, begin, sampler(), 0))
 
+    def programs() -> Iterator[Finding]:
+        trainer, begin = learner()
+        if c.rollout.sleep_level:  # as they do while a run learns
+            sampler().sleep()
+        start, count = time.monotonic(), 0
+
+        def part(name: str, whole: int) -> Callable[[], None]:
+            nonlocal count
+            count = whole
+            return lambda: None
+
+        compile_passes(c, trainer, begin, part)
+        kernels = {name for one in read.estimate[1].moments if one.account for name in one.account.kernels}
+        said = f"{count} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
+        names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
+        yield Finding("programs", "OK", f"{said}; custom kernels: {names}")
+
     limit_s = c.rollout.start_timeout_s + PUBLISH_S
     return [
         Check("server", start, needs=("vLLM", "SGLang", "data", "server ports", "memory"), limit_s=limit_s),
         Check("publish", publish, needs=("server",), limit_s=PUBLISH_S),
         Check("log-probs", agree, needs=("publish",), limit_s=PUBLISH_S),
+        Check("programs", programs, needs=("publish",), limit_s=COMPILE_S),
     ]

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import httpx
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+from jppo.forecast.compilers import CUDNN
 from jppo.interpreter import executable
 from jppo.preflight.finding import Finding
 from jppo.preflight.gpus import Gpu, gpus
@@ -31,6 +33,9 @@ print(json.dumps([jax.default_backend(), [d.device_kind for d in jax.devices()]]
 """
 _HEADER = "import sysconfig; print(sysconfig.get_paths()['include'] + '/Python.h')"
 DRIVERS = {12: 525, 13: 580}  # least driver version of each CUDA version; NVIDIA's release notes
+# GPUs of the architectures sm_100 and sm_103, for which JAX's CUDA plugin warns of cuBLAS 12.8 to 13.1: kernels free
+# tensor memory several times.
+BLACKWELL = ("B200", "B300")
 DEVICES_TIMEOUT_S = 120
 LOOPBACK_TIMEOUT_S = 5.0
 
@@ -95,6 +100,28 @@ def check_driver(found: Sequence[Gpu], cuda: int | None) -> Finding:
     older = max((known for known, needs in DRIVERS.items() if int(driver.split(".")[0]) >= needs), default=None)
     other = f", or {sys.executable} -m pip install 'jax[cuda{older}]' in place of JAX's CUDA {cuda}" if older else ""
     return Finding("driver", "FAIL", f"{said}; CUDA {cuda} needs {least} or newer", f"update the driver{other}")
+
+
+def check_libraries(found: Sequence[Gpu], version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Compares cuBLAS with the GPU's generation, and cuDNN with the one that forecasts are compiled with."""
+    name = next((name for name in ("nvidia-cublas", "nvidia-cublas-cu12") if version(name)), None)
+    kind = next((gpu.name for gpu in found if any(word in gpu.name for word in BLACKWELL)), None)
+    if name is not None and kind is not None:
+        installed = version(name) or ""
+        said = f"{installed} on {kind}"
+        apart = "vLLM's and SGLang's torch pins 13.1, so give it an environment of its own by rollout.python"
+        remedy = f"{sys.executable} -m pip install 'nvidia-cublas>=13.2'; {apart}"
+        if Version(installed) < Version("12.8"):
+            yield Finding("cuBLAS", "FAIL", f"{said}, whose kernels came with 12.8", remedy)
+        elif Version(installed) < Version("13.2"):
+            why = "below 13.2 a kernel beside another, as on a second stream, may silently corrupt results"
+            yield Finding("cuBLAS", "WARN", f"{said}: {why}", remedy)
+        else:
+            yield Finding("cuBLAS", "OK", said)
+    if (installed := version("nvidia-cudnn-cu13") or "") and installed != CUDNN:
+        yield Finding("cuDNN", "OK", f"{installed}; --dry_run --machine compiles attention with {CUDNN}")
+    elif installed:
+        yield Finding("cuDNN", "OK", f"{installed}, as in --dry_run --machine")
 
 
 def check_triton(python: str) -> Finding:
@@ -174,6 +201,7 @@ def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
     found = gpus()
     if found:
         yield check_driver(found, next((n for n in DRIVERS if _version(f"jax-cuda{n}-plugin")), None))
+        yield from check_libraries(found, _version)
     yield check_devices(bool(found))
     if python is not None:
         server = check_server(engine, python, bool(found))

@@ -24,12 +24,15 @@ from jppo.preflight.programs import (
     Executions,
     Outlook,
     exchange_lines,
+    global_size,
     make_outlook,
     program_lines,
     report_dict,
     step_lines,
 )
+from jppo.preflight.server_seconds import ServerWork, server_work
 from jppo.rollout.make import describe_servers, with_servers
+from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.settings import Common, Settings
@@ -52,20 +55,23 @@ class Descents:
 
 
 def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
-    """Returns the first `count` trajectories of an epoch, with responses of maximum length."""
-    out = []
-    for i in range(count):
-        prompt = len(prompts[i // samples % len(prompts)].ids)
-        tokens, sampled = np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt
-        out.append(given_text(tokens, sampled, str(i // samples)))
-    return out
+    """Returns the first `count` trajectories of an epoch, with responses of maximum length.
+
+    Those of equal lengths share arrays: a step of 8,192 long responses would take gigabytes.
+    """
+    lengths = [len(prompts[i // samples % len(prompts)].ids) for i in range(count)]
+    made = {
+        prompt: given_text(np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt)
+        for prompt in set(lengths)
+    }
+    return [dataclasses.replace(made[prompt], uid=str(i // samples)) for i, prompt in enumerate(lengths)]
 
 
 def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
     """Splits a step into mini-batches of `size` sequences and counts their parts."""
     cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    packed = [packing.pack(cut, range(len(cut)), plan) for cut in cuts]
-    entries = sum(math.prod(rows.inputs.shape) for some in packed for rows in some)
+    packed = [packing.micro_batch_shapes(cut, plan) for cut in cuts]
+    entries = sum(math.prod(shape) for some in packed for shape in some)
     return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
 
 
@@ -84,6 +90,7 @@ class Work:
     entries: int  # of their rows, padding included
     updates: dict[str, Descents]  # by model
     sampled: int  # tokens that the rollout generates
+    servers: ServerWork | None = None
 
     def executions(self, found: Estimate) -> Executions:
         """Returns the executions of each program."""
@@ -98,7 +105,7 @@ class Work:
                 times[moment.name] = update.epochs * update.mini_batches * micro_batches
                 if kind == "gradient":
                     entries[moment.name] = update.epochs * update.entries
-        return Executions(times, entries, self.sampled)
+        return Executions(times, entries, self.sampled, self.servers)
 
 
 def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
@@ -108,12 +115,16 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     models = {"actor": (c.actor.ppo_epochs, c.actor.ppo_mini_batch_size)}
     if inputs.critic is not None:
         models["critic"] = (critic_epochs(c, c.trainer.critic_warmup), critic_mini_batch_size(c))
-    packed = packing.pack(step, range(per_step), plan)
+    packed = packing.micro_batch_shapes(step, plan)
+    published = memory.served(inputs.policy, published_dtype(c))
+    if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
+        published = global_size(memory.sketch(c, mesh, inputs.policy, head="lm", adapters=inputs.adapters).learned)
     return Work(
         scoring=len(packed),
-        entries=sum(math.prod(rows.inputs.shape) for rows in packed),
+        entries=sum(map(math.prod, packed)),
         updates={name: descents(step, plan, epochs=epochs, size=size) for name, (epochs, size) in models.items()},
         sampled=per_step * c.data.max_response_length,
+        servers=server_work(c, mesh, published, memory.served(inputs.policy, c.rollout.dtype)),
     )
 
 

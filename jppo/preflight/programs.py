@@ -14,6 +14,7 @@ from jppo.forecast import seconds as forecast
 from jppo.forecast.account import Account
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.forecast.seconds import Forecast
+from jppo.preflight.server_seconds import ServerWork, server_rates, server_seconds
 from jppo.preflight.shared_gpu import ServerMemory
 
 NOTE = "forecast by the compiler, not measured"
@@ -117,11 +118,17 @@ class Executions:
     by_program: Mapping[str, int]
     entries: Mapping[str, int] = dataclasses.field(default_factory=dict)  # total row entries, other shapes included
     sampled: int = 0  # tokens that the rollout generates
+    servers: ServerWork | None = None
 
     def of(self, moment: ProgramMemory) -> float:
         """Returns the executions per step; rows of other shapes count by their entries."""
         times = self.by_program.get(moment.name, 0)
         return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
+
+
+def exchanges_of_step(found: Estimate) -> dict[str, int]:
+    """Returns one execution of each exchange of gradients between groups of devices, for one optimizer step."""
+    return {moment.name: 1 for moment in found.moments if moment.name.endswith(" exchange")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,15 +156,21 @@ class Outlook:
             found[moment.name] = max(found.get(moment.name, 0.0), times * one.seconds + copies)
         return {name: seconds for name, seconds in found.items() if seconds}
 
+    def with_servers(self) -> dict[str, float]:
+        """Returns seconds per step in which servers sleep, wake, get the weights and are checked."""
+        scoring = max((one.seconds for moment, one in self.programs if moment.name == "log-probs"), default=0.0)
+        critic = sum(seconds for name, seconds in self.stages().items() if name.startswith("critic "))
+        return server_seconds(self.executions.servers, self.machine, scoring, critic)
+
     @property
     def busy(self) -> float:
-        """Seconds per step if compute, memory and links did not overlap at all."""
-        return sum(self.executions.of(m) * (one.compute + one.hbm + one.links) for m, one in self.programs)
+        """Seconds per step if collectives did not overlap with kernels at all."""
+        return sum(self.executions.of(m) * (one.compute + one.hbm + one.sent) for m, one in self.programs)
 
     @property
     def step(self) -> float:
-        """Seconds per step without the publish, and without the rollout if its rate is unknown."""
-        return sum(self.stages().values()) + (self.rollout or 0.0)
+        """Seconds per step, without the rollout if its rate is unknown."""
+        return sum(self.stages().values()) + sum(self.with_servers().values()) + (self.rollout or 0.0)
 
 
 def make_outlook(found: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
@@ -225,13 +238,15 @@ def step_lines(outlook: Outlook) -> list[str]:
         [f"  {name}", f"{outlook.executions.by_program[name]:,} times", f"{_seconds(seconds)} s"]
         for name, seconds in outlook.stages().items()
     ]
+    rows += [[f"  {name}", "servers", f"{_seconds(seconds)} s"] for name, seconds in outlook.with_servers().items()]
     if outlook.rollout is not None:
         rows.append(["  rollout", f"{outlook.executions.sampled:,} tokens", f"{_seconds(outlook.rollout)} s"])
     rows.append(["  together", "", f"{_seconds(outlook.step)} s"])
     lines += _columns(rows)
     if outlook.rollout is None and outlook.executions.sampled:
         lines.append("  without the rollout; --rollout_tokens_per_s=N adds it")
-    return [*lines, "", "assumed rates, of one device", *(f"  {line}" for line in forecast.rates(outlook.machine))]
+    rates = forecast.rates(outlook.machine) + server_rates(outlook.executions.servers)
+    return [*lines, "", "assumed rates, of one device", *(f"  {line}" for line in rates)]
 
 
 def report_dict(found: Estimate, outlook: Outlook | None) -> dict[str, Any]:
@@ -247,7 +262,8 @@ def report_dict(found: Estimate, outlook: Outlook | None) -> dict[str, Any]:
     said: dict[str, Any] = dict(parts=found.parts, peak=found.peak, worst=found.worst.name, programs=programs)
     if outlook is not None:
         said |= dict(machine=outlook.machine.name, note=NOTE, step_s=outlook.step, stages_s=outlook.stages())
-        said |= dict(rollout_s=outlook.rollout, rates=forecast.rates(outlook.machine))
+        said |= dict(rollout_s=outlook.rollout, servers_s=outlook.with_servers())
+        said |= dict(rates=forecast.rates(outlook.machine) + server_rates(outlook.executions.servers))
     return said
 
 

@@ -132,6 +132,11 @@ SPLASH = (
     ' custom_call_target="tpu_custom_call"'
 )
 
+SPLASH_OF_ONE_ROW = (
+    "%splash_mha_fwd_segmented_residuals.3 = (f32[2,512]{1,0}, bf16[8,128,64]{2,1,0}) custom-call(%m, %q3, %k3),"
+    ' custom_call_target="tpu_custom_call"'
+)
+
 TRITON = (
     "%pallas_call.12 = (bf16[2,128,4,64]{3,2,1,0}, f32[2,4,128]{2,1,0}) custom-call(%q, %k, %k),"
     ' custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/jvp(jit(mha))/mha_forward/pallas_call"}'
@@ -140,7 +145,12 @@ TRITON = (
 
 @pytest.mark.parametrize(
     "line, kernel",
-    [(TRITON, "mha_forward"), (CUDNN, "__cudnn$fmhaSoftmax"), (SPLASH, "splash_mha_fwd_segmented_residuals")],
+    [
+        (TRITON, "mha_forward"),
+        (CUDNN, "__cudnn$fmhaSoftmax"),
+        (SPLASH, "splash_mha_fwd_segmented_residuals"),
+        (SPLASH_OF_ONE_ROW, "splash_mha_fwd_segmented_residuals"),
+    ],
 )
 def test_attention_kernels_by_name_and_with_their_products(line, kernel):
     operands = [
@@ -150,11 +160,23 @@ def test_attention_kernels_by_name_and_with_their_products(line, kernel):
         "%m = s8[1,2,2]{2,1,0} parameter(3)",
         "%q2 = bf16[2,4,128,64]{3,2,1,0} parameter(4)",
         "%k2 = bf16[2,2,128,64]{3,2,1,0} parameter(5)",
+        "%q3 = bf16[8,128,64]{2,1,0} parameter(6)",
+        "%k3 = bf16[2,128,64]{2,1,0} parameter(7)",
     ]
     program = hlo.parse_hlo(module([*operands, line]))
     assert program_costs.kernels(program) == {kernel: 1}
     # 2 rows, 4 heads, 128 x 128 pairs of which half are seen, 64 wide, two products of a multiplication and an addition
     assert program_costs.flops(program) == {"bfloat16": 2 * 4 * 128 * 128 // 2 * 64 * 2 * 2}
+
+
+@pytest.mark.parametrize("queries, products", [("", 4), ("bf16[4,128,64]{2,1,0}, ", 5)])
+def test_a_backward_kernel_that_has_the_gradient_of_queries_has_a_product_more(queries, products):
+    results = f"f32[1024,128]{{1,0}}, {queries}bf16[4,128,64]{{2,1,0}}, bf16[4,128,64]{{2,1,0}}"
+    line = f'%splash_mha_dkv.1 = ({results}) custom-call(%m, %q, %q, %q), custom_call_target="tpu_custom_call"'
+    program = hlo.parse_hlo(
+        module(["%m = s8[1,2,2]{2,1,0} parameter(0)", "%q = bf16[4,128,64]{2,1,0} parameter(1)", line])
+    )
+    assert program_costs.flops(program) == {"bfloat16": products * 4 * 128 * 128 * 64}
 
 
 @pytest.mark.parametrize(

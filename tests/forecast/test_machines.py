@@ -10,6 +10,8 @@ from jppo.forecast import compilers, machines
 from jppo.forecast import seconds as forecast
 from jppo.forecast.account import Account
 from jppo.forecast.collectives import Collective
+from jppo.forecast.schedule import Exchange, Kernel, Loop, Wait
+from jppo.forecast.shares import SHARES
 from jppo.settings import UserError
 
 
@@ -19,6 +21,7 @@ from jppo.settings import UserError
         ("H100", 1, 1, (), "NVIDIA H100 80GB HBM3"),
         ("8xH100", 1, 8, (), "NVIDIA H100 80GB HBM3"),
         ("4x8xh200", 4, 8, (), "NVIDIA H200"),
+        ("8xB200", 1, 8, (), "NVIDIA B200"),
         ("2xA100-40GB", 1, 2, (), "NVIDIA A100-SXM4-40GB"),
         ("RTX-4090", 1, 1, (), "NVIDIA GeForce RTX 4090"),
         ("v5e-16", 1, 16, (4, 4), "TPU v5 lite"),
@@ -36,7 +39,7 @@ def test_names_as_people_say_them(name, groups, each, shape, kind):
 
 @pytest.mark.parametrize("name", ["8xB300", "0xH100", "H100x8", "", "2x2x2xH100", "v9-8", "2x2xv5e-8"])
 def test_an_unknown_machine_lists_the_known_ones(name):
-    with pytest.raises(UserError, match=r"no such machine; known are H100, H200, A100-40GB, .*v5e-16, v5p-64"):
+    with pytest.raises(UserError, match=r"no such machine; known are H100, H200, B200, A100-40GB, .*v5e-16, v5p-64"):
         machines.parse_machine(name)
 
 
@@ -48,10 +51,12 @@ def test_a_slice_of_another_size_lists_the_sizes():
 @pytest.mark.parametrize("name", [*machines.GPUS, *(f"{tpu}-8" for tpu in machines.TPUS)])
 def test_every_figure_is_there_and_plausible(name):
     chip = machines.parse_machine(name).chip
-    assert chip.peak("float32") < chip.peak("bfloat16") and 15 * 2**30 < chip.memory < 145 * 2**30
+    assert chip.peak("float32") < chip.peak("bfloat16") and 15 * 2**30 < chip.memory < 180 * 2**30
     assert chip.network < chip.link < chip.hbm and chip.source
     if isinstance(chip, machines.Gpu):
-        assert f"device_memory_size: {chip.memory}" in machines.target_config(chip)
+        described = machines.target_config(chip, compilers.CUDNN)
+        assert f"device_memory_size: {chip.memory}" in described
+        assert "dnn_version_info { major: 9 minor: 20 patch: 0 }" in described
 
 
 def devices(machine):
@@ -95,16 +100,58 @@ def test_the_time_of_a_collective(name, kind, groups, seconds):
     assert forecast.seconds_of(one, machine, devices(machine)) == pytest.approx(seconds)
 
 
-def test_the_largest_of_compute_memory_and_links_is_the_forecast():
+BF16 = int(989.4e12)  # FLOP of a second on an H100, at the vendor's rate
+
+
+def h100s():
     machine = machines.parse_machine("8xH100")
-    mesh = SimpleNamespace(devices=np.array(devices(machine), object))
-    account = Account(flops={"bfloat16": int(989.4e12)}, hbm=int(3.35e12) // 2)
-    found = forecast.of_account(account, machine, mesh, useful=int(4 * 989.4e12))
-    assert found.bound == "compute" and found.seconds == pytest.approx(1 / machines.EFFICIENCY["compute"][0])
-    assert found.hbm == pytest.approx(0.5 / machines.EFFICIENCY["hbm"][0]) and found.links == 0
-    assert found.mfu == pytest.approx(0.5)  # four of the eight seconds that all devices spend
-    wide = forecast.of_account(Account(flops={"float32": int(67e12)}), machine, mesh)
-    assert wide.compute == pytest.approx(found.compute)  # by the rate of float32
+    return machine, SimpleNamespace(devices=np.array(devices(machine), object)), machine.chip.shares
+
+
+def test_kernels_run_one_after_another_each_bound_by_products_or_memory():
+    machine, mesh, shares = h100s()
+    product = Kernel("product", (("bfloat16", BF16),), int(3.35e12) // 4)
+    attention = Kernel("attention", (("bfloat16", BF16 // 2),), 0)
+    stream = Kernel("memory", (), int(3.35e12) // 2)
+    account = Account(
+        flops={"bfloat16": BF16 + BF16 // 2},
+        hbm=3 * int(3.35e12) // 4,
+        schedule=(product, Loop(3, (attention,)), stream),
+    )
+    found = forecast.of_account(account, machine, mesh, useful=int(6 * 989.4e12))
+    compute = 1 / shares["product"].value + 1.5 / shares["attention"].value
+    assert found.compute == pytest.approx(compute / shares["program"].value)
+    assert found.hbm == pytest.approx(0.5 / shares["memory"].value / shares["program"].value)
+    assert found.bound == "compute" and found.links == 0
+    assert found.seconds == pytest.approx(found.compute + found.hbm)
+    assert found.mfu == pytest.approx(0.5)  # six of the twelve seconds that all devices spend at the vendor's rates
+    wide = forecast.of_account(Account(schedule=(Kernel("product", (("float32", int(67e12)),), 0),)), machine, mesh)
+    assert wide.compute == pytest.approx(1 / shares["product"].value / shares["program"].value)  # by float32's rate
+
+
+@pytest.mark.parametrize("waits, waited", [(False, 0.5), (True, 2.0)])
+def test_only_the_part_of_a_collective_that_outlasts_the_kernels_counts(waits, waited):
+    machine, mesh, shares = h100s()
+    whole = 2.0 * 450e9 * shares["link"].value * 8 / 7
+    gather = Exchange((collective("all-gather", (tuple(range(8)),), whole),), "all-gather-start", waits)
+    kernel = Kernel("product", (("bfloat16", int(1.5 * BF16 * shares["product"].value * shares["program"].value)),), 0)
+    found = forecast.of_account(Account(schedule=(gather, kernel, Wait("all-gather-start"))), machine, mesh)
+    assert found.compute == pytest.approx(1.5) and found.links == pytest.approx(waited)
+    twice = forecast.of_account(Account(schedule=(Loop(2, (gather, kernel, Wait("all-gather-start"))),)), machine, mesh)
+    assert twice.seconds == pytest.approx(2 * found.seconds)
+
+
+def test_copies_beside_the_kernels_are_bound_by_memory():
+    machine, mesh, shares = h100s()
+    found = forecast.of_account(Account(hbm=int(3.35e12)), machine, mesh)
+    assert found.hbm == pytest.approx(1 / shares["memory"].value) and found.bound == "hbm"
+
+
+@pytest.mark.parametrize("generation", SHARES)
+def test_every_share_has_a_source_and_is_below_one(generation):
+    kinds = {"product", "attention", "memory", "link", "network", "program"}
+    assert set(SHARES[generation]) == kinds
+    assert all(0.3 < one.value < 1 and one.source for one in SHARES[generation].values())
 
 
 def test_a_missing_compiler_names_its_command(tmp_path, monkeypatch):
@@ -122,12 +169,35 @@ def test_the_packages_are_of_this_jax():
     import jax
 
     assert f"jax-cuda13-plugin=={jax.__version__}" in compilers.requirements("gpu")
+    assert f"nvidia-cudnn-cu13=={compilers.CUDNN}" in compilers.requirements("gpu")
     (libtpu,) = compilers.requirements("tpu")
     assert libtpu.startswith("libtpu==")
+
+
+def test_a_compiler_with_another_cudnn_is_refused(tmp_path, monkeypatch):
+    import jax
+
+    folder, ran = tmp_path / "gpu", []
+    monkeypatch.setattr(compilers, "compiler_folder", lambda platform: folder)
+    monkeypatch.setattr(compilers.subprocess, "run", lambda command, check: ran.append(command))
+    folder.mkdir()
+    (folder / "of_an_older_one").touch()
+    compilers.install_compiler("gpu")
+    assert (
+        list(folder.iterdir()) == [folder / compilers.READY] and ran[0][-1] == f"nvidia-cudnn-cu13=={compilers.CUDNN}"
+    )
+    machine = machines.parse_machine("8xH100")
+    assert compilers.require_compiler(machine)["JAX_PLATFORMS"] == "cpu"
+    (folder / compilers.READY).write_text(f"{jax.__version__}\n")  # as installed before cuDNN had a version
+    with pytest.raises(UserError, match=rf"JAX .* and cuDNN {compilers.CUDNN} is not installed in .*target-gpu"):
+        compilers.require_compiler(machine)
 
 
 def test_a_compiler_that_crashes_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "crashes.py").write_text("import os; os.abort()")
     monkeypatch.setattr(compilers, "require_compiler", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})
     with pytest.raises(UserError, match=r"--machine=v5p-8: XLA's compiler crashed \(SIGABRT\); try another mesh"):
+        compilers.rerun(machines.parse_machine("v5p-8"), "crashes", [])
+    (tmp_path / "crashes.py").write_text("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(UserError, match=r"v5p-8: the process of XLA's compiler was killed, .* memory .*; end other"):
         compilers.rerun(machines.parse_machine("v5p-8"), "crashes", [])

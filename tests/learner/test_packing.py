@@ -78,6 +78,7 @@ def test_every_trajectory_once_in_a_shape_of_the_plan(lengths, kind, tokens_per_
     some = ragged(lengths)
     micros = packing.pack(some, range(100, 100 + len(some)), p)
     assert {rows.inputs.shape for rows in micros} <= set(p.shapes)
+    assert packing.micro_batch_shapes(some, p) == [rows.inputs.shape for rows in micros]
     assert len(p.shapes) <= 2 * row_lengths
     for r, t in p.shapes:
         assert r % row_multiple == 0

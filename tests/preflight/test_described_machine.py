@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jppo import settings
 from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account
-from jppo.preflight import described_machine
+from jppo.preflight import checks, described_machine, preview
 from jppo.preflight.programs import Estimate, ProgramMemory
 from jppo.settings import UserError
 from tests.make import typed
@@ -137,3 +138,23 @@ def test_a_report_for_gpus_that_are_not_here(small_run, tmp_path):
     assert gradient["error"] is None and gradient["flops"]["bfloat16"] > 0
     assert any(name.startswith("__cudnn$fmha") for name in gradient["kernels"])
     assert {axis for one in gradient["collectives"] for axis in one["axes"]} == {"data", "fsdp"}
+
+
+def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch):
+    moments = tuple(ProgramMemory(f"sft {kind}", 0, 0) for kind in ("gradient", "exchange", "step"))
+    asked = []
+
+    def report(c, request, mesh, lines, found, executions, estimate):
+        asked.append(executions.by_program)
+        return ""
+
+    monkeypatch.setattr(preview, "of_estimate", report)
+    checks.dry_run_of_one_model(
+        typed(settings.sft_default()),
+        described_machine.Request(machines.parse_machine("4x8xH100")),
+        lambda c, request: SimpleNamespace(mesh=None),
+        lambda c, task: (Estimate({}, moments), 3),
+        lambda task, micro_batches: ([], {"sft gradient": micro_batches, "sft step": 1}),
+        head="lm",
+    )
+    assert asked == [{"sft gradient": 3, "sft exchange": 1, "sft step": 1}]

@@ -46,10 +46,24 @@ def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compil
     assert {one.verdict for one in found} <= {"OK", "WARN"}, found
     for about in ("clock", "permission", "model files", "tokenizer", "train data", "test data", "reward", "parity"):
         assert about in [one.about for one in found]
-    last = [one.about for one in found][-7:]
-    assert last == ["memory", "publish room", "disk", "parity", "server", "publish", "log-probs"]
-    assert "engine and trainer agree" in found[-1].found
+    last = [one.about for one in found][-8:]
+    assert last == ["memory", "publish room", "disk", "parity", "server", "publish", "log-probs", "programs"]
+    assert "engine and trainer agree" in found[-2].found
+    # one row shape: a scoring pass, two gradients and two optimizer steps
+    assert found[-1].found.startswith("5 compiled and run on empty rows") and "attention is XLA's" in found[-1].found
     assert not (tmp_path / "run").exists()
+
+
+def test_a_program_that_fails_where_it_runs_fails_the_doctor(small_run, unmeasured, quick_compilation, monkeypatch):
+    """Such as a kernel's backward pass on a GPU, which the comparison of log-probs does not run."""
+
+    def breaks(*_, **__):
+        raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+
+    monkeypatch.setattr("jppo.learner.warmup.compile_all", breaks)
+    found = {one.about: one for one in all_of(small_run, server=True)}
+    assert found["log-probs"].verdict == "OK"
+    assert found["programs"].verdict == "FAIL" and "CUDNN_STATUS_EXECUTION_FAILED" in found["programs"].found
 
 
 def test_what_depends_on_a_fault_is_skipped_and_the_rest_is_looked_at(small_run, tmp_path):
@@ -61,7 +75,7 @@ def test_what_depends_on_a_fault_is_skipped_and_the_rest_is_looked_at(small_run,
     skipped = {about for about, one in found.items() if one.found.startswith("skipped: because")}
     assert skipped == {
         *("tokenizer", "data", "reward", "parity", "memory", "publish room", "disk"),
-        *("server", "publish", "log-probs"),
+        *("server", "publish", "log-probs", "programs"),
     }
     assert found["clock"].verdict == "OK"
 
