@@ -17,7 +17,7 @@ import pytest
 from jppo import settings, train
 from jppo.agent import make as agent
 from jppo.data import gsm8k
-from jppo.learner import sharding
+from jppo.learner import model_configs, sharding
 from jppo.learner.plan import batch_shape, critic_epochs
 from jppo.rewards import make as reward
 from jppo.rewards.model.classifier import Classifier
@@ -852,6 +852,9 @@ def read_by_parts(config, monkeypatch):
     config.rollout.agent, config.rollout.agent_format = "true", "plain"
     agent.make_gateway(read(), None, ())
     assert batch_shape(read(), mesh)[0] >= config.rollout.agent_branches
+    config.model.lora_rank = 2
+    model_configs.make_adapters(read())
+    config.model.lora_rank = 0
     for name in parts.ESTIMATORS:
         config.algorithm.adv_estimator = name
         parts.estimator(read())

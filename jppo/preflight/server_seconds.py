@@ -12,7 +12,7 @@ from jppo.rollout.publish import may_overlap
 from jppo.rollout.vllm.buckets import BUCKET
 from jppo.run.agreement import LOOKS, PROBES
 from jppo.settings import Settings
-from jppo.settings.rules_rollout import publish_via
+from jppo.settings.rules_servers import publish_via
 
 GB = 1e9
 # Rate or seconds, and its source.
