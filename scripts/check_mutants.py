@@ -207,12 +207,13 @@ def measure(kept: pathlib.Path, jobs: int) -> None:
         for file in sorted(measured.measured_files()):
             by_line = lines.setdefault(str(pathlib.Path(file).relative_to(ROOT)), {})
             for line, contexts in measured.contexts_by_lineno(file).items():
-                names = sorted({context.split("|")[0] for context in contexts if context})
+                names = sorted({context.rpartition("|")[0] for context in contexts if context})
                 by_line[str(line)] = [numbers.setdefault(name, len(numbers)) for name in names]
     seconds = []
     for name in numbers:
-        file, _, test = name.partition("::")
-        seconds.append(took.get((file.removesuffix(".py").replace("/", "."), test), 60.0))
+        file, *classes, test = name.split("::")
+        where = ".".join([file.removesuffix(".py").replace("/", "."), *classes])
+        seconds.append(took.get((where, test), 60.0))
     kept.write_text(json.dumps({"tests": list(numbers), "seconds": seconds, "lines": lines}))
 
 

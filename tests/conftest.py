@@ -47,6 +47,8 @@ QUICK = "jax_disable_most_optimizations"
 LONG = ["test_train", "test_recipes", "test_invariance", "test_supervised", "test_decoder", "test_resume"]
 LONG += ["test_inprocess", "test_hf", "test_memory", "test_hosts", "test_real_vllm", "test_optimizers", "test_lora"]
 LONG += ["test_chat", "test_fused", "test_prefix", "test_accounts"]
+# Tests that take longest; other cases, or other tests of the same thing, remain in `make test`.
+SLOW = pathlib.Path(__file__).with_name("slow.txt")
 MAPS = pathlib.Path("/proc/self/maps")
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"
 
@@ -64,7 +66,17 @@ def pytest_sessionstart():
         pytest.exit(f"tests need 8 CPU devices, jax has {found}: something used it before conftest.py", 3)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config, items):
+    slow = SLOW.read_text(encoding="utf-8").splitlines()
+    found = {item.nodeid: item for item in items}
+    for name in found.keys() & slow:
+        found[name].add_marker(pytest.mark.slow)
+    whole = not config.option.keyword and not any("::" in argument for argument in config.args)
+    files = {item.nodeid.partition("::")[0] for item in items}
+    gone = [name for name in slow if name not in found and name.partition("::")[0] in files]
+    if whole and gone:
+        raise pytest.UsageError(f"{SLOW.name} names {gone[0]}, which is no test; correct or remove the line")
     places = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
