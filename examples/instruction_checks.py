@@ -159,8 +159,8 @@ CHECKERS: dict[str, Callable[[str, Parameters], bool]] = {
 def degenerate(response: str) -> bool:
     """Whether a response is no answer: fewer than three words, or more than half of its words are repetitions.
 
-    Both would follow many instructions: an empty text has no comma, one repeated word has no forbidden letter. In a
-    short English text about four words in five are different.
+    One word would follow several instructions, no comma and no capital letter among them, and the same word five times
+    a number of words, too. In a short English text about four words in five are different.
     """
     found = [word.lower() for word in words(response) if len(word) > 1]
     return len(found) < LEAST_WORDS or len(set(found)) < LEAST_DISTINCT * len(found)
