@@ -2,8 +2,9 @@
 
     make smollm2 TASK=instructions
 
-Hardware: two CPU cores, TIME_PLACEHOLDER. docs/examples/smollm2.md explains task and reward, and has the same config
-by GRPO. The argument is the folder of model, data and runs: --config=configs/smollm2_instructions.py:runs/other
+Hardware: two CPU cores, sized for about an hour. docs/examples/smollm2.md explains the task and its reward, and has
+the command for GRPO. The argument is the folder of model, data and runs:
+--config=configs/smollm2_instructions.py:runs/other
 """
 
 import ml_collections
@@ -33,14 +34,15 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
 
     config.actor.lr = 1e-5
     config.actor.ppo_mini_batch_size = 32
-    config.actor.max_tokens_per_device = 1024  # a quarter of a mini-batch: some GB less memory
+    config.actor.max_tokens_per_device = 1024  # a quarter of a mini-batch at a time, for less memory
     config.critic.lr = 3e-5
 
     config.rollout.dtype = "bfloat16"
     config.rollout.omp_threads = 2
 
     config.trainer.run_dir = f"{arg}/instructions/ppo"
-    config.trainer.total_training_steps = 40
-    config.trainer.test_freq = 20
-    config.trainer.save_freq = 20
+    config.trainer.total_training_steps = 30
+    config.trainer.test_freq = 15
+    config.trainer.save_freq = 15
+    config.trainer.max_ckpt_to_keep = 1  # each has both models and their optimizers
     return config.lock()
