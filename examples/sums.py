@@ -1,8 +1,9 @@
 """Makes sums in words and digits for a chat model: `python -m examples.sums --out runs/smollm2/data/sums`
 
-Each prompt asks for the sum of two numbers from 1 to 59: "What is 12 plus 45? Reply with the number only." Half of the
-prompts have digits ("digits"), a quarter one number in words ("mixed"), a quarter two ("words"). The 1,770 pairs are
-split before prompts are made of them, and 12 + 45 and 45 + 12 are the same pair, so no sum of test.jsonl is trained on.
+Each prompt asks for the sum of two numbers from 1 to 59: "What is 12 plus 45? Reply with the number only." Four
+prompts in six have digits ("digits"), one has one number in words ("mixed"), one has two ("words"): the model adds few
+numbers in words, and needs some success to learn from. The 1,770 pairs are split before prompts are made of them, and
+12 + 45 and 45 + 12 are the same pair, so no sum of test.jsonl is trained on.
 
 `compute_score` is the reward, by `reward.function`: 1 if the last number of the response is the sum, otherwise 0.
 """
@@ -28,11 +29,9 @@ QUESTIONS = (
     "Add {a} to {b}.",
     "What is the sum of {a} and {b}?",
     "Calculate {a} + {b}.",
-    "How much is {a} and {b} together?",
-    "I have {a} apples and get {b} more. How many apples do I have?",
 )
 REPLY = "Reply with the number only."
-STYLES = ("digits", "digits", "mixed", "words")  # equally likely
+STYLES = ("digits", "digits", "digits", "digits", "mixed", "words")  # equally likely
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d)")
 
 
