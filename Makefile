@@ -6,7 +6,14 @@ JOBS = 2
 PEERS = torch trl tunix
 COMMA = ,
 SPACE = $(COMMA:,=) $(COMMA:,=)
-RUN = runs/quickstart$(if $(filter-out 1,$(SEED)),-seed$(SEED))
+SEEDED = $(if $(filter-out 1,$(SEED)),-seed$(SEED))
+RUN = runs/quickstart$(SEEDED)
+SMOLLM2 = runs/smollm2
+MODEL = $(SMOLLM2)/model
+TASK = sums
+ALGORITHM = ppo
+# As many samples a step as PPO's, in groups.
+GRPO = --config.algorithm.adv_estimator=grpo --config.rollout.n=8 --config.data.train_batch_size=8
 
 VENV = .venv
 # Huge pages for large temporaries: 10% to 20% faster on a CPU. glibc reads this when a process starts.
@@ -22,10 +29,10 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 
 .DEFAULT_GOAL = help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart test test-all lint types docs bench bench-peers doctor target-gpu target-tpu pictures clean
+.PHONY: help setup quickstart smollm2 test test-all lint types docs bench bench-peers doctor target-gpu target-tpu pictures clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv, with vLLM for this machine; PYTHON=... selects another interpreter
 	@echo "$(VENV) is ready"
@@ -33,6 +40,12 @@ setup: $(READY)  ## create .venv, with vLLM for this machine; PYTHON=... selects
 quickstart: $(RUN)/sft/hf/config.json  ## train a small model from scratch and write a report; SEED=1 RUN=DIR
 	$(TUNED) $(PY) -m jppo.train --config=configs/quickstart.py:$(RUN) --config.trainer.seed=$(SEED)
 	@echo "all together      $$(($$(date +%s) - $(BEGAN))) s, set-up included"
+
+smollm2: $(SMOLLM2)/data/$(TASK)/test.jsonl $(filter $(SMOLLM2)/model,$(MODEL))  ## train a real model; TASK=sums|instructions ALGORITHM=ppo|grpo
+	$(if $(filter ppo grpo,$(ALGORITHM)),,$(error ALGORITHM=$(ALGORITHM) must be ppo or grpo))
+	$(TUNED) $(PY) -m jppo.train --config=configs/smollm2_$(TASK).py:$(SMOLLM2) --config.model.path=$(MODEL) \
+	    --config.trainer.run_dir=$(SMOLLM2)/$(TASK)/$(ALGORITHM)$(SEEDED) --config.trainer.seed=$(SEED) \
+	    $(if $(filter grpo,$(ALGORITHM)),$(GRPO)) $(ARGS)
 
 test: $(READY)  ## run the tests, with a real vLLM; JOBS=2 workers
 	$(PY) -m pytest $(SPREAD) -m "not slow"
@@ -85,3 +98,11 @@ $(RUN)/data/model/generation_config.json: | $(READY)
 
 $(RUN)/sft/hf/config.json: | $(RUN)/data/model/generation_config.json
 	$(TUNED) $(PY) -m jppo.sft --config=configs/quickstart_sft.py:$(RUN) --config.trainer.seed=$(SEED)
+
+# Of the runs with any seed, so that they have the same test.
+$(SMOLLM2)/data/sums/test.jsonl $(SMOLLM2)/data/instructions/test.jsonl: $(SMOLLM2)/data/%/test.jsonl: | $(READY)
+	$(PY) -m examples.$* --out $(SMOLLM2)/data/$*
+
+# Moved there when it is complete.
+$(SMOLLM2)/model: | $(READY)
+	$(PY) -m examples.smollm2 --out $@

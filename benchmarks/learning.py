@@ -15,18 +15,17 @@ that sampled fewest. "final" is the mean score over the last fifth of the budget
 import argparse
 import contextlib
 import json
-import math
 import os
 import pathlib
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-import scipy.stats
 from curve import write_curve
+from intervals import difference, interval
 from learning_tasks import ALGORITHMS, COMMON, TASKS
 from machine import ROOT, begin, lines_of, machine, newest, title
 from ml_collections import ConfigDict
@@ -40,37 +39,6 @@ LOGGED = (SCORE, EXPLAINED, "reward/rule_score/mean", "actor/reward_kl_penalty_s
 STEP = 10  # at which the explained variance is compared
 
 Row = dict[str, Any]  # a finished run
-
-
-class Interval(NamedTuple):
-    """A mean with the half width of its 95% interval."""
-
-    mean: float
-    half: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean over seeds with Student's interval; NaN with fewer than two."""
-    x = np.asarray(values, np.float64)
-    if len(x) < 2:
-        return Interval(float(x.mean()) if len(x) else math.nan, math.nan)
-    half = scipy.stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x))
-    return Interval(float(x.mean()), float(half))
-
-
-def difference(a: Sequence[float], b: Sequence[float]) -> Interval:
-    """The difference of two means with Welch's interval: variances may differ, and seeds are not paired."""
-    found = float(np.mean(a) - np.mean(b))
-    if min(len(a), len(b)) < 2:
-        return Interval(found, math.nan)
-    va, vb = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
-    if va + vb == 0:
-        return Interval(found, 0.0)
-    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    return Interval(found, float(scipy.stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)))
 
 
 def mean_score(tokens: Sequence[float], scores: Sequence[float], begin: float, end: float) -> float:

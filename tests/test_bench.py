@@ -3,6 +3,10 @@
 import dataclasses
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -117,6 +121,7 @@ WRONG = {
     "quickstart": ("--learn=float8", "--profiled=0", "--steps=3 --profiled=3", "--run=none"),
     "together": ("--only=gae,nothing", "--args=gae", "--args=nothing=--x"),
     "gpu": ("--models=XL", "--length=1"),
+    "grpo": ("--steps=1", "--python=none", "--run=none --python=/bin/sh", "--python=/bin/sh --micro_batch=0"),
 }  # fmt: skip
 
 
@@ -323,6 +328,28 @@ def test_one_post_asks_for_what_the_requests_ask_for():
     body = script("rollout").as_one_post(bodies)
     assert body.pop("prompt") == [[3, 4], [4, 5]] and body.pop("return_token_ids")
     assert body == {"model": "m", "seed": 3, "temperature": 0.5, "max_tokens": 9, "ignore_eos": True, "logprobs": 0}
+
+
+def test_the_table_of_grpo_has_medians_without_the_first_step():
+    grpo = script("grpo")
+    steps = [{"gen": 90.0, "step": 100.0}, {"gen": 1.0, "step": 16.0}, {"gen": 3.0, "step": 32.0}, {"step": 64.0}]
+    one = {"steps": steps, "rewards": [0.25, 0.5], "peak": 3 * 2**29}
+    machine = {"cpu": "x", "cores": 2, "device": "cpu", "devices": 1}
+    result = {"machine": machine, "commit": "c", "date": "d", "load_average": 0.0, "task": "sums"}
+    text = grpo.table(result | {"work": {"responses": 64}, "contestants": {"jppo": one}})
+    assert "sums, seconds per step of 64 responses" in text
+    assert text.splitlines()[-1] == "| jppo | 2.0 |  |  |  |  |  | 32.0 | 2.00 | 1.5 | 0.375 |"
+
+
+def test_the_memory_of_a_process_is_that_of_its_children_too():
+    grpo = script("grpo")
+    sleeper = "import subprocess; subprocess.run(['sleep', '30'])"
+    with subprocess.Popen([sys.executable, "-c", sleeper]) as process:
+        make.until(lambda: len(grpo.descendants(process.pid)) == 2)
+        child = max(grpo.descendants(process.pid) - {process.pid})
+        assert 2**20 < grpo.memory(process.pid) < 2**27 and grpo.memory(child) < grpo.memory(process.pid)
+        os.kill(child, signal.SIGKILL)
+        process.kill()
 
 
 @pytest.fixture

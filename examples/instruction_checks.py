@@ -1,0 +1,176 @@
+"""Checks of followed instructions, and the reward that counts them: examples.instructions makes the prompts.
+
+A checker is a pure function (response, parameters) -> bool for one kind of instruction. `CHECKERS` has all kinds. The
+idea is that of IFEval (arXiv 2311.07911): instructions that a short program can verify. Kinds, wordings and code are
+different.
+
+`compute_score` is the reward, by `reward.function`: the fraction of a prompt's instructions that the response follows,
+and 0 for a degenerate response. It does not see whether a response is about the topic or true. Standard library only.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Parameters = Mapping[str, Any]
+
+# Frequent words that are in none of the other languages here, nor in English.
+LANGUAGES = {
+    "Spanish": "el los las y por para muy pero como más también está hay puede sus cuando donde desde porque",
+    "French": "les est et dans pour avec qui sur pas sont cette au très nous vous ou leur être elle aussi",
+    "German": "der das und ist ein eine mit von nicht dem auf für sich auch wir zu sind oder wird werden",
+    "Italian": "il gli che di è della nel sono più anche questo molto delle dei nella alla perché essere",
+}
+ENGLISH = "the and of to is in that it for was with as are be this by from they you have or can which"
+_WORDS_OF = {name: frozenset(words.split()) for name, words in {**LANGUAGES, "English": ENGLISH}.items()}
+LEAST_WORDS = 3  # of a response that is not degenerate
+LEAST_DISTINCT = 0.5  # of its words
+
+
+def words(text: str) -> list[str]:
+    """Returns the words of a text: letters and digits, with apostrophes and hyphens inside."""
+    return re.findall(r"\w+(?:['’-]\w+)*", text)
+
+
+def letters(text: str) -> str:
+    """Returns the letters of a text."""
+    return "".join(character for character in text if character.isalpha())
+
+
+def word_count(response: str, parameters: Parameters) -> bool:
+    """From `least` to `most` words."""
+    return bool(parameters["least"] <= len(words(response)) <= parameters["most"])
+
+
+def sentence_count(response: str, parameters: Parameters) -> bool:
+    """Exactly `count` sentences, each with an end mark; an unfinished one is wrong."""
+    text = response.strip().rstrip("\"'”’)*")
+    pieces = [piece for piece in re.split(r"(?<=[.!?])[\"'”’)*]*\s+", text) if words(piece)]
+    return len(pieces) == parameters["count"] and text.endswith((".", "!", "?"))
+
+
+def paragraph_count(response: str, parameters: Parameters) -> bool:
+    """Exactly `count` paragraphs of two words or more, with blank lines between them."""
+    pieces = [piece for piece in re.split(r"\n\s*\n", response.strip()) if piece.strip()]
+    return len(pieces) == parameters["count"] and all(len(words(piece)) >= 2 for piece in pieces)
+
+
+def bullet_list(response: str, parameters: Parameters) -> bool:
+    """Exactly `count` lines that begin with a bullet, each with words; an introduction is allowed."""
+    bullets = re.findall(r"^[ \t]*[-*•][ \t]+(.*)$", response, re.M)
+    return len(bullets) == parameters["count"] and all(words(bullet) for bullet in bullets)
+
+
+def lowercase(response: str, parameters: Parameters) -> bool:
+    """No capital letter."""
+    return bool(letters(response)) and response == response.lower()
+
+
+def capitals(response: str, parameters: Parameters) -> bool:
+    """Capital letters only."""
+    return bool(letters(response)) and response == response.upper()
+
+
+def first_letter(response: str, parameters: Parameters) -> bool:
+    """The first letter is `letter`, in either case."""
+    return letters(response)[:1].lower() == parameters["letter"].lower()
+
+
+def keyword(response: str, parameters: Parameters) -> bool:
+    """Contains `word` as a whole word, in any case."""
+    return re.search(rf"\b{re.escape(parameters['word'])}\b", response, re.I) is not None
+
+
+def no_word(response: str, parameters: Parameters) -> bool:
+    """Has words, and `word` is not among them, nor its plural."""
+    return bool(words(response)) and not re.search(rf"\b{re.escape(parameters['word'])}s?\b", response, re.I)
+
+
+def no_letter(response: str, parameters: Parameters) -> bool:
+    """Has letters, and `letter` is not among them, in either case."""
+    return bool(letters(response)) and parameters["letter"].lower() not in response.lower()
+
+
+def no_comma(response: str, parameters: Parameters) -> bool:
+    """Has words and no comma."""
+    return bool(words(response)) and not re.search("[,，、]", response)
+
+
+def ending(response: str, parameters: Parameters) -> bool:
+    """Ends with `phrase`, in any case, after at least two other words; marks after it are allowed."""
+    text, phrase = (" ".join(words(given)).lower() for given in (response, parameters["phrase"]))
+    return text.endswith(f" {phrase}") and len(words(response)) >= len(words(parameters["phrase"])) + 2
+
+
+def quoted(response: str, parameters: Parameters) -> bool:
+    """The whole response is in double quotes, with none inside."""
+    text = response.strip().replace("“", '"').replace("”", '"')
+    return re.fullmatch(r'"[^"]+"', text) is not None and bool(words(text))
+
+
+def json_object(response: str, parameters: Parameters) -> bool:
+    """A JSON object with exactly `keys`, whose values are not empty; a code fence around it is allowed."""
+    text = response.strip()
+    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.S)
+    try:
+        found = json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(found, dict) or sorted(found) != sorted(parameters["keys"]):
+        return False
+    return all(value is not None and str(value).strip() not in ("", "[]", "{}") for value in found.values())
+
+
+def language(response: str, parameters: Parameters) -> bool:
+    """Two frequent words or more of the language `name`, and more than of any other here."""
+    found = [word.lower() for word in words(response)]
+    counts = {name: sum(word in known for word in found) for name, known in _WORDS_OF.items()}
+    own = counts.pop(parameters["name"])
+    return own >= 2 and own > max(counts.values())
+
+
+def title(response: str, parameters: Parameters) -> bool:
+    """One title in double angular brackets, <<like this>>, and at least two words after it."""
+    found = re.findall(r"<<([^<>\n]+)>>", response)
+    return len(found) == 1 and bool(words(found[0])) and len(words(response.split(">>", 1)[1])) >= 2
+
+
+CHECKERS: dict[str, Callable[[str, Parameters], bool]] = {
+    "word_count": word_count,
+    "sentence_count": sentence_count,
+    "paragraph_count": paragraph_count,
+    "bullet_list": bullet_list,
+    "quoted": quoted,
+    "title": title,
+    "lowercase": lowercase,
+    "capitals": capitals,
+    "first_letter": first_letter,
+    "keyword": keyword,
+    "no_word": no_word,
+    "no_letter": no_letter,
+    "no_comma": no_comma,
+    "ending": ending,
+    "json_object": json_object,
+    "language": language,
+}
+
+
+def degenerate(response: str) -> bool:
+    """Whether a response is no answer: fewer than three words, or more than half of its words are repetitions.
+
+    One word would follow several instructions, no comma and no capital letter among them, and the same word five times
+    a number of words, too. In a short English text about four words in five are different.
+    """
+    found = [word.lower() for word in words(response) if len(word) > 1]
+    return len(found) < LEAST_WORDS or len(set(found)) < LEAST_DISTINCT * len(found)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """Returns the fraction of the instructions that are followed; `ground_truth` is JSON, [[kind, parameters], ...]."""
+    given = json.loads(ground_truth)
+    empty = degenerate(solution_str)
+    followed = [not empty and CHECKERS[kind](solution_str, parameters) for kind, parameters in given]
+    return {"score": sum(followed) / len(given), "followed_all": float(all(followed)), "degenerate": float(empty)}
