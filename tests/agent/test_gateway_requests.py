@@ -60,6 +60,7 @@ def answered(one, body, api=chat, **how):
         (completions, {"ignore_eos": True}, {"min_tokens": 0}),
         (responses, {"conversation": "conv_1"}, {"conversation": None}),
         (responses, {"background": True}, {"background": False}),
+        (responses, {"top_logprobs": 1}, {"top_logprobs": 0}),
         (responses, {"presence_penalty": 1}, {"store": False, "temperature": 0.5}),
         (messages, {"output_config": {"format": {"type": "json_schema"}}}, {"output_config": {"effort": "low"}}),
         (messages, {"mcp_servers": [{"name": "x"}]}, {"thinking": {"type": "enabled"}, "top_k": 5}),
