@@ -68,6 +68,7 @@ def work_of(c: ConfigDict, micro_batch: int) -> dict[str, Any]:
         "train_files": str(pathlib.Path(c.data.train_files).resolve()),
         "reward": str(ROOT / c.reward.function),
         "n": c.rollout.n,
+        "temperature": c.rollout.temperature,
         "responses": c.data.train_batch_size * c.rollout.n,
         "mini_batch": c.actor.ppo_mini_batch_size,
         "micro_batch": micro_batch,

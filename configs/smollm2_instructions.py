@@ -37,6 +37,7 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.actor.max_tokens_per_device = 1024  # a quarter of a mini-batch at a time, for less memory
     config.critic.lr = 3e-5
 
+    config.rollout.temperature = 0.7  # at 1.0 the model often writes nonsense
     config.rollout.dtype = "bfloat16"
     config.rollout.omp_threads = 2
 

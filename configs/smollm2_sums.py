@@ -36,6 +36,7 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.actor.max_tokens_per_device = 1280  # half of a mini-batch at a time, for less memory
     config.critic.lr = 3e-5
 
+    config.rollout.temperature = 0.5  # at 1.0 the model is almost never right, so that it has nothing to learn from
     config.rollout.dtype = "bfloat16"
     config.rollout.omp_threads = 2
 

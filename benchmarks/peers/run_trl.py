@@ -110,7 +110,7 @@ def arguments(work: dict[str, Any], folder: str) -> trl.GRPOConfig:
         num_generations=work["n"],
         max_completion_length=work["max_tokens"],
         max_steps=work["steps"] * steps,
-        temperature=1.0,
+        temperature=work["temperature"],
         loss_type="dapo",
         beta=work["kl_coef"],
         epsilon=work["clip_ratio"],
