@@ -24,11 +24,11 @@ def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monke
             meet.wait(60)  # both are at work: else this would not be reached before the critic is through
         loading(tensors, version=version, mode=mode)
 
-    def descending(how, *rest):
+    def descending(how, *rest, **named):
         seen.append(how.name)
         if how.name == "critic":
             meet.wait(60)
-        return descend(how, *rest)
+        return descend(how, *rest, **named)
 
     monkeypatch.setattr(engine, "load", load)
     monkeypatch.setattr(ppo, "descend", descending)

@@ -110,8 +110,8 @@ def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypa
     """The optimizer step has donated the old weights; those of the checkpoint before remain."""
     real = train.ppo.descend
 
-    def broken(how, params, opt, step, *rest):
-        found = real(how, params, opt, step, *rest)
+    def broken(how, params, opt, step, *rest, **named):
+        found = real(how, params, opt, step, *rest, **named)
         if how.name == name and int(step) == 1:
             raise MemoryError("in the middle")
         return found
@@ -121,7 +121,7 @@ def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypa
     with pytest.raises(MemoryError, match="in the middle"):
         train.train(small_run)
     assert saved_steps(small_run) == [1]
-    monkeypatch.setattr(train.ppo, "descend", lambda *_: (_ for _ in ()).throw(MemoryError("before it")))
+    monkeypatch.setattr(train.ppo, "descend", lambda *_, **__: (_ for _ in ()).throw(MemoryError("before it")))
     small_run.trainer.run_dir += "-other"
     with pytest.raises(MemoryError, match="before it"):
         train.train(small_run)
@@ -131,8 +131,8 @@ def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypa
 def test_a_broken_update_says_that_nothing_is_saved(small_run, engine, monkeypatch, capsys):
     real = train.ppo.descend
 
-    def broken(*given):
-        real(*given)
+    def broken(*given, **named):
+        real(*given, **named)
         raise MemoryError("in the middle")
 
     monkeypatch.setattr(train.ppo, "descend", broken)

@@ -145,7 +145,7 @@ def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Wo
         )
     lines += [
         *(f"weights          {said}" for said in [describe_decoding(inputs.policy)] if said),
-        *(f"servers          {said}" for said in [describe_servers(c)] if said),
+        *(f"servers          {said}" for said in [describe_servers(c, mesh)] if said),
         f"sampling         {describe_sampling(c)}",
         *(f"                 warning: {one.found}; {one.remedy}" for one in sampling_warnings(c)),
         f"rows             {shapes(plan)}",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -87,12 +88,24 @@ def with_servers(c: Settings, mesh: Mesh) -> Settings:
     return settings.changed(c, {"rollout.servers": count})
 
 
-def describe_servers(c: Settings) -> str:
+def describe_servers(c: Settings, mesh: Mesh) -> str:
     """Returns a line on the servers that each host starts; '' if it starts none."""
     r = c.rollout
     if r.name not in ("vllm", "sglang") or r.urls:
         return ""
+    if sharding.platform(mesh) == "cpu":
+        return f"{r.servers} server(s) a host, each with {server_threads(r)} thread(s)"
     return f"{r.servers} server(s) a host, each on {r.tensor_model_parallel_size} device(s)"
+
+
+def server_threads(r: Rollout) -> int:
+    """Returns the threads of a server on a CPU: its share of the cores, or half of it where the trainer works, too."""
+    if r.omp_threads > 0:
+        return r.omp_threads
+    if (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(1, int(given))
+    share = len(os.sched_getaffinity(0)) // r.least_servers
+    return max(1, share if r.mode == "sync" else share // 2)
 
 
 def server_settings(c: Settings) -> ServerSettings:
@@ -109,7 +122,7 @@ def server_settings(c: Settings) -> ServerSettings:
         gpu_memory_utilization=r.gpu_memory_utilization,
         kv_cache_memory_bytes=r.cache_on_cpu,
         cache_given=r.kv_cache_memory_bytes > 0,
-        omp_threads=r.omp_threads,
+        omp_threads=server_threads(r),
         start_timeout_s=r.start_timeout_s,
         tensor_model_parallel_size=r.tensor_model_parallel_size,
         devices=tuple(texts.entries(r.devices)),

@@ -211,7 +211,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         inputs.policy.unread,
         kernel,
         describe_decoding(inputs.policy),
-        describe_servers(c),
+        describe_servers(c, mesh),
         offloading.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(c, mesh),
         chosen,

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import jppo
-from jppo.rollout.make import require_routing, with_servers
+from jppo.rollout.make import require_routing, server_threads, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
 from jppo.rollout.sglang import arguments as sglang
-from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, program
+from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, install_for_cpu, program
 from jppo.rollout.vllm.unserved import require_latent
 from jppo.settings import UserError, default, rules_rollout
 from tests.make import typed
@@ -76,7 +76,8 @@ def test_check_vllm_says_how_to_install_it(site):
     with pytest.raises(UserError) as caught:
         check_vllm(python_of(site))
     assert f"vLLM is not installed for {python_of(site)}" in str(caught.value)
-    assert "-m pip install 'jppo[vllm]'" in str(caught.value) and "make setup" in str(caught.value)
+    assert "-m pip install 'jppo[vllm]'" in str(caught.value)
+    assert install_for_cpu(python_of(site)) in str(caught.value) and "uninstall -y torchvision" in str(caught.value)
     assert "rollout.name=inprocess" in str(caught.value)
 
 
@@ -497,3 +498,24 @@ def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count):
     if c.rollout.name == "vllm" and not c.rollout.urls:
         with pytest.raises(UserError, match=r"set rollout\.name=inprocess"):
             with_servers(typed(c), mesh)
+
+
+@pytest.mark.parametrize(
+    "mode,servers,given,variable,threads",
+    [
+        ("sync", 1, -1, None, 8),
+        ("sync", 3, -1, None, 2),
+        ("async", 1, -1, None, 4),
+        ("async", 8, -1, None, 1),
+        ("sync", 1, 3, "5", 3),
+        ("sync", 1, -1, "5", 5),
+        ("sync", 1, -1, "4,2", 8),
+    ],
+)
+def test_a_server_on_a_cpu_takes_its_share_of_the_cores(config, monkeypatch, mode, servers, given, variable, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    config.rollout.mode, config.rollout.servers, config.rollout.omp_threads = mode, servers, given
+    assert server_threads(typed(config).rollout) == threads
