@@ -16,8 +16,8 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.learner.plan import sequences_of_step
-from jppo.models import cache, hf
-from jppo.models.config import pad_vocab
+from jppo.models import cache, cost, hf
+from jppo.models.config import ModelConfig, pad_vocab
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
@@ -31,6 +31,8 @@ from jppo.rollout.vllm.served_reference import ServedReference
 from jppo.settings import Rollout, Settings, UserError, ValKwargs, parts, texts
 from jppo.settings.rules_servers import publish_via
 from jppo.types import Sampling
+
+SMALL = 2e7  # FLOP of a token
 
 Source = Served | InprocessSampler  # of samples
 
@@ -94,16 +96,22 @@ def describe_servers(c: Settings, mesh: Mesh) -> str:
     if r.name not in ("vllm", "sglang") or r.urls:
         return ""
     if sharding.platform(mesh) == "cpu":
-        return f"{r.servers} server(s) a host, each with {server_threads(r)} thread(s)"
+        _, cfg = hf.read_config(c.model.path)
+        return f"{r.servers} server(s) a host, each with {server_threads(r, cfg)} thread(s)"
     return f"{r.servers} server(s) a host, each on {r.tensor_model_parallel_size} device(s)"
 
 
-def server_threads(r: Rollout) -> int:
-    """Returns the threads of a server on a CPU: its share of the cores, or half of it where the trainer works, too."""
+def server_threads(r: Rollout, cfg: ModelConfig) -> int:
+    """Returns the threads of a server on a CPU: its share of the cores, or half of it where the trainer works, too.
+
+    More than one make a small model no faster, and several times slower beside other programs.
+    """
     if r.omp_threads > 0:
         return r.omp_threads
     if (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(1, int(given))
+    if cost.forward(cfg, [1], head_tokens=1) < SMALL:
+        return 1
     share = len(os.sched_getaffinity(0)) // r.least_servers
     return max(1, share if r.mode == "sync" else share // 2)
 
@@ -122,7 +130,7 @@ def server_settings(c: Settings) -> ServerSettings:
         gpu_memory_utilization=r.gpu_memory_utilization,
         kv_cache_memory_bytes=r.cache_on_cpu,
         cache_given=r.kv_cache_memory_bytes > 0,
-        omp_threads=server_threads(r),
+        omp_threads=server_threads(r, cfg),
         start_timeout_s=r.start_timeout_s,
         tensor_model_parallel_size=r.tensor_model_parallel_size,
         devices=tuple(texts.entries(r.devices)),

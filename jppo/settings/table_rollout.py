@@ -95,8 +95,9 @@ class Rollout(Section):
     kv_cache_memory_bytes: int = setting(-1, "KV cache of a server, or of the in-process engine on a CPU. -1: 256 MiB"
         " on a CPU; on a GPU what gpu_memory_utilization leaves, which vLLM measures", unit="bytes", bounds="[1,",
         off=-1)
-    omp_threads: int = setting(-1, "Threads of a server on a CPU. -1: OMP_NUM_THREADS, or all cores of its share, half"
-        " of them with rollout.mode=async", bounds="[1,", off=-1, only=_SERVERS)
+    omp_threads: int = setting(-1, "Threads of a server on a CPU. -1: OMP_NUM_THREADS, or 1 for a model below 10M"
+        " parameters, or all cores of its share, half of them with rollout.mode=async",
+        bounds="[1,", off=-1, only=_SERVERS)
     tensor_model_parallel_size: int = setting(1, "GPUs of one server", bounds="[1,", only=_SERVERS)
     devices: str = setting("", "GPUs of the servers, as in CUDA_VISIBLE_DEVICES. '': all", only=_SERVERS)
     engine_args: str = setting("", "Further options of the server's command line", only=_SERVERS)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import jppo
+from examples import arithmetic
+from jppo.models import config_reader
 from jppo.rollout.make import require_routing, server_threads, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
@@ -503,6 +505,7 @@ def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count):
 @pytest.mark.parametrize(
     "mode,servers,given,variable,threads",
     [
+        ("small", 1, -1, None, 1),
         ("sync", 1, -1, None, 8),
         ("sync", 3, -1, None, 2),
         ("async", 1, -1, None, 4),
@@ -517,5 +520,7 @@ def test_a_server_on_a_cpu_takes_its_share_of_the_cores(config, monkeypatch, mod
     monkeypatch.delenv("OMP_NUM_THREADS")
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    config.rollout.mode, config.rollout.servers, config.rollout.omp_threads = mode, servers, given
-    assert server_threads(typed(config).rollout) == threads
+    shape = arithmetic.MODEL | ({} if mode == "small" else {"vocab_size": 10**5})
+    config.rollout.mode, config.rollout.servers = mode.replace("small", "sync"), servers
+    config.rollout.omp_threads = given
+    assert server_threads(typed(config).rollout, config_reader.parse_config(shape, path="here")) == threads
