@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from examples.instruction_checks import LANGUAGES
-from jppo.data.rows import make_directory, write_jsonl
-from jppo.errors import escaped
+from jppo.data.rows import write_sets
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 
 REQUESTS = (
@@ -161,10 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--test", type=int, default=320, help="prompts to hold out")
     args = parser.parse_args(argv)
     made = make(seed=args.seed, train=args.train, test=args.test)
-    make_directory(args.out)
-    for name, rows in made.items():
-        write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows"))
+    write_sets(args.out, made)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.data.rows import Row, checked_prompt, checked_text, make_directory, read_rows, write_jsonl
-from jppo.errors import escaped
+from jppo.data.rows import Row, checked_prompt, checked_text, read_rows, write_sets
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 
 GIRLS = ("Lily", "Sue", "Mia", "Anna", "Lucy", "Sara", "Amy", "Emma", "Jane", "Molly")
@@ -80,10 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         made: dict[str, list[dict[str, Any]]] = dict(make(seed=args.seed, test=args.test, word=args.word))
     else:
         made = {"demo": demonstrations(read_rows(args.samples))}
-    make_directory(args.out)
-    for name, rows in made.items():
-        write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows"))
+    write_sets(args.out, made)
 
 
 if __name__ == "__main__":

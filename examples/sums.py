@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo.data.rows import make_directory, write_jsonl
-from jppo.errors import escaped
+from jppo.data.rows import write_sets
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
 
 LARGEST = 59
@@ -52,7 +51,7 @@ def in_words(number: int) -> str:
     return TENS[tens] + (f"-{ONES[ones]}" if ones else "")
 
 
-def make(*, seed: int, test: int, copies: int) -> dict[str, list[dict[str, str]]]:
+def make(*, seed: int, test: int, copies: int) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows of train and test, as a function of the arguments only."""
     pairs = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 2))
     if not 1 <= test < len(pairs):
@@ -65,7 +64,7 @@ def make(*, seed: int, test: int, copies: int) -> dict[str, list[dict[str, str]]
     return {"train": train, "test": [_row(rng, *pair) for pair in shuffled[:test]]}
 
 
-def _row(rng: np.random.Generator, a: int, b: int) -> dict[str, str]:
+def _row(rng: np.random.Generator, a: int, b: int) -> dict[str, Any]:
     """Returns a prompt for the pair, with random order, phrasing and style."""
     style = STYLES[rng.integers(len(STYLES))]
     question = QUESTIONS[rng.integers(len(QUESTIONS))]
@@ -74,7 +73,7 @@ def _row(rng: np.random.Generator, a: int, b: int) -> dict[str, str]:
     spelled = spelled if rng.random() < 0.5 else spelled[::-1]
     shown = [in_words(n) if in_letters else str(n) for n, in_letters in zip((a, b), spelled, strict=True)]
     asked = f"{question.format(a=shown[0], b=shown[1])} {REPLY}"
-    prompt: Any = [{"role": "user", "content": asked}]
+    prompt = [{"role": "user", "content": asked}]
     return {"prompt": prompt, "ground_truth": str(a + b), "data_source": f"sums_{style}"}
 
 
@@ -88,10 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--copies", type=int, default=4, help="prompts per training pair")
     args = parser.parse_args(argv)
     made = make(seed=args.seed, test=args.test, copies=args.copies)
-    make_directory(args.out)
-    for name, rows in made.items():
-        write_jsonl(args.out / f"{name}.jsonl", rows)
-        print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} rows"))
+    write_sets(args.out, made)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.errors import first_line
+from jppo.errors import escaped, first_line
 from jppo.settings import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -121,6 +121,14 @@ def make_directory(path: pathlib.Path) -> None:
 def write_jsonl(path: pathlib.Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes one JSON object per line, in UTF-8."""
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_sets(out: pathlib.Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Writes each set of rows to NAME.jsonl in the directory `out`, and prints the files."""
+    make_directory(out)
+    for name, rows in sets.items():
+        write_jsonl(out / f"{name}.jsonl", rows)
+        print(escaped(f"{out / f'{name}.jsonl'}: {len(rows)} rows"))
 
 
 def _json(path: pathlib.Path) -> list[Row]:
