@@ -262,7 +262,7 @@ def copy(folder: pathlib.Path) -> pathlib.Path:
 
 
 def work(drawn: list[Mutant], covered: Covered, args: argparse.Namespace, done: multiprocessing.SimpleQueue) -> None:
-    """Tries mutants one after another in a copy of its own; puts (mutant, whether caught, the line to print)."""
+    """Tries mutants one after another in a separate copy; puts (mutant, whether caught, the line to print)."""
     with tempfile.TemporaryDirectory() as folder:
         checkout = copy(pathlib.Path(folder))
         for mutant in drawn:

@@ -32,7 +32,7 @@ class Run(NamedTuple):
     """A finished run."""
 
     folder: pathlib.Path
-    before: dict[str, float]  # metrics of the first test, that of step 0
+    before: dict[str, float]  # metrics of the test at step 0
     after: dict[str, float]  # of the last test
     steps: list[dict[str, float]]
     final: int  # step of the last test

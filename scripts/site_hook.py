@@ -23,7 +23,7 @@ PAGES = {
 }
 # A link's or a picture's target, in Markdown or in HTML.
 TARGET = re.compile(r"""(\]\(|<(?:img|a)\b[^>]*?\b(?:src|href)=")([^)"#\s]*)(#[^)"\s]*)?(?=[)"])""", re.S)
-# An equation of its own or in a sentence, as code hosts read them; no code between backquotes.
+# A displayed or an inline equation, in the notation of code hosts; code between backquotes is skipped.
 EQUATION = re.compile(r"`[^`]*`|\$\$(.+?)\$\$|(?<![\w$\\])\$(?=\S)([^$\n`]+?)(?<=\S)\$(?!\w)", re.S)
 FENCE = re.compile(r"^(```.*?^```)$", re.S | re.M)
 

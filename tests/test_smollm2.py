@@ -332,7 +332,7 @@ def test_tables_of_seeds(compare_seeds, tmp_path, capsys):
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 def test_a_step_of_the_real_model(tmp_path):
-    """The commands of `make smollm2`, with two steps; also PPO's KL is that of the start."""
+    """The commands of `make smollm2`, with two steps; the KL of PPO is to the starting policy."""
     made = subprocess.run(
         [sys.executable, "-m", "examples.smollm2", "--out", str(tmp_path / "model")],
         cwd=ROOT, capture_output=True, text=True,

@@ -130,7 +130,7 @@ def arguments(work: dict[str, Any], folder: str) -> trl.GRPOConfig:
 
 
 def main(path: str) -> None:
-    """Trains and prints what it took."""
+    """Trains and prints seconds, memory and metrics."""
     work = json.loads(pathlib.Path(path).read_text())
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows = [json.loads(line) for line in pathlib.Path(work["train_files"]).read_text().splitlines()]

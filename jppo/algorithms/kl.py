@@ -53,11 +53,12 @@ def full(
     *,
     log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
     total: Callable[[jax.Array], jax.Array] = _total,
-    **_: Any,
+    largest: object = None,
 ) -> jax.Array:
     """Σ_a π(a) (log π(a) - log π_ref(a)) over the whole vocabulary: exact, and so is its gradient.
 
-    `log_softmax` and `total` replace the functions of the last axis where a mesh shards it.
+    `log_softmax` and `total` replace the functions of the last axis where a mesh shards it, as `largest` does in
+    `forward_kl_topk`; here nothing needs it.
     """
     chex.assert_equal_shape([logits, ref_logits])
     logp, ref_logp = log_softmax(logits), log_softmax(ref_logits)

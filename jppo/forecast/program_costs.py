@@ -10,7 +10,7 @@ from jppo.forecast.hlo import HloProgram, Instruction, Shape
 FUSIONS = ("fusion", "async-start")
 PALLAS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call")
 # JAX's attention kernels by name prefix: the number of pairwise products of each, and the axis of the queries' length.
-# A single row has no axis of its own.
+# A single row has no batch axis.
 ATTENTION = {"splash_mha_fwd": (2, -2), "splash_mha_dq": (3, -2), "splash_mha_dkv": (4, -2), "mha_forward": (2, -3)}
 ATTENTION |= {"mha_backward": (7, -3)}
 FLOATS = ("bf16", "f16", "f32")

@@ -9,9 +9,9 @@ from jppo.models import attention, cost
 from jppo.models.config import ModelConfig
 from jppo.settings import Common, Settings, UserError, has_branches
 
-# Four row lengths instead of one are nine further programs, 5 to 15 s each, and save a third of a run's entries.
-WORTH_S = 300.0
-REACHED, CPU_FLOPS = 0.4, 1e11  # share of a device's peak; what the cores of a CPU reach together, roughly
+# Four row lengths instead of one are up to 21 further programs, some seconds each, and save at most 3/8 of the entries.
+WORTH_S = 300.0  # assumed, as the next two
+REACHED, CPU_FLOPS = 0.4, 1e11  # share of a device's peak; rate of all cores of a CPU
 
 
 def packing_kind(c: Common, mesh: Any) -> str:

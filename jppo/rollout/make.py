@@ -104,7 +104,7 @@ def describe_servers(c: Settings, mesh: Mesh) -> str:
 def server_threads(r: Rollout, cfg: ModelConfig) -> int:
     """Returns the threads of a server on a CPU: its share of the cores, or half of it where the trainer works, too.
 
-    More than one make a small model no faster, and several times slower beside other programs.
+    More than one make a small model no faster, and slower where other programs use the cores.
     """
     if r.omp_threads > 0:
         return r.omp_threads

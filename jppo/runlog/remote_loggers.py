@@ -230,7 +230,7 @@ class Swanlab:
                 reinit=True,
                 **named,
             )
-        except Exception as e:  # it has no error of its own
+        except Exception as e:  # swanlab has no exception class
             raise UserError(
                 f"SwanLab does not start: {' '.join(str(e).split())}; fix that, set SWANLAB_MODE=offline, or remove"
                 " swanlab from trainer.logger"

@@ -75,7 +75,7 @@ def with_preset(config: Settings) -> Settings:
 
 
 def _faults(found: dict[str, Any], made: Common, *, training: bool) -> list[str]:
-    """Returns the faults of all values, then those between values that have no fault of their own."""
+    """Returns the faults of single values, then those between valid values."""
     wrong: dict[str, list[str]] = {}
     for name, value in found.items():
         if faults := faults_of([functools.partial(_check_value, name, value)]):

@@ -203,7 +203,7 @@ def remote_urls(urls: str) -> list[str]:
 def _host(url: str) -> str | None:
     try:
         return urllib.parse.urlsplit(url).hostname
-    except ValueError:  # malformed; a rule of its own rejects it
+    except ValueError:  # malformed; another rule rejects it
         return None
 
 

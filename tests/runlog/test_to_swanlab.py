@@ -1,4 +1,4 @@
-"""SwanLab by a fake of its client: what is sent, once, and under which id."""
+"""SwanLab with a fake client: each step is sent once, under the id of the run."""
 
 import json
 import sys
