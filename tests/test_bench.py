@@ -120,6 +120,7 @@ WRONG = {
                 "--shapes=S --envs=none"),
     "quickstart": ("--learn=float8", "--profiled=0", "--steps=3 --profiled=3", "--run=none"),
     "together": ("--only=gae,nothing", "--args=gae", "--args=nothing=--x"),
+    "threads": ("--model=none --repeats=0", "--model=none --threads=0", "--model=none --busy=-1", "--model=none"),
     "gpu": ("--models=XL", "--length=1"),
     "grpo": ("--steps=1", "--python=none", "--run=none --python=/bin/sh", "--python=/bin/sh --micro_batch=0"),
 }  # fmt: skip
