@@ -74,7 +74,7 @@ def _of_instruction(program: HloProgram, place: str, one: Instruction, sizes: di
     found = tuple(collectives.of_instruction(program, place, one, sizes))
     if found:
         started = one.opcode.endswith("-start") and '"is_sync":true' not in one.attributes
-        yield Exchange(tuple(dataclasses.replace(c, times=1) for c in found), one.name, waits=not started)
+        yield Exchange(found, one.name, waits=not started)
         return
     flops, attends = program_costs.flops_of(program, place, one)
     if flops:

@@ -108,8 +108,7 @@ def make_passes(
     def exact(kind: str | None, **how: Any) -> score.Exact | None:
         if kind is None or kind not in kl.EXACT or models.reference is None:
             return None
-        divergence = functools.partial(kl.EXACT[kind], **dict(r.kl_topk if kind == "forward_kl_topk" else ()))
-        return score.make_exact(divergence, models.policy, models.reference, **heads, **how)
+        return score.make_exact(_divergence(r, kind), models.policy, models.reference, **heads, **how)
 
     reference = None
     if models.reference is not None:
@@ -138,8 +137,7 @@ def make_passes(
         critic = update.make_accumulate(loss, mesh=mesh, options=options)
     whole = None if mesh is None else sharding.replicated(mesh)
     balanced = routed and r.router_aux_loss_coef
-    old = logprob(models.policy, with_entropy=r.entropy_metric, compare=True, squared=r.estimator.energy)
-    old_logprob = compiled(old)
+    old_logprob = compiled(logprob(models.policy, r.entropy_metric, compare=True, squared=r.estimator.energy))
     return Passes(
         logprob=old_logprob,
         select=None if r.selection is None else make_select(r.selection, old_logprob),
@@ -150,6 +148,11 @@ def make_passes(
         critic=critic,
         router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
     )
+
+
+def _divergence(r: Recipe, kind: str) -> Callable[..., jax.Array]:
+    """Returns an exact KL of the logits, with its settings."""
+    return functools.partial(kl.forward_kl_topk, **dict(r.kl_topk)) if kind == "forward_kl_topk" else kl.EXACT[kind]
 
 
 def _critic(model: Model, r: Recipe) -> tuple[score.Value, Any]:

@@ -202,6 +202,22 @@ def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathl
     return settings.changed(c, {"trainer.run_dir": str(scratch)}), scratch
 
 
+def run_programs(read: Read, trainer: Learner, begin: TrainState) -> Finding:
+    """Compiles every program of a step and runs it on empty rows, as a run's start does."""
+    start, count = time.monotonic(), 0
+
+    def part(name: str, whole: int) -> Callable[[], None]:
+        nonlocal count
+        count = whole
+        return lambda: None
+
+    compile_passes(read.c, trainer, begin, part)
+    kernels = {name for one in read.estimate[1].moments if one.account for name in one.account.kernels}
+    said = f"{count} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
+    names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
+    return Finding("programs", "OK", f"{said}; custom kernels: {names}")
+
+
 def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
     """Checks a server's start, a publish, that engine and trainer then have the same policy, and a run's programs."""
     c, scratch = elsewhere(read.c, stack)
@@ -246,18 +262,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         trainer, begin = learner()
         if c.rollout.sleep_level:  # as they do while a run learns
             sampler().sleep()
-        start, count = time.monotonic(), 0
-
-        def part(name: str, whole: int) -> Callable[[], None]:
-            nonlocal count
-            count = whole
-            return lambda: None
-
-        compile_passes(c, trainer, begin, part)
-        kernels = {name for one in read.estimate[1].moments if one.account for name in one.account.kernels}
-        said = f"{count} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
-        names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
-        yield Finding("programs", "OK", f"{said}; custom kernels: {names}")
+        yield run_programs(read, trainer, begin)
 
     limit_s = c.rollout.start_timeout_s + PUBLISH_S
     return [

@@ -49,10 +49,13 @@ def call(function: Function, samples: Sequence[Sample]) -> list[Any]:
     else:
         given = dict(zip(BATCH, map(list, zip(*map(_arguments, samples), strict=True)), strict=True))
     results = function(**given)
+    kind = type(results).__name__
+    if isinstance(results, str | bytes | dict):  # whose elements are no scores
+        raise ValueError(f"the function returned {kind}; it must be a list of scores")
     try:
         results = list(results)
     except TypeError as e:
-        raise ValueError(f"the function returned {type(results).__name__}; it must be a list of scores") from e
+        raise ValueError(f"the function returned {kind}; it must be a list of scores") from e
     if len(results) != len(samples):
         raise ValueError(f"the function returned {len(results)} scores for {len(samples)} samples")
     return results

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jppo.rewards import graders, rules
+from jppo.rewards import forms, graders, rules
 from jppo.rewards.function import FormatPart, FunctionPart
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
@@ -373,3 +373,14 @@ def test_two_thousand_samples_take_seconds(tmp_path):
     took = time.perf_counter() - begun
     pool.close()
     assert took < 12
+
+
+@pytest.mark.parametrize("returned", ["12", b"12", {"a": 1.0, "b": 2.0}, 3.0])
+def test_only_a_list_holds_the_scores_of_a_batch(returned):
+    samples = [dict(data_source="s", text=text, truth="", extra={}) for text in "ab"]
+
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+        return returned
+
+    with pytest.raises(ValueError, match=f"the function returned {type(returned).__name__}; it must be a list of"):
+        forms.call(compute_score, samples)
