@@ -1,0 +1,405 @@
+"""The Python API: a learner and a rollout engine as one object, for your own training loop. See docs/your-own-loop.md.
+
+    with jppo.open("path/to/model", engine="inprocess", actor=dict(lr=1e-5)) as m:
+        samples = m.sample(["2+2="], n=8)                            the engine's, with log-probs
+        batch = m.batch(samples)                                     [N, L], a column for each token of a response
+        batch = batch.replace(old_logprob=m.logprobs(batch), advantage=...)
+        m.forward_backward(batch, "ppo")                             adds to the gradient
+        m.optim_step()
+        m.publish()                                                  ends the step: the engine has the new weights
+        m.save("runs/mine")
+
+It runs the passes, packing, meshes and checks of `jppo.train`, whose step is made of the same functions of
+`learner/ppo.py`. `another` gives a further set of trained weights on the same programs, base and engine. `examples`
+takes tokens, targets and weights of any source in place of samples.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jppo import process
+from jppo.data.tokenizer import check_stop_texts, end_token_ids
+from jppo.errors import UserError
+from jppo.learner import make, ppo, sharding
+from jppo.learner.make import Learner
+from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models, require_models_fit
+from jppo.learner.state import scalar
+from jppo.models import hf_write, placing
+from jppo.rollout import make as rollout
+from jppo.run.inputs import read_tokenizer, require_publishable
+from jppo.run.own_engine import Engine, Kept
+from jppo.run.own_losses import Losses
+from jppo.run.own_prompts import PromptLike, make_prompts
+from jppo.run.own_settings import make_settings
+from jppo.run.own_state import load_state, save_state
+from jppo.run.responses import Responses, aims, of_samples, trajectory_of
+from jppo.run.trainable import Trainable
+from jppo.settings import Settings, changed, stop_texts
+from jppo.types import TrainState, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """The result of `forward_backward`."""
+
+    metrics: dict[str, float]  # as jppo.train names them; `actor/loss` or `critic/vf_loss` for a function
+    logprob: np.ndarray | None  # [N, L] f32, of the policy; None from a critic and from the loss of the settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What all sets of trained weights on one model share."""
+
+    c: Settings
+    inputs: ModelConfigs
+    learner: Learner
+    losses: Losses
+    engine: Engine
+    tokenizer: Any
+
+
+class Model:
+    """A policy with its optimizer, perhaps a critic, and the engine that samples from it."""
+
+    def __init__(self, parts: Parts, begin: TrainState, close: contextlib.ExitStack | None):
+        c, learner, steps = parts.c, parts.learner, max(parts.inputs.total_steps, 0)
+        self._parts, self._now, self._close = parts, dataclasses.replace(begin, policy=None, value=None), close
+        self.policy = Trainable(learner.actor, begin.policy, begin.policy_opt, c.actor, steps)
+        self.critic: Trainable | None = None
+        if learner.critic is not None:
+            self.critic = Trainable(learner.critic, begin.value, begin.value_opt, c.critic, steps)
+        self._sampled = 0  # calls of `sample` in this step
+        self._stepped = self._closed = False
+
+    @property
+    def step(self) -> int:
+        """Returns the steps that `publish` has ended."""
+        return int(self._now.step)
+
+    @property
+    def settings(self) -> Settings:
+        """Returns all settings."""
+        return self._parts.c
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of tokens that the model knows."""
+        return self._parts.inputs.policy.vocab_size
+
+    @property
+    def tokenizer(self) -> Any:
+        """Returns the model's tokenizer."""
+        return self._parts.tokenizer
+
+    @property
+    def state(self) -> TrainState:
+        """Returns the training state, as a checkpoint has it."""
+        fields = dict(policy=self.policy.params, policy_opt=self.policy.opt)
+        if self.critic is not None:
+            fields |= dict(value=self.critic.params, value_opt=self.critic.opt)
+        return dataclasses.replace(self._now, **fields)
+
+    def sample(
+        self, prompts: Sequence[PromptLike], *, n: int | None = None, weights: Kept | None = None, **sampling: Any
+    ) -> list[Trajectory]:
+        """Samples `n` responses to each prompt, consecutive ones, with the published weights.
+
+        A prompt is a text, chat messages, or token ids. `sampling` replaces fields of `types.Sampling`, such as
+        temperature and max_tokens; the seed is derived from trainer.seed, the step, and the number of earlier calls in
+        it. `weights` samples from a result of `keep`.
+        """
+        self._require_open()
+        c, engine = self._parts.c, self._parts.engine
+        asked = make_prompts(c, self._parts.tokenizer, prompts)
+        how = rollout.sampling(c, self.step, self._sampled)
+        unknown = sampling.keys() - vars(how).keys()
+        if unknown:
+            raise UserError(f"sample({unknown.pop()}=...) is no option; use {', '.join(vars(how))}")
+        how = dataclasses.replace(how, **sampling | ({} if n is None else {"n": n}))
+        if weights is not None:
+            engine.ensure(weights)
+        elif engine.holds is not self:
+            raise UserError(
+                "the engine has other weights than this model's: it was loaded, or another set was published; call"
+                " publish() first"
+            )
+        self._sampled += 1
+        return engine.generate(asked, how)
+
+    def batch(self, samples: Sequence[Trajectory]) -> Responses:
+        """Makes the batch of sampled responses, with `mask` and `rollout_logprob`."""
+        self._require_open()
+        return self._batch(samples)
+
+    def examples(self, inputs: Sequence[Any], targets: Sequence[Any] | None = None, **fields: Any) -> Responses:
+        """Makes a batch of given tokens: entry t of an example is about targets[t] after reading inputs[: t + 1].
+
+        Without `targets`, each token's is the next one, and the last token only a target. `fields` are arrays as for
+        `Responses.replace`, by entry: weight, advantage, old_logprob. Every target is trained on, times its weight,
+        unless `mask` says otherwise.
+        """
+        self._require_open()
+        if targets is None:
+            targets, inputs = [np.asarray(x)[1:] for x in inputs], [np.asarray(x)[:-1] for x in inputs]
+        if len(inputs) != len(targets):
+            raise UserError(f"{len(inputs)} inputs and {len(targets)} targets; give as many")
+        made = [trajectory_of(*pair, i, self.vocab_size) for i, pair in enumerate(zip(inputs, targets, strict=True))]
+        found = dataclasses.replace(self._batch(made), targets=aims(made, targets))
+        return found.replace(**fields)
+
+    def _batch(self, samples: Sequence[Trajectory]) -> Responses:
+        c = self._parts.c
+        if not samples:
+            raise UserError("0 samples; a batch has one at least")
+        longest = min(c.data.longest_row, self._parts.learner.plan.lengths[-1] + 1)
+        for t in samples:
+            if len(t.tokens) > longest:
+                raise UserError(
+                    f"a sequence of {len(t.tokens)} tokens; at most {longest} fit, data.max_prompt_length +"
+                    " max_response_length: open the model with larger ones"
+                )
+        columns = max(len(t.tokens) - max(1, int(np.argmax(t.sampled))) for t in samples)
+        usual: int = c.data.max_response_length
+        return of_samples(samples, usual if columns <= usual else longest - 1)
+
+    def logprobs(self, batch: Responses, *, weights: Kept | None = None) -> np.ndarray:
+        """Returns the policy's log π of the trained tokens at rollout.temperature, [N, L] f32, 0 elsewhere.
+
+        `weights` scores with a result of `keep`. Raises Mismatch where the log-probs differ too far from the engine's
+        for samples of the current weights.
+        """
+        self._require_open()
+        learner, micros = self._parts.learner, self._micros(batch)
+        model = self.policy.model if weights is None else learner.policy(weights.state)
+        data = ppo.with_old_logprob(learner.passes, learner.recipe, batch.data, micros, model)
+        found = np.asarray(data.old_logprob)
+        if weights is None and self._parts.engine.holds is self and not self._stepped:
+            self._parts.engine.require_match(self._parts.c, batch, found)
+        return found
+
+    def reference_logprobs(self, batch: Responses) -> np.ndarray:
+        """Returns the frozen reference's log π of the trained tokens, [N, L] f32; open the model with `ref`."""
+        self._require_open()
+        learner = self._parts.learner
+        if learner.reference is None:
+            raise UserError("this model has no reference; open it with ref=dict(path='policy'), or another path")
+        how = (self._micros(batch), self.policy.model, learner.reference)
+        return np.asarray(ppo.with_reference(learner.passes, learner.recipe, batch.data, *how).ref_logprob)
+
+    def values(self, batch: Responses) -> np.ndarray:
+        """Returns the critic's value of the state before each token, [N, L] f32."""
+        self._require_open()
+        if self.critic is None:
+            raise UserError("values() is of a critic, and this model has none; open it with critic=True")
+        passes = self._parts.learner.passes
+        return np.asarray(ppo.with_values(passes, batch.data, self._micros(batch), self.critic.model).value)
+
+    def _micros(self, batch: Responses) -> Any:
+        return batch.micros(self._parts.learner.plan, self._parts.learner.mesh)
+
+    def forward_backward(
+        self,
+        batch: Responses,
+        loss: str | Callable[..., Any] | None = None,
+        *,
+        of: Responses | None = None,
+        **options: Any,
+    ) -> Gradient:
+        """Adds the gradient of a loss over the batch to what `optim_step` will apply.
+
+        `loss` is a name (vanilla or ppo, gspo, cispo, dro, ..., cross_entropy, importance_sampling; value for the
+        critic), or a function as `own_losses.py` describes; None is the loss of the settings: actor.loss_mode with
+        entropy and KL. Means are over the tokens or sequences of the batch, or of the batch `of`, whose part it is.
+        `options` replace settings of `actor`: clip_ratio, loss_agg_mode='token-sum', .... A new function, name or
+        option compiles a new program, so define functions once.
+        """
+        self._require_open()
+        found = self._parts.losses.find(loss, options)
+        for name in found.needs:
+            if getattr(batch, name) is None:
+                raise UserError(
+                    f"loss={loss if isinstance(loss, str) else getattr(loss, '__name__', None)!r} reads {name}, which"
+                    f" the batch lacks; set it by batch.replace({name}=...)"
+                )
+        learner = self._parts.learner
+        mini = batch.mini(learner.plan, learner.mesh, batch if of is None else of)
+        of_model = self.critic if found.of_critic else self.policy
+        assert of_model is not None
+        if found.select is not None:
+            mini = of_model.select(found.select, mini, self._now.key, self._now.step)
+        further = (learner.recipe.in_loss(learner.reference),) if found.reference else ()
+        metrics, sums = of_model.forward_backward(found.accumulate, mini, *further)
+        return Gradient(metrics, batch.logprob_of(mini, sums))
+
+    def optim_step(
+        self,
+        *,
+        lr: float | None = None,
+        beta1: float | None = None,
+        beta2: float | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        grad_clip: float | None = None,
+    ) -> dict[str, float]:
+        """Applies the accumulated gradients of policy and critic; returns norms, rates and skipped steps.
+
+        Without arguments, by the settings of `actor` and `critic`. Each argument replaces its setting in this step,
+        for both; grad_clip=0 does not clip. A non-finite gradient changes nothing and is reported as `skipped`.
+        """
+        self._require_open()
+        given = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
+        ready = [one for one in (self.policy, self.critic) if one is not None and one.accumulated]
+        if not ready:
+            raise UserError("optim_step() without a gradient; call forward_backward(batch, loss) first")
+        found = dict[str, float]()
+        for one in ready:
+            found |= one.optim_step(self._now.step, given)
+            self._stepped = True
+        return found
+
+    def discard(self) -> None:
+        """Drops the accumulated gradients."""
+        for one in (self.policy, self.critic):
+            if one is not None:
+                one.discard()
+
+    def publish(self) -> int:
+        """Ends the step and gives the engine, if any, the policy's weights; returns the number of steps.
+
+        The schedule of the learning rate and the seeds of sampling follow the number of steps. Without an optimizer
+        step since the last time, the number stays.
+        """
+        self._require_open()
+        step = self.step + self._stepped
+        self._now = dataclasses.replace(self._now, step=scalar(step, self._now.step))
+        self._stepped, self._sampled = False, 0
+        self._parts.engine.publish(self, self.state)
+        return step
+
+    def keep(self) -> Kept:
+        """Returns a copy of the policy's weights to sample from later, by `sample(weights=...)`."""
+        self._require_open()
+        copied = jax.tree.map(lambda x: placing.to_device(x).copy(), self.policy.params)
+        return Kept(copied, dataclasses.replace(self.state, policy=copied, policy_opt=None, value=None, value_opt=None))
+
+    def another(self, *, seed: int | None = None) -> "Model":
+        """Returns a further, new set of trained weights on the same programs, base and engine.
+
+        With LoRA its adapters are new, and the base is the same in memory. `seed` draws them; None: trainer.seed.
+        """
+        self._require_open()
+        c = self._parts.c
+        seed = c.trainer.seed if seed is None else seed
+        return Model(self._parts, make.begin_again(c, self._parts.inputs, self._parts.learner, seed), None)
+
+    def export(self, folder: str | pathlib.Path, *, merge: bool = True) -> pathlib.Path:
+        """Writes the policy as a model directory; with `merge` False, the adapters as peft's."""
+        self._require_open()
+        c, cfg, adapters = self._parts.c, self._parts.learner.cfg, self._parts.inputs.adapters
+        if merge:
+            return hf_write.save(folder, self.policy.model, cfg, source=c.model.path, dtype=c.model.param_dtype)
+        if adapters is None:
+            raise UserError("export(merge=False) writes adapters, and this model has none; leave merge out")
+        return hf_write.save_adapter(folder, self.policy.params, cfg, adapters, base=c.model.path)
+
+    def save(self, folder: str | pathlib.Path) -> pathlib.Path:
+        """Writes a checkpoint to folder/checkpoints/STEP, which `load` and `python -m jppo.export` read."""
+        self._require_open()
+        waiting = [one.accumulated for one in (self.policy, self.critic) if one is not None and one.accumulated]
+        if waiting:
+            raise UserError(
+                f"gradients of {sum(waiting)} call(s) of forward_backward are accumulated, which a checkpoint does not"
+                " hold; call optim_step() first, or discard()"
+            )
+        step = self.step + self._stepped
+        now = dataclasses.replace(self.state, step=scalar(step, self._now.step))
+        return save_state(self._parts.c, self._parts.learner, pathlib.Path(folder), now)
+
+    def load(self, folder: str | pathlib.Path, *, optimizer: bool = True) -> int:
+        """Reads the last checkpoint of a folder, or one, also of jppo.train; returns its step. Then `publish`.
+
+        Without `optimizer`, the optimizer's state starts fresh. Accumulated gradients are dropped.
+        """
+        self._require_open()
+        self.discard()
+        learner, path = self._parts.learner, pathlib.Path(folder)
+        found = load_state(self._parts.c, self._parts.inputs, learner, path, self.state, optimizer=optimizer)
+        self.policy.params, self.policy.opt = found.policy, found.policy_opt
+        if self.critic is not None:
+            self.critic.params, self.critic.opt = found.value, found.value_opt
+        self._now = dataclasses.replace(found, policy=None, policy_opt=None, value=None, value_opt=None)
+        self._stepped, self._sampled = False, 0
+        self._parts.engine.forget(self)
+        return self.step
+
+    def close(self) -> None:
+        """Frees the model; the one that `jppo.open` returned also ends the engine. May be called twice."""
+        self._closed = True
+        self.discard()
+        self._parts.engine.forget(self)
+        if self._close is not None:
+            self._close.close()
+
+    def _require_open(self) -> None:
+        if self._closed or self._parts.engine.closed:
+            raise UserError("this model is closed; open it again by jppo.open")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_model(
+    path: str,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    lora: int | Mapping[str, Any] | None = None,
+    critic: bool | str | Mapping[str, Any] | None = None,
+    engine: str | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Model:
+    """Opens a model; `jppo.open` documents the arguments."""
+    c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, given=settings)
+    process.share_gpu(c)
+    policy, value, reference = read_models(c)
+    require_publishable(c, policy)
+    tokenizer = read_tokenizer(c, *(model for model in (policy, value, reference) if model is not None))
+    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    inputs = ModelConfigs(
+        policy=policy,
+        critic=value,
+        reference=reference,
+        adapters=make_adapters(c),
+        critic_adapters=make_adapters(c, c.critic) if value is not None else None,
+        total_steps=c.trainer.total_training_steps,
+    )
+    with contextlib.ExitStack() as stack:
+        grid = make.make_mesh(c)
+        process.prepare(c, sharding.platform(grid))
+        c = rollout.with_servers(c, grid)
+        if c.data.row_lengths == -1 and inputs.total_steps == -1 and sharding.platform(grid) != "cpu":
+            c = changed(c, {"data.row_lengths": 4})  # as for a long run
+        require_models_fit(inputs, grid)
+        make.attention_kernel(c, policy, grid)  # raises before a server starts
+        served = None
+        if engine is not None:
+            served = rollout.open_engine(c, pathlib.Path(c.trainer.run_dir))
+            stack.callback(served.close)
+        learner, begin = make.make_learner(c, inputs, grid)
+        losses = Losses(c, inputs, grid, learner.passes)
+        ends = end_token_ids(c.model.path, tokenizer)
+        shared = Engine(c, learner, served, inputs.adapters, tokenizer, ends)
+        stack.callback(shared.close)
+        made = Model(Parts(c, inputs, learner, losses, shared, tokenizer), begin, None)
+        made.publish()
+        made._close = stack.pop_all()
+        return made

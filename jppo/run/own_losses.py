@@ -1,0 +1,194 @@
+"""Losses of a custom loop: jppo's by name, or a pure function of the tokens' log-probs or values.
+
+A function names its arguments, each [R, T] in the rows' layout, and returns the loss of every token, [R, T]:
+
+    logprob, entropy              of the policy, with a gradient
+    value                         of the critic, with a gradient; then it is the critic's loss
+    old_logprob, ref_logprob, old_value, advantage, returns    of the batch, f32
+    mask, segment                 the trained tokens, and the number of the response in the row
+
+The losses of `algorithms/losses.py` are such functions: logp is logprob, old_logp is old_logprob.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax.numpy as jnp
+
+from jppo.algorithms import kl
+from jppo.algorithms.masked import masked_sum
+from jppo.errors import UserError
+from jppo.learner import ppo, score, sharding, update
+from jppo.learner.make import make_models
+from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.policy_losses import Select, make_select
+from jppo.learner.recipe import make_recipe
+from jppo.models.lora import Weights
+from jppo.registry import did_you_mean
+from jppo.settings import Settings, changed, parts, table
+from jppo.types import Array, Counts, Scored
+
+Function = Callable[..., Any]
+SAME = {"logp": "logprob", "old_logp": "old_logprob", "old": "old_logprob"}
+OF_BATCH = {"old_logprob": "old_logprob", "ref_logprob": "ref_logprob", "advantage": "advantage"}
+OF_BATCH |= {"returns": "returns", "old_value": "value"}
+ARGUMENTS = ("logprob", "entropy", "value", *OF_BATCH, "mask", "segment")
+VALUE = "value"
+
+
+def cross_entropy(logprob: Array) -> Array:
+    """-log π(target)."""
+    return -logprob
+
+
+def importance_sampling(logprob: Array, old_logprob: Array, advantage: Array, mask: Array) -> Array:
+    """-A π / π_old: REINFORCE on samples of another policy, without a clip."""
+    return -advantage * jnp.exp(jnp.where(mask, logprob - old_logprob, 0.0))
+
+
+FUNCTIONS: dict[str, Function] = {f.__name__: f for f in (cross_entropy, importance_sampling)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A compiled gradient, and what it needs."""
+
+    accumulate: Any
+    of_critic: bool
+    needs: tuple[str, ...]  # arrays of the batch
+    reference: bool = False  # takes the reference's weights, or None
+    select: Select | None = None
+
+
+class Losses:
+    """The losses of a learner; each is compiled once."""
+
+    def __init__(self, c: Settings, inputs: ModelConfigs, mesh: Any, passes: ppo.Passes):
+        self._c, self._mesh, self._passes = c, mesh, passes
+        self._models, self._heads = make_models(c, inputs, mesh)
+        self._options = sharding.compiler_options(mesh, c.model.compiler_options)
+        self._made: dict[Any, Loss] = {}
+
+    def find(self, loss: str | Function | None, options: Mapping[str, Any]) -> Loss:
+        """Returns the loss of this name or function; None is the one of the settings. `options` are of `actor`."""
+        section = "critic" if loss == VALUE else "actor"
+        changes: dict[str, Any] = {f"{section}.{name}": value for name, value in options.items()}
+        for name, value in changes.items():
+            if name not in table.TABLE or name == "actor.loss_mode":
+                raise UserError(
+                    f"{name.partition('.')[2]!r} is no option of a loss, which are the settings of `{section}`, such as"
+                    f" loss_agg_mode{did_you_mean(name, table.TABLE)}"
+                )
+            setting = table.TABLE[name]
+            if not (isinstance(value, setting.type) or (value is None and setting.optional) or type(value) is int):
+                raise UserError(f"{name}={value!r} is of type {type(value).__name__}; give a {setting.type.__name__}")
+            setting.check(cast(Any, value))
+        key = (loss, tuple(sorted(changes.items())))
+        if key not in self._made:
+            self._made[key] = self._make(loss, changed(self._c, changes))
+        return self._made[key]
+
+    def _make(self, loss: str | Function | None, c: Settings) -> Loss:
+        if callable(loss):
+            return self._of_function(loss, c)
+        if loss == VALUE:
+            return self._of_values(c)
+        if loss in FUNCTIONS:
+            return self._of_function(FUNCTIONS[loss], c)
+        if loss not in (None, "ppo") and loss not in parts.POLICY_LOSSES and ":" not in loss:
+            known = (*FUNCTIONS, "ppo", *parts.POLICY_LOSSES, VALUE)
+            raise UserError(
+                f"loss={loss!r} is not known; it is one of {', '.join(map(repr, known))}, or a function of"
+                f" {', '.join(ARGUMENTS)}{did_you_mean(loss, known)}"
+            )
+        if loss is not None:
+            c = changed(c, {"actor.loss_mode": "vanilla" if loss == "ppo" else loss})
+        recipe, select = make_recipe(c), None
+        if recipe.selection is not None:
+            select = make_select(recipe.selection, self._passes.logprob)
+        sampled_kl = recipe.kl_loss_type is not None and recipe.kl_loss_type not in kl.EXACT
+        needs = ("old_logprob", "advantage", *(["ref_logprob"] if sampled_kl else []))
+        if loss is None and c == self._c:
+            accumulate = self._passes.actor  # training's own program
+        else:
+            accumulate = self._compiled(ppo.make_actor_loss(self._models, recipe, by_token=True, **self._heads))
+        return Loss(accumulate, False, needs, reference=True, select=select)
+
+    def _of_values(self, c: Settings) -> Loss:
+        if self._models.critic is None:
+            raise UserError(f"loss={VALUE!r} is of a critic, and this model has none; open it with critic=True")
+        if c == self._c:
+            return Loss(self._passes.critic, True, ("value", "returns"))
+        loss = ppo.make_critic(self._models.critic, make_recipe(c))[1]
+        return Loss(self._compiled(loss), True, ("value", "returns"))
+
+    def _compiled(self, loss: update.Loss) -> Any:
+        return update.make_accumulate(loss, mesh=self._mesh, options=self._options)
+
+    def _of_function(self, function: Function, c: Settings) -> Loss:
+        names, recipe = arguments(function), make_recipe(c)
+        asked = {SAME.get(name, name) for name in names}
+        of_critic = "value" in asked
+        if not of_critic:
+            logprob = score.make_logprob(*self._models.policy, with_entropy="entropy" in asked, **self._heads)
+        elif self._models.critic is None:
+            raise UserError(f"{named(function)} takes 'value', and this model has no critic; open it with critic=True")
+        else:
+            value = ppo.make_critic(self._models.critic, recipe)[0]
+        weigh = recipe.weigh_value if of_critic else recipe.weigh
+
+        def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, dict[str, Array]]:
+            rows, found = scored.rows, dict[str, Any]()
+            if of_critic:
+                found["value"] = value(params, rows)
+            else:
+                found |= logprob(params, rows)._asdict()
+            found |= {new: getattr(scored, old) for new, old in OF_BATCH.items()}
+            found |= dict(mask=rows.mask, segment=rows.segment)
+            each = function(**{own: found[SAME.get(own, own)] for own in names})
+            each = each[0] if isinstance(each, tuple) else each
+            if getattr(each, "shape", None) != rows.mask.shape:
+                raise UserError(
+                    f"{named(function)} returned {getattr(each, 'shape', type(each).__name__)}; it must return the loss"
+                    f" of every token, here {rows.mask.shape}"
+                )
+            each = each if scored.weight is None else each * scored.weight
+            share = weigh(rows.mask, rows.segment, tokens=counts.tokens, sequences=counts.sequences)
+            out = masked_sum(share * each, rows.mask)
+            return out, {"critic/vf_loss": out} if of_critic else {"actor/loss": out, update.TOKENS: found["logprob"]}
+
+        needs = tuple(OF_BATCH[name] for name in OF_BATCH if name in asked)
+        return Loss(self._compiled(loss), of_critic, needs)
+
+
+def arguments(function: Function) -> tuple[str, ...]:
+    """Returns the names of a loss function's arguments; raises UserError for one that no loss has."""
+    every = inspect.signature(function).parameters.values()
+    names = [one.name for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    known = (*ARGUMENTS, *SAME)
+    wanted = [name for name in names if name in known]
+    unknown = [
+        one.name
+        for one in every
+        if one.name in names and one.name not in known and one.default is inspect.Parameter.empty
+    ]
+    if unknown:
+        raise UserError(
+            f"{named(function)} takes {unknown[0]!r}; the arguments of a loss are {', '.join(ARGUMENTS)}, and others"
+            f" need defaults{did_you_mean(unknown[0], known)}"
+        )
+    if ("value" in wanted) == bool({"logprob", "logp", "entropy"} & {*wanted}):
+        raise UserError(
+            f"{named(function)} takes {', '.join(names) or 'nothing'}; a loss takes logprob or entropy of the policy,"
+            " or value of the critic, and not of both"
+        )
+    return tuple(wanted)
+
+
+def named(function: Function) -> str:
+    """Returns the name of a function for errors."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    return f"loss {getattr(inner, '__name__', type(inner).__name__)!r}"

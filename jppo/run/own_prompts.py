@@ -1,0 +1,51 @@
+"""Prompts of a custom loop: texts, chat messages, or token ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.data.prompts import tokenise, with_system_prompt
+from jppo.data.rows import Row, checked_messages, checked_text
+from jppo.errors import UserError
+from jppo.settings import Settings, template_arguments
+from jppo.types import Prompt
+
+PromptLike = str | Sequence[Mapping[str, str]] | Sequence[int] | np.ndarray | Prompt
+
+
+def make_prompts(c: Settings, tokenizer: Any, given: Sequence[PromptLike]) -> list[Prompt]:
+    """Tokenises prompts as jppo.train does; prompts and token ids stay as they are."""
+    if isinstance(given, str) or not len(given):
+        raise UserError(f"prompts={given!r}; give a list of texts, of chat messages or of token ids")
+    found: list[Prompt | None] = [one if isinstance(one, Prompt) else _of_ids(one, i) for i, one in enumerate(given)]
+    texts = [i for i, one in enumerate(found) if one is None]
+    rows = {i: Row("prompts", i + 1, {}, "prompt") for i in texts}
+    messages = [_messages(c, rows[i], given[i]) for i in texts]
+    arguments = template_arguments(c.data.apply_chat_template_kwargs)
+    ids = tokenise(messages, [rows[i] for i in texts], tokenizer, (), arguments) if texts else []
+    for i, said, tokens in zip(texts, messages, ids, strict=True):
+        found[i] = Prompt(str(i), "unknown", said, np.asarray(tokens, np.int32), "", {})
+    out = [one for one in found if one is not None]
+    for i, one in enumerate(out):
+        if not 1 <= len(one.ids) <= c.data.max_prompt_length:
+            raise UserError(
+                f"prompt {i + 1} has {len(one.ids)} tokens; it must have 1 to data.max_prompt_length="
+                f"{c.data.max_prompt_length}: cut it, or open the model with data=dict(max_prompt_length=...)"
+            )
+    return out
+
+
+def _of_ids(given: Any, number: int) -> Prompt | None:
+    """Returns a prompt of token ids; None for a text or messages."""
+    if isinstance(given, str) or (isinstance(given, Sequence) and given and isinstance(given[0], Mapping)):
+        return None
+    ids = np.asarray(given)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"prompt {number + 1} is {given!r:.60}; give a text, chat messages or token ids")
+    return Prompt(str(number), "unknown", "", ids.astype(np.int32), "", {})
+
+
+def _messages(c: Settings, row: Row, given: Any) -> str | list[dict[str, str]]:
+    said = checked_text(row, "it", given) if isinstance(given, str) else checked_messages(row, "it", list(given))
+    return with_system_prompt(said, c.data.system_prompt, row)

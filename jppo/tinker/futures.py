@@ -1,0 +1,91 @@
+"""A session of the Tinker API with its models, samplers, and the futures of its requests."""
+
+import collections
+import dataclasses
+import json
+import threading
+import traceback
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from jppo.agent.gateway.request import BadRequest
+from jppo.errors import UserError
+from jppo.run.own_engine import Kept
+from jppo.run.own_loop import Model
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+MOST_RESULTS = 4096  # of a session
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """A request for responses to a prompt, for its log-probs, or for both."""
+
+    weights: Kept
+    prompt: np.ndarray
+    how: dict[str, Any]  # arguments of `Model.sample`
+    scored: int | None  # last tokens of the prompt to score; None: none
+
+
+@dataclasses.dataclass(eq=False)
+class Future:
+    """A request that was accepted."""
+
+    id: str
+    session: "Session"
+    run: Callable[[], dict[str, Any] | bytes] | None  # None: of `sample`
+    sample: Sample | None = None
+    group: Hashable = None  # of samples that one call of the engine makes
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    kind: str = JSON
+    body: bytes = b""
+
+    def finish(self, result: dict[str, Any] | bytes) -> None:
+        """Sets the result."""
+        self.kind = PROTOBUF if isinstance(result, bytes) else JSON
+        self.body = result if isinstance(result, bytes) else json.dumps(result).encode()
+        self.run = self.sample = None
+        self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        """Sets an error: one line of a mistake in the request; of others the type only, and their trace is printed."""
+        if isinstance(error, UserError | BadRequest):
+            self.finish({"error": " ".join(str(error).split()), "category": "user"})
+        else:
+            traceback.print_exception(error)
+            self.finish({"error": f"the server failed: {type(error).__name__}; see its output", "category": "server"})
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """A model of a session."""
+
+    id: str
+    model: Model | None = None
+    next: int = 1
+    held: dict[int, Future] = dataclasses.field(default_factory=dict)  # by number
+    kept: dict[str, Kept] = dataclasses.field(default_factory=dict)  # named weights for sampling
+    unnamed: collections.deque[str] = dataclasses.field(default_factory=collections.deque)  # samplers
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+    """What one client has; only its key reaches it."""
+
+    id: str
+    owner: str
+    seen: float
+    runs: dict[str, Run] = dataclasses.field(default_factory=dict)
+    samplers: dict[str, Kept | None] = dataclasses.field(default_factory=dict)  # None: expired
+    futures: dict[str, Future] = dataclasses.field(default_factory=dict)
+    ended: bool = False
+
+    def accept(self, future: Future) -> Future:
+        """Adds a future; forgets the oldest results beyond MOST_RESULTS."""
+        self.futures[future.id] = future
+        if len(self.futures) > MOST_RESULTS:
+            for old in [one for one in self.futures.values() if one.done.is_set()][: -MOST_RESULTS // 2]:
+                del self.futures[old.id]
+        return future

@@ -1,0 +1,435 @@
+"""Sessions of the Tinker API: their models, samplers and futures, and the queue that one thread works through.
+
+Requests are answered at once with a future; `work` runs them one after another, since a model is not thread-safe.
+Requests of a model run in the order of their numbers, from 1; a repeated number returns the same future.
+"""
+
+import collections
+import json
+import pathlib
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from jppo.agent.gateway.request import BadRequest
+from jppo.run.own_engine import Kept
+from jppo.run.own_loop import Model
+from jppo.tinker import requests, sampling, wire
+from jppo.tinker.futures import JSON, Future, Run, Sample, Session
+from jppo.tinker.requests import Body, field
+
+POLL_S = 20.0  # longest wait of one retrieve_future
+MOST_HELD = 4096  # requests of a model that wait for an earlier number
+UNNAMED, NAMED = 4, 32  # copies of a model's weights for sampling: the last used ones, and at most
+Answer = tuple[int, str, bytes]
+
+
+class Service:
+    """The server without its connections. Methods named as the API's paths take a request's fields."""
+
+    def __init__(self, model: Model, name: str, rank: int, *, folder: pathlib.Path, expiry_s: float, most: int):
+        """`model` is the base; `rank` 0 trains whole weights; `most` sessions at once."""
+        self._base, self._name, self._rank = model, name, rank
+        self._folder, self._expiry_s, self._most = folder, expiry_s, most
+        self._start = model.keep()
+        self._sessions: dict[str, Session] = {}
+        self._queue: collections.deque[Future] = collections.deque()
+        self._changed = threading.Condition()
+        self._closing = False
+
+    def answer(self, owner: str, method: str, path: str, body: bytes) -> Answer:
+        """Answers a request of a key; raises BadRequest."""
+        if method == "POST" and path == "forward_backward":
+            return self._json(self.forward_backward(owner, wire.read_gradient(body)))
+        if method == "GET":
+            return self._json(self._get(owner, path))
+        if path.startswith("sessions/") and path.endswith("/finish"):
+            return self._json(self._finish(owner, path.split("/")[1]))
+        if path not in POSTS:
+            raise BadRequest(f"there is no POST /api/v1/{path[:80]}; see docs/tinker.md", status=404)
+        try:
+            fields = json.loads(body or b"{}")
+        except (ValueError, RecursionError) as e:
+            raise BadRequest(f"the body is not valid JSON: {e}") from e
+        if not isinstance(fields, dict):
+            raise BadRequest("the body must be a JSON object")
+        found = getattr(self, path)(owner, fields)
+        return found if isinstance(found, tuple) else self._json(found)
+
+    def _json(self, found: Any) -> Answer:
+        return 200, JSON, json.dumps(found).encode()
+
+    def _get(self, owner: str, path: str) -> dict[str, Any]:
+        if path == "healthz":
+            return {"status": "ok"}
+        if path == "get_server_capabilities":
+            d = self._base.settings.data
+            length = d.max_prompt_length + d.max_response_length
+            one = {"model_name": self._name, "max_context_length": length, "trainable": True, "sampleable": True}
+            return {"supported_models": [one]}
+        kind, _, name = path.partition("/")
+        if kind == "samplers":
+            with self._changed:
+                self._sampler(owner, name)
+            return {"sampler_id": name, "base_model": self._name, "model_path": None}
+        raise BadRequest(f"there is no GET /api/v1/{path[:80]}; see docs/tinker.md", status=404)
+
+    def client_config(self, owner: str, body: Body) -> dict[str, Any]:
+        """Returns the client's features: its defaults without those of a larger service."""
+        return {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "fwdbwd_max_chunk_len": 1024}
+
+    def client_dynamic_config(self, owner: str, body: Body) -> dict[str, Any]:
+        """Returns the client's features that may change: none."""
+        return {}
+
+    def telemetry(self, owner: str, body: Body) -> dict[str, Any]:
+        """Drops what the client reports."""
+        return {"status": "accepted"}
+
+    def create_session(self, owner: str, body: Body) -> dict[str, Any]:
+        """Starts a session."""
+        one = Session(secrets.token_hex(8), owner, time.monotonic())
+        with self._changed:
+            if len(self._sessions) >= self._most:
+                raise BadRequest(
+                    f"{len(self._sessions)} sessions are open, and at most --sessions={self._most} may be; wait"
+                    f" {self._expiry_s:g} s after a client has gone, or start the server with more"
+                )
+            self._sessions[one.id] = one
+        told = "saved states stay beyond ttl_seconds, since jppo deletes none"
+        if self._rank:
+            told += "; adapters are on the layers' attention and MLP: train_unembed=True adds none to the output layer"
+        return {"type": "create_session", "session_id": one.id, "warning_message": told}
+
+    def session_heartbeat(self, owner: str, body: Body) -> dict[str, Any]:
+        """Keeps a session from expiring."""
+        with self._changed:
+            self._session(owner, field(body, "session_id", str))
+        return {"type": "session_heartbeat"}
+
+    def _finish(self, owner: str, id: str) -> dict[str, Any]:
+        """Ends a session after its requests."""
+        with self._changed:
+            session = self._session(owner, id)
+
+            def end() -> dict[str, Any]:
+                with self._changed:
+                    self._end(session)
+                return {}
+
+            self._add(session, f"{id}:finish", end)
+        return {"type": "finish_session"}
+
+    def create_model(self, owner: str, body: Body) -> dict[str, Any]:
+        """Makes a new set of trained weights."""
+        seed = requests.require_model(body, self._name, self._rank)
+        return self._begin(owner, body, seed, None)
+
+    def _begin(
+        self, owner: str, body: Body, seed: int | None, source: tuple[pathlib.Path, bool] | None
+    ) -> dict[str, Any]:
+        """Makes the model `model_seq_id`, from a checkpoint if `source` has one and whether its optimizer."""
+        with self._changed:
+            session = self._session(owner, field(body, "session_id", str))
+            run = Run(f"{session.id}:train:{field(body, 'model_seq_id', int)}")
+            if run.id in session.runs:
+                return self._told(session.futures.get(f"{run.id}:0"), run.id)
+            session.runs[run.id] = run
+
+            def make() -> dict[str, Any]:
+                run.model = self._base.another(seed=secrets.randbelow(2**31) if seed is None else seed)
+                if source is not None:
+                    run.model.load(source[0], optimizer=source[1])
+                kind = "create_model" if source is None else "load_weights"
+                return {"model_id": run.id, "type": kind, "path": None}
+
+            return self._told(self._add(session, f"{run.id}:0", make), run.id)
+
+    def get_info(self, owner: str, body: Body) -> dict[str, Any]:
+        """Describes a model."""
+        with self._changed:
+            _, run = self._run(owner, field(body, "model_id", str))
+        data = {"arch": "transformer", "model_name": self._name, "tokenizer_id": self._name}
+        found = {"type": "get_info", "model_id": run.id, "model_name": self._name, "model_data": data}
+        return found | {"is_lora": bool(self._rank), "lora_rank": self._rank or None}
+
+    def forward_backward(self, owner: str, asked: wire.GradientRequest) -> dict[str, Any]:
+        """Adds a gradient, or with forward_only computes log-probs."""
+
+        def make(model: Model) -> bytes:
+            name, options = requests.loss(asked)
+            inputs, targets, arrays = requests.examples(asked.data, name)
+            batch = model.examples(inputs, targets, **arrays)
+            if not asked.forward_only:
+                found = model.forward_backward(batch, name, **options)
+                assert found.logprob is not None
+                logprob, total = found.logprob, found.metrics.get("actor/loss", found.metrics.get("actor/pg_loss"))
+            elif name == "cross_entropy":
+                logprob = model.logprobs(batch)
+                total = -float((logprob * np.asarray(batch.data.weight)).sum())
+            else:
+                raise BadRequest(f"forward with loss_fn={name!r} is not supported; take 'cross_entropy'")
+            rows = [logprob[i, : len(x)] for i, x in enumerate(targets)]
+            return wire.write_gradient(rows, {} if total is None else {"loss:sum": total})
+
+        return self._ordered(owner, asked.model_id, asked.seq_id, make)
+
+    def optim_step(self, owner: str, body: Body) -> dict[str, Any]:
+        """Applies the accumulated gradient by AdamW with the request's hyperparameters."""
+
+        def make(model: Model) -> dict[str, Any]:
+            found = model.optim_step(**requests.adam(body))
+            return {"metrics": {name.replace(":", "_") + ":mean": x for name, x in found.items()}}
+
+        return self._of_model(owner, body, make)
+
+    def save_weights(self, owner: str, body: Body) -> dict[str, Any]:
+        """Writes a checkpoint with the optimizer's state."""
+
+        def make(model: Model) -> dict[str, Any]:
+            requests.require_known(
+                "", body, ("model_id", "path", "seq_id", "overwrite", "user_metadata", "ttl_seconds", "type")
+            )
+            name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
+            path = requests.checkpoint(self._folder, owner, f"{field(body, 'model_id', str)}/weights/{name}")
+            if path.exists() and not field(body, "overwrite", bool, False):
+                raise BadRequest(f"path={name!r} exists; take another name, or overwrite=True")
+            part = path.with_name(f".{name}")
+            shutil.rmtree(part, ignore_errors=True)
+            model.save(part)
+            shutil.rmtree(path, ignore_errors=True)
+            part.rename(path)
+            return {"path": f"{requests.SCHEME}{body['model_id']}/weights/{name}", "type": "save_weights"}
+
+        return self._of_model(owner, body, make)
+
+    def load_weights(self, owner: str, body: Body) -> dict[str, Any]:
+        """Reads a checkpoint into a model, or into a new one where the request names a session."""
+        known = ("model_id", "seq_id", "session_id", "model_seq_id", "user_metadata", "path", "optimizer", "type")
+        requests.require_known("", body, (*known, "optimizer_config", "base_model"))
+        given, optimizer = field(body, "path", str), field(body, "optimizer", bool)
+        path = requests.checkpoint(self._folder, owner, given.removeprefix(requests.SCHEME))
+        if not given.startswith(requests.SCHEME) or not path.is_dir():
+            raise BadRequest(f"path={given[:160]!r} is no checkpoint of this key", status=404)
+        if "session_id" in body:
+            # The checkpoint decides the rank; `Model.load` refuses one of another model.
+            asked = {"base_model": body.get("base_model") or self._name, "lora_config": {"rank": self._rank}}
+            requests.require_model(asked | {"optimizer_config": body.get("optimizer_config")}, self._name, self._rank)
+            return self._begin(owner, body, None, (path, optimizer))
+
+        def make(model: Model) -> dict[str, Any]:
+            model.load(path, optimizer=optimizer)
+            return {"path": given, "type": "load_weights"}
+
+        return self._of_model(owner, body, make)
+
+    def save_weights_for_sampler(self, owner: str, body: Body) -> dict[str, Any]:
+        """Keeps a copy of the weights to sample from, by a name or for one sampler."""
+        known = ("model_id", "path", "sampling_session_seq_id", "seq_id", "user_metadata", "ttl_seconds", "type")
+
+        def make(model: Model) -> dict[str, Any]:
+            options = {key: value for key, value in body.items() if (key, value) != ("kind", "snapshot")}
+            requests.require_known("", options, known)
+            found = dict[str, Any](type="save_weights_for_sampler")
+            with self._changed:
+                session, run = self._run(owner, field(body, "model_id", str))
+            if "sampling_session_seq_id" in body:
+                sampler = f"{session.id}:sample:{field(body, 'sampling_session_seq_id', int)}"
+                session.samplers[sampler] = model.keep()
+                run.unnamed.append(sampler)
+                if len(run.unnamed) > UNNAMED:
+                    session.samplers[run.unnamed.popleft()] = None
+                return found | {"sampling_session_id": sampler}
+            name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
+            if name not in run.kept and len(run.kept) >= NAMED:
+                raise BadRequest(f"path={name!r}: {NAMED} sets of weights are kept for sampling; reuse a name")
+            run.kept[name] = model.keep()
+            return found | {"path": f"{requests.SCHEME}{run.id}/sampler_weights/{name}"}
+
+        return self._of_model(owner, body, make)
+
+    def create_sampling_session(self, owner: str, body: Body) -> dict[str, Any]:
+        """Names a sampler of kept weights or of the base model."""
+        with self._changed:
+            session = self._session(owner, field(body, "session_id", str))
+            path, kept = body.get("model_path"), None
+            if path is not None:
+                parts = field(body, "model_path", str).removeprefix(requests.SCHEME).split("/")
+                if len(parts) == 3 and parts[1] == "sampler_weights":
+                    kept = self._run(owner, parts[0])[1].kept.get(parts[2])
+            elif field(body, "base_model", str) == self._name:
+                kept = self._start
+            if kept is None:
+                asked = path if path is not None else body.get("base_model")
+                raise BadRequest(
+                    f"{str(asked)[:160]!r} is no model to sample from; save_weights_for_sampler", status=404
+                )
+            sampler = f"{session.id}:sample:{field(body, 'sampling_session_seq_id', int)}"
+            session.samplers.setdefault(sampler, kept)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    def asample(self, owner: str, body: Body) -> dict[str, Any]:
+        """Samples responses to a prompt and scores it, if asked; an over-long prompt can be scored alone."""
+        d, seq_id = self._base.settings.data, field(body, "seq_id", int)
+        how = requests.sampling(body, d.max_response_length, self._base.vocab_size)
+        scores = bool(body.get("prompt_logprobs")) and how["n"] == how["max_tokens"] == 1  # as compute_logprobs asks
+        longest = d.longest_row if scores else d.max_prompt_length
+        prompt = requests.prompt(body, longest, self._base.vocab_size)
+        last = requests.scored(body, prompt)
+        sampler = field(body, "sampling_session_id", str)
+        with self._changed:
+            session, kept = self._sampler(owner, sampler)
+            id = f"{sampler}:{seq_id}"
+            if id not in session.futures:
+                only = len(prompt) > d.max_prompt_length
+                group = (sampler, id if "seed" in how else "", last is None, only, *sorted(how.items()))
+                self._add(session, id, None, Sample(kept, prompt, how, last), group)
+            told = self._told(session.futures[id], None)
+        return told | {"sample_sequence_ids": [f"{id}:{i}" for i in range(how["n"])]}
+
+    def retrieve_future(self, owner: str, body: Body) -> Answer:
+        """Returns the result of a request, or 408 after a while."""
+        id = field(body, "request_id", str)
+        with self._changed:
+            found = self._session(owner, id.partition(":")[0]).futures.get(id)
+        if found is None:
+            raise BadRequest("the request is of no future that is kept", status=410)
+        if not found.done.wait(POLL_S):
+            return 408, JSON, json.dumps({"type": "try_again", "request_id": id, "queue_state": "active"}).encode()
+        return 200, found.kind, found.body
+
+    def work(self) -> None:
+        """Runs requests until `close`; called by the thread that opened the model."""
+        while (jobs := self._next()) is not None:
+            try:
+                if jobs and jobs[0].sample is not None:
+                    sampling.answer(self._base, jobs)
+                elif jobs and jobs[0].run is not None and not jobs[0].session.ended:
+                    jobs[0].finish(jobs[0].run())
+            except Exception as e:
+                for job in jobs:
+                    job.fail(e)
+
+    def stop(self) -> None:
+        """Ends `work` after the request that runs; a signal handler may call it."""
+        self._closing = True
+
+    def _next(self) -> list[Future] | None:
+        """Waits for the next request, or all samples of its group; ends sessions that expired."""
+        with self._changed:
+            if not self._queue and not self._closing:
+                self._changed.wait(1.0)
+            now = time.monotonic()
+            for one in [s for s in self._sessions.values() if now - s.seen > self._expiry_s]:
+                self._end(one)
+            if self._closing:
+                return None
+            if not self._queue:
+                return []
+            first = self._queue.popleft()
+            if first.sample is None:
+                return [first]
+            same = [one for one in self._queue if one.sample is not None and one.group == first.group]
+            for further in same:
+                self._queue.remove(further)
+            return [first, *same]
+
+    def _end(self, session: Session) -> None:
+        """Frees everything of a session, its accumulated gradients included."""
+        session.ended = True
+        del self._sessions[session.id]
+        for run in session.runs.values():
+            if run.model is not None:
+                run.model.close()
+        for future in list(session.futures.values()):
+            if not future.done.is_set():
+                future.fail(BadRequest("the session expired; start another"))
+        self._queue = collections.deque(one for one in self._queue if one.session is not session)
+
+    def _of_model(self, owner: str, body: Body, make: Callable[[Model], Any]) -> dict[str, Any]:
+        return self._ordered(owner, field(body, "model_id", str), field(body, "seq_id", int), make)
+
+    def _ordered(self, owner: str, model_id: str, number: int, make: Callable[[Model], Any]) -> dict[str, Any]:
+        """Accepts request `number` of a model; it runs after those with lower numbers."""
+        with self._changed:
+            session, run = self._run(owner, model_id)
+            id = f"{run.id}:{number}"
+            if number < run.next:
+                return self._told(session.futures.get(id), run.id)
+            if number - run.next >= MOST_HELD:
+                raise BadRequest(f"seq_id={number}: the next is {run.next}, and at most {MOST_HELD} later ones wait")
+
+            def on_model() -> Any:
+                if run.model is None:
+                    raise BadRequest("the model could not be made; see the result of its creation")
+                return make(run.model)
+
+            if number not in run.held:
+                run.held[number] = session.accept(Future(id, session, on_model))
+            held = run.held[number]
+            while (ready := run.held.pop(run.next, None)) is not None:
+                run.next += 1
+                self._queue.append(ready)
+            self._changed.notify_all()
+            return self._told(held, run.id)
+
+    def _add(self, session: Session, id: str, run: Any, sample: Any = None, group: Hashable = None) -> Future:
+        """Queues a request that waits for no other."""
+        future = session.accept(Future(id, session, run, sample, group))
+        self._queue.append(future)
+        self._changed.notify_all()
+        return future
+
+    def _told(self, future: Future | None, model_id: str | None) -> dict[str, Any]:
+        if future is None:
+            raise BadRequest("the request was answered before, and its result is no longer kept", status=410)
+        return {"request_id": future.id, "model_id": model_id}
+
+    def _session(self, owner: str, id: str) -> Session:
+        found = self._sessions.get(id)
+        if found is None or found.owner != owner:
+            raise BadRequest("the session is of another key, or it expired; start another", status=404)
+        found.seen = time.monotonic()
+        return found
+
+    def _run(self, owner: str, model_id: str) -> tuple[Session, Run]:
+        session = self._session(owner, model_id.partition(":")[0])
+        if model_id not in session.runs:
+            raise BadRequest(f"model_id={model_id[:80]!r} is no model of the session", status=404)
+        return session, session.runs[model_id]
+
+    def _sampler(self, owner: str, id: str) -> tuple[Session, Kept]:
+        session = self._session(owner, id.partition(":")[0])
+        kept = session.samplers.get(id)
+        if kept is None:
+            expired = f"expired: the last used {UNNAMED} without a name are kept"
+            why = expired if id in session.samplers else "is not known"
+            raise BadRequest(f"the sampler {id[:80]!r} {why}; make another", status=404)
+        for run in session.runs.values():
+            if id in run.unnamed:  # moves to the end: the least recently used one expires first
+                run.unnamed.remove(id)
+                run.unnamed.append(id)
+        return session, kept
+
+
+POSTS = (
+    "client_config",
+    "client_dynamic_config",
+    "telemetry",
+    "create_session",
+    "session_heartbeat",
+    "create_model",
+    "get_info",
+    "optim_step",
+    "save_weights",
+    "load_weights",
+    "save_weights_for_sampler",
+    "create_sampling_session",
+    "asample",
+    "retrieve_future",
+)

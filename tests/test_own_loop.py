@@ -1,0 +1,306 @@
+"""`jppo.open`: loops written on it equal the commands', its gradients equal others', and what it refuses."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jppo
+from examples import arithmetic
+from jppo import train
+from jppo.algorithms import advantage, losses, masked
+from jppo.errors import UserError
+from jppo.models import hf
+from jppo.rollout.protocol import RolloutError
+from jppo.run.agreement import Mismatch
+from jppo.runlog.logger import read_metrics
+from tests import make
+
+DATA = dict(max_prompt_length=8, max_response_length=6, row_lengths=1)
+ACTOR = dict(lr=1e-2, ppo_mini_batch_size=4, entropy_coeff=0.01)
+SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+# The command logs these of the whole batch, or not as means over mini-batches.
+OTHERWISE = ("actor/entropy", "actor/ratio_max", "actor/ratio_min")
+ENGINE = dict(name="inprocess", kv_cache_memory_bytes=2**20)
+HEAD = dict(head="lm", param_dtype="float32")
+PROMPTS = ["12+34=", "5+6=", "78+9=", "4+44="]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of one layer with weights, so that a policy and another see the same ones."""
+    path = tmp_path_factory.mktemp("own") / "model"
+    arithmetic.write_model(path)
+    (path / "config.json").write_text(json.dumps(arithmetic.MODEL | SHAPE))
+    make.write_weights(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def m(folder):
+    """A policy with adapters and a critic with others, and the in-process engine, on a mesh of 8 devices."""
+    with jppo.open(str(folder), engine=ENGINE, lora=4, critic=True, data=DATA, actor=ACTOR) as made:
+        yield made
+
+
+@pytest.fixture
+def batch(m):
+    """Samples, and everything that a loss may read of them."""
+    m.publish()
+    made = m.batch(m.sample(PROMPTS, n=2, seed=3))
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.normal(size=made.mask.shape) for name in ("advantage", "value", "returns")}
+    yield made.replace(old_logprob=m.logprobs(made) + 0.3 * drawn["value"], **drawn)
+    m.discard()
+
+
+def gradient(m):
+    """The gradient of the policy, over all groups of devices, and starts anew."""
+    carry = m.policy._carry
+    carry = m.policy.how.exchange(carry) if m.policy.how.exchange is not None else carry
+    grads = jax.tree.map(lambda x, p: np.asarray(x).reshape(-1, *p.shape)[0], carry[0], m.policy.params)
+    m.discard()
+    return jax.tree.leaves(grads)
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(int, filter(str.isdigit, solution_str))) / 10
+
+
+def grpo(scores, mask, n):
+    """GRPO's advantages: a number for each response."""
+    groups = np.asarray(scores, np.float32).reshape(-1, n)
+    return ((groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)).reshape(-1)
+
+
+def loop(m, prompts, steps, n, mini, critic):
+    """A training loop as a user would write it; returns the metrics of each step."""
+    history, per_step = [], len(prompts) // steps
+    for step in range(steps):
+        samples = m.sample(prompts[step * per_step : (step + 1) * per_step], n=n)
+        scores = [compute_score("", t.text, "") for t in samples]
+        b = m.batch(samples)
+        b = b.replace(old_logprob=m.logprobs(b))
+        if critic:
+            ends = masked.spread(jnp.asarray(scores, jnp.float32), masked.last(b.mask))
+            found, returns = advantage.gae(jnp.where(b.mask, ends, 0.0), m.values(b), b.mask, gamma=1.0, lam=1.0)
+            b = b.replace(value=m.values(b), returns=returns, advantage=masked.whiten(found, b.mask))
+        else:
+            b = b.replace(advantage=grpo(scores, b.mask, n))
+        minis = []
+        for part in np.split(np.arange(len(b)), len(b) // mini):
+            metrics = m.forward_backward(b[part]).metrics
+            if critic:
+                metrics |= m.forward_backward(b[part], "value").metrics
+            minis.append(metrics | m.optim_step())
+        history.append({name: np.mean([one[name] for one in minis]) for name in minis[0] if name not in OTHERWISE})
+        m.publish()
+    return history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_loop_equals_the_command(folder, tmp_path, config, critic):
+    rows = [
+        dict(prompt=p, ground_truth="0", data_source="mine") for p in PROMPTS + [p[::-1][1:] + "=" for p in PROMPTS]
+    ]
+    config.data.train_files = config.data.val_files = make.write_rows(tmp_path / "rows.jsonl", *rows)
+    wanted = dict(
+        data=DATA | dict(train_batch_size=4), actor=ACTOR, critic=dict(lr=1e-2) if critic else {},
+        model=dict(path=str(folder)), rollout=dict(name="inprocess", n=2),
+        trainer=dict(run_dir=str(tmp_path / "run"), total_training_steps=2),
+        algorithm=dict(adv_estimator="gae" if critic else "grpo"), reward=dict(function=f"{__file__}:compute_score"),
+    )  # fmt: skip
+    for section, values in wanted.items():
+        config[section].update(values)
+    config.data.shuffle = False
+    train.train(config)
+    lines = [one for one in read_metrics(tmp_path / "run") if "actor/loss" in one]
+    with jppo.open(
+        str(folder), engine="inprocess", critic=dict(lr=1e-2) if critic else None, data=DATA, actor=ACTOR
+    ) as m:
+        history = loop(m, [row["prompt"] for row in rows], steps=2, n=2, mini=4, critic=critic)
+        m.export(tmp_path / "mine")
+    for line, mine in zip(lines, history, strict=True):
+        assert {"actor/loss", "actor/grad_norm", "actor/pg_clipfrac"} < mine.keys()
+        assert not critic or {"critic/vf_loss", "critic/grad_norm"} < mine.keys()
+        for name, value in mine.items():
+            np.testing.assert_allclose(value, line[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    _, cfg = hf.read_config(folder)
+    ours, theirs = (jax.tree.leaves(hf.load_params(p, cfg, **HEAD)) for p in (tmp_path / "mine", tmp_path / "run/hf"))
+    start = jax.tree.leaves(hf.load_params(folder, cfg, **HEAD))
+    for mine, other, before in zip(ours, theirs, start, strict=True):
+        assert np.abs(mine - other).max() <= 1e-3 * np.abs(other - before).max()
+
+
+def test_samples_are_of_the_policy(m, batch):
+    np.testing.assert_allclose(m.logprobs(batch), batch.rollout_logprob, atol=1e-5)
+    assert (batch.mask.sum(1) == [t.sampled.sum() for t in batch.trajectories]).all()
+    assert [t.text for t in m.sample(PROMPTS, n=2, seed=3)] == [t.text for t in batch.trajectories]
+    assert [t.tokens.tolist() for t in m.sample(PROMPTS, n=2)] != [t.tokens.tolist() for t in m.sample(PROMPTS, n=2)]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cross_entropy", "importance_sampling", "gspo"])
+def test_parts_of_a_batch_add_up_to_its_gradient(m, batch, loss):
+    whole = m.forward_backward(batch, loss)
+    expected = gradient(m)
+    parts = [m.forward_backward(part, loss, of=batch) for part in (batch[:3], batch[3:])]
+    assert sum(one.metrics["actor/loss"] for one in parts) == pytest.approx(whole.metrics["actor/loss"], rel=1e-5)
+    np.testing.assert_allclose(np.concatenate([one.logprob for one in parts]), whole.logprob, atol=1e-5)
+    for ours, theirs in zip(gradient(m), expected, strict=True):
+        make.assert_close(ours, theirs)
+
+
+def test_a_function_is_a_loss_as_a_name_is(m, batch):
+    """The clipped surrogate and the squared error, written out, and jppo's own function of the first."""
+
+    def surrogate(logprob, old_logprob, advantage):
+        ratio = jnp.exp(logprob - old_logprob)
+        return jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 0.9, 1.1))
+
+    def own(logp, old_logp, advantage, mask, segment):
+        return losses.clipped(logp, old_logp, advantage, mask, segment, clip_low=0.1, clip_high=0.1, clip_c=1e9)
+
+    named = m.forward_backward(batch, "vanilla", clip_ratio=0.1, clip_ratio_c=1e9, entropy_coeff=0.0)
+    found = gradient(m)
+    for loss in (surrogate, own):
+        given = m.forward_backward(batch, loss)
+        assert given.metrics["actor/loss"] == pytest.approx(named.metrics["actor/pg_loss"], rel=1e-5)
+        for ours, theirs in zip(gradient(m), found, strict=True):
+            make.assert_close(ours, theirs)
+    value, mask = m.values(batch), batch.mask
+    squared = m.forward_backward(batch, lambda value, returns: (value - returns) ** 2).metrics["critic/vf_loss"]
+    assert squared == pytest.approx(np.mean((value - batch.returns)[mask] ** 2), rel=1e-5)
+
+
+def test_targets_and_weights_may_be_given(m, folder):
+    inputs, targets = [[2, 3, 4, 5], [6, 7]], [[3, 9, 9, 1], [2, 1]]
+    weight = [[0.0, 1.0, 0.5, 2.0], [1.0, 0.0]]
+    _, cfg = hf.read_config(folder)
+    values = hf.load_params(folder, cfg, **HEAD)
+    expected, each = 0.0, []
+    for x, y, w in zip(inputs, targets, weight, strict=True):
+        found = np.asarray(jax.nn.log_softmax(make.logits(cfg, values, np.array([x]))[0]))
+        each.append(found[np.arange(len(y)), y])
+        expected -= float(each[-1] @ np.array(w))
+    fresh = m.another(seed=5)  # adapters that no test has trained
+    made = fresh.examples(inputs, targets, weight=weight)
+    found = fresh.forward_backward(made, "cross_entropy", loss_agg_mode="token-sum")
+    assert found.metrics["actor/loss"] == pytest.approx(expected, rel=1e-5)
+    for row, one in zip(found.logprob, each, strict=True):
+        np.testing.assert_allclose(row[: len(one)], one, atol=1e-5)
+    plain = fresh.examples([[2, 3, 4, 5]])  # the next tokens
+    np.testing.assert_allclose(fresh.logprobs(plain), fresh.logprobs(fresh.examples([[2, 3, 4]], [[3, 4, 5]])))
+
+
+def test_hyperparameters_of_a_step_are_adams(folder):
+    """Two steps by a loop from the paper (Kingma & Ba; decoupled decay by Loshchilov & Hutter), clipped."""
+    steps = [
+        dict(lr=0.01, beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.3, grad_clip=0.5),
+        dict(lr=0.02, beta1=0.7, beta2=0.9, eps=1e-2, weight_decay=0.0, grad_clip=0),
+    ]
+    with jppo.open(str(folder), data=DATA, mesh=dict(data=1, fsdp=-1)) as m:
+        moments = None
+        for t, h in enumerate(steps, 1):
+            m.forward_backward(m.examples([[2, 3, 4, 5], [6, 7, 8]]), "cross_entropy")
+            grads = [np.float64(x) for x in jax.tree.leaves(m.policy._carry[0])]
+            before = [np.float64(x) for x in jax.tree.leaves(m.policy.params)]
+            norm = np.sqrt(sum((g**2).sum() for g in grads))
+            assert m.optim_step(**h)["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+            grads = [g * min(1.0, h["grad_clip"] / norm) if h["grad_clip"] else g for g in grads]
+            mu, nu = moments or ([0 * g for g in grads], [0 * g for g in grads])
+            mu = [h["beta1"] * a + (1 - h["beta1"]) * g for a, g in zip(mu, grads, strict=True)]
+            nu = [h["beta2"] * a + (1 - h["beta2"]) * g**2 for a, g in zip(nu, grads, strict=True)]
+            moments = mu, nu
+            for p, a, b, new in zip(before, mu, nu, jax.tree.leaves(m.policy.params), strict=True):
+                step = (a / (1 - h["beta1"] ** t)) / (np.sqrt(b / (1 - h["beta2"] ** t)) + h["eps"])
+                np.testing.assert_allclose(new, p - h["lr"] * (step + h["weight_decay"] * p), atol=2e-6)
+
+
+def test_sets_of_weights_share_programs_and_nothing_else(m, batch):
+    other = m.another(seed=7)
+    assert jax.tree.leaves(other.policy.how.base)[0] is jax.tree.leaves(m.policy.how.base)[0]
+    before, kept = m.logprobs(batch), m.keep()
+    other.forward_backward(batch)
+    other.optim_step(lr=0.1)
+    assert np.array_equal(m.logprobs(batch), before) and not np.allclose(other.logprobs(batch), before, atol=1e-2)
+    assert np.array_equal(other.logprobs(batch, weights=kept), before)
+    other.publish()
+    with pytest.raises(UserError, match="the engine has other weights than this model's"):
+        m.sample(PROMPTS)
+    with_kept = m.sample(PROMPTS, n=2, seed=3, weights=kept)
+    assert [t.text for t in with_kept] == [t.text for t in batch.trajectories]
+    with pytest.raises(UserError, match="publish"):
+        other.sample(PROMPTS)
+
+
+def test_a_checkpoint_is_the_whole_state(m, batch, tmp_path):
+    def step():
+        m.forward_backward(batch, "ppo")
+        m.forward_backward(batch, "value")
+        m.optim_step()
+        return m.publish()
+
+    step()
+    path = m.save(tmp_path)
+    number, after = step(), m.logprobs(batch)
+    assert path.name == str(number - 1)
+    assert m.load(tmp_path) == number - 1
+    assert step() == number and np.array_equal(m.logprobs(batch), after)
+    m.load(path, optimizer=False)
+    step()
+    assert not np.array_equal(m.logprobs(batch), after)
+
+
+def test_other_weights_in_the_engine_are_seen(m, batch):
+    m.publish()
+    b = m.batch(m.sample(PROMPTS))
+    m.logprobs(b)
+    wrong = [dataclasses.replace(t, logprob=t.logprob - 0.1) for t in b.trajectories]
+    with pytest.raises(Mismatch, match="do not have the same policy"):
+        m.logprobs(m.batch(wrong))
+
+
+def test_what_is_refused(m, batch, folder, tmp_path):
+    cases = {
+        "loss='grpo' is not known; it is one of": lambda: m.forward_backward(batch, "grpo"),
+        "reads value, which the batch lacks": lambda: m.forward_backward(m.batch(batch.trajectories), "value"),
+        "takes 'logprobs'; the arguments of a loss are": lambda: m.forward_backward(batch, lambda logprobs: logprobs),
+        "of the policy, or value of the critic": lambda: m.forward_backward(batch, lambda logprob, value: value),
+        "it must return the loss of every token": lambda: m.forward_backward(batch, lambda logprob: logprob.sum()),
+        "'clip' is no option of a loss": lambda: m.forward_backward(batch, "ppo", clip=0.1),
+        "actor.clip_ratio=-1": lambda: m.forward_backward(batch, "ppo", clip_ratio=-1.0),
+        r"advantage has the shape \[3\]": lambda: batch.replace(advantage=np.zeros(3)),
+        r"advantage\[0\] has 9 numbers": lambda: batch.replace(advantage=[np.zeros(9)] * len(batch)),
+        "'score' is no array of a batch": lambda: batch.replace(score=np.zeros(8)),
+        "optim_step.. without a gradient": m.optim_step,
+        r"has token 99; the model's are 0 to 31": lambda: m.examples([[2, 99]]),
+        "has 2 tokens and targets.0. 1": lambda: m.examples([[2, 3]], [[3]]),
+        "at most 14 fit": lambda: m.examples([[2] * 15]),
+        "prompt 1 has 9 tokens": lambda: m.sample(["123456789"]),
+        "sample.temp=": lambda: m.sample(PROMPTS, temp=1.0),
+        "no reference; open it with ref=": lambda: m.reference_logprobs(batch),
+        "there is no setting 'actor.rate'": lambda: jppo.open(str(folder), actor=dict(rate=1)),
+        "reward.function is of the loop of jppo.train": lambda: jppo.open(str(folder), reward=dict(function="x.py:f")),
+        "actor.lr='fast' is of type str": lambda: jppo.open(str(folder), actor=dict(lr="fast")),
+        "needs the number of steps": lambda: jppo.open(str(folder), actor=dict(lr_scheduler_type="cosine")),
+        "no such folder": lambda: m.load(tmp_path / "none"),
+    }
+    for message, call in cases.items():
+        with pytest.raises(UserError, match=message) as e:
+            call()
+        assert "\n" not in str(e.value)
+    m.forward_backward(batch, "ppo")
+    with pytest.raises(UserError, match=r"gradients of 1 call.* are accumulated"):
+        m.save(tmp_path)
+    m.optim_step()
+    with pytest.raises(RolloutError, match="it was trained on, and none was published"):
+        m.sample(PROMPTS)
+    closed = m.another()
+    closed.close()
+    with pytest.raises(UserError, match="this model is closed"):
+        closed.publish()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,336 @@
+"""The Tinker server: the official client's loops learn on it, and the wire, the keys and the order of requests."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+
+import jppo
+from examples import arithmetic
+from jppo.agent.gateway.request import BadRequest
+from jppo.tinker import http, sessions, wire
+from tests import make
+
+KEY, OTHER = "tml-" + "a" * 32, "tml-" + "b" * 32
+SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+# Bytes of tinker 0.38.0: a request for the gradient of PPO, and a gradient's and a sample's results.
+ASKED = """
+0a09733a747261696e3a3010ac021a740a0c0a0a0a08030000002c010000121d0a0a616476616e7461676573120f0a080000000000000040
+1801220102121b0a086c6f6770726f6273120f0a0800000000000000bf180122010212280a0d7461726765745f746f6b656e7312170a102c
+0100000000000007000000000000001802220102220370706f2a1d0a12636c69705f6c6f775f7468726573686f6c6411cdccccccccccec3f
+3a1f0a12636c69705f6c6f775f7468726573686f6c64120909cdccccccccccec3f
+"""
+GRADIENT = """
+0a0b41727261795265636f7264123a12360a086c6f6770726f6273122a0a0c000080bf000000c0000000bf12180000000000000000080000
+00000000000c00000000000000180118021a130a086c6f73733a73756d110000000000000c40
+"""
+SAMPLE = "0a1608011208050000002c0100001a08000080bf000080be"
+
+
+def test_binary_messages_are_the_clients():
+    asked = bytes.fromhex(ASKED.replace("\n", ""))
+    found = wire.read_gradient(asked)
+    assert (found.model_id, found.seq_id, found.loss, found.forward_only) == ("s:train:0", 300, "ppo", False)
+    assert found.options == {"clip_low_threshold": 0.9}
+    (datum,) = found.data
+    assert datum.tokens.tolist() == [3, 300]
+    assert {name: x.tolist() for name, x in datum.inputs.items()} == {
+        "target_tokens": [300, 7],
+        "logprobs": [0.0, -0.5],
+        "advantages": [0.0, 2.0],
+    }
+    rows = [np.array([-1.0, -2.0]), np.array([-0.5])]
+    assert wire.write_gradient(rows, {"loss:sum": 3.5}) == bytes.fromhex(GRADIENT.replace("\n", ""))
+    assert wire.write_samples([(np.array([5, 300]), np.array([-1.0, -0.25]), True)]) == bytes.fromhex(SAMPLE)
+    for cut in range(1, len(asked)):
+        with contextlib.suppress(BadRequest):  # a shorter message may be whole
+            wire.read_gradient(asked[:cut])
+
+
+def write_model(path):
+    arithmetic.write_model(path)
+    (path / "config.json").write_text(json.dumps(arithmetic.MODEL | SHAPE))
+    make.write_weights(path)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A server in this process, and its address."""
+    folder = tmp_path_factory.mktemp("tinker")
+    write_model(folder / "model")
+    data = dict(max_prompt_length=16, max_response_length=8, row_lengths=1)
+    engine = dict(name="inprocess", kv_cache_memory_bytes=2**20)
+    with jppo.open(str(folder / "model"), lora=4, engine=engine, data=data, actor=dict(ppo_mini_batch_size=4)) as m:
+        made = sessions.Service(m, "small", 4, folder=folder / "states", expiry_s=300, most=100)
+        server = http.serve(made, (KEY, OTHER), "127.0.0.1", 0)
+        worker = threading.Thread(target=made.work)
+        worker.start()
+        yield made, f"http://127.0.0.1:{server.server_address[1]}/api/v1/"
+        made.stop()
+        worker.join()
+        server.shutdown()
+        server.server_close()
+
+
+def test_no_more_sessions_than_the_server_allows(service, post, monkeypatch):
+    monkeypatch.setattr(service[0], "_most", len(service[0]._sessions) + 1)
+    assert post("create_session", {}).status_code == 200
+    refused = post("create_session", {})
+    assert refused.status_code == 400 and "at most --sessions=" in refused.text
+
+
+@pytest.fixture
+def post(service, monkeypatch):
+    monkeypatch.setattr(sessions, "POLL_S", 0.3)
+
+    def send(path, body, key=KEY):
+        how = dict(content=body) if isinstance(body, bytes) else dict(json=body)
+        return httpx.post(service[1] + path, headers={"X-API-Key": key}, timeout=60, **how)
+
+    return send
+
+
+@pytest.fixture
+def model(post):
+    """A new model of a new session."""
+    session = post("create_session", {}).json()["session_id"]
+    lora = dict(rank=4, seed=0)
+    asked = post("create_model", dict(session_id=session, model_seq_id=0, base_model="small", lora_config=lora)).json()
+    return session, result(post, asked)["model_id"]
+
+
+def result(post, asked):
+    """Waits for the result of a future."""
+    until = time.monotonic() + 120
+    while (found := post("retrieve_future", dict(request_id=asked["request_id"]))).status_code == 408:
+        assert time.monotonic() < until
+    return found.json() if found.headers["content-type"] == "application/json" else found.content
+
+
+def gradient(model_id, number, forward_only=False):
+    tensor = wire.write((1, np.array([4, 5], "<i8").tobytes()), (3, wire.INT64))
+    entry = wire.write((1, "target_tokens"), (2, tensor))
+    chunk = wire.write((1, wire.write((1, np.array([3, 4], "<i4").tobytes()))))
+    datum = wire.write((1, chunk), (2, entry))
+    return wire.write((1, model_id), (2, number), (3, datum), (4, "cross_entropy"), (6, int(forward_only)))
+
+
+def step(model_id, number):
+    return dict(model_id=model_id, seq_id=number, adam_params=dict(learning_rate=0.1))
+
+
+def test_requests_of_a_model_run_in_order_and_once(post, model):
+    id = model[1]
+    late = post("optim_step", step(id, 2)).json()
+    last = post("forward_backward", gradient(id, 3, forward_only=True)).json()
+    assert post("retrieve_future", dict(request_id=late["request_id"])).status_code == 408
+    first = post("forward_backward", gradient(id, 1)).json()
+    assert post("forward_backward", gradient(id, 1)).json() == first
+    before, after = result(post, first), result(post, last)
+    assert b"loss:sum" in before and before != after
+    assert "actor/grad_norm:mean" in result(post, late)["metrics"]
+    assert post("optim_step", step(id, 2)).json() == late
+    again = post("forward_backward", gradient(id, 4, forward_only=True)).json()
+    assert result(post, again) == after  # the repeats did nothing
+    empty = result(post, post("optim_step", step(id, 5)).json())
+    assert empty["category"] == "user" and "without a gradient" in empty["error"]
+
+
+def test_a_key_reaches_its_sessions_only(post, model):
+    session, id = model
+    assert post("create_session", {}, key="tml-" + "c" * 32).status_code == 401
+    saved = result(post, post("save_weights", dict(model_id=id, seq_id=1, path="one")).json())["path"]
+    sampler = post("create_sampling_session", dict(session_id=session, sampling_session_seq_id=0, base_model="small"))
+    sampler = sampler.json()["sampling_session_id"]
+    prompt = dict(chunks=[dict(tokens=[3, 4])])
+    asked = dict(sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params=dict(max_tokens=2))
+    future = post("asample", asked).json()
+    own = post("create_session", {}, key=OTHER).json()["session_id"]
+    for path, body in {
+        "session_heartbeat": dict(session_id=session),
+        "create_model": dict(session_id=session, model_seq_id=1, base_model="small", lora_config=dict(rank=4)),
+        "get_info": dict(model_id=id),
+        "forward_backward": gradient(id, 2),
+        "optim_step": step(id, 2),
+        "retrieve_future": dict(request_id=future["request_id"]),
+        "asample": asked | dict(seq_id=1),
+        "load_weights": dict(session_id=own, model_seq_id=0, path=saved, optimizer=True),
+        "create_sampling_session": dict(session_id=session, sampling_session_seq_id=1, base_model="small"),
+    }.items():
+        assert post(path, body, key=OTHER).status_code == 404, path
+    assert b"\x12" in result(post, future)
+
+
+def test_a_prompt_is_scored_by_its_samplers_weights(post, model):
+    """Against `forward` of the model, before and after it has learned; the first token has none, and `last_n` some."""
+    session, id = model
+    sampler = dict(session_id=session, sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
+
+    def scores(number, tokens, **more):
+        asked = dict(sampling_session_id=sampler, seq_id=number, sampling_params=dict(max_tokens=1), **more)
+        asked |= dict(prompt=dict(chunks=[dict(tokens=tokens)]), prompt_logprobs=True)
+        found = wire.read(result(post, post("asample", asked).json()))
+        return np.frombuffer(found[2][0], "<f4"), found.get(1, [])
+
+    def forward(number):
+        found = wire.read(result(post, post("forward_backward", gradient(id, number, forward_only=True)).json()))
+        entry = wire.read(wire.read(found[2][0])[2][0])
+        return np.frombuffer(wire.read(entry[2][0])[1][0], "<f4")
+
+    before, (first, sequences) = forward(1), scores(0, [3, 4, 5])
+    assert len(sequences) == 1 and np.isnan(first[0])
+    np.testing.assert_allclose(first[1:], before, rtol=1e-5)
+    result(post, post("forward_backward", gradient(id, 2)).json())
+    result(post, post("optim_step", step(id, 3)).json())
+    assert np.abs(forward(4) - before).max() > 1e-3
+    again, _ = scores(1, [3, 4, 5], prompt_logprobs_last_n=1)
+    assert np.isnan(again[:2]).all() and again[2] == first[2]
+    long, sequences = scores(2, [3, 4, 5] * 7)  # longer than max_prompt_length: only scored
+    assert len(long) == 21 and not sequences and np.isfinite(long[1:]).all()
+    np.testing.assert_allclose(long[1:3], before, rtol=1e-5)
+    alone, sequences = scores(3, [3])
+    assert np.isnan(alone).all() and len(alone) == len(sequences) == 1
+
+
+def test_samples_stop_at_tokens(post, model):
+    sampler = dict(session_id=model[0], sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
+    asked = dict(sampling_session_id=sampler, seq_id=0, num_samples=16, prompt=dict(chunks=[dict(tokens=[3, 4])]))
+    stop = {4, 5, 7, 9}
+    how = dict(max_tokens=8, stop=sorted(stop), seed=1)
+    found = wire.read(result(post, post("asample", asked | dict(sampling_params=how)).json()))
+    rows = [np.frombuffer(wire.read(one)[2][0], "<i4").tolist() for one in found[1]]
+    ends = {row[-1] for row in rows if len(row) < 8}
+    assert ends & stop and ends <= {1, *stop}
+    assert not any(stop & {*row[:-1]} for row in rows)
+
+
+def test_a_sampler_in_use_does_not_expire(post, model):
+    names = []
+    asked = dict(prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1))
+    for number in range(sessions.UNNAMED + 2):
+        made = dict(model_id=model[1], seq_id=number + 1, sampling_session_seq_id=number)
+        names.append(result(post, post("save_weights_for_sampler", made).json())["sampling_session_id"])
+        assert post("asample", asked | dict(sampling_session_id=names[0], seq_id=number)).status_code == 200
+    expired = post("asample", asked | dict(sampling_session_id=names[1], seq_id=0))
+    assert expired.status_code == 404 and "expired" in expired.json()["detail"]
+
+
+def test_a_session_ends_when_its_client_closes_it(service, post, model):
+    session, id = model
+    asked = post("forward_backward", gradient(id, 1)).json()
+    assert post(f"sessions/{session}/finish", {}, key=OTHER).status_code == 404
+    assert post(f"sessions/{session}/finish", dict(reason=dict(type="success"))).status_code == 200
+    until = time.monotonic() + 60
+    while session in service[0]._sessions and time.monotonic() < until:
+        time.sleep(0.1)
+    assert post("retrieve_future", dict(request_id=asked["request_id"])).status_code == 404
+
+
+def test_a_session_that_died_expires_with_its_gradient(service, post, model):
+    session, id = model
+    result(post, post("forward_backward", gradient(id, 1)).json())
+    held = service[0]._sessions[session].runs[id].model
+    assert held.policy.accumulated == 1
+    service[0]._sessions[session].seen -= 301
+    until = time.monotonic() + 30
+    while session in service[0]._sessions and time.monotonic() < until:
+        time.sleep(0.1)
+    found = post("optim_step", step(id, 2))
+    assert found.status_code == 404 and "expired" in found.json()["detail"]
+    assert held.policy.accumulated == 0
+
+
+def test_wrong_requests_get_one_line(post, model):
+    session, id = model
+    lora = dict(rank=4, train_unembed=True)
+    begin = dict(session_id=session, model_seq_id=1, base_model="small", lora_config=lora)
+    sampler = dict(session_id=session, sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
+    prompt = dict(chunks=[dict(tokens=[3, 4])])
+    sample = dict(sampling_session_id=sampler, seq_id=0, prompt=prompt, sampling_params=dict(max_tokens=2))
+    for path, body, text in (
+        ("create_model", begin | dict(lora_config=dict(rank=8)), "rank=8"),
+        ("create_model", begin | dict(lora_config=lora | dict(train_mlp=False)), "train_mlp=False"),
+        ("create_model", begin | dict(optimizer_config=dict(type="dimuon")), "'dimuon'"),
+        ("create_model", begin | dict(lora_config=lora | dict(new=1)), "new=1"),
+        ("asample", sample | dict(topk_prompt_logprobs=2), "topk_prompt_logprobs=2"),
+        ("asample", sample | dict(prompt_logprobs_last_n=1), "prompt_logprobs_last_n (without prompt_logprobs)=1"),
+        ("asample", sample | dict(prompt_logprobs=True, prompt_logprobs_last_n=2), "must be 1 to 1"),
+        ("asample", sample | dict(prompt=dict(chunks=[dict(tokens=[3] * 17)])), "17 tokens; it must have 1 to"),
+        ("asample", sample | dict(prompt_logprobs=True, prompt=dict(chunks=[dict(tokens=[3] * 25)])), "1 to data."),
+        # A response was asked for, too, and there is no room for it.
+        ("asample", sample | dict(prompt_logprobs=True, prompt=dict(chunks=[dict(tokens=[3] * 20)])), "1 to data."),
+        ("asample", sample | dict(sampling_params=dict(max_tokens=99)), "max_tokens=99"),
+        ("asample", sample | dict(sampling_params=dict(stop=[10**6])), "stop='1000000'"),
+        ("asample", sample | dict(prompt=dict(chunks=[dict(tokens=[10**6])])), "token outside"),
+        ("optim_step", dict(model_id=id, seq_id=True), "seq_id='True'"),
+        ("optim_step", b"[", "not valid JSON"),
+        ("forward_backward", b"\x0a\xff", "no protobuf message"),
+        ("nothing", {}, "nothing"),
+    ):
+        found = post(path, body)
+        detail = found.json()["detail"]
+        assert 400 <= found.status_code < 500 and text in detail and "\n" not in detail, (path, detail)
+    failed = dict(model_id=id, seq_id=1, path="../../one")
+    assert "must be a name" in result(post, post("save_weights", failed).json())["error"]
+
+
+@contextlib.contextmanager
+def served(folder, model, *arguments):
+    """Runs the command in a folder; yields its address."""
+    arguments += ("--port=0", "--folder=states", "--data.row_lengths=1", "--rollout.name=inprocess")
+    env = os.environ | {"JPPO_TINKER_KEYS": f"{KEY}\n{OTHER}", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "jppo.tinker", model, *arguments]
+    with subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            line = next(one for one in server.stdout if "http://" in one)
+            yield line.split(" is at ")[1].strip()
+        finally:
+            server.terminate()
+            assert server.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """A Python with the official client."""
+    return make.python_with(tmp_path_factory.mktemp("tinker"), "tinker==0.38.0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [4, 0])
+def test_loops_of_the_official_client_learn(tmp_path, client, rank):
+    write_model(tmp_path / "model")
+    settings = ["--data.max_prompt_length=16", "--data.max_response_length=8", "--actor.ppo_mini_batch_size=4"]
+    with served(tmp_path, "model", f"--lora={rank}", "--rollout.kv_cache_memory_bytes=4194304", *settings) as url:
+        env = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": KEY, "OTHER_KEY": OTHER, "TINKER_TELEMETRY": "0"}
+        command = [client, str(ROOT / "tests/tinker_client.py"), "model", str(rank)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["info"] is (rank > 0)
+    assert found["after"] < 0.7 * found["losses"][0]
+    assert found["untouched"][0] == found["untouched"][1]
+    np.testing.assert_allclose([found["loaded"], found["from_state"]], found["after"], rtol=1e-5)
+    for loss in ("importance_sampling", "ppo", "cispo"):
+        assert np.mean(found[loss][-3:]) > np.mean(found[loss][:3]) + 0.1, (loss, found[loss])
+    assert 1 <= len(found["greedy"]) <= 4
+    assert found["scores"][0] is None
+    np.testing.assert_allclose(found["scores"][1:], found["forward"], rtol=1e-4)
+    wanted = dict(rank="trains", base="is not served", loss="'gspo'", topk="topk_prompt_logprobs=1")
+    wanted |= dict(sampler="another key", state="no checkpoint of this key")
+    for name, text in wanted.items():
+        assert text in (found["refused"][name] or ""), (name, found["refused"][name])
