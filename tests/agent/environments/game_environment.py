@@ -1,0 +1,5 @@
+"""An environment for `verifiers` with an episode of its own."""
+
+from products_environment import Game
+
+__all__ = ["Game"]
