@@ -1,11 +1,14 @@
 """Runs jppo.from_verl on verl's own scripts and compares with bash and with Hydra.
 
-    python scripts/check_verl.py DIR [DIR ...] [--verbose]
+    python scripts/check_verl.py DIR [DIR ...] [--verbose] [--match TEXT] [--dry_run FOLDER]
 
 A DIR is a checkout of verl, or of its recipes after that; scripts run in copies. A script counts if, under bash with
-stand-ins for its programs, it starts one trainer. Scripts that print their usage get `8 /tmp/checkpoints`. Prints a
-table: arguments equal to those under bash, exit codes, and the translations with exit code 0 whose settings are those
-that Hydra composes from verl's YAML. The last needs the package hydra-core.
+stand-ins for its programs, it starts one trainer. Scripts that print their usage get `8`, or `8 /tmp/checkpoints`.
+Prints a table: arguments equal to those under bash, exit codes, and the translations with exit code 0 whose settings
+are those that Hydra composes from verl's YAML. The last needs the package hydra-core.
+
+--dry_run also runs `--dry_run` of each translation with exit code 0 (`verl_dry_runs.py`). FOLDER keeps results and
+compiled programs, so that a stopped check resumes.
 """
 
 import argparse
@@ -47,8 +50,8 @@ printf '%s\\0' "${0##*/}" "$@" > "$(mktemp "$CALLS/XXXXXXXX")"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TIME_S = 10
 OTHERS = ("main_eval", "main_generation", "main_generation_server")  # no trainers
-USAGE = ["8", "/tmp/checkpoints"]
-DATES = re.compile(r"\d{6,}|\d{4}-\d\d-\d\d|\d\d([-_:.]\d\d)+")
+USAGES = ([], ["8"], ["8", "/tmp/checkpoints"])
+DATES = re.compile(r"\d{8}_\d{4,6}|\d{6,}|\d{4}-\d\d-\d\d|\d\d([-_:.]\d\d)+")
 
 
 @dataclasses.dataclass
@@ -58,15 +61,24 @@ class Result:
     name: str
     main: str
     words: list[str]
+    launcher: list[str]  # the words before the trainer, as torchrun's
     same: bool = False  # as from_verl's
     code: int = -1
     errors: str = ""
     command: str = ""
     wrong: dict[str, tuple[Any, Any]] | None = None  # settings and Hydra's; None: not composed
+    starts: bool = True  # verl itself would start it: its YAML is there, and it gives the paths and numbers
+    dry: str | None = None  # the last line of a dry run that failed; '': it ended well; None: none was made
 
     @property
     def tunes(self) -> bool:
         return "sft_trainer" in self.main
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the translation, its config by its path."""
+        words = shlex.split(self.command.partition("\n\n#")[0].replace("\\\n", ""))[4:]
+        return [f"--config={ROOT}/{from_verl.TUNING_BASE if self.tunes else from_verl.BASE}", *words]
 
     @property
     def counts(self) -> bool:
@@ -104,30 +116,32 @@ def under_bash(script: pathlib.Path, arguments: list[str], root: pathlib.Path, w
     return [file.read_text(errors="replace").split("\0")[:-1] for file in found]
 
 
-def trainer_of(call: list[str]) -> tuple[str, tuple[str, ...]] | None:
-    """Returns the module and the arguments of a trainer."""
+def trainer_of(call: list[str]) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
+    """Returns the module and the arguments of a trainer, and the words before it."""
     for i, word in enumerate(call):
         main = call[i + 1] if word == "-m" and i + 1 < len(call) else word if word.endswith(".py") else ""
         if main:
             main = main.removesuffix(".py").removeprefix("./").replace("/", ".")
             named = re.search(r"(^|[._])(main\w*|\w*_main\w*|\w*trainer\w*|launch)$", main)
             rest = call[i + (2 if word == "-m" else 1) :]
-            return (
-                (main, tuple(rest)) if named and any(re.match(r"[+~]*[\w.@]+\.[\w.]+=", one) for one in rest) else None
-            )
+            trains = named and any(re.match(r"[+~]*[\w.@]+\.[\w.]+=", one) for one in rest)
+            return (main, tuple(rest), tuple(call[:i])) if trains else None
     return None
 
 
-def scripts_of(root: pathlib.Path, work: pathlib.Path) -> Iterator[Result]:
+def scripts_of(root: pathlib.Path, work: pathlib.Path, match: str = "") -> Iterator[Result]:
     """Yields the scripts of a checkout that start one trainer, translated."""
     for file in sorted(root.rglob("*.sh")):
-        for arguments in ([], USAGE):
+        if match not in str(file.relative_to(root)):
+            continue
+        for arguments in USAGES:
             found = [one for call in under_bash(file, arguments, root, work) if (one := trainer_of(call))]
             found = list(dict.fromkeys(one for one in found if not one[0].endswith(OTHERS)))
             if found:
                 break
         if len(found) == 1:
-            result = Result(f"{root.name}/{file.relative_to(root)}", found[0][0], list(found[0][1]))
+            main, words, launcher = found[0]
+            result = Result(f"{root.name}/{file.relative_to(root)}", main, list(words), list(launcher))
             _translate(result, file, arguments)
             yield result
 
@@ -169,33 +183,45 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
         for one in (root, verl, *sorted(root.parent.iterdir()))
         for place in (one / "/".join(parts), one / "/".join(parts[1:]))
     ]
-    home = next((place for place in places if parts and (place / "config").is_dir()), root)
-    path = pathlib.Path(home, options.get("--config-path", "config").strip("'\""))
     usual = {"main_dapo": "dapo_trainer", "fully_async_main": "fully_async_ppo_trainer"}
-    usual |= {"sft_trainer": "sft_trainer_engine", "fsdp_sft_trainer": "sft_trainer"}
+    usual |= {"sft_trainer": "sft_trainer_engine", "sft_trainer_ray": "sft_trainer_engine"}
+    usual |= {"fsdp_sft_trainer": "sft_trainer"}
     name = usual.get(result.main.split(".")[-1], "ppo_trainer")
     name = "one_step_off_ppo_trainer" if "one_step_off" in result.main else name
     name = options.get("--config-name", name).strip("'\"").removesuffix(".yaml")
+    homes = [place for place in places if parts and (place / "config").is_dir()]
+    home = next((place for place in homes if (place / f"config/{name}.yaml").is_file()), [*homes, root][0])
+    path = pathlib.Path(home, options.get("--config-path", "config").strip("'\""))
     search = f"hydra.searchpath=[file://{verl}/verl/trainer/config]"
     with hydra.initialize_config_dir(config_dir=str(path.resolve()), version_base=None):
-        config = hydra.compose(config_name=name, overrides=[*rest, search])
+        try:
+            config = hydra.compose(config_name=name, overrides=[*rest, search])
+        except Exception:  # keys of another version, or values that its grammar has quoted
+            rest = [
+                re.sub(r"^\+*([\w.]+=)(<.*>)?(?=.*$)", r"++\1'\2'" if "=<" in one else r"++\1", one) for one in rest
+            ]
+            config = hydra.compose(config_name=name, overrides=[*rest, search])
     OmegaConf.set_struct(config, False)
     return config
 
 
-_LOSSES = {"cosine": "cosine", "constant": "constant"}
+def _select(config: Any, key: str) -> Any:
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.select(config, key)
+    except Exception:
+        return None
+
+
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", None: "bfloat16"}
 
 
 def expected(config: Any, main: str) -> dict[str, Any]:
     """Returns jppo's settings for a composed PPO config, from verl's documentation of its keys alone."""
-    from omegaconf import OmegaConf
 
     def get(key: str, usual: Any = None) -> Any:
-        try:
-            value = OmegaConf.select(config, key)
-        except Exception:
-            value = None
+        value = _select(config, key)
         return usual if value is None else value
 
     def text(key: str) -> str:
@@ -228,6 +254,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     else:
         tokens = None
     estimator = get("algorithm.adv_estimator")
+    alone = n == 1 and estimator in ("grpo", "rloo", "opo")
     distils = get("distillation.enabled", False)
     apart = bool(get("rollout.nnodes") or get(f"{r}.nnodes"))
     correction = "algorithm.rollout_correction"
@@ -271,7 +298,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "actor.betas": tuple(map(float, get(f"{a}.optim.betas"))),
         "actor.grad_clip": float(get(f"{a}.grad_clip", 1.0) if engine == "fsdp_config" and main
           and f"{a}.grad_clip" in main else get(f"{a}.optim.clip_grad", 1.0)),
-        "actor.lr_warmup_steps": max(-1, int(get(f"{a}.optim.lr_warmup_steps", -1))) or -1,
+        "actor.lr_warmup_steps": max(-1, round(int(get(f"{a}.optim.lr_warmup_steps", -1)) / meets)) or -1,
         "actor.ppo_mini_batch_size": mini * n,
         "actor.ppo_epochs": int(get(f"{a}.ppo_epochs")),
         "actor.shuffle": bool(get(f"{a}.shuffle")),
@@ -299,7 +326,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "rollout.val_kwargs.temperature": float(get(f"{r}.val_kwargs.temperature")),
         "rollout.val_kwargs.n": int(get(f"{r}.val_kwargs.n")),
         "rollout.mode": "async" if asynchronous else "sync",
-        "algorithm.adv_estimator": estimator,
+        "algorithm.adv_estimator": "reinforce_no_baseline" if alone else estimator,
         "algorithm.gamma": float(get("algorithm.gamma")),
         "algorithm.lam": float(get("algorithm.lam")),
         "algorithm.norm_adv_by_std_in_grpo": bool(get("algorithm.norm_adv_by_std_in_grpo")),
@@ -320,10 +347,11 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     found |= {
         f"trainer.{key}": max(1, value // (1 if fully else meets)) if value > 0 else -1 for key, value in every.items()
     }
+    schedules = ("warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
+    found["actor.lr_scheduler_type"] = next(value for one in schedules if (value := get(f"{a}.optim.{one}")))
     if tokens:
         found["actor.max_tokens_per_device"] = tokens
     if engine == "fsdp_config":
-        found["actor.lr_scheduler_type"] = get(f"{a}.optim.lr_scheduler_type") or get(f"{a}.optim.warmup_style")
         found["actor.optimizer_offload"] = bool(get(f"{a}.fsdp_config.optimizer_offload"))
         found["model.param_dtype"] = _DTYPES.get(
             get(f"{a}.fsdp_config.model_dtype"), get(f"{a}.fsdp_config.model_dtype")
@@ -352,6 +380,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         found["trainer.experiment_name"] = get("trainer.experiment_name")
     if not apart:
         found["trainer.nnodes"] = nodes
+    if not apart and found["rollout.name"] != "inprocess":
         found["rollout.servers"] = max(1, gpus // int(get(f"{r}.tensor_model_parallel_size")))
     if not greedy:
         found["rollout.val_kwargs.top_p"] = float(get(f"{r}.val_kwargs.top_p"))
@@ -373,13 +402,132 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     return found
 
 
+def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
+    """Returns jppo's settings for a composed fine-tuning config, from verl's two trainers and their YAML."""
+
+    def get(key: str, usual: Any = None) -> Any:
+        value = _select(config, key)
+        return usual if value is None else value
+
+    older = get("model.partial_pretrain") is not None  # fsdp_sft_trainer
+    kind = "fsdp" if older else get("engine._target_").rpartition(".")[2].removesuffix("EngineConfig").lower()
+    names = {  # of each engine: sequence, tensor, expert
+      "fsdp": ("ulysses_sequence_parallel_size", "", ""),
+      "veomni": ("ulysses_parallel_size", "", "expert_parallel_size"),
+      "mcore": ("context_parallel_size", "tensor_model_parallel_size", "expert_model_parallel_size"),
+      "torchtitan": ("context_parallel_size", "tensor_parallel_size", "expert_parallel_size"),
+      "automodel": ("cp_size", "tp_size", "ep_size"),
+    }[kind]  # fmt: skip
+    sequence, tensor, expert = (int(get(f"engine.{name}", 1)) if name else 1 for name in names)
+    if older:
+        sequence = int(get("ulysses_sequence_parallel_size", 1))
+    processes = re.search(r" --nproc[-_]per[-_]node[ =](\d+) ", f" {launcher} ")
+    devices = int(processes[1]) if processes else int(get("trainer.n_gpus_per_node"))
+    longest, lr = int(get("data.max_length")), float(get("optim.lr"))
+    need = math.ceil(longest / sequence)
+    tokens = math.ceil(int(get("data.micro_batch_size_per_gpu")) * longest / sequence)
+    if get("data.use_dynamic_bsz"):
+        tokens = int(get("data.max_token_len_per_gpu"))
+    size = int(get("engine.fsdp_size", -1))
+    if kind == "torchtitan":
+        size = int(get("engine.data_parallel_shard_size", 1)) * sequence
+    shards = -1 if size < 0 or size >= devices else max(1, size // sequence)
+    steps, ratio = int(get("optim.lr_warmup_steps", -1)), float(get("optim.lr_warmup_steps_ratio", 0.0))
+    schedules = ("lr_scheduler", "warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
+    of_lr = [get(f"optim.{name}", 0.0) / lr for name in ("min_lr", "lr_min", "lr_warmup_init", "lr_start")]
+    chats = not older or bool(get("data.multiturn.enable"))
+    kept = get("trainer.max_ckpt_to_keep")
+    files = get("data.train_files")
+    remat = get("engine.activation_checkpointing", False) if kind == "automodel" else get(
+      "model.enable_gradient_checkpointing")  # fmt: skip
+    modules = get("model.target_modules")
+    modules = modules if isinstance(modules, str) else ",".join(modules)
+    found = {
+        "data.train_files": files if isinstance(files, str) else ",".join(files),
+        "data.train_batch_size": int(get("data.train_batch_size")),
+        "data.max_prompt_length": longest // 2,
+        "data.max_response_length": longest - longest // 2,
+        "data.learn_turns": "all" if chats else "last",
+        "data.custom_cls": get("data.custom_cls.path", ""),
+        "data.shuffle": True,  # both have a DistributedSampler with shuffle=True
+        "model.path": get("model.partial_pretrain") if older else get("model.path"),
+        "model.lora_rank": int(get("model.lora_rank", 0) or get("model.lora.rank", 0)),
+        "model.remat": "full" if remat else "none",
+        "model.compute_dtype": get("engine.dtype", "bfloat16"),
+        "optim.lr": lr,
+        "optim.betas": tuple(map(float, get("optim.betas"))),
+        "optim.weight_decay": float(get("optim.weight_decay")),
+        "optim.grad_clip": float(get("optim.clip_grad")),
+        "optim.lr_warmup_steps": steps if steps > 0 and not older else -1,
+        "optim.lr_warmup_steps_ratio": ratio if steps <= 0 or older else 0.0,
+        "optim.lr_scheduler_type": next(value for one in schedules if (value := get(f"optim.{one}"))),
+        "optim.min_lr_ratio": float(get("optim.min_lr_ratio", 0.0) or get("optim.min_lr_factor", 0.0))
+        or max(of_lr[:2]),
+        "optim.init_lr_ratio": float(get("optim.init_lr_ratio", 0.0)) or max(of_lr[2:]),
+        "optim.max_tokens_per_device": max(tokens, need),
+        "optim.optimizer": "adamw",
+        "optim.optimizer_offload": bool(get("engine.optimizer_offload") or get("engine.offload_policy")),
+        "mesh.sequence": sequence,
+        "mesh.tensor": tensor,
+        "mesh.expert": math.gcd(expert, max(1, devices // (sequence * tensor))),
+        "mesh.fsdp": shards,
+        "mesh.data": 1 if shards == -1 else -1,
+        "trainer.total_epochs": int(get("trainer.total_epochs")),
+        "trainer.total_training_steps": int(get("trainer.total_training_steps", -1)),
+        "trainer.project_name": get("trainer.project_name"),
+        "trainer.experiment_name": get("trainer.experiment_name"),
+        "trainer.seed": int(get("trainer.seed")),
+        "trainer.resume_mode": get("trainer.resume_mode", "auto"),
+        "trainer.save_freq": get("trainer.save_freq"),
+    }
+    if "trainer.default_local_dir" in words:
+        found["trainer.run_dir"] = get("trainer.default_local_dir")
+    if chats:
+        found["data.messages_key"] = get("data.multiturn.messages_key" if older else "data.messages_key", "messages")
+    else:
+        found["data.prompt_role"] = "user"
+        for name in ("prompt", "response"):
+            column, entries = get(f"data.{name}_key"), get(f"data.{name}_dict_keys", ())
+            found[f"data.{name}_key"] = ".".join([column if isinstance(column, str) else ",".join(column), *entries])
+    if found["model.lora_rank"]:
+        found["model.lora_alpha"] = int(get("model.lora_alpha"))
+        found["model.target_modules"] = modules
+    if kept is not None:
+        found["trainer.max_ckpt_to_keep"] = int(kept)
+    dtype = get("model.fsdp_config.model_dtype") if older else get("engine.model_dtype", "fp32")
+    found["model.param_dtype"] = _DTYPES.get(dtype, dtype)
+    return found
+
+
 def judge(result: Result, root: pathlib.Path, verl: pathlib.Path) -> None:
-    """Compares the settings of a PPO translation with Hydra's."""
-    words = shlex.split(result.command.partition("\n\n#")[0].replace("\\\n", ""))[3:]
-    words[0] = f"--config={ROOT}/{from_verl.BASE}"
-    values = table.values(settings.parse(words, "", settings.default())[0])
-    asked = expected(composed(result, root, verl), " ".join(result.words))
+    """Compares the settings of a translation with Hydra's."""
+    values, config = settings_of(result), composed(result, root, verl)
+    words = " ".join(result.words)
+    asked = expected_tuning(config, words, " ".join(result.launcher)) if result.tunes else expected(config, words)
     result.wrong = {key: (values[key], value) for key, value in asked.items() if not _equal(values[key], value)}
+
+
+def starts(result: Result, root: pathlib.Path, verl: pathlib.Path) -> bool:
+    """Whether verl could start the script of a refused translation: its config composes, without empty values."""
+    try:
+        config = composed(result, root, verl)
+    except ImportError:
+        return True
+    except Exception:
+        return False
+    model = "model" if result.tunes else "actor_rollout_ref.model"
+    needs = [f"{model}.path", "data.train_files", "data.val_files", "trainer.n_gpus_per_node", "trainer.nnodes"]
+    asked = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in result.words}
+    if any(key in asked and asked[key].strip("'\"[] ") == "" for key in needs):
+        return False
+    adapter = _select(config, f"{model}.lora_adapter_path")
+    return not (adapter and str(adapter).startswith("/") and not pathlib.Path(adapter).exists())
+
+
+def settings_of(result: Result) -> dict[str, Any]:
+    """Returns the settings of a translation."""
+    default = settings.sft_default() if result.tunes else settings.default()
+    return table.by_name(settings.parse(result.arguments, "", default)[0])
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
@@ -394,17 +542,24 @@ def rows(results: list[Result]) -> Iterator[tuple[str, str]]:
     def of(test: Callable[[Result], Any], among: list[Result]) -> str:
         return f"{sum(bool(test(one)) for one in among)} of {len(among)}"
 
-    zero = [one for one in results if one.code == 0 and not one.tunes]
+    zero = [one for one in results if one.code == 0]
     judged = [one for one in zero if one.wrong is not None]
+    tuning = [one for one in results if one.tunes]
     plain = [one for one in results if one.counts and not one.tunes]
     yield "arguments equal to those under bash", of(lambda one: one.same, results)
     for code, name in ((0, "the script's run"), (3, "settings left out"), (2, "refused")):
         yield f"exit code {code}, {name}", of(lambda one, code=code: one.code == code, results)
     yield "exit code 0 although Hydra's settings differ", of(lambda one: one.wrong, judged)
+    yield "the same, of fine-tuning alone", of(lambda one: one.wrong, [one for one in judged if one.tunes])
     yield "exit code 0 that Hydra could not compose", str(len(zero) - len(judged))
+    all_plain = [one for one in results if one.counts]
+    name = "exit code 0 or 3, without vision and other trainers"
+    yield name, of(lambda one: one.code != 2, all_plain)
+    yield f"{name}, that verl itself could start", of(lambda one: one.code != 2, [o for o in all_plain if o.starts])
     right = [one for one in plain if one.code == 0 and one.wrong == {}]
     yield "exit code 0 and Hydra's settings, without vision and other trainers", f"{len(right)} of {len(plain)}"
-    tuning = [one for one in results if one.tunes]
+    if dry := [one for one in results if one.dry is not None]:
+        yield "dry runs that end well", of(lambda one: one.dry == "", dry)
     yield "fine-tuning translated", of(lambda one: one.code in (0, 3), tuning)
     yield "fine-tuning with exit code 0", of(lambda one: one.code == 0, tuning)
 
@@ -414,6 +569,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=pathlib.Path)
     parser.add_argument("--verbose", action="store_true", help="prints what is left out, refused or wrong")
+    parser.add_argument("--dry_run", type=pathlib.Path, metavar="FOLDER", help="keeps results of dry runs")
+    parser.add_argument("--match", default="", help="text in the paths of the scripts that run")
     given = parser.parse_args(argv)
     results, composes = [], True
     with tempfile.TemporaryDirectory() as folder:
@@ -421,6 +578,10 @@ def main(argv: list[str] | None = None) -> None:
         work.chmod(0o755)
         make_programs(work)
         os.environ["HOME"] = f"{work}/home"
+        if given.dry_run:
+            from verl_dry_runs import DryRuns
+
+            runs = DryRuns(given.dry_run.resolve(), work)
         copies = []
         for checkout in given.checkouts:
             copies.append(work / checkout.resolve().name)
@@ -430,9 +591,9 @@ def main(argv: list[str] | None = None) -> None:
         for root in copies:
             os.chdir(root)
             own = root if (root / "verl/trainer/config").is_dir() else verl
-            for result in scripts_of(root, work):
+            for result in scripts_of(root, work, given.match):
                 results.append(result)
-                if result.code == 0 and not result.tunes and own and composes:
+                if result.code == 0 and own and composes:
                     try:
                         judge(result, root, own)
                     except ImportError as e:
@@ -440,8 +601,13 @@ def main(argv: list[str] | None = None) -> None:
                         print(f"{e}: install hydra-core to compare with Hydra", file=sys.stderr)
                     except Exception as e:  # Hydra refuses some scripts
                         result.errors += f"Hydra: {str(e).splitlines()[0]}"
+                if result.code == 2 and result.counts and own and composes:
+                    result.starts = starts(result, root, own)
+                if given.dry_run and result.code == 0:
+                    result.dry = runs.run(runs.plan(result.arguments, tunes=result.tunes))
                 if given.verbose:
-                    print(result.code, result.name, result.wrong or result.errors.strip()[:2000])
+                    dry = "" if result.dry is None else f"dry run: {result.dry or 'ends well'}; "
+                    print(f"{dry}{result.code}", result.name, result.wrong or result.errors.strip()[:2000], flush=True)
         os.chdir("/")
     left = collections.Counter(one.code for one in results)
     print(f"{len(results)} scripts start one trainer; exit codes {dict(left)}\n")

@@ -1,18 +1,18 @@
 """verl's settings of data, algorithm, actor and critic, their optimizers, training engines and profilers."""
 
-from collections.abc import Iterator
-
 from jppo.verl.name import Name, missing, needless, same, within
 
 _PACKED = "packing does it: no row is padded to the longest, and rows are cut by tokens"
 _OTHERS = "it is of another engine of verl; jppo has one"
 _MOMENTS = "actor.moments_dtype and critic.moments_dtype set the optimizer's precision"
+_FUSED = "transformer_engine.pytorch.optimizers.fused_adam"
 _PROFILER = "trainer.profile_steps writes traces of JAX's profiler"
 _ONE_MESH = "one mesh shards everything"
 _GDPO = "algorithm.adv_estimator=gdpo"
 _NO_REPLAY = "the policy alone replays experts, and those of the rollout engine"
 
 DATA = (
+    *needless("it is a class of verl's", "*._target_"),
     same("data.train_files", "data.train_files", convert="commas"),
     same("data.val_files", "data.val_files", convert="commas"),
     same("data.train_batch_size", "data.train_batch_size", 1024, "batch", "prompts between two publishes"),
@@ -43,6 +43,7 @@ DATA = (
       "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt"),
     *needless("data are read and tokenised once, before the first step",
       "data.dataloader_num_workers data.filter_overlong_prompts_workers data.use_shm"),
+    *needless("verl does not read it", "data.min_response_length M.torch_dtype"),
     *needless("jppo's models read text",
       "data.image_key data.video_key data.audio_key data.image_patch_size data.mm_processor_kwargs*"
       " data.return_multi_modal_inputs A.freeze_vision_tower R.limit_images"),
@@ -63,14 +64,21 @@ TUNING = (  # of fine-tuning: its data.*
     *needless("data.max_prompt_length and data.max_response_length are a half each", "tuning.max_length"),
     *needless("jppo.sft tests nothing", "tuning.val_files tuning.val_max_samples tuning.test_freq"),
     *needless("rows are packed", "tuning.pad_mode tuning.balance_dp_token"),
-    *needless("data are read once", "tuning.num_workers tuning.use_shm tuning.multiturn.enable"),
-    *missing("its column is messages", "tuning.messages_key tuning.multiturn.messages_key", off=("messages",)),
-    *missing("rows have prompt and response, or messages; rename the columns",
-      "tuning.prompt_key tuning.response_key tuning.prompt_dict_keys tuning.response_dict_keys"),
+    *needless("data are read once", "tuning.num_workers tuning.use_shm"),
+    *needless("verl's trainers read micro_batch_size_per_gpu", "tuning.micro_batch_size"),
+    *needless("data.messages_key or data.prompt_key follows from it", "tuning.multiturn.enable"),
+    same("tuning.messages_key", "data.messages_key"),
+    same("tuning.multiturn.messages_key", "data.messages_key", convert="as_is", only="tuning.multiturn.enable"),
+    same("tuning.prompt_key", "data.prompt_key", convert="prompt_column",
+      why="COLUMN.ENTRY with prompt_dict_keys"),
+    same("tuning.response_key", "data.response_key", convert="response_column",
+      why="COLUMN.ENTRY with response_dict_keys"),
+    *needless("it is part of data.prompt_key or data.response_key",
+      "tuning.prompt_dict_keys tuning.response_dict_keys"),
     *needless("the chat template renders tools of a row", "tuning.tools_key tuning.multiturn.tools_key"),
     *missing("the chat template decides", "tuning.enable_thinking* tuning.multiturn.enable_thinking*", off=("none",)),
     *needless("the whole conversation is rendered at once", "tuning.ignore_input_ids_mismatch"),
-    *needless("longer demonstrations are left out", "tuning.truncation"),
+    *missing("longer demonstrations are left out, not cut", "tuning.truncation", off=("error",)),
     *missing("name a class by data.custom_cls=PATH.py:CLASS", "tuning.custom_cls.*"),
     *missing("it is no setting of jppo.sft", "tuning.*", off=({}, -1)),
 )  # fmt: skip
@@ -93,22 +101,24 @@ ALGORITHM = (
     same("algorithm.kl_ctrl.target_kl", "algorithm.target_kl", 0.1),
     same("CORRECTION.rollout_is", "algorithm.rollout_is", "none", "weights"),
     same("CORRECTION.rollout_is_threshold", "algorithm.rollout_is_threshold", "2.0", "weighted"),
-    same("CORRECTION.rollout_is_batch_normalize", "algorithm.rollout_is_batch_normalize", False, "weighted"),
+    same("CORRECTION.rollout_is_batch_normalize", "algorithm.rollout_is_batch_normalize", False, "normalized"),
     same("CORRECTION.rollout_rs", "algorithm.rollout_rs", "", "rejection"),
-    same("CORRECTION.rollout_rs_threshold", "algorithm.rollout_rs_threshold", "", "rejection"),
-    *missing("rejection rules have one threshold, or a band LOW_HIGH", "CORRECTION.rollout_rs_threshold_lower"
-      " CORRECTION.rollout_token_veto_threshold"),
+    same("CORRECTION.rollout_rs_threshold", "algorithm.rollout_rs_threshold", "", "rejected",
+      "token, sequence and geometric of older verl are token_k1, seq_sum_k1 and seq_mean_k1"),
+    *needless("it is the LOW of rollout_rs_threshold's LOW_HIGH, of verl's older rules",
+      "CORRECTION.rollout_rs_threshold_lower"),
+    *missing("rejection rules have one threshold, or a band LOW_HIGH", "CORRECTION.rollout_token_veto_threshold"),
     same("CORRECTION.bypass_mode", "algorithm.old_logprob", False, "old_logprob"),
     *needless("with bypass_mode, reinforce is actor.loss_mode=gpg", "CORRECTION.loss_type"),
-    same("algorithm.filter_groups.enable", "algorithm.filter_groups", False),
+    same("algorithm.filter_groups.enable", "algorithm.filter_groups", False, "filtered"),
     same("algorithm.filter_groups.metric", "algorithm.filter_groups_metric", convert="filter_metric",
       why="reward is score; acc and score are rule_score, or of the custom function"),
     same("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_num_gen_batches", 0, "filtering",
       "at the bound the step has fewer prompts; verl's DAPO recipe ends, verl 0.9.1 ignores it"),
     *needless("gen batches follow one another, each of data.gen_batch_size prompts",
       "algorithm.filter_groups.max_inflight_gen_batches"),
-    *missing("prompts are not weighted by their scores", "algorithm.use_pf_ppo"),
-    *missing("prompts are not weighted by their scores", "algorithm.pf_ppo.*", only="algorithm.use_pf_ppo"),
+    *missing("prompts are not weighted by their scores", "algorithm.use_pf_ppo algorithm.pf_ppo.*",
+      only="algorithm.use_pf_ppo"),
     *missing("give the names of verl 0.9.1, algorithm.rollout_correction.*", "algorithm.rollout_is*"),
 )  # fmt: skip
 
@@ -123,8 +133,8 @@ ACTOR = (
       why="the same, of all GPUs together"),
     same("A.ppo_epochs", "actor.ppo_epochs", 1),
     same("A.shuffle", "actor.shuffle", False),
-    same("A.use_prefix_grouper", "data.packing", convert="shared_prompts",
-      why="True is prefix, where rollout.n is above 1"),
+    same("A.use_prefix_grouper", "data.packing", convert="shared_prompts", why="True is prefix, with rollout.n above 1",
+      only="R.n!=1"),
     same("A.clip_ratio", "actor.clip_ratio", 0.2,
       why="verl reads clip_ratio_low and clip_ratio_high, 0.2 each unless they are given"),
     same("A.clip_ratio_low", "actor.clip_ratio_low", 0.2),
@@ -153,13 +163,14 @@ ACTOR = (
     *needless("XLA compiles every program", "A.use_torch_compile A.use_fused_kernels"),
     *needless("log-probs and entropy are computed chunk by chunk, by model.logprob_chunk_bytes",
       "A.entropy_from_logits_with_chunking A.entropy_from_logits_chunk_size A.entropy_checkpointing"),
-    *needless("trainer.seed is the seed of everything", "A.data_loader_seed"),
+    *needless("trainer.seed is the seed of everything",
+      "A.data_loader_seed critic.data_loader_seed R.seed A.fsdp_config.seed REF.fsdp_config.seed critic.fsdp.seed"),
     *missing("a resume reads the whole checkpoint; model.path starts from a model alone", "A.checkpoint.load_contents",
       off=(["model", "optimizer", "extra"],)),
     *needless("a resume reads the whole checkpoint, and checks it", "A.checkpoint.strict"),
     *needless("checkpoints are written in the background", "A.checkpoint.async_save"),
     *needless("it is of verl's Megatron", "A.checkpoint.mbridge_config*"),
-    *needless("it is rollout.n", "A.rollout_n"),
+    *needless("it is rollout.n", "A.rollout_n critic.rollout_n"),
     *missing("set algorithm.rollout_correction.rollout_is=token and its threshold", "A.tis_imp_ratio_cap", off=(-1,)),
     *missing("set loss_agg_mode; True is token-mean", "A.use_token_level_loss", off=(True,)),
     *needless("the estimators that read it compute it", "A.calculate_sum_pi_squared"),
@@ -182,121 +193,119 @@ CRITIC = (
       " critic.forward_max_token_len_per_gpu critic.ppo_infer_* critic.use_dynamic_bsz"),
     *needless("the critic is on the actor's mesh", "critic.ulysses_sequence_parallel_size critic.strategy"),
     *needless("policy and critic are one checkpoint", "critic.checkpoint.*"),
-    *needless("trainer.seed is the seed of everything", "critic.data_loader_seed"),
-    *needless("it is rollout.n", "critic.rollout_n"),
-    *needless("it is of verl's processes", "critic.nccl_timeout"),
 )  # fmt: skip
 
 
-def _optimizer(optim: str, section: str, lr: float) -> Iterator[Name]:
-    """Yields the rows of the actor's or critic's optimizer."""
-    yield same(f"{optim}.lr", f"{section}.lr", lr)
-    yield same(f"{optim}.clip_grad", f"{section}.grad_clip", 1.0)
-    yield same(f"{optim}.betas", f"{section}.betas", (0.9, 0.999), "pair")
-    yield same(f"{optim}.weight_decay", f"{section}.weight_decay", 0.01)
-    yield same(f"{optim}.lr_warmup_steps", f"{section}.lr_warmup_steps", -1, "warmup_steps")
-    yield same(f"{optim}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps_ratio", 0.0, f"{section}_warmup_ratio")
-    yield same(f"{optim}.lr_scheduler_type", f"{section}.lr_scheduler_type", "constant", "schedule")
-    yield same(f"{optim}.min_lr_ratio", f"{section}.min_lr_ratio", 0.0, "or_zero")
-    yield same(f"{optim}.min_lr", f"{section}.min_lr_ratio", convert=f"{section}_min_lr", why="over the learning rate")
-    why = "AdamW, SGD and Muon, in lower case"
-    yield same(f"{optim}.optimizer", f"{section}.optimizer", convert="optimizer", why=why)
-    chains = "optax has the optimizers; actor.moments_dtype=bfloat16 makes their state smaller"
-    yield from missing(chains, f"{optim}.optimizer_impl", off=("torch.optim",))
-    yield from missing("cosine has half a period", f"{optim}.num_cycles", off=(0.5,))
-    yield from missing("a warm-up starts at 0 in step 1", f"{optim}.zero_indexed_step", off=(True,))
-    yield from missing("a warm-up starts at 0", within(optim, "lr_warmup_init lr_start"), off=(0,))
-    yield from missing(
-        "the schedule ends with the run",
-        within(optim, "lr_decay_steps lr_decay_ratio"),
-        off=(1.0,),
-        only=f"{optim}.lr_scheduler_type!=constant",
-    )
-    yield from needless("it is trainer.total_training_steps, in verl too", f"{optim}.total_training_steps")
-    yield from missing("the weight decay is constant", f"{optim}.weight_decay_incr_style", off=("constant",))
-    yield from needless("it is of a schedule that jppo does not have", within(optim, "lr_wsd_decay_* decay_type"))
-    yield from needless("a resume restores the schedule", f"{optim}.use_checkpoint_opt_param_scheduler")
-    yield from missing(_MOMENTS, f"{optim}.use_precision_aware_optimizer")
-    yield from missing(_MOMENTS, within(optim, "main_grads_dtype exp_avg_dtype exp_avg_sq_dtype"), off=("fp32",))
-    yield from needless(_ONE_MESH, f"{optim}.use_layer_wise_distributed_optimizer")
-    yield from needless(f"{section}.optimizer=muon has optax's defaults", f"{optim}.muon_*")
-    yield from missing("eps is optax's default", f"{optim}.eps", off=(1e-8,))
-    offload = "*offload* overlap_cpu_* use_precision_aware_optimizer"
-    yield from needless(
-        "it is of verl's offload of the optimizer", within(f"{optim}.override_optimizer_config", offload)
-    )
-    own = f"set {section}.optimizer=PATH.py:NAME, a custom optax chain"
-    yield from missing(own, f"{optim}.override_optimizer_config*", off=({},))
+def _optimizer(optim: str, section: str, lr: float) -> tuple[Name, ...]:
+    """Returns the rows of the actor's or critic's optimizer."""
+    override, of_rate = f"{optim}.override_optimizer_config", f"of_{section}_lr"
+    return (
+      same(f"{optim}.lr", f"{section}.lr", lr),
+      same(f"{optim}.clip_grad", f"{section}.grad_clip", 1.0),
+      same(f"{optim}.betas", f"{section}.betas", (0.9, 0.999), "pair"),
+      same(f"{optim}.weight_decay", f"{section}.weight_decay", 0.01),
+      same(f"{optim}.lr_warmup_steps", f"{section}.lr_warmup_steps", -1, "warmup_steps", "in steps of jppo"),
+      same(f"{optim}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps_ratio", 0.0, f"{section}_warmup_ratio"),
+      same(f"{optim}.lr_scheduler_type", f"{section}.lr_scheduler_type", convert="schedule"),
+      same(f"{optim}.min_lr_ratio", f"{section}.min_lr_ratio", 0.0, "or_zero"),
+      same(f"{optim}.min_lr", f"{section}.min_lr_ratio", convert=of_rate, why="over the learning rate"),
+      same(f"{optim}.optimizer", f"{section}.optimizer", convert="optimizer", why="AdamW, SGD and Muon, in lower case"),
+      same(f"{optim}.init_lr_ratio", f"{section}.init_lr_ratio", convert="or_zero"),
+      *(same(f"{optim}.{name}", f"{section}.init_lr_ratio", convert=of_rate, why="over the learning rate")
+        for name in ("lr_warmup_init", "lr_start")),
+      same(f"{optim}.exp_avg_dtype", f"{section}.moments_dtype", convert="dtype", why="both moments'"),
+      *missing("optax has the optimizers; actor.moments_dtype=bfloat16 makes their state smaller",
+        f"{optim}.optimizer_impl", off=("torch.optim", _FUSED)),
+      *missing("cosine has half a period", f"{optim}.num_cycles", off=(0.5,)),
+      *missing("a warm-up starts at 0 in step 1", f"{optim}.zero_indexed_step", off=(True,)),
+      *missing("the schedule ends with the run", within(optim, "lr_decay_steps lr_decay_ratio"), off=(1.0,),
+        only=f"{optim}.lr_scheduler_type!=constant"),
+      *missing("the weight decay is constant", f"{optim}.weight_decay_incr_style", off=("constant",)),
+      *missing(_MOMENTS, within(optim, "use_precision_aware_optimizer main_grads_dtype"), off=("fp32",)),
+      *missing("eps is optax's default", f"{optim}.eps", off=(1e-8,)),
+      *needless("it is trainer.total_training_steps, in verl too", f"{optim}.total_training_steps"),
+      *needless("it is of a schedule that jppo does not have", f"{optim}.lr_wsd_decay_*"),
+      *needless("a resume restores the schedule", f"{optim}.use_checkpoint_opt_param_scheduler"),
+      *needless(f"{section}.master_dtype is the dtype of the weights that it steps",
+        within(optim, "master_weights master_weight_dtype store_param_remainders")),
+      *needless(f"{section}.moments_dtype is both moments'", f"{optim}.exp_avg_sq_dtype"),
+      *needless(_ONE_MESH, f"{optim}.use_layer_wise_distributed_optimizer"),
+      *needless(f"{section}.optimizer=muon has optax's defaults", f"{optim}.muon_*"),
+      *needless("it is of verl's offload of the optimizer",
+        within(override, "*offload* overlap_cpu_* use_precision_aware_optimizer")),
+      *missing(f"set {section}.optimizer=PATH.py:NAME, a custom optax chain", f"{override}*", off=({},)),
+    )  # fmt: skip
 
 
-def _mesh_and_dtypes(model: str, fsdp: str, megatron: str) -> Iterator[Name]:
-    """Yields the rows of the actor's engine that hold for all models."""
-    yield same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp")
-    yield same(f"{model}.torchtitan.data_parallel_shard_size", "mesh.fsdp", convert="titan")
-    yield same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype")
-    yield same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype")
-    yield same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1)
-    yield same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1, "expert")
-    stages = "pipeline_model_parallel_size virtual_pipeline_model_parallel_size"
-    stages += " override_transformer_config.*pipeline*"
-    yield from needless("the devices of all stages share the parameters, by mesh.fsdp", within(megatron, stages))
-    yield from needless("experts' widths follow mesh.tensor", f"{megatron}.expert_tensor_parallel_size")
-    yield same(
-        f"{megatron}.override_transformer_config.moe_aux_loss_coeff",
-        "actor.router_aux_loss_coef",
-        convert="balance",
-    )
-    yield same(f"{megatron}.override_transformer_config.moe_z_loss_coeff", "actor.router_z_loss_coef")
+def _mesh_and_dtypes(model: str, fsdp: str, megatron: str) -> tuple[Name, ...]:
+    """Returns the rows of the actor's engine that hold for all models."""
+    transformer = f"{megatron}.override_transformer_config"
+    return (
+      same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp"),
+      same(f"{model}.torchtitan.data_parallel_shard_size", "mesh.fsdp", convert="titan"),
+      same(f"{fsdp}.model_dtype", "model.param_dtype", "float32", "train_dtype"),
+      same(f"{fsdp}.dtype", "model.compute_dtype", "bfloat16", "train_dtype"),
+      same(f"{megatron}.tensor_model_parallel_size", "mesh.tensor", 1),
+      same(f"{megatron}.expert_model_parallel_size", "mesh.expert", 1, "expert"),
+      same(f"{transformer}.moe_aux_loss_coeff", "actor.router_aux_loss_coef", convert="balance"),
+      same(f"{transformer}.moe_z_loss_coeff", "actor.router_z_loss_coef"),
+      *needless("the devices of all stages share the parameters, by mesh.fsdp", within(megatron,
+        "pipeline_model_parallel_size virtual_pipeline_model_parallel_size override_transformer_config.*pipeline*")),
+      *needless("experts' widths follow mesh.tensor", f"{megatron}.expert_tensor_parallel_size"),
+    )  # fmt: skip
 
 
-def _engine(model: str, section: str) -> Iterator[Name]:
-    """Yields the rows of the engines of the actor, the critic or the reference."""
-    fsdp = "critic.fsdp" if section == "critic" else f"{model}.fsdp_config"
-    megatron = f"{model}.megatron"
-    if section == "actor":
-        yield from _mesh_and_dtypes(model, fsdp, megatron)
-    else:
-        mesh = f"{fsdp}.fsdp_size {megatron}.*_parallel_size"
-        yield from needless("all models share the actor's mesh", mesh)
-        yield from needless("all models have the dtypes of model.*", within(fsdp, "model_dtype dtype"))
-    convert = "ref_offload" if section == "ref" else "as_is"
-    yield same(f"{fsdp}.param_offload", f"{section}.param_offload", None if section == "ref" else False, convert)
-    if section == "ref":
-        yield from needless("the reference has no optimizer", f"{fsdp}.optimizer_offload {model}.optim.*")
-    else:
-        yield same(f"{fsdp}.optimizer_offload", f"{section}.optimizer_offload", False)
-    yield from needless("gradients are not kept between steps", f"{fsdp}.grad_offload")
-    yield from needless("it is param_offload and optimizer_offload", f"{fsdp}.offload_policy")
-    yield from needless(_ONE_MESH, within(fsdp, "strategy ulysses_sequence_parallel_size"))
-    yield from needless("trainer.seed is the seed of everything", f"{fsdp}.seed")
-    yield from missing("on a GPU, set XLA_FLAGS=--xla_gpu_deterministic_ops=true", f"{fsdp}.full_determinism")
-    compiled = "wrap_policy.* reshard_after_forward forward_prefetch use_orig_params use_torch_compile"
-    compiled += " use_no_sync_for_gradient_accumulation forward_only"
-    yield from needless("XLA compiles every program, and schedules its communication", within(fsdp, compiled))
-    yield from needless("model.param_dtype and model.compute_dtype are the dtypes", f"{fsdp}.mixed_precision*")
-    yield from needless("model.logprob_chunk_bytes is the size of a chunk", f"{fsdp}.entropy_*")
-    yield from needless("packing does it: no row is padded to the longest", f"{fsdp}.pad_to_length*")
-    for quantized in (f"{fsdp}.qat", f"{model}.qat"):
-        yield from missing("training is not quantized", f"{quantized}.*", only=f"{quantized}.enable")
-    yield from needless(_OTHERS, f"{fsdp}.turbo_config.* {model}.veomni* {model}.torchtitan*")
-    yield from needless("model.remat sets what is recomputed", f"{megatron}.override_transformer_config.recompute_*")
-    kernels = (
-        "*fusion *fused* *grouped_gemm* *dispatcher* *deepep* *overlap* *backend *flash* *softmax_in_fp32 *parallel*"
-        " persist*"
-        " use_naive* moe_router_dtype moe_router_load_balancing_type use_distributed_optimizer swiglu normalization"
-        " multi_latent_attention bias_* deallocate* account* calculate_per_token_loss* moe_permute* use_te* *padding*"
-    )
-    yield from needless(
-        "XLA chooses kernels and communication; the model is as its config.json describes it",
-        within(f"{megatron}.override_transformer_config", kernels),
-    )
-    yield from missing("the model is as its config.json describes it", f"{megatron}.override_*", off=({},))
-    yield from missing("training is not quantized", f"{megatron}.qat.*", only=f"{megatron}.qat.enable")
+_KERNELS = (  # of Megatron
+    "*fusion *fused* *grouped_gemm* *dispatcher* *deepep* *overlap* *backend *flash* *softmax_in_fp32 *parallel*"
+    " persist* use_naive* moe_router_dtype moe_router_load_balancing_type use_distributed_optimizer swiglu *padding*"
+    " normalization multi_latent_attention bias_* deallocate* account* calculate_per_token_loss* moe_permute* use_te*"
+)
+_COMPILED = "wrap_policy.* reshard_after_forward forward_prefetch use_orig_params use_torch_compile forward_only"
+_COMPILED += " use_no_sync_for_gradient_accumulation"
+
+
+def _engine(model: str, section: str) -> tuple[Name, ...]:
+    """Returns the rows of the engines of the actor, the critic or the reference."""
+    fsdp, megatron = "critic.fsdp" if section == "critic" else f"{model}.fsdp_config", f"{model}.megatron"
+    transformer = f"{megatron}.override_transformer_config"
     replay = ("disabled", "R3") if section == "actor" else ("disabled",)  # R3 needs R.enable_rollout_routing_replay
-    yield from missing(_NO_REPLAY, f"{megatron}.router_replay.*", off=replay)
-    yield from missing(_NO_REPLAY, f"{model}.router_replay.*", off=replay)
-    yield from needless(_OTHERS, f"{megatron}.*")
-    yield from needless(_PROFILER, f"{model}.profiler.*")
+    mesh = _mesh_and_dtypes(model, fsdp, megatron)
+    if section != "actor":
+        mesh = (
+          *needless("all models share the actor's mesh", f"{fsdp}.fsdp_size {megatron}.*_parallel_size"),
+          *needless("all models have the dtypes of model.*", within(fsdp, "model_dtype dtype")),
+        )  # fmt: skip
+    offloads: tuple[Name, ...] = (
+      same(f"{fsdp}.param_offload", f"{section}.param_offload", False),
+      same(f"{fsdp}.optimizer_offload", f"{section}.optimizer_offload", False),
+    )  # fmt: skip
+    if section == "ref":
+        offloads = (
+          same(f"{fsdp}.param_offload", "ref.param_offload", convert="ref_offload"),
+          *needless("the reference has no optimizer", f"{fsdp}.optimizer_offload {model}.optim.*"),
+        )  # fmt: skip
+    return (
+      *mesh,
+      *offloads,
+      *needless("gradients are not kept between steps", f"{fsdp}.grad_offload"),
+      *needless("it is param_offload and optimizer_offload", f"{fsdp}.offload_policy"),
+      *needless(_ONE_MESH, within(fsdp, "strategy ulysses_sequence_parallel_size")),
+      *missing("on a GPU, set XLA_FLAGS=--xla_gpu_deterministic_ops=true", f"{fsdp}.full_determinism"),
+      *needless("XLA compiles every program, and schedules its communication", within(fsdp, _COMPILED)),
+      *needless("model.param_dtype and model.compute_dtype are the dtypes", f"{fsdp}.mixed_precision*"),
+      *needless("model.logprob_chunk_bytes is the size of a chunk", f"{fsdp}.entropy_*"),
+      *needless("packing does it: no row is padded to the longest", f"{fsdp}.pad_to_length*"),
+      *(row for place in (fsdp, model, megatron)
+        for row in missing("training is not quantized", f"{place}.qat.*", only=f"{place}.qat.enable")),
+      *needless(_OTHERS, f"{fsdp}.turbo_config.* {model}.veomni* {model}.torchtitan* {model}.automodel*"),
+      *needless("model.remat sets what is recomputed", f"{transformer}.recompute_*"),
+      *needless("XLA chooses kernels and communication; the model is as its config.json describes it",
+        within(transformer, _KERNELS)),
+      *missing("the model is as its config.json describes it", f"{megatron}.override_*", off=({},)),
+      *missing(_NO_REPLAY, f"{megatron}.router_replay.* {model}.router_replay.*", off=replay),
+      *needless(_OTHERS, f"{megatron}.*"),
+      *needless(_PROFILER, f"{model}.profiler.*"),
+    )  # fmt: skip
 
 
 TRAINING = (
@@ -306,6 +315,6 @@ TRAINING = (
     *_engine("critic", "critic"),
     *_engine("REF", "ref"),
     *needless(_PROFILER, "R.profiler.*"),
-    same("global_profiler.steps", "trainer.profile_steps", convert="profiled"),
+    same("global_profiler.steps", "trainer.profile_steps", convert="commas", only="global_profiler.tool"),
     *needless(_PROFILER, "global_profiler.*"),
 )

@@ -124,5 +124,10 @@ def commas(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(need(value))
 
 
+def adapts(look: Look) -> bool:
+    """Whether the policy has adapters."""
+    return bool(lora_rank(look) or look("M.lora_adapter_path"))
+
+
 def lora_rank(look: Look) -> int:
     return look("M.lora_rank") or look("M.lora.rank") or 0

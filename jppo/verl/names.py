@@ -4,15 +4,17 @@ If several rows match a key, the first counts. Then the settings that follow fro
 """
 
 import fnmatch
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jppo.verl import layout
+from jppo.verl.distillation import DISTILLED, distilled
 from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING, TUNING
 from jppo.verl.keys_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
 from jppo.verl.name import MICRO, Look, Name, key_of, longest, off_or, on_each, reward_model
-from jppo.verl.values import DISTILLED, distilled, engine_args
+from jppo.verl.values import engine_args, of_adapter
 
 KEYS: tuple[Name, ...] = (
     *DATA,
@@ -28,94 +30,79 @@ KEYS: tuple[Name, ...] = (
     *TUNING,
 )
 
-# Aliases: keys of older verl versions, or second keys of one setting; a prefix of a key is enough.
-_OLDER = {
-    "A.grad_clip": "A.optim.clip_grad",
-    "A.optim.grad_clip": "A.optim.clip_grad",
-    **{
-        f"{optim}.{old}": f"{optim}.{new}"
-        for optim in ("A.optim", "critic.optim")
-        for old, new in (
-            ("warmup_style", "lr_scheduler_type"),
-            ("lr_decay_style", "lr_scheduler_type"),
-            ("warmup_steps", "lr_warmup_steps"),
-            ("warmup_steps_ratio", "lr_warmup_steps_ratio"),
-            ("min_lr_factor", "min_lr_ratio"),
-            ("lr_min", "min_lr"),
-            ("name", "optimizer"),
-        )
-    },
-    "A.entropy_coef": "A.entropy_coeff",
-    "A.use_rmpad": "M.use_rmpad",
-    "A.fsdp_config.ulysses_sequence_parallel_size": "A.ulysses_sequence_parallel_size",
-    "A.fsdp_config.mixed_precision.param_dtype": "A.fsdp_config.dtype",
-    **{
-        f"A.{place}.{old}": new
-        for place in ("veomni", "torchtitan")
-        for old, new in (
-            ("fsdp_size", "A.fsdp_config.fsdp_size"),
-            ("ulysses_parallel_size", "A.ulysses_sequence_parallel_size"),
-            ("ulysses_sequence_parallel_size", "A.ulysses_sequence_parallel_size"),
-            ("context_parallel_size", "A.ulysses_sequence_parallel_size"),
-            ("tensor_parallel_size", "A.megatron.tensor_model_parallel_size"),
-            ("expert_parallel_size", "A.megatron.expert_model_parallel_size"),
-            ("pipeline_parallel_size", "A.megatron.pipeline_model_parallel_size"),
-            ("param_offload", "A.fsdp_config.param_offload"),
-            ("optimizer_offload", "A.fsdp_config.optimizer_offload"),
-            ("enable_fsdp_offload", "A.fsdp_config.offload_policy"),
-        )
-    },
-    **{
-        f"{model}.{place}.{name}": f"{fsdp}.{name}"
-        for place in ("veomni", "torchtitan")
-        for model, fsdp in (("critic", "critic.fsdp"), ("REF", "REF.fsdp_config"))
-        for name in ("param_offload", "optimizer_offload")
-    },
-    "A.optim.override_optimizer_config.optimizer_cpu_offload": "A.fsdp_config.optimizer_offload",
-    "critic.optim.override_optimizer_config.optimizer_cpu_offload": "critic.fsdp.optimizer_offload",
-    "A.policy_loss.tau_pos": "A.tau_pos",
-    "A.policy_loss.tau_neg": "A.tau_neg",
-    "M.override_config.model_config.": "M.override_config.",
-    "critic.model.override_config.model_config.": "critic.model.override_config.",
-    "rollout.total_epochs": "trainer.total_epochs",
-    "rollout.test_freq": "trainer.test_freq",
-    "rollout.n": "R.n",
-    "A.megatron.context_parallel_size": "A.ulysses_sequence_parallel_size",
-    "A.megatron.param_offload": "A.fsdp_config.param_offload",
-    "A.megatron.optimizer_offload": "A.fsdp_config.optimizer_offload",
-    "A.megatron.grad_offload": "A.fsdp_config.grad_offload",
-    "REF.megatron.param_offload": "REF.fsdp_config.param_offload",
-    "TURNS.max_turns": "TURNS.max_assistant_turns",
-    "critic.grad_clip": "critic.optim.clip_grad",
-    "critic.optim.grad_clip": "critic.optim.clip_grad",
-    "A.fsdp_config.gradient_checkpointing": "M.enable_gradient_checkpointing",
-    "critic.fsdp_config.gradient_checkpointing": "critic.model.enable_gradient_checkpointing",
-    "critic.model.fsdp_config.": "critic.fsdp.",
-    "critic.fsdp_config.": "critic.fsdp.",
-    "A.megatron_config.": "A.megatron.",
-    "critic.megatron_config.": "critic.megatron.",
-    "REF.megatron_config.": "REF.megatron.",
-    "R.max_new_tokens": "R.response_length",
-    "data.max_new_tokens": "R.response_length",
-    "critic.megatron.param_offload": "critic.fsdp.param_offload",
-    "critic.megatron.optimizer_offload": "critic.fsdp.optimizer_offload",
-    "custom_reward_function.overlong_buffer.": "OVERLONG.",
-    "custom_reward_function.": "FUNCTION.",
-    "reward_model.overlong_buffer.": "OVERLONG.",
-    "reward_model.reward_kwargs.": "reward.reward_kwargs.",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.sandbox_fusion.": "BOX.",
+# Today's keys, or beginnings of keys, and their names in older versions or their second names. Of each row there is one
+# for every ENGINE, veomni and torchtitan, and one for every SECTION, A and critic.
+_OTHER_NAMES = {
+    "SECTION.optim.clip_grad": "SECTION.grad_clip SECTION.optim.grad_clip",
+    "SECTION.optim.lr_scheduler_type": "SECTION.optim.warmup_style SECTION.optim.lr_decay_style"
+    " SECTION.optim.decay_type",
+    "SECTION.optim.weight_decay_incr_style": "SECTION.optim.wd_incr_style",
+    "SECTION.optim.lr_warmup_steps": "SECTION.optim.warmup_steps",
+    "SECTION.optim.lr_warmup_steps_ratio": "SECTION.optim.warmup_steps_ratio",
+    "SECTION.optim.min_lr_ratio": "SECTION.optim.min_lr_factor",
+    "SECTION.optim.min_lr": "SECTION.optim.lr_min",
+    "SECTION.optim.optimizer": "SECTION.optim.name",
+    "A.entropy_coeff": "A.entropy_coef",
+    "A.tau_pos": "A.policy_loss.tau_pos",
+    "A.tau_neg": "A.policy_loss.tau_neg",
+    "A.ulysses_sequence_parallel_size": "A.fsdp_config.ulysses_sequence_parallel_size A.automodel.cp_size"
+    " A.megatron.context_parallel_size A.ENGINE.ulysses_parallel_size A.ENGINE.ulysses_sequence_parallel_size"
+    " A.ENGINE.context_parallel_size",
+    "SECTION.megatron.": "SECTION.megatron_config.",
+    "A.megatron.tensor_model_parallel_size": "A.automodel.tp_size A.ENGINE.tensor_parallel_size",
+    "A.megatron.pipeline_model_parallel_size": "A.automodel.pp_size A.ENGINE.pipeline_parallel_size",
+    "A.megatron.expert_model_parallel_size": "A.automodel.ep_size A.ENGINE.expert_parallel_size",
+    "A.fsdp_config.dtype": "A.fsdp_config.mixed_precision.param_dtype",
+    "A.fsdp_config.model_dtype": "A.automodel.model_dtype",
+    "A.fsdp_config.fsdp_size": "A.ENGINE.fsdp_size",
+    "A.fsdp_config.offload_policy": "A.ENGINE.enable_fsdp_offload",
+    "A.fsdp_config.param_offload": "A.megatron.param_offload A.ENGINE.param_offload",
+    "A.fsdp_config.optimizer_offload": "A.megatron.optimizer_offload A.ENGINE.optimizer_offload"
+    " A.optim.override_optimizer_config.optimizer_cpu_offload",
+    "A.fsdp_config.grad_offload": "A.megatron.grad_offload",
+    "M.enable_gradient_checkpointing": "A.automodel.activation_checkpointing A.fsdp_config.gradient_checkpointing",
+    "M.override_config.": "M.override_config.model_config.",
+    "M.use_rmpad": "A.use_rmpad",
+    "critic.fsdp.": "critic.model.fsdp_config. critic.fsdp_config.",
+    "critic.fsdp.param_offload": "critic.megatron.param_offload critic.ENGINE.param_offload",
+    "critic.fsdp.optimizer_offload": "critic.megatron.optimizer_offload critic.ENGINE.optimizer_offload"
+    " critic.optim.override_optimizer_config.optimizer_cpu_offload",
+    "critic.model.enable_gradient_checkpointing": "critic.fsdp_config.gradient_checkpointing",
+    "critic.model.override_config.": "critic.model.override_config.model_config.",
+    "REF.megatron.": "REF.megatron_config.",
+    "REF.fsdp_config.param_offload": "REF.megatron.param_offload REF.ENGINE.param_offload",
+    "REF.fsdp_config.optimizer_offload": "REF.ENGINE.optimizer_offload",
+    "R.n": "rollout.n",
+    "R.response_length": "R.max_new_tokens data.max_new_tokens",
+    "TURNS.max_assistant_turns": "TURNS.max_turns",
+    "OVERLONG.": "custom_reward_function.overlong_buffer. reward_model.overlong_buffer.",
+    "FUNCTION.": "custom_reward_function.",
+    "BOX.": "reward_model.sandbox_fusion. sandbox_fusion.",
+    "RM.": "reward_model.",
+    "RM.model_path": "reward_model.model.path reward_model.path",
+    "RM.input_tokenizer": "reward_model.model.input_tokenizer",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_loop_": "reward_model.reward_loop_",
+    "reward.num_workers": "reward_model.num_workers",
     "reward_model.launch_reward_fn_async": "reward_model.launch_reward_fn_async",
-    "reward_model.model.path": "RM.model_path",
-    "reward_model.path": "RM.model_path",
-    "reward_model.reward_loop_": "reward.reward_loop_",
-    "reward_model.model.input_tokenizer": "RM.input_tokenizer",
-    "reward_model.": "RM.",
-    "sandbox_fusion.": "BOX.",
-    "algorithm.kl_ctrl.kl_coeff": "algorithm.kl_ctrl.kl_coef",
+    "trainer.total_epochs": "rollout.total_epochs",
+    "trainer.test_freq": "rollout.test_freq",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_ctrl.kl_coeff",
 }
-OLDER = {key_of(old): key_of(new) for old, new in _OLDER.items()}
+
+
+def _older() -> dict[str, str]:
+    """Returns the key of today by the other name, the longest first."""
+    found = {}
+    for new, names in _OTHER_NAMES.items():
+        for name, engine, section in itertools.product(names.split(), ("veomni", "torchtitan"), ("A", "critic")):
+            old, now = (one.replace("ENGINE", engine).replace("SECTION", section) for one in (name, new))
+            found[key_of(old)] = key_of(now)
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
+
+
+OLDER = _older()
 
 
 def today(key: str) -> str:
@@ -150,6 +137,11 @@ def _weights(look: Look) -> str | None:
 
 def _all_read(look: Look) -> int | None:
     return longest(look) if reward_model(look) and not look("RM.max_length") else None
+
+
+def _schedule(key: str) -> Callable[[Look], Any]:
+    """Makes the schedule that an engine has by default."""
+    return lambda look: None if look(key) else {"veomni": "cosine", "torchtitan": "linear"}.get(layout.engine(look))
 
 
 def _offloaded(place: str, name: str) -> Callable[[Look], Any]:
@@ -195,6 +187,15 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     },
     "rollout.engine_args": (engine_args, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
       "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel, a longer context --hf-overrides"),
+    **{
+        f"{section}.lr_scheduler_type": (_schedule(f"{optim}.lr_scheduler_type"), "model_engine A.strategy",
+          "cosine by default with VeOmni, linear with TorchTitan")
+        for section, optim in (("actor", "A.optim"), ("critic", "critic.optim"))
+    },
+    **{
+        f"model.{setting}": (of_adapter(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
+        for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
+    },
     **{name: (distilled(name), "distillation.enabled", "distillation from verl's teacher") for name in DISTILLED},
     "reward.weights": (_weights, "RM.enable FUNCTION.path OVERLONG.enable",
       "verl's reward model scores alone, the overlong penalty is taken off by its factor"),
@@ -210,8 +211,8 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
 
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
-    "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "in_turns", "interval", "loss_mode", "off",
-    "overlong", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
+    "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "filled", "in_turns", "interval", "loss_mode",
+    "off", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),
@@ -221,29 +222,30 @@ OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
 }
 
 
-def page() -> str:
-    """Formats all rows as Markdown, for docs/verl.md: settings, needless keys, unsupported keys, older names."""
+def page(*, whole: bool = True) -> str:
+    """Formats the rows as Markdown: settings, what follows from several, unsupported keys, all of docs/verl.md.
+
+    If `whole`, also the keys without a meaning and the other names.
+    """
     parts = [
         "### Settings\n",
         *(_setting(name) for name in KEYS if name.kind == "same"),
         "\n### What follows from several\n",
         *(_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
-        "\n### No meaning in jppo\n",
-        *_grouped("needless"),
         "\n### Not supported\n",
         *_grouped("missing"),
-        "\n### Older names\n",
-        *(_item(f"`{old}` is `{new}`") for old, new in OLDER.items()),
     ]
+    if whole:
+        parts += ["\n### No meaning in jppo\n", *_grouped("needless"), "\n### Other names\n"]
+        for new in sorted(set(OLDER.values())):
+            parts.append(_item(f"`{new}`: {', '.join(f'`{old}`' for old, now in OLDER.items() if now == new)}"))
     return "\n".join(parts) + "\n"
 
 
 def _setting(name: Name) -> str:
-    default = name.default
-    shown = (
-        "" if default is None else f", `{default[1:] if str(default).startswith('=') else default}` unless it is given"
-    )
-    return _item(f"`{name.key}` is `{name.setting}`{shown}{f': {name.why}' if name.why else ''}")
+    usual = f", by default `{str(name.default).removeprefix('=')}`" if name.default is not None else ""
+    setting = "" if name.setting == name.key else f" is `{name.setting}`"
+    return _item(f"`{name.key}`{setting}{usual}{f': {name.why}' if name.why else ''}")
 
 
 def _grouped(kind: str) -> Iterator[str]:

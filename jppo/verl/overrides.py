@@ -138,6 +138,8 @@ def _config(options: Mapping[str, str], main: str, root: pathlib.Path, folder: p
     path = options.get("--config-path", "config")
     places = [folder / options["--config-dir"]] if "--config-dir" in options else []
     places += [pathlib.Path(path)] if path.startswith("/") else [home / path for home in (*homes, folder)]
+    # verl's recipes are a repository of their own, which is recipe/ in one of verl
+    places += [pathlib.Path(str(place).replace("/recipe/", "/")) for place in places if "/recipe/" in str(place)]
     yield from _file(name, places, folder, ())
 
 

@@ -24,6 +24,7 @@ class Script:
     folder: str
     root: str  # its checkout
     notes: tuple[str, ...]  # what may be otherwise outside of the sandbox
+    launched: tuple[str, ...] = ()  # torchrun's processes and hosts, as verl's keys
 
 
 _MAIN = re.compile(r"(^|[._/])(\w*main\w*|\w*trainer\w*|launch)$")
@@ -49,13 +50,21 @@ def started(call: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
+def _launched(call: Sequence[str]) -> tuple[str, ...]:
+    """Returns the processes of a host and the hosts that torchrun is given, as overrides of verl's."""
+    text = " ".join(call).replace("-", "_")
+    options = {"trainer.n_gpus_per_node": "nproc_per_node", "trainer.nnodes": "nnodes"}
+    found = {key: re.search(rf"(?<= )__{name}[ =](\d+)(?= )", text) for key, name in options.items()}
+    return tuple(f"{key}={match[1]}" for key, match in found.items() if match)
+
+
 def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Script:
     """Runs the script with these arguments and returns its only trainer; raises UserError without one."""
     try:
         ran = shell.run_script(path, arguments, environment)
     except (NoSandbox, OSError) as e:
         raise UserError(f"{path}: this machine cannot confine a script ({e}); {BY_HAND}") from e
-    found = [(*one, call[0]) for call in ran.calls if (one := started(call[1:]))]
+    found = [(*one, call[0], _launched(call[1:])) for call in ran.calls if (one := started(call[1:]))]
     trainers = [one for one in found if not one[0].endswith(_ELSE)] or found
     trainers = list(dict.fromkeys(trainers))
     if ran.asks:
@@ -67,9 +76,9 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
     if len(trainers) > 1:
         mains = ", ".join(one[0] for one in trainers[:4])
         raise UserError(f"{path}: it starts {len(trainers)} trainers ({mains}); leave one of them")
-    ((main, words, folder),) = trainers
+    ((main, words, folder, launched),) = trainers
     modules = {call[2] for call in ran.calls if call[1] == "import"} - {"torch_npu"}
     notes = [f"{path} asks Python for {name}, which the sandbox does not have" for name in sorted(modules)]
     if ran.why:
         notes.append(f"{path} {ran.why} after its trainer was started")
-    return Script(main, words, folder, ran.root, tuple(notes))
+    return Script(main, words, folder, ran.root, tuple(notes), launched)

@@ -10,7 +10,8 @@ from jppo.settings import UserError
 from jppo.verl import overrides
 from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
 from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
-from jppo.verl.values import CONVERSIONS, REFUSED, foreign_tools, readable
+from jppo.verl.refusals import REFUSED, foreign_tools
+from jppo.verl.values import CONVERSIONS, readable
 
 DICTS = (  # keys whose value is a dict
     "data.apply_chat_template_kwargs",
@@ -63,6 +64,7 @@ def translate(
         values[now], said[now] = one.value, one.said
     for key in DICTS:
         _gather(values, said, key)
+    _name_teacher(values, said)
 
     def look(short: str) -> Any:
         key = key_of(short)
@@ -80,7 +82,7 @@ def translate(
     _check(values, said, look)
     settings: dict[str, Any] = {}
     for name in KEYS if config is None else ():
-        if name.default is not None and name.key not in values and not _of_no_critic(name.key, look):
+        if name.default is not None and name.key not in values and _read(name, name.key, look):
             with contextlib.suppress(Moot, Unfit, TypeError, ValueError, ZeroDivisionError):  # the key's line says it
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
     given = set()
@@ -104,7 +106,7 @@ def _following(look: Look, names: Collection[str]) -> dict[str, Any]:
     """Returns the settings of these names that follow from several keys."""
     found: dict[str, Any] = {}
     for setting, (follow, keys, _) in FOLLOWING.items():
-        if setting not in names:
+        if setting not in names or _of_no_critic(setting, look):
             continue
         with contextlib.suppress(Moot, Unfit):  # a key's own line says it
             try:
@@ -134,6 +136,19 @@ def _check(values: dict[str, Any], said: dict[str, str], look: Look) -> None:
                 raise UserError(f"{said[key]}: not supported: {why}")
 
 
+_TEACHERS = "distillation.teacher_models."
+
+
+def _name_teacher(values: dict[str, Any], said: dict[str, str]) -> None:
+    """Renames the single teacher, if it has a name, to `teacher_model`, as verl does."""
+    names = {key.split(".")[2] for key in values if key.startswith(_TEACHERS)} - {"teacher_model"}
+    if len(names) == 1:
+        place = f"{_TEACHERS}{names.pop()}."
+        for key in [key for key in values if key.startswith(place)]:
+            new = f"{_TEACHERS}teacher_model.{key.removeprefix(place)}"
+            values[new], said[new] = values.pop(key), said.pop(key)
+
+
 def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
     """Merges overrides of a dict's entries into one value of `key`."""
     entries = [name for name in values if name.startswith(f"{key}.")]
@@ -150,7 +165,7 @@ def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any
     kind, why = name.kind, name.why
     if _of_no_critic(key, look):
         kind, why = "needless", f"algorithm.adv_estimator={look('algorithm.adv_estimator')} has no critic"
-    elif name.only and key != name.only and not read_with(name.only, look):
+    elif not _read(name, key, look):
         kind, why = "needless", f"read only with {name.only}"
     elif kind == "missing" and value in name.off:
         kind, why = "needless", "it asks for nothing"
@@ -172,6 +187,11 @@ def _convert(name: Name, value: Any, said: str, look: Any) -> tuple[Line, str, A
         if left := [one for one in given if one not in (*converted.split(","), "file")]:
             why += f" (not supported: {', '.join(left)})"
     return Line(said, "same", why), name.setting, converted
+
+
+def _read(name: Name, key: str, look: Any) -> bool:
+    """Whether verl reads a key, given the others."""
+    return not _of_no_critic(key, look) and (not name.only or key == name.only or read_with(name.only, look))
 
 
 def _of_no_critic(key: str, look: Any) -> bool:
