@@ -26,7 +26,7 @@ from jppo.models import config_reader, decoder, heads, hf
 from jppo.models.attention import Attend, make_plain
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import attention_settings
-from jppo.run.agreement import LOOKS, PROBES, TOLERANCE, Limits, LogpGap
+from jppo.run.agreement import LOOKS, PROBES, TOLERANCE, LogpGap, MismatchLimits
 from jppo.types import Params
 
 PROMPT, RESPONSES, TOKENS = 4, 16, 64  # of the check before step 1
@@ -174,7 +174,7 @@ def faults(model: Model) -> Iterator[tuple[str, Fault]]:
 
 def stopped(found: np.ndarray, dtype: str) -> dict[str, bool]:
     """Returns which of a run's two checks end it, by the mismatches of one engine, [RESPONSES, TOKENS]."""
-    bound = Limits.of(TOLERANCE[base(dtype)])
+    bound = MismatchLimits.of(TOLERANCE[base(dtype)])
     return {
         "start": not LogpGap(found).within(bound),
         "publish": all(not LogpGap(found[:PROBES, :n]).within(bound, part) for n, part in LOOKS),

@@ -30,10 +30,9 @@ from ml_collections import ConfigDict
 sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic, multiplication
 from jppo import settings, sft, train
-from jppo.agent.calculator import Calculator
+from jppo.agent.built_in_tools import Calculator
 from jppo.data.rows import write_jsonl
-from jppo.data.template import make_renderer
-from jppo.data.tokenizer import load_tokenizer
+from jppo.data.tokenizer import load_tokenizer, make_renderer
 from jppo.rollout.vllm.client import Vllm
 from jppo.settings import UserError
 

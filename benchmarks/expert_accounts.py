@@ -24,7 +24,7 @@ from machine import ROOT, begin
 
 from jppo import settings
 from jppo.forecast import account, compilers, machines
-from jppo.forecast import seconds as forecast
+from jppo.forecast import account as forecast
 from jppo.learner import sharding
 from jppo.models import config_reader, experts
 from jppo.settings import UserError

@@ -27,7 +27,7 @@ from models import MODELS, make_config, measure
 from together import run_all, write
 
 from jppo import settings
-from jppo.learner import devices
+from jppo.learner import sharding
 from jppo.settings import UserError
 
 IN_BF16 = {"q7"}  # weights, too
@@ -49,7 +49,7 @@ def one(name: str, *, sequences: int, length: int, repeats: int, changes: list[s
     }
     c = make_config(name, "bfloat16", [*(f"{k}={v}" for k, v in sizes.items()), *changes])
     found = measure(name, c, responses, prompt=length // 2, repeats=repeats)
-    return found | {"peak_flops_per_s": devices.known_peak(machine()["device"], "bfloat16"), "machine": machine()}
+    return found | {"peak_flops_per_s": sharding.known_peak(machine()["device"], "bfloat16"), "machine": machine()}
 
 
 def in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:

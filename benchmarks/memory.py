@@ -31,11 +31,10 @@ from work import SEQUENCES, base_config, change, make_batch, make_rows, response
 
 from jppo import settings
 from jppo.data.prompts import PromptSet
-from jppo.learner.devices import device_peak
 from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.model_configs import make_adapters
-from jppo.learner.plan import plan_of_run
-from jppo.learner.recipe import make_recipe
+from jppo.learner.recipe import make_recipe, plan_of_run
+from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
 from jppo.run.inputs import Inputs

@@ -46,10 +46,9 @@ from work import (
 )
 
 from jppo import settings
-from jppo.learner import batch, devices, packing, ppo, score, sharding, state, update
+from jppo.learner import batch, packing, ppo, score, sharding, state, update
 from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
-from jppo.learner.plan import make_plan
-from jppo.learner.recipe import make_recipe
+from jppo.learner.recipe import make_plan, make_recipe
 from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -146,7 +145,7 @@ def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int
     mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
     how = dict[str, Any](steps=10**6, policy=cfg)  # a long run: all row lengths
     plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch, **how)
-    multiply, product_flops = devices.make_product(mesh, c.model.compute_dtype)
+    multiply, product_flops = sharding.make_product(mesh, c.model.compute_dtype)
     return Subject(
         c=c,
         mesh=mesh,
@@ -274,7 +273,7 @@ def _of_each_shape(micros: Sequence[Any]) -> dict[tuple[int, ...], Any]:
 
 def timed(s: Subject, call: Callable[[], Any], flops: int) -> dict[str, Any]:
     """Returns seconds of each call, after a matrix product and a warm-up; and the peak, if it rose."""
-    before = devices.device_peak()
+    before = sharding.device_peak()
     seconds: list[float] = []
     products: list[float] = []
     for _ in range(1 + s.repeats):
@@ -282,7 +281,7 @@ def timed(s: Subject, call: Callable[[], Any], flops: int) -> dict[str, Any]:
             start = time.perf_counter()
             fn()
             into.append(time.perf_counter() - start)
-    after = devices.device_peak()
+    after = sharding.device_peak()
     median, rate = statistics.median(seconds[1:]), s.product_flops / statistics.median(products[1:])
     tokens = sum(len(t.tokens) for t in s.trajectories)
     return {

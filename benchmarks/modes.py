@@ -2,7 +2,7 @@
 
     python benchmarks/modes.py                          # the modes that the results lack
     python benchmarks/modes.py --only=abort-1,remax
-    python benchmarks/modes.py --tables                 # the table of docs/rollout.md
+    python benchmarks/modes.py --tables                 # the table of benchmarks/README.md
 
 Each mode is `python -m jppo.train --config=configs/quickstart.py` with some settings: 20 steps of 256 responses on a
 CPU. All start from one model, which a short fine-tuning makes first. A mode must learn, train on each prompt as often
@@ -162,7 +162,7 @@ def at_home(ran: Ran) -> float:
 ROUTED = """
 import json, pathlib, sys
 from jppo import train
-from jppo.rollout.servers.router import Router
+from jppo.rollout.servers.member import Router
 take = Router.take
 async def recorded(self, near, **how):
     member = await take(self, near, **how)

@@ -230,7 +230,7 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, 
                 took, most = timed(functools.partial(rise, whole))
                 note(f"whole publish, {name}", took)
                 memory.setdefault(name, []).append(most)
-    size = layout.size(parcel.entries)
+    size = layout.size_of(parcel.entries)
     return {
         "bytes": size,
         "dtype": published_dtype(c),

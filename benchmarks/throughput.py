@@ -45,7 +45,7 @@ from work import (
 
 from jppo import settings
 from jppo.data.prompts import PromptSet
-from jppo.learner import devices
+from jppo.learner import sharding
 from jppo.learner.make import Learner, make_learner, make_mesh
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
@@ -141,7 +141,7 @@ def time_stages(
     empty = PromptSet([], overlong=0)
     models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
     inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
-    multiply, flops = devices.make_product(mesh, c.model.compute_dtype)
+    multiply, flops = sharding.make_product(mesh, c.model.compute_dtype)
     timer, history, products = Timers(), [], []
     with contextlib.ExitStack() as stack:
         sampler = None

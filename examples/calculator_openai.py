@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from jppo.agent.calculator import evaluate, shown
+from jppo.agent.built_in_tools import evaluate, shown
 
 TURNS = 2
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}

@@ -18,6 +18,7 @@ COMMANDS = {
     "jppo.sweep": "runs several trainings",
     "jppo.plan": "finds the fastest settings for a described machine",
     "jppo.serve": "runs a vLLM server for a training elsewhere",
+    "jppo.tinker": "serves the Tinker API, for clients with a loop of their own",
     "jppo.report": "writes an HTML report of one run or several",
     "jppo.doctor": "checks the machine or a run before training",
     "jppo.from_verl": "translates a verl script to a jppo command",

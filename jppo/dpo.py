@@ -19,18 +19,17 @@ from jppo import settings
 from jppo.data.preferences import PairSet
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
-from jppo.data.template import make_renderer
-from jppo.data.tokenizer import encode_all
+from jppo.data.tokenizer import encode_all, make_renderer
 from jppo.learner import ppo, preference, sharding, update
 from jppo.learner.make import make_logprob
 from jppo.learner.model_configs import make_adapters
-from jppo.learner.plan import make_plan
+from jppo.learner.recipe import make_plan
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
 from jppo.preflight import preview
-from jppo.preflight.described_machine import Request
-from jppo.preflight.out_of_memory import explained
+from jppo.preflight.described_machine import DryRun
+from jppo.preflight.preview import memory_explained
 from jppo.run import command, pairs
 from jppo.run.inputs import read_tokenizer, total_steps
 from jppo.runlog.console import DPO_COLUMNS
@@ -38,7 +37,7 @@ from jppo.settings import PreferenceTuning
 from jppo.types import Array, Params, Rows, Trajectory, given_text
 
 
-def prepare(c: PreferenceTuning, request: Request = preview.HERE) -> pairs.Task:
+def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTask:
     """Reads the pairs and the model config."""
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained":
@@ -65,7 +64,7 @@ def prepare(c: PreferenceTuning, request: Request = preview.HERE) -> pairs.Task:
         return logprob(policy, rows).logprob
 
     steps, of_device = total_steps(c, len(found.pairs)), c.optim.max_tokens_per_device
-    return pairs.Task(
+    return pairs.PairTask(
         name="dpo",
         head="lm",
         pairs=found,
@@ -89,9 +88,9 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
     c = settings.typed(config, PreferenceTuning)
     initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
 
-    def begin(task: pairs.Task, model: ppo.ModelUpdate, params: Params) -> None:
+    def begin(task: pairs.PairTask, model: ppo.ModelUpdate, params: Params) -> None:
         def logprobs(of: PairSet, which: Sequence[int], params: Params) -> np.ndarray:
-            rows = pairs.pack(task, [of.pairs[i] for i in which])
+            rows = pairs.pack_pairs(task, [of.pairs[i] for i in which])
             return np.asarray(pairs.scored(task, model, params, rows, len(which)))
 
         if c.dpo.reference == "mesh":
@@ -104,16 +103,16 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
             known[id(of)] = np.concatenate(found, axis=1)
         initial[:] = [lambda of, which: known[id(of)][:, list(which)].reshape(-1)]
 
-    def given(task: pairs.Task, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def given(task: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         some = [of.pairs[i] for i in which]
         tokens = [len(p.chosen) - p.starts[0] for p in some] + [len(p.rejected) - p.starts[1] for p in some]
         return initial[0](of, which), np.array(tokens, np.float32)
 
-    with explained(c):
+    with memory_explained(c):
         pairs.train(c, prepare, DPO_COLUMNS, given, begin)
 
 
-def dry_run(c: PreferenceTuning, request: Request = preview.HERE) -> str:
+def dry_run(c: PreferenceTuning, request: DryRun = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
     return pairs.dry_run(c, request, prepare)
 

@@ -34,9 +34,9 @@ from jppo.run import validation
 from jppo.run.inputs import Inputs, read_test, speaking
 from jppo.run.validation import Tested
 from jppo.runlog import durable_files
-from jppo.runlog.lock import own
+from jppo.runlog.console import Display
+from jppo.runlog.durable_files import own
 from jppo.runlog.logger import write_samples
-from jppo.runlog.progress import Display
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings, UserError
 
@@ -103,7 +103,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
         rows = write_samples(out, "test", validation.rows(tested))
         found = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
         durable_files.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
-        for row in validation.shown(tested, c.trainer.log_val_generations):
+        for row in validation.shown_answer(tested, c.trainer.log_val_generations):
             console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
         console.print(score_table(validation.summaries(tested), sampling.n))
         for line in notes(found):
@@ -188,7 +188,8 @@ def read_settings(argv: list[str]) -> tuple[Settings, bool]:
     with config.unlocked():
         config.trainer.run_dir = given.out  # not the config's run_dir, which holds a training run
         config.rollout.lora_sync = "merge"  # the weights of a directory are whole
-        config.rollout.routing_replay = False  # nothing learns
+        config.rollout.routing_replay = config.rollout.mask_replay = False  # nothing learns
+        config.rollout.mask_replay_tokens = settings.default().rollout.mask_replay_tokens
     for name in ("model", "data"):
         setting = SHORT[name][0]
         section, _, leaf = setting.partition(".")

@@ -16,6 +16,7 @@ With a jppo --config, and --config.SECTION.NAME=VALUE, only the settings that th
 unknown key is an error.
 """
 
+import dataclasses
 import os
 import pathlib
 import shlex
@@ -67,7 +68,7 @@ def read_arguments(argv: list[str]) -> Script:
     words = (
         script.words if script.words[len(script.words) - len(behind) :] == tuple(behind) else (*script.words, *behind)
     )
-    return Script(script.main, words, script.folder, script.root, script.notes)
+    return dataclasses.replace(script, words=tuple(words))
 
 
 def _listed(text: str) -> list[str] | None:
@@ -90,7 +91,8 @@ def command_of(script: Script) -> tuple[str, Translation]:
             " shares with them, give its overrides alone"
         )
     convert = tuning.translate if tunes else translate
-    found = convert(script.words, main=script.main, root=script.root, folder=script.folder)
+    words = (*script.launched, *script.words) if tunes else script.words
+    found = convert(words, main=script.main, root=script.root, folder=script.folder)
     base = TUNING_BASE if tunes else BASE
     try:
         changes = arguments(found, base, settings.sft_default() if tunes else settings.default())
@@ -102,8 +104,8 @@ def command_of(script: Script) -> tuple[str, Translation]:
 def arguments(found: Translation, base: str, default: ConfigDict) -> list[str]:
     """Returns a command's arguments: given overrides, and what differs from the defaults or the base; checks them."""
     file = pathlib.Path(__file__).resolve().parents[1] / base
-    based = table.values(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
-    usual = table.values(default)
+    based = table.by_name(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
+    usual = table.by_name(default)
     asked = {**usual, **{name: based[name] for name in PATHS if name in based}, **found.settings}
     kept = [name for name in usual if name in found.given or asked[name] != based[name] or asked[name] != usual[name]]
     kept = [name for name in kept if name not in PATHS or name in found.given]
@@ -117,7 +119,7 @@ def on_top(argv: list[str]) -> tuple[list[str], Translation]:
     """Returns the arguments that overrides add to those of a jppo command, and their account."""
     own = [word for word in argv if word.startswith(OWN)]
     config, _ = settings.parse(own, "", settings.default())
-    found = translate([word for word in argv if word not in own], table.values(config))
+    found = translate([word for word in argv if word not in own], table.by_name(config))
     if unknown := [line.said for line in found.lines if line.kind == "unknown"]:
         raise UserError(f"{unknown[0]}: verl 0.9.1 has no such key; python -m jppo.from_verl --names lists them")
     return [f"--config.{name}={value}" for name, value in found.settings.items()], found

@@ -23,8 +23,7 @@ from jppo.errors import escaped, expanded
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory
-from jppo.rewards.function import FunctionPart
-from jppo.rewards.graders import grader_of
+from jppo.rewards.graders import FunctionPart, grader_of
 from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.run.inputs import Inputs, read_inputs
@@ -40,7 +39,7 @@ RATES = ((2e7, 1e-4, 3e-4), (3e8, 1e-5, 3e-5), (float("inf"), 1e-6, 1e-5))
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Proposal:
     """A setting of the config and its reason."""
 
     name: str
@@ -60,18 +59,18 @@ def prompt_column(rows: Sequence[Row]) -> str:
     return found
 
 
-def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iterator[Choice]:
+def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iterator[Proposal]:
     """Yields what the data decides alone."""
-    yield Choice("data.train_files", files, f"{len(rows)} rows")
+    yield Proposal("data.train_files", files, f"{len(rows)} rows")
     if val:
-        yield Choice("data.val_files", val, "test prompts")
+        yield Proposal("data.val_files", val, "test prompts")
     else:
-        yield Choice("data.val_files", files, "the training prompts: --val gives held-out ones")
-        yield Choice("data.val_max_samples", min(256, len(rows)), "prompts of a test")
+        yield Proposal("data.val_files", files, "the training prompts: --val gives held-out ones")
+        yield Proposal("data.val_max_samples", min(256, len(rows)), "prompts of a test")
     if (column := prompt_column(rows)) != "prompt":
-        yield Choice("data.prompt_key", column, "column of the prompts")
+        yield Proposal("data.prompt_key", column, "column of the prompts")
     if reward:
-        yield Choice("reward.function", reward, "scores a response")
+        yield Proposal("reward.function", reward, "scores a response")
         return
     sources = {row.columns.get("data_source") for row in rows}
     unknown = [source for source in sources if not (isinstance(source, str) and grader_of(source))]
@@ -82,44 +81,44 @@ def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iter
         )
 
 
-def size_choices(count: int, batch: int, parameters: float) -> Iterator[Choice]:
+def size_choices(count: int, batch: int, parameters: float) -> Iterator[Proposal]:
     """Yields batch sizes, the length of the run and learning rates."""
     epochs = -(-STEPS // (count // batch))
     mini = max(1, batch // 4)
     actor, critic = next((actor, critic) for most, actor, critic in RATES if parameters <= most)
-    yield Choice("data.train_batch_size", batch, f"prompts per step, of {count}")
-    yield Choice("actor.ppo_mini_batch_size", mini, f"{batch // mini} updates per step")
-    yield Choice("actor.lr", actor, f"usual for {parameters / 1e6:.3g}M parameters")
-    yield Choice("critic.lr", critic, "the critic learns faster than the policy")
-    yield Choice("algorithm.use_kl_in_reward", True, "keeps the policy near its start, by algorithm.kl_coef")
-    yield Choice("trainer.total_training_steps", STEPS, f"about {epochs} passes over the data")
-    yield Choice("trainer.test_freq", STEPS // 10, "steps between tests")
-    yield Choice("trainer.save_freq", STEPS // 10, "steps between checkpoints")
+    yield Proposal("data.train_batch_size", batch, f"prompts per step, of {count}")
+    yield Proposal("actor.ppo_mini_batch_size", mini, f"{batch // mini} updates per step")
+    yield Proposal("actor.lr", actor, f"usual for {parameters / 1e6:.3g}M parameters")
+    yield Proposal("critic.lr", critic, "the critic learns faster than the policy")
+    yield Proposal("algorithm.use_kl_in_reward", True, "keeps the policy near its start, by algorithm.kl_coef")
+    yield Proposal("trainer.total_training_steps", STEPS, f"about {epochs} passes over the data")
+    yield Proposal("trainer.test_freq", STEPS // 10, "steps between tests")
+    yield Proposal("trainer.save_freq", STEPS // 10, "steps between checkpoints")
 
 
-def machine_choices(backend: str, cfg: ModelConfig) -> Iterator[Choice]:
+def machine_choices(backend: str, cfg: ModelConfig) -> Iterator[Proposal]:
     """Yields what the machine decides."""
     try:
         build = "" if backend == "tpu" else check_vllm("")
     except UserError:
         build = ""
     if not build:
-        yield Choice("rollout.name", "inprocess", "no vLLM here: the trainer samples by itself")
+        yield Proposal("rollout.name", "inprocess", "no vLLM here: the trainer samples by itself")
     elif build == "cpu" and cfg.head_dim < SERVED_HEAD:
-        yield Choice("rollout.name", "inprocess", f"vLLM on a CPU serves no heads of {cfg.head_dim}")
+        yield Proposal("rollout.name", "inprocess", f"vLLM on a CPU serves no heads of {cfg.head_dim}")
     else:
-        yield Choice("rollout.name", "vllm", f"vLLM for the {build.upper()} is installed")
+        yield Proposal("rollout.name", "vllm", f"vLLM for the {build.upper()} is installed")
     if backend == "cpu":
         return
-    yield Choice("model.compute_dtype", "bfloat16", f"fast on a {backend.upper()}")
-    yield Choice("rollout.dtype", "bfloat16", "as model.compute_dtype")
-    yield Choice("model.remat", "auto", "recomputes activations where memory is short")
-    yield Choice("actor.max_tokens_per_device", -1, "what fits in memory")
+    yield Proposal("model.compute_dtype", "bfloat16", f"fast on a {backend.upper()}")
+    yield Proposal("rollout.dtype", "bfloat16", "as model.compute_dtype")
+    yield Proposal("model.remat", "auto", "recomputes activations where memory is short")
+    yield Proposal("actor.max_tokens_per_device", -1, "what fits in memory")
     if build:
-        yield Choice("rollout.enforce_eager", False, "CUDA graphs: a slower start, faster sampling")
+        yield Proposal("rollout.enforce_eager", False, "CUDA graphs: a slower start, faster sampling")
 
 
-def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Choice]:
+def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Proposal]:
     """Yields the longest prompt and response, from the data; together within the model's `limit`."""
     longest = max(len(prompt.ids) for prompt in inputs.train.prompts)
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
@@ -133,15 +132,15 @@ def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
     plain = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
     note = "; prompts are text, to which the chat template is not applied" if plain else ""
-    yield Choice("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
-    yield Choice("data.max_response_length", response, f"tokens; {reason}")
+    yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
+    yield Proposal("data.max_response_length", response, f"tokens; {reason}")
 
 
 def _up(tokens: int) -> int:
     return max(8, -(-tokens // 8) * 8)
 
 
-def render(choices: Sequence[Choice], title: str, out: pathlib.Path) -> str:
+def render(choices: Sequence[Proposal], title: str, out: pathlib.Path) -> str:
     """Returns the config as a Python file."""
     lines = [
         f'"""{title}; written by jppo.init, to be changed as you like.',
@@ -164,7 +163,7 @@ def render(choices: Sequence[Choice], title: str, out: pathlib.Path) -> str:
     return "\n".join([*lines, "    return config.lock()", ""])
 
 
-def typed(choices: Sequence[Choice]) -> Settings:
+def typed(choices: Sequence[Proposal]) -> Settings:
     """Returns the settings that the choices make, checked."""
     config = settings.default()
     config.update_from_flattened_dict({one.name: one.value for one in choices})
@@ -172,17 +171,17 @@ def typed(choices: Sequence[Choice]) -> Settings:
     return c
 
 
-def choose(files: str, val: str, model: str, reward: str) -> list[Choice]:
+def choose(files: str, val: str, model: str, reward: str) -> list[Proposal]:
     """Returns the settings of a run; UserError where data, model or reward cannot be used."""
     rows = [row for source in read_sources(files, "DATA") for row in source.rows]
     _, cfg = hf.read_config(model, longest=1)
     backend, limit = jax.default_backend(), cfg.max_position_embeddings
     parameters = memory.served(cfg, "float32") / 4
     known = [
-        Choice("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
+        Proposal("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
         *data_choices(files, val, rows, reward),
         *machine_choices(backend, cfg),
-        Choice(
+        Proposal(
             "trainer.run_dir",
             f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}",
             "everything that the run writes",
@@ -203,11 +202,11 @@ def choose(files: str, val: str, model: str, reward: str) -> list[Choice]:
     return choices
 
 
-def loosest(limit: int) -> list[Choice]:
+def loosest(limit: int) -> list[Proposal]:
     """Returns lengths and sizes with which every prompt that the model can read is read, to be measured."""
     sizes = {"data.max_prompt_length": limit - 1, "data.max_response_length": 1, "actor.max_tokens_per_device": limit}
     sizes |= {"data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1}
-    return [Choice(name, value, "") for name, value in sizes.items()]
+    return [Proposal(name, value, "") for name, value in sizes.items()]
 
 
 @settings.exit_on_user_error

@@ -25,7 +25,7 @@ from jppo.learner.make import make_mesh
 from jppo.learner.sharding import AXES
 from jppo.models.config import Experts
 from jppo.preflight import auto, described_machine, memory, preview
-from jppo.preflight.described_machine import Request
+from jppo.preflight.described_machine import DryRun
 from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
 from jppo.rollout.make import with_servers
 from jppo.run.inputs import Inputs, read_inputs
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     found = search(c, read_inputs(c), machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True))
     print("\n".join(map(candidate_line, found)))
     print(f"{len(found)} settings compiled in {time.monotonic() - began:.0f} s; {NOTE}")
-    Request(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(candidate_dict, found))})
+    DryRun(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(candidate_dict, found))})
     best = found[0]
     if not best.fits:
         raise UserError(

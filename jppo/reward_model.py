@@ -20,12 +20,12 @@ from jppo.data.preferences import Encode, PairSet
 from jppo.learner import preference, score, sharding, update
 from jppo.learner.make import make_decoder
 from jppo.learner.model_configs import make_adapters
-from jppo.learner.plan import make_plan
+from jppo.learner.recipe import make_plan
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
 from jppo.preflight import preview
-from jppo.preflight.described_machine import Request
-from jppo.preflight.out_of_memory import explained
+from jppo.preflight.described_machine import DryRun
+from jppo.preflight.preview import memory_explained
 from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command, pairs
@@ -35,7 +35,7 @@ from jppo.settings import PairTraining
 from jppo.types import Prompt, Trajectory, given_text
 
 
-def prepare(c: PairTraining, request: Request = preview.HERE) -> pairs.Task:
+def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
     """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained":
@@ -56,7 +56,7 @@ def prepare(c: PairTraining, request: Request = preview.HERE) -> pairs.Task:
     cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)
     value = score.make_value(make_decoder(c, cfg, mesh))
     steps = total_steps(c, len(found.pairs))
-    return pairs.Task(
+    return pairs.PairTask(
         name="rm",
         head="value",
         pairs=found,
@@ -97,16 +97,16 @@ def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
 def train(config: PairTraining | ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
-    with explained(c):
+    with memory_explained(c):
         pairs.train(c, prepare, REWARD_MODEL_COLUMNS, given)
 
 
-def given(_: pairs.Task, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:
+def given(_: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:
     """Returns the margins of these pairs."""
     return (pairs.margins([of.pairs[i] for i in which]),)
 
 
-def dry_run(c: PairTraining, request: Request = preview.HERE) -> str:
+def dry_run(c: PairTraining, request: DryRun = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
     return pairs.dry_run(c, request, prepare)
 

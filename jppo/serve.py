@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from jppo import interpreter, settings
+from jppo import child_process, settings
 from jppo.models import hf
 from jppo.rollout.make import server_settings
 from jppo.rollout.protocol import RolloutError
@@ -28,7 +28,7 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.rollout.servers.process import HOST
-from jppo.rollout.vllm import arguments, unserved
+from jppo.rollout.vllm import arguments
 from jppo.runlog import durable_files
 from jppo.settings import Settings, UserError
 
@@ -52,12 +52,11 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{guard.TOKEN} is not set; set it to one random value here and for the training")
     server, port = dataclasses.replace(server_settings(c), publish_via="tcp"), c.rollout.port  # it takes files, too
     build = arguments.check_vllm(c.rollout.python)
-    unserved.require_latent(server, build)
-    unserved.require_delta_nets(server, build)
+    arguments.require_served(server, build)
     path = str(hf.resolve_directory(c.model.path, weights=False))
     model = ["--model", path, *arguments.model_options(path, c.trainer.run_dir)]
     place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
-    command = [interpreter.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]
+    command = [child_process.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]
     env = {**os.environ, **arguments.environment(server, build)}
     sys.exit(
         run(

@@ -17,13 +17,13 @@ from jppo.errors import escaped
 from jppo.learner import batch, packing, ppo, sharding, update
 from jppo.learner.make import make_logprob
 from jppo.learner.model_configs import make_adapters
-from jppo.learner.plan import make_plan
+from jppo.learner.recipe import make_plan
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.preflight import memory, preview
 from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.described_machine import Request
-from jppo.preflight.out_of_memory import explained
+from jppo.preflight.described_machine import DryRun
+from jppo.preflight.preview import memory_explained
 from jppo.preflight.programs import Estimate
 from jppo.run import command, supervised
 from jppo.run.inputs import read_tokenizer, total_steps
@@ -42,7 +42,7 @@ class DemonstrationTask(supervised.Task):
     overlong: int  # excluded demonstrations
 
 
-def prepare(c: FineTuning, request: Request = preview.HERE) -> DemonstrationTask:
+def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
     """Reads the demonstrations and the model config."""
     longest = c.data.longest_row
     _, cfg = hf.read_config(c.model.path, longest=longest)
@@ -56,6 +56,8 @@ def prepare(c: FineTuning, request: Request = preview.HERE) -> DemonstrationTask
         system_prompt=c.data.system_prompt,
         custom_cls=c.data.custom_cls,
         learn_turns=c.data.learn_turns,
+        columns={"prompt": c.data.prompt_key, "response": c.data.response_key, "messages": c.data.messages_key},
+        prompt_role=c.data.prompt_role,
     )
     mesh = request.mesh(c)
     options = sharding.compiler_options(mesh, c.model.compiler_options)
@@ -84,13 +86,13 @@ def train(config: FineTuning | ConfigDict) -> None:
     task = prepare(c)
     demonstrations = task.demonstrations
 
-    def draw(descent: ppo.ModelUpdate, learned: Params, indices: np.ndarray) -> supervised.Batch:
+    def draw(descent: ppo.ModelUpdate, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
         some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
         rows = packing.pack(some, range(len(some)), task.plan)
         mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))
-        return supervised.Batch(mini, tokens=sum(len(t.tokens) for t in some))
+        return supervised.ExampleBatch(mini, tokens=sum(len(t.tokens) for t in some))
 
-    objective = supervised.Objective(
+    objective = supervised.ExampleObjective(
         name="sft",
         head="lm",
         examples=len(demonstrations),
@@ -99,12 +101,12 @@ def train(config: FineTuning | ConfigDict) -> None:
         opening=f"{len(demonstrations)} demonstrations ({task.overlong} over-long ones left out)",
         draw=draw,
     )
-    with explained(c):
+    with memory_explained(c):
         supervised.train(c, task, objective)
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def dry_run(c: FineTuning, request: Request = preview.HERE) -> str:
+def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
 
     def describe(task: DemonstrationTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:

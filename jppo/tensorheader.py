@@ -1,7 +1,7 @@
 """The header of a safetensors file: eight bytes of length, and JSON of dtype, shape and offsets by name. Pure.
 
 The tensors' bytes follow it directly. `models/tensorfile.py` writes and reads such files as checkpoints;
-`rollout/folders.py` writes them for a server.
+`rollout/sglang/client.py` writes them for a server.
 """
 
 import json

@@ -19,26 +19,26 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import Learner
-from jppo.learner.plan import critic_epochs, critic_mini_batch_size, most_sequences
-from jppo.learner.step import advance, order, scalar
+from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
+from jppo.learner.state import next_step, order, scalar
 from jppo.learner.utilisation import utilisation
 from jppo.preflight.checks import dry_run
-from jppo.preflight.out_of_memory import explained
+from jppo.preflight.preview import memory_explained
 from jppo.report import report_line
 from jppo.run import command, loop, resume
 from jppo.run.agreement import Mismatch, require_published
-from jppo.run.export import export, write_model
-from jppo.run.hosts import join_hosts, summed
+from jppo.run.export import export_policy, write_model
+from jppo.run.hosts import join_hosts, summed_over_hosts
 from jppo.run.loop import Diverged, Progress
-from jppo.run.reference import with_reference
+from jppo.run.reference import add_reference
 from jppo.run.resume import kept
 from jppo.run.start import Run, open_run
 from jppo.run.token_values import record_tokens
 from jppo.run.validation import samples, validate
 from jppo.runlog.logger import print_summary
-from jppo.runlog.rollout_metrics import conversation_metrics, sample_metrics, source_means
-from jppo.runlog.sample_queue import unanswered
+from jppo.runlog.rollout_metrics import conversation_metrics, mask_metrics, sample_metrics, source_means
 from jppo.runlog.timers import Timers
+from jppo.runlog.trajectories import unanswered
 from jppo.samples.make import fresh
 from jppo.settings import Settings
 from jppo.types import Batch, Reward, TrainState, Trajectory
@@ -55,14 +55,16 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     trajectories = drawn.trajectories
     with timer("reward"):
         graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
-    rewards, group, greedy = estimate.compare(graded, baseline, n=c.rollout.n, compared=recipe.compares)
+    rewards, group, greedy = estimate.compare_logprobs(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
     require_graded(rewards)
-    metrics |= drawn.metrics | sample_metrics(trajectories, graded, baseline)
+    metrics |= drawn.metrics | sample_metrics(trajectories, graded, baseline) | mask_metrics(trajectories)
     metrics |= source_means(graded, [p.data_source for p in asked])
-    metrics |= conversation_metrics(trajectories) | summed(run.hosts, run.reward_sum.metrics() | run.sampler.metrics())
+    metrics |= conversation_metrics(trajectories) | summed_over_hosts(
+        run.hosts, run.reward_sum.metrics() | run.sampler.metrics()
+    )
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     how["parts"] = recipe.estimator.parts
     earned = [run.reward_sum.earned(prompt.data_source) for prompt in asked]
@@ -72,7 +74,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy, timer.part("micro-batches", len(micros)))
-    data, counted = with_reference(run, data, micros, trajectories, policy)
+    data, counted = add_reference(run, data, micros, trajectories, policy)
     if learner.critic is not None:
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now), timer.part("micro-batches", len(micros)))
@@ -88,7 +90,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     if bad:
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
     kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
-    now = advance(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
+    now = next_step(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
     metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
@@ -199,7 +201,7 @@ def require_progress(run: Run, now: TrainState) -> None:
 def train(config: Settings | ConfigDict) -> None:
     """Runs a whole training on each host; when it returns, the state is on disk."""
     c = settings.typed(config, Settings)
-    with join_hosts(c) as hosts, explained(c, hosts=hosts.count):
+    with join_hosts(c) as hosts, memory_explained(c, hosts=hosts.count):
         with contextlib.ExitStack() as stack:
             opened = open_run(stack, hosts, c)
             if opened is not None:
@@ -217,7 +219,7 @@ def train(config: Settings | ConfigDict) -> None:
                 now = loop.learn(run, method(run), begun.now)
                 with run.timer("save"):
                     run.checkpoints.wait()  # `finished` compares the times of the two files
-                    hosts.together(lambda: export(run, now.state))
+                    hosts.together(lambda: export_policy(run, now.state))
         if hosts.first:
             folder = expanded(c.trainer.run_dir)
             print_summary(folder, report_line(folder))

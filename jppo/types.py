@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+OVERFLOW = -2  # in place of the kept tokens of a sample, where there are more than are returned
+
 Params = Any  # a pytree of arrays: the `params` collection of a flax module
 Array = jax.Array | np.ndarray
 
@@ -49,6 +51,8 @@ class Sampling:
     ignore_eos: bool  # end tokens do not end a response
     seed: int  # sample j of prompt i has a seed made of (seed, i, j)
     experts: bool = False  # answers have the experts of each token
+    kept: int = 0  # answers have the tokens that top_p, top_k and min_p kept, up to so many; 0: none
+    stop_ids: tuple[int, ...] = ()  # tokens that end a response besides the model's end tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,9 @@ class Trajectory:
     server: str = ""  # server of the last turn; '': the trainer's own engine
     branches: tuple["Trajectory", ...] = ()  # other ones of the same episode and reward
     experts: np.ndarray | None = None  # [n, L, active] i16, by which each token was read; -1: not known
+    # [n, k] i32, the tokens of which each was sampled, then -1; first -1: the whole vocabulary, or not sampled;
+    # first OVERFLOW: too many to be returned. None: not known
+    kept: np.ndarray | None = None
 
 
 def given_text(tokens: np.ndarray, sampled: np.ndarray, uid: str = "") -> Trajectory:
@@ -118,6 +125,8 @@ class Rows:
     mask: Array  # [R, T] bool, the policy sampled the target
     sequence: Array  # [R, T] i32, index of the trajectory in the step's batch; -1 = empty, or a shared prompt
     experts: Array | None = None  # [R, T, L, active] i16, of the inputs in place of the routers' choice; -1 = none
+    kept: Array | None = None  # [R, T, K] i32, of which the targets were sampled, as in Trajectory
+    dropout: Array | None = None  # [R, T] u32, seeds of the adapters' dropout; None: no dropout
 
 
 @jax.tree_util.register_dataclass

@@ -22,7 +22,7 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
-from jppo.forecast import collectives, compilers, machines
+from jppo.forecast import compilers, machines, schedule
 from jppo.learner.make import make_mesh
 from jppo.preflight import described_machine, memory, preview
 from jppo.run.inputs import read_inputs
@@ -110,7 +110,7 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
         a = one.account
         if a is None:
             continue
-        sent = {f"{kind} {'+'.join(axes)}": size for kind, axes, _, size in collectives.totals(a.collectives)}
+        sent = {f"{kind} {'+'.join(axes)}": size for kind, axes, _, size in schedule.totals(a.collectives)}
         programs[one.name] = dict(
             error=a.error, temporaries=a.temporaries, peak=sum(found.parts.values()) + one.needs,
             flops=a.total_flops, collectives=sent, kernels=a.kernels, warnings=list(a.warnings),

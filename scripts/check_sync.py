@@ -37,7 +37,7 @@ from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers, Parcel, Publisher
-from jppo.run.agreement import TOLERANCE, Limits, LogpGap
+from jppo.run.agreement import TOLERANCE, LogpGap, MismatchLimits
 from jppo.settings import UserError
 from jppo.types import Params, Prompt, Trajectory
 
@@ -54,7 +54,7 @@ class CutBuffers(Buffers):
     def write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> Parcel:
         """Writes, then truncates."""
         parcel = super().write(tensors)
-        os.truncate(parcel.path, layout.size(parcel.entries) - 1)
+        os.truncate(parcel.path, layout.size_of(parcel.entries) - 1)
         return parcel
 
 
@@ -193,7 +193,7 @@ def main() -> None:
             gaps, found = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg, args.via, args.dtype)
         finally:
             engine.close()
-    bound = Limits.of(TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance)
+    bound = MismatchLimits.of(TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance)
     print(f"at most {found['mean']:.2e} on average, {found['high']:.2e} at the quantile; {bound}")
     print(f"largest difference: {found['largest']:.2e}")
     if args.record:

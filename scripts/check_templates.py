@@ -26,10 +26,8 @@ import numpy as np
 
 from jppo.agent import turn_tokens
 from jppo.agent.calls import PARSERS
-from jppo.agent.conversation import Turns, make_talk
-from jppo.agent.partners import Reply
-from jppo.agent.tools import Limits, Toolbox
-from jppo.agent.user_code import UserCodeRunner
+from jppo.agent.conversation import PartnerReply, Turns, make_talk
+from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner
 from jppo.data.tokenizer import decode, load_tokenizer, spell
 from jppo.rollout.protocol import Answer, greedy
 from jppo.settings import UserError
@@ -42,7 +40,7 @@ PARAMETERS = {
     "required": ["what"],
 }
 SCHEMA = {"type": "function", "function": {"name": "look", "description": "Looks it up.", "parameters": PARAMETERS}}
-LIMITS = Limits(parallel=3, characters=1000, side="middle", timeout_s=10.0)
+LIMITS = ToolLimits(parallel=3, characters=1000, side="middle", timeout_s=10.0)
 MARK = "said-by-nobody"
 WORDS = ["tea", "12", "is", "not", "7.5", "<b>", "a_b", "{x}", "zwei", "né"]
 
@@ -208,8 +206,8 @@ class Play:
     async def begin(self, context: Any) -> Any:
         """The user."""
 
-        async def respond(messages: Any) -> Reply:
-            return Reply(self.text, len(self.case.asked) >= self.turns, 0.0)
+        async def respond(messages: Any) -> PartnerReply:
+            return PartnerReply(self.text, len(self.case.asked) >= self.turns, 0.0)
 
         return "", respond
 

@@ -311,7 +311,7 @@ COMMANDS: tuple[Callable[[random.Random], Case], ...] = (
 def odd_settings(rng: random.Random, kind: str) -> list[str]:
     """One or two overrides of the command line: of other types, out of range, misspelt, or merely unusual."""
     config = getattr(settings, KINDS[kind][0])()
-    usual = table.values(config) | KINDS[kind][1]
+    usual = table.by_name(config) | KINDS[kind][1]
     names = sorted(name for name in usual if not LEFT_OUT.search(name))
     found = []
     for name in rng.choices(names, k=rng.choice((1, 1, 1, 2))):

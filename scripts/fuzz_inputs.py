@@ -51,13 +51,13 @@ class Slow(BaseException):
 def of_settings(rng: random.Random, folder: pathlib.Path) -> None:
     """One to three settings, as on a command line or as a config file would set them."""
     config = rng.choice(DEFAULTS)()
-    names = sorted(table.values(config))
+    names = sorted(table.by_name(config))
     config.model.path, config.data.train_files = "model", "train.jsonl"
     if "val_files" in config.data:
         config.data.val_files = "val.jsonl"
     given = []
     for name in rng.choices(names, k=rng.randint(1, 3)):
-        was = table.values(config)[name]
+        was = table.by_name(config)[name]
         alike = [value for value in ODD if type(value) is type(was)] or list(ODD)  # else the type alone is refused
         given.append(f"--config.{name}={rng.choice(alike) if rng.random() < 0.8 else text(rng)}")
     changed, _ = settings.parse(given, "", config, needs_file=False)

@@ -1,13 +1,12 @@
 """Prints docs/configuration.md, all settings as Markdown: python scripts/settings_page.py > docs/configuration.md
 
-All of it is the table of jppo/settings/table.py; verl's names come from jppo/verl/names.py.
+All of it is the table of jppo/settings/table.py.
 """
 
 import textwrap
 
 from jppo.settings.setting import Setting
 from jppo.settings.table import DPO, PPO, REWARD_MODEL, SFT
-from jppo.verl.names import KEYS
 
 WIDTH = 120
 SECTIONS = {
@@ -26,7 +25,7 @@ HEAD = """\
 # Configuration
 
 Every setting of `jppo.train`, `jppo.sft`, `jppo.reward_model` and `jppo.dpo`: type, unit, default, meaning, allowed
-values, and verl's name where it has one. A file in `configs/` sets some of them, the command line the rest:
+values. [From verl](verl.md) has verl's names. A file in `configs/` sets some of them, the command line the rest:
 
 ```
 python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7 --config.rollout.n=4
@@ -46,14 +45,16 @@ TAIL = """
 PAIRS = """
 ## Reward models
 
-`python -m jppo.reward_model` has the settings of fine-tuning but {without};
+`python -m jppo.reward_model` has the settings of fine-tuning but
+{without};
 `data.val_files` and `trainer.test_freq` as `jppo.train` has them; and
 
 """
 DPO_HEAD = """
 ## DPO
 
-`python -m jppo.dpo` has the settings of fine-tuning but {without};
+`python -m jppo.dpo` has the settings of fine-tuning but
+{without};
 `data.val_files` and `trainer.test_freq` as `jppo.train` has them; and
 
 """
@@ -61,28 +62,29 @@ DPO_HEAD = """
 
 def page() -> str:
     """The page."""
-    verls = names_of_verl()
     parts = [HEAD]
     for section, (about, where) in SECTIONS.items():
         parts.append(f"\n## {section}\n\n{about[0].upper()}{about[1:]}; see {where}.\n\n")
-        parts += [item(setting, verls) for name, setting in PPO.items() if name.split(".")[0] == section]
+        parts += [item(setting) for name, setting in PPO.items() if name.split(".")[0] == section]
     parts.append(TAIL)
     same = [name for name in PPO if name in SFT]
     for section in dict.fromkeys(name.split(".")[0] for name in same):
         listed = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
         parts.append(f"\n{wrapped(listed, '- ')}")
-    parts += ["\n\n### Further settings\n\n", *(item(one, {}) for name, one in SFT.items() if name not in PPO)]
+    parts += ["\n\n### Further settings\n\n", *(item(one) for name, one in SFT.items() if name not in PPO)]
     for head, table in ((PAIRS, REWARD_MODEL), (DPO_HEAD, DPO)):
-        parts.append(head.format(without=" and ".join(f"`{name}`" for name in SFT if name not in table)))
-        parts += [item(one, {}) for name, one in table.items() if name not in {*SFT, *PPO}]
+        without = ", ".join(f"`{name}`" for name in SFT if name not in table)
+        parts.append(head.format(without=textwrap.fill(without, WIDTH, break_long_words=False)))
+        parts += [item(one) for name, one in table.items() if name not in {*SFT, *PPO}]
     return "".join(parts)
 
 
-def item(setting: Setting, verls: dict[str, str]) -> str:
+def item(setting: Setting) -> str:
     """One setting."""
     about = [setting.meaning, setting.allowed(), condition(setting)]
-    if (verl := verls.get(setting.name)) is not None:
-        about.append("verl: the same" if verl == setting.name else f"verl: `{verl}`")
+    twin = PPO.get(f"actor.{setting.name.partition('.')[2]}")
+    if twin is not None and twin is not setting and twin.meaning == setting.meaning:
+        about = [f"As `{twin.name}`", condition(setting)]
     text = ". ".join(part for part in about if part)
     kind = f"{setting.type.__name__}, {setting.unit}" if setting.unit else setting.type.__name__
     return wrapped(f"**`{setting.name}`** ({kind}, `{setting.default!r}`) {text}.", "- ") + "\n"
@@ -97,15 +99,6 @@ def condition(setting: Setting) -> str:
     if equals:
         return f"Only with `{setting.only}`" if wanted else f"Only with an empty `{switch}`"
     return f"Only with `{switch}`" if switch else ""
-
-
-def names_of_verl() -> dict[str, str]:
-    """Returns the first of verl's names for each setting."""
-    found: dict[str, str] = {}
-    for row in KEYS:
-        if row.kind == "same" and "*" not in row.key:
-            found.setdefault(row.setting, row.key)
-    return found
 
 
 def wrapped(text: str, mark: str) -> str:

@@ -65,6 +65,12 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     return "".join(part if i % 2 else EQUATION.sub(mathml, TARGET.sub(rewritten, part)) for i, part in enumerate(parts))
 
 
+def on_post_page(output: str, page, config) -> str:
+    """Marks pages that are opened from the disk, where browsers forbid the search its index: site.css hides it."""
+    script = "<script>if (location.protocol === 'file:') document.documentElement.classList.add('from-disk')</script>"
+    return output.replace("</head>", f"{script}</head>", 1)
+
+
 def mathml(match: re.Match) -> str:
     """Returns an equation as MathML, which browsers draw without a script or a font."""
     if match[1]:

@@ -4,7 +4,9 @@ import functools
 import importlib.util
 import json
 import pathlib
+import subprocess
 import sys
+import sysconfig
 import time
 
 import jax
@@ -73,7 +75,7 @@ def unread(config, seen):
         *places, leaf = name.split(".")
         return type(functools.reduce(getattr, places, c)), leaf
 
-    return {name for name in table.values(config) if key(name) not in seen}
+    return {name for name in table.by_name(config) if key(name) not in seen}
 
 
 def changed(config, changes, **more):
@@ -196,3 +198,12 @@ def until(condition, what="the condition", seconds=30.0):
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
         time.sleep(0.05)
+
+
+def python_with(folder, *packages):
+    """An interpreter with these packages, and with this one's after them: some of their needs are other releases."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python, site = folder / "bin/python", next(folder.glob("lib/python*/site-packages"))
+    (site / "after.pth").write_text(sysconfig.get_paths()["purelib"])  # first: what fits is not installed again
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    return python

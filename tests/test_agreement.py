@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jppo import settings, train
-from jppo.learner import batch, correct, ppo
+from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import make_learner, make_mesh
 from jppo.models import config_reader, decoder
 from jppo.preflight import models_and_data
@@ -20,7 +20,7 @@ from jppo.rollout.make import open_engine
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_policy
 from jppo.run import agreement
-from jppo.run.agreement import Limits, LogpGap, Match, Mismatch, agree
+from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Reward
@@ -53,7 +53,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     data = batch.flatten(drawn, rewards, np.zeros(len(drawn), np.int32), shape=learner.shape)
     micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
     data = ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
-    assert correct.mismatch(data)["rollout/logp_gap_max"] > 0.1
+    assert estimate.mismatch(data)["rollout/logp_gap_max"] > 0.1
     c.rollout.temperature = 0.6  # the compiled passes have 0.5
     with pytest.raises(RolloutError, match=r"differ by .*; rollout.logp_tolerance allows 2.5e-05 and 0.0001: "):
         agree(typed(c), inputs, learner, now, sampler, 0)
@@ -90,21 +90,27 @@ def test_right_weights_pass_and_wrong_ones_do_not(cases):
         ({}, 2.5e-4, 1e-3),
         ({"rollout.dtype": "bfloat16"}, 0.1, 0.4),
         ({"model.compute_dtype": "bfloat16"}, 0.1, 0.4),
+        (
+            {"rollout.quantization": "fp8_per_channel", "rollout.dtype": "bfloat16"}
+            | {"algorithm.old_logprob": "correction", "algorithm.rollout_is": "token"},
+            0.375,
+            1.5,
+        ),
         ({"rollout.dtype": "float16", "rollout.logp_tolerance": 0.2}, 0.05, 0.2),
     ],
 )
 def test_bounds_follow_the_dtypes_unless_the_tolerance_is_set(config, changes, mean, high):
     config.update_from_flattened_dict(changes)
-    assert agreement.limits(typed(config)) == Limits(mean, high)
+    assert agreement.limits(typed(config)) == MismatchLimits(mean, high)
 
 
 def test_one_token_of_many_may_be_far_off_and_nan_is_not_within():
     gaps = np.full(1000, 0.02)
     gaps[:10] = 5.0
-    assert LogpGap(gaps).within(Limits.of(0.5)) and LogpGap(gaps).largest == 5.0
+    assert LogpGap(gaps).within(MismatchLimits.of(0.5)) and LogpGap(gaps).largest == 5.0
     gaps[:60] = 1.0
-    assert not LogpGap(gaps).within(Limits.of(0.5))
-    assert not LogpGap(np.full(9, math.nan)).within(Limits.of(math.inf))
+    assert not LogpGap(gaps).within(MismatchLimits.of(0.5))
+    assert not LogpGap(np.full(9, math.nan)).within(MismatchLimits.of(math.inf))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +122,7 @@ def test_one_token_of_many_may_be_far_off_and_nan_is_not_within():
         ({"rollout.top_k": 20, "algorithm.old_logprob": "bypass", "rollout.max_kl_jump": 0.0}, "rollout.top_k=20"),
         ({**CUT, "rollout.top_k": -1}, "rollout.top_p=0.7, rollout.min_p=0.1"),
         ({**CUT, **WEIGHED}, None),
+        ({**CUT, "rollout.mask_replay": True}, None),
         (
             {
                 **CUT, **WEIGHED, "algorithm.rollout_is": "none", "algorithm.rollout_rs": "token_k1",

@@ -89,27 +89,6 @@ def test_a_machine_has_no_name_of_its_own():
     assert machine.slug(found | {"device": "NVIDIA H200", "devices": 8}) == "8-nvidia-h200"
 
 
-@pytest.mark.slow
-def test_the_learner_is_measured_and_the_table_says_so(bench, monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(bench.SHAPES, "tiny", (1, 8, 12, 2, 1, 16))
-    command = ["--shapes=tiny", "--repeats=1", "--no-rollout", f"--out={tmp_path}"]
-    bench.main([*command, "--set", "data.row_lengths=1", "--set", "model.logprob_chunk_bytes=67108864"])
-    out = capsys.readouterr().out
-    (file,) = tmp_path.iterdir()
-    assert str(file) in out and "no rollout: --no-rollout" in out
-    result = json.loads(file.read_text())
-    measured = result["shapes"]["tiny"]
-    assert list(measured["stages"]) == ["old_log_prob", "values", "update_critic", "update_actor", "update"]
-    for stage in measured["stages"].values():
-        assert stage["tokens"] == 8772 and len(stage["seconds"]) == 1
-        median = np.median(stage["seconds"])
-        assert stage["tokens_per_s"] == pytest.approx(8772 / median)
-        assert stage["utilisation"] == pytest.approx(stage["flops"] / median / measured["matmul_flops_per_s"])
-    # 64 sequences of 64 + n tokens have 64 + n - 1 entries, in rows of 191 rounded up to 192
-    assert measured["filled"] == pytest.approx((8772 - 64) / (64 * 192))
-    assert out.count("| tiny |") == 6
-
-
 WRONG = {
     "throughput": ("--shapes=S,XL", "--repeats=0"),
     "gae": ("--shapes=256", "--shapes=0x1024", "--shapes=4x64", "--repeats=0"),
@@ -174,20 +153,6 @@ def test_exact_kl_holds_a_few_chunks_whatever_the_tokens_and_the_vocabulary(tmp_
     assert "| 4,096 | 4,096 |" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_shared_prompts_are_measured_beside_a_row_for_each_sample(tmp_path, capsys):
-    prefix = script("prefix")
-    small = ["--samples", "4", "--cases", "120:8-16", "--sequences", "32", "--repeats", "1", "--out", str(tmp_path)]
-    prefix.main(small)
-    (path,) = tmp_path.glob("*-prefix.json")
-    (case,) = json.loads(path.read_text())["measured"]
-    assert (case["samples"], case["packings"].keys()) == (4, {"buckets", "prefix"})
-    assert case["packings"]["prefix"]["entries"] < case["packings"]["buckets"]["entries"]
-    for one in case["packings"].values():
-        assert all(len(one[stage]["process"]) == 1 and one[stage]["process"][0] > 0 for stage in prefix.STAGES)
-    assert "| 120:8-16 | 4 |" in capsys.readouterr().out
-
-
 @pytest.fixture
 def attention():
     return script("attention")
@@ -244,41 +209,6 @@ def test_a_part_of_the_batch_is_whole_sequences(models):
         assert models.some(responses, tokens).tolist() == responses[:sequences].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
-def test_models_are_measured_and_their_memory_adds_up(models, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(models, "vocabulary", lambda *_: dict(
-        tokens=1, vocabularies=[2, 1], logprob_chunk_bytes=1, logits=1, cases=[], worst=1.0))  # fmt: skip
-    models.main(["--models=tiny", "--repeats=1", "--tokens=1200", "--set=data.row_lengths=1", f"--out={tmp_path}"])
-    out = capsys.readouterr().out
-    (file,) = tmp_path.iterdir()
-    assert str(file) in out and file.name.endswith("-models-tiny.json") and out.count("| tiny |") == 4
-    measured = json.loads(file.read_text())["models"]["tiny"]
-    assert measured["left_out"] == {}
-    passes = measured["passes"]
-    assert list(passes) == ["forward", "log-probs", "LoRA update, rank 16", "update"]
-    lengths = 64 + models.response_lengths()
-    tokens = max(n for n in np.cumsum(lengths) if n <= 1200)
-    # Embedding 16*8; q 8*8 and k, v 8*4 with biases; o 8*8, MLP 3*8*12, two norms; the last norm. All on each device.
-    weights = 4 * (16 * 8 + 72 + 2 * 36 + 64 + 288 + 16 + 8)
-    # Rank 16, A and B: q and o 8 + 8, k and v 8 + 4, gate and up 8 + 12, down 12 + 8.
-    adapters = 4 * 16 * (2 * 16 + 2 * 12 + 3 * 20)
-    for name, learned, held in (("LoRA update, rank 16", adapters, weights + adapters), ("update", weights, weights)):
-        x = passes[name]
-        # Adam has two moments and counts its steps, the accumulator the loss beside the gradients.
-        assert (x["weights"], x["optimizer"], x["gradients"]) == (held, 2 * learned + 4, learned + 4)
-        assert [one["program"] for one in x["programs"]] == ["gradient", "optimizer step"]
-    for name, x in passes.items():
-        assert x["tokens"] == tokens and len(x["seconds"]) == 1 and x["device_peak"] is None
-        assert x["tokens_per_s"] == pytest.approx(tokens / x["seconds"][0])
-        assert x["utilisation"] == pytest.approx(x["flops"] / x["seconds"][0] / x["matmul_flops_per_s"])
-        assert x["temporaries"] == max(one["temporaries"] for one in x["programs"]) > 0
-        beside = max(one["temporaries"] + one["results"] for one in x["programs"])
-        assert x["peak"] == x["weights"] + x["optimizer"] + x["gradients"] + beside
-        if name in ("forward", "log-probs"):
-            assert x["weights"] == weights and x["optimizer"] == x["gradients"] == 0
-
-
 def test_what_does_not_fit_is_left_out_and_said(models, monkeypatch, capsys):
     c = models.make_config("tiny", "float32", [])
     monkeypatch.setattr(models, "room", lambda: 2**30)
@@ -307,19 +237,6 @@ def test_models_by_default_have_the_numbers_they_are_known_by():
     what = models.state.weights(cfg, make_mesh(typed(c)), head="lm", param_dtype="float32")
     assert models.size(models.abstract(what.shapes, what.shardings)) == 4 * 494_032_768  # as its card counts them
     assert c.model.scan_layers and not models.make_config("M", "float32", []).model.scan_layers
-
-
-@pytest.mark.slow
-def test_memory_is_compared_as_a_whole_and_without_the_program(beside, monkeypatch, quick_compilation):
-    memory = script("memory")
-    monkeypatch.setitem(memory.MODELS, "tiny", memory.MODELS["S"] | {"hidden_size": 32, "intermediate_size": 32})
-    changes = ["data.row_lengths=1", "model.scan_layers=True"]
-    found = memory.measure("tiny", layers=1, tokens=500, changes=changes)
-    said = found | {"estimate": 300, "program": 1000, "resident_peak": 1400, "device_peak": None}
-    assert memory.compared(said) == {"arrays": (300, 400), "process": (1300, 1400)}
-    assert memory.compared(said | {"device_peak": 200}) == {"device": (300, 200)}
-    assert found["estimate"] >= 8 * sum(found["parts"].values())  # 8 devices
-    assert found["resident_peak"] > found["program"] > 2**27
 
 
 def test_one_post_asks_for_what_the_requests_ask_for():
@@ -428,24 +345,6 @@ def test_how_far_rates_are_apart():
     assert scale.worst("lengths", cases, "update") == pytest.approx(0.2)  # 50, 40 and 60 FLOP a second
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
-def test_growth_is_measured_and_the_table_says_so(monkeypatch, tmp_path, capsys):
-    scale = script("scale")
-    for name, value in dict(TIMES=(1,), LENGTHS=(16,), TOKENS=64).items():
-        monkeypatch.setattr(scale, name, value)
-    monkeypatch.setitem(scale.SHAPES, "S", (1, 8, 12, 2, 1, 16))
-    settings = ("--set=data.row_lengths=1", "--set=model.scan_layers=True")
-    scale.main(["--parts=lengths", "--repeats=2", *settings, f"--out={tmp_path}"])
-    out = capsys.readouterr().out
-    (file,) = tmp_path.glob("*-scale.json")
-    (case,) = json.loads(file.read_text())["parts"]["lengths"].values()
-    assert case["tokens"] == 64 and len(case["seconds"]["update"]) == 2
-    # An update of both models is three passes of each, of which one has the head, on the 8 tokens of each response.
-    assert case["flops"]["update"] == 6 * case["flops"]["logprobs"] - 3 * 2 * 4 * 8 * 8 * 16
-    assert out.count("| lengths | ") == 2 + 2 and "| lengths | update | 0% | 15%, met |" in out
-
-
 def test_products_that_overlap_count_once(tmp_path):
     quickstart = script("quickstart")
     assert quickstart.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.0, 1.5)]) == 4.0
@@ -487,19 +386,3 @@ def test_scripts_run_together_into_one_file_and_one_page(monkeypatch, tmp_path, 
     page = file.with_suffix(".md").read_text()
     assert page.startswith("## exact_kl\n") and "| 64 | 64 |" in page
     assert page.endswith("## gae\n\n**It ended with exit code 2.**\n") and page in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
-def test_a_model_for_a_gpu_is_measured_on_a_cpu_and_the_table_says_how_far_it_is(monkeypatch):
-    gpu = script("gpu")
-    monkeypatch.setitem(gpu.MODELS, "tiny", script("work").hf_config(1, 8, 12, 2, 1, 16))
-    x = gpu.one("tiny", sequences=2, length=32, repeats=1, changes=["data.row_lengths=1"])
-    assert list(x["passes"]) == ["forward", "log-probs", "LoRA update, rank 16", "update"] and x["left_out"] == {}
-    assert all(p["tokens"] == 64 for p in x["passes"].values()) and x["peak_flops_per_s"] is None
-    update = x["passes"]["update"] | {"flops": 5 * 10**14, "seconds": [1.0], "device_peak": 2**30}
-    known = x | {"passes": {"update": update}, "peak_flops_per_s": 10**15}
-    at = {"machine": x["machine"], "jax": "0", "commit": "c", "date": "d", "sequences": 2, "length": 32}
-    said = gpu.table(at | {"models": {"q7": known, "q05": known | {"failed": "exit code 1", "passes": {}}}})
-    assert "| q7 | update |" in said and "| 500.00 | 50.0% |" in said and "| 1.0 | 45%, met |" in said
-    assert "every pass of q05 failed: exit code 1." in said

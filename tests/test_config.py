@@ -18,11 +18,12 @@ from jppo import settings, train
 from jppo.agent import make as agent
 from jppo.data import gsm8k
 from jppo.learner import model_configs, sharding
-from jppo.learner.plan import batch_shape, critic_epochs
+from jppo.learner.recipe import batch_shape, critic_epochs
 from jppo.rewards import make as reward
 from jppo.rewards.model.classifier import Classifier
 from jppo.rollout.make import connections
-from jppo.settings import other_names, parts, presets, table
+from jppo.settings import parts, table, texts
+from jppo.settings.setting import OTHER_NAMES, OTHER_VALUES
 from jppo.settings.table import TABLE
 from tests.make import record_reads, typed, unread
 
@@ -68,7 +69,7 @@ def put(config, name, value):
 
 
 def names(config):
-    return set(table.values(config))
+    return set(table.by_name(config))
 
 
 def refusal(config, name, value):
@@ -166,6 +167,7 @@ def test_every_setting_has_its_type(config, sft_config, rm_config, dpo_config):
         ("trainer.stop_exit_code", 1, 75, "it is one of 143, 75"),
         ("actor.betas", (0.9, 1.0), (0.0, 0.5), "must be 2 numbers in [0, 1), such as (0.9, 0.999)"),
         ("algorithm.adv_estimator", "grppo", "gae", "did you mean 'grpo'?"),
+        ("algorithm.adv_estimator", "ppo", "gae", "did you mean 'gae'?"),
         ("actor.kl_loss_type", "low_var", "full+", "did you mean 'low_var_kl'"),
         (
             "rollout.name",
@@ -213,8 +215,6 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"algorithm.adv_estimator": "remax", "critic.value_norm_decay": 0.9}, ["critic.value_norm_decay=0.9", "None"]),
         ({"algorithm.adv_estimator": "remax", "critic.value_bins": 51}, ["critic.value_bins=51", "leave it at 0"]),
         ({"algorithm.adv_estimator": "remax", "critic.value_head_std": 0.02}, ["head_std=0.02", "at 0.0"]),
-        ({"critic.value_head_std": -0.02}, ["critic.value_head_std=-0.02", "at least 0"]),
-        ({"critic.value_bins": 1}, ["critic.value_bins=1", "at least 2, or 0"]),
         ({"critic.value_bins": 51, "critic.value_range": (1.0, 1.0)}, ["critic.value_range=(1.0, 1.0)", "a lower and"]),
         ({"critic.value_bins": 51, "critic.value_range": (0.0, float("inf"))}, ["critic.value_range=", "finite"]),
         ({"critic.value_range": (0.0, 1.0)}, ["critic.value_range=(0.0, 1.0) is read only with critic.value_bins set"]),
@@ -247,8 +247,6 @@ def test_what_is_none_unless_given_may_be_given(config):
             TALKS | {"rollout.history": "sampled", "rollout.agent_branches": 2},
             ["rollout.agent_branches=2", "has one with rollout.history='sampled'", "set that to 'template'", "at 4"],
         ),
-        ({"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1"]),
-        ({"actor.clip_ratio_c": float("nan")}, ["actor.clip_ratio_c=nan", "finite"]),
         ({"actor.weight_decay": 1e308}, ["actor.weight_decay=1e+308", "finite number, at most 3.4e+38 in float32"]),
         (
             {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-sum"},
@@ -354,8 +352,15 @@ def test_what_is_none_unless_given_may_be_given(config):
         ({"rollout.temperature": 0.005}, ["rollout.temperature=0.005", "from 0.01 to 2.0", "rollout.name=inprocess"]),
         ({"rollout.temperature": 2.5}, ["rollout.temperature=2.5", "from 0.01 to 2.0"]),
         ({"rollout.val_kwargs.temperature": 3.0}, ["rollout.val_kwargs.temperature=3.0", "from 0.01 to 2.0"]),
-        ({"rollout.min_p": 1.0}, ["rollout.min_p=1.0", "below 1"]),
-        ({"rollout.val_kwargs.min_p": 1.0}, ["rollout.val_kwargs.min_p=1.0", "below 1"]),
+        ({"rollout.mask_replay": True}, ["rollout.mask_replay=True", "all are off"]),
+        (
+            {"rollout.mask_replay": True, "rollout.top_k": 300},
+            ["rollout.top_k=300", "set rollout.mask_replay_tokens=300"],
+        ),
+        (
+            {"rollout.mask_replay": True, "rollout.top_p": 0.9, "rollout.name": "sglang"},
+            ["rollout.mask_replay=True", "rollout.name='sglang'", "vllm or inprocess"],
+        ),
         *(
             ({f"rollout.val_kwargs.{name}": value}, [f"rollout.val_kwargs.{name}={value}", "raise the temperature"])
             for name, value in (("top_p", 0.9), ("top_k", 5), ("min_p", 0.1))
@@ -402,7 +407,15 @@ def test_what_is_none_unless_given_may_be_given(config):
             for option in ("--api-key p4ss", "--api_key=p4ss", "--hf-token p4ss", "--admin-api-key p4ss", "--hf_token",
                            "--ssl-keyfile-password p4ss", "--x.client-secret=p4ss")
         ),
-        ({"rollout.max_kl_jump": -1.0}, ["rollout.max_kl_jump=-1.0", "at least 0.0"]),
+        ({"rollout.quantization": "fp8_per_tensor"}, ["rollout.dtype='float32'", "set rollout.dtype=bfloat16"]),
+        (
+            {"rollout.quantization": "fp8_per_tensor", "rollout.dtype": "bfloat16"},
+            ["algorithm.old_logprob='decoupled' does not correct", "old_logprob=correction"],
+        ),
+        (
+            {"rollout.engine_args": "--spec-method ngram", "rollout.val_kwargs.min_p": 0.1},
+            ["rollout.val_kwargs.min_p=0.1", "cannot speculate", "set it to 0.0"],
+        ),
         ({"rollout.publish_host": "10.0.0.1"}, ["rollout.publish_host='10.0.0.1'", "other than 'file'"]),
         (
             {"rollout.publish_via": "tcp", "rollout.publish_host": "0.0.0.0"},
@@ -433,7 +446,10 @@ def test_what_is_none_unless_given_may_be_given(config):
             {"rollout.publish_via": "nccl", "rollout.name": "sglang"},
             ["rollout.publish_via='nccl' is for vLLM", "rollout.publish_dir"],
         ),
-        ({"rollout.publish_via": "rdma"}, ["rollout.publish_via='rdma'", "nccl"]),
+        (
+            {"rollout.publish_via": "nccl", "rollout.publish_delta": True},
+            ["rollout.publish_delta=True compares weights in host memory", "'nccl'; set it to tcp"],
+        ),
         (
             {"rollout.publish_via": "ipc", "rollout.urls": "http://127.0.0.1:8000"},
             ["rollout.publish_via='ipc' is for servers that are started here", "rollout.urls", "tcp"],
@@ -588,13 +604,6 @@ def test_a_prompt_of_one_sample_is_shared_by_none(config, sft_config):
 
 def test_sft_lengths_are_checked_by_their_own_names(sft_config):
     assert "try 1536" in refusal(sft_config, "optim.max_tokens_per_device", 1000)
-
-
-def test_a_misspelt_setting_and_a_wrong_type_are_refused_by_the_config_itself(config):
-    with pytest.raises(AttributeError, match="lr"):
-        config.actor.lrr = 1e-6
-    with pytest.raises(TypeError):
-        config.actor.ppo_epochs = "two"
 
 
 @pytest.fixture
@@ -808,18 +817,10 @@ def test_names_of_other_libraries_lead_to_the_setting(parse, word, meant):
         parse(word)
 
 
-def test_ppo_is_called_gae(config):
-    config.algorithm.adv_estimator = "ppo"
-    with pytest.raises(settings.UserError, match=r"adv_estimator='ppo' is not known; did you mean 'gae'\?$"):
-        settings.check(config)
-
-
 def test_other_names_are_none_of_jppos_and_lead_to_settings():
-    for name, meant in other_names.OTHER_NAMES.items():
+    for name, meant in OTHER_NAMES.items():
         assert set(meant) <= set(TABLE), name
-    values = [
-        (TABLE[name], value, meant) for name, of in other_names.OTHER_VALUES.items() for value, meant in of.items()
-    ]
+    values = [(TABLE[name], value, meant) for name, of in OTHER_VALUES.items() for value, meant in of.items()]
     assert values and all(value not in setting.choices and meant in setting.choices for setting, value, meant in values)
     with pytest.raises(settings.UserError, match=r"did you mean optim\.lr\?"):
         settings.parse(["--config.learning_rate=1"], "", settings.sft_default(), needs_file=False)
@@ -871,6 +872,7 @@ def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):
     a.kl_ctrl_type, a.old_logprob, a.rollout_is, a.rollout_rs = "adaptive", "correction", "token", "token_k2"
     a.rollout_rs_threshold = "100"
     small_run.rollout.mode, small_run.critic.value_bins = "async", 9
+    small_run.rollout.top_p, small_run.rollout.mask_replay = 0.9, True
     checked = settings.typed(small_run, settings.Settings)
     seen = record_reads(monkeypatch)
     train.train(checked)
@@ -918,8 +920,8 @@ def test_a_preset_of_the_rollout_correction_is_verls(config, name):
 
 
 def test_all_presets_are_there_and_a_threshold_replaces_the_presets(config):
-    assert TABLE["algorithm.rollout_correction"].choices == ("", *presets.PRESETS)
-    assert set(VERLS) == set(presets.PRESETS) and len(VERLS) == 19
+    assert TABLE["algorithm.rollout_correction"].choices == ("", *texts.PRESETS)
+    assert set(VERLS) == set(texts.PRESETS) and len(VERLS) == 19
     config.algorithm.rollout_correction, config.algorithm.rollout_is_threshold = "bypass_pg_geo_rs_seq_tis", "5.0"
     config.algorithm.rollout_rs_threshold = "0.9_1.1"
     a = settings.typed(config, settings.Settings).algorithm

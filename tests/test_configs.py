@@ -43,7 +43,7 @@ SLOW += ("dapo", "vapo", "distill")
 RECIPES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
 OWN = ("quickstart", "quickstart_sft", "agent_calculator", "agent_calculator_sft")  # that make what they need
 ELSEWHERE = {"rlhf", "rlhf_reward_model", "tinystories_sft", "tinystories_reward_model", "tinystories_ppo"}
-ELSEWHERE |= {"tinystories_dpo", "smollm2_sums", "smollm2_instructions"}
+ELSEWHERE |= {"tinystories_dpo", "smollm2_sums", "smollm2_instructions", "verifiers"}
 
 
 # The published recipe; its numbers are typed from it, not read from the code.
@@ -83,9 +83,8 @@ def test_gsm8k_is_the_published_recipe():
 
 
 def test_every_config_is_tried():
-    assert {*QUICK, *SLOW, *OWN, *ELSEWHERE} == set(
-        configfile.shipped_names()
-    )  # the last by test_rlhf_config.py and test_smollm2.py
+    tried = {*QUICK, *SLOW, *OWN, *ELSEWHERE}  # the last by test_rlhf_config, test_smollm2 and agent/test_verifiers
+    assert tried == set(configfile.shipped_names())
 
 
 def write_stand_in(path: pathlib.Path, family, shape, tokenizer: pathlib.Path, *, weights: bool = False) -> None:

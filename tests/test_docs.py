@@ -14,10 +14,11 @@ from jppo.data.sources import read_sources
 from jppo.forecast import machines
 from jppo.learner import sharding
 from jppo.models import families
-from jppo.rewards import graders, pool_tasks
-from jppo.rewards.judge import client, prompts
+from jppo.rewards import graders, pool_worker
+from jppo.rewards.judge import client
+from jppo.rewards.judge import part as prompts
 from jppo.rewards.judge.part import JudgePart
-from jppo.runlog import diagnosis, healthy_ranges, logger
+from jppo.runlog import diagnosis, logger
 from jppo.runlog.timers import STAGES
 from jppo.settings import table, texts
 from jppo.settings.table import TABLE
@@ -26,11 +27,11 @@ from tests.make import ROOT, script
 
 PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *ROOT.glob("docs/**/*.md")]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in PAGES if path.name != "CHANGELOG.md")
-ABOUT_VERL = ("docs/verl.md", "docs/configuration.md")  # they name verl's settings
+ABOUT_VERL = ("docs/verl.md",)  # names verl's settings
 SOURCES = sorted((ROOT / "jppo").rglob("*.py"))
 CODE = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
 EVERY = [settings.default(), settings.sft_default(), settings.reward_model_default()]
-KNOWN = {name for config in EVERY for name in table.values(config)}
+KNOWN = {name for config in EVERY for name in table.by_name(config)}
 
 
 def text(name: str) -> str:
@@ -133,7 +134,7 @@ def test_every_choice_is_named(page, names):
     ],
 )
 def test_every_setting_is_explained(pages, about, count):
-    known = KNOWN if pages != ["evaluation"] else set(table.values(settings.default()))
+    known = KNOWN if pages != ["evaluation"] else set(table.by_name(settings.default()))
     found = {name for name in known if re.fullmatch(about, name)}
     if pages == ["evaluation"]:
         found |= {setting for setting, _ in evaluate.SHORT.values()}
@@ -141,7 +142,7 @@ def test_every_setting_is_explained(pages, about, count):
 
 
 def test_functions_of_the_algorithms_exist():
-    modules = "advantage|correct|correction|estimate|heads|kl|losses|masked|ppo|score|update"
+    modules = "advantage|correction|estimate|heads|kl|losses|masked|ppo|score|update"
     found = re.findall(rf"`({modules})\.(\w+)`", text("docs/algorithms.md"))
     assert found
     for module, function in found:
@@ -152,7 +153,7 @@ def test_functions_of_the_algorithms_exist():
 def test_the_tree_and_the_stages_of_a_step_are_current():
     """If it fails: python scripts/source_tree.py."""
     page = script("scripts/source_tree.py").page()
-    assert page == text("docs/architecture.md") and "  train.py " in page
+    assert page == text("docs/architecture.md") and " train, types\n" in page
     step = re.search(r"## A step\n(.*?)\n## ", page, re.S)[1]
     assert re.findall(r"^\| `(\w+)` \|", step, re.M) == [stage for stage in STAGES if stage != "step"]
 
@@ -218,7 +219,7 @@ def test_every_warning_and_every_range_is_explained():
     page = text("docs/monitoring.md")
     rows = re.findall(r"^\| `(\w+)` \| .+ \|\n\| \| (.+) \|$", page[page.index("## Warnings") :], re.M)
     assert {name: remedy.replace("`", "") for name, remedy in rows} == {n: r for n, (_, r) in diagnosis.RULES.items()}
-    for name, r in healthy_ranges.RANGES.items():
+    for name, r in diagnosis.RANGES.items():
         assert f"| `{name}` | {r.low:g} to {r.high:g} |" in text("docs/metrics.md")
 
 
@@ -241,7 +242,7 @@ def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
     shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
     sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}, "turns": 1}
     sample |= {"prompt": "2+2", "columns": {}}
-    found = [pool_tasks.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
+    found = [pool_worker.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
     assert [function.batch for function in found] == [False, False, True, True, False]
     for function in found:
         right, wrong = function.call([sample, {**sample, "truth": "five"}])

@@ -13,7 +13,7 @@ from jppo import doctor
 from jppo.doctor import GIB, Finding
 from jppo.forecast.compilers import CUDNN
 from jppo.preflight import machine
-from jppo.preflight.gpus import Gpu, gpus
+from jppo.preflight.gpus import NvidiaGpu, gpus
 
 REQUIREMENTS = (
     "numpy<3,>=2.0",
@@ -158,7 +158,7 @@ def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch)
     ],
 )
 def test_the_driver_fits_the_cuda_of_jax(driver, cuda, verdict, said):
-    found = machine.check_driver([Gpu("NVIDIA H100", driver, 80 << 30)] * 8, cuda)
+    found = machine.check_driver([NvidiaGpu("NVIDIA H100", driver, 80 << 30)] * 8, cuda)
     assert found.verdict == verdict and said in found.found
     assert ("jax[cuda12]" in found.remedy) == (driver == "570.86" and cuda == 13)
 
@@ -175,7 +175,7 @@ def test_the_driver_fits_the_cuda_of_jax(driver, cuda, verdict, said):
     ],
 )
 def test_blackwell_needs_a_newer_cublas(name, package, version, verdict):
-    found = list(machine.check_libraries([Gpu(name, "580.1", 1)], {package: version}.get))
+    found = list(machine.check_libraries([NvidiaGpu(name, "580.1", 1)], {package: version}.get))
     assert [one.verdict for one in found] == ([verdict] if verdict else [])
     if verdict in ("WARN", "FAIL"):
         assert found[0].found.startswith(f"{version} on {name}") and "'nvidia-cublas>=13.2'" in found[0].remedy
@@ -183,7 +183,7 @@ def test_blackwell_needs_a_newer_cublas(name, package, version, verdict):
 
 @pytest.mark.parametrize("version, said", [(CUDNN, f"{CUDNN}, as in"), ("9.28.1.4", f"attention with {CUDNN}")])
 def test_the_cudnn_of_forecasts_is_compared(version, said):
-    (found,) = machine.check_libraries([Gpu("NVIDIA H100", "580.1", 1)], {"nvidia-cudnn-cu13": version}.get)
+    (found,) = machine.check_libraries([NvidiaGpu("NVIDIA H100", "580.1", 1)], {"nvidia-cudnn-cu13": version}.get)
     assert found.about == "cuDNN" and found.verdict == "OK" and said in found.found
 
 
@@ -201,7 +201,9 @@ def test_triton_needs_a_compiler_and_the_headers(monkeypatch, tmp_path):
 
 def test_gpus_are_read_from_the_driver(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06, 81559'\n")
+    shared = "NVIDIA GB10, 580.95.05, [N/A]"  # its memory is the host's
+    program.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06, 81559'\necho '{shared}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert gpus() == [Gpu("NVIDIA H100 80GB HBM3", "580.65.06", 81559 << 20)]
+    h100 = NvidiaGpu("NVIDIA H100 80GB HBM3", "580.65.06", 81559 << 20)
+    assert gpus() == [h100, NvidiaGpu("NVIDIA GB10", "580.95.05", None)]

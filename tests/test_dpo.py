@@ -13,12 +13,12 @@ from safetensors.numpy import load_file, save_file
 
 from examples import arithmetic
 from jppo import dpo, settings
+from jppo.export import card
 from jppo.learner import batch, ppo, sharding
 from jppo.learner.make import load_trained, make_descent
 from jppo.report import page
 from jppo.run import pairs, supervised
 from jppo.runlog.logger import read_metrics
-from jppo.runlog.model_card import card
 from jppo.runlog.watchdog import Stopped
 from jppo.settings import UserError
 from tests.make import typed
@@ -201,7 +201,7 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, tmp_path, initial):
     c = typed(make_config(tmp_path, model__init="pretrained", dpo__loss_type=loss_type, dpo__beta=float(beta)))
     task = dpo.prepare(dataclasses.replace(c, model=dataclasses.replace(c.model, path=str(policy))))
     some = task.pairs.pairs[:16]
-    rows, scores = pairs.pack(task, some), []
+    rows, scores = pairs.pack_pairs(task, some), []
     for path in (policy, reference):
         trained = load_trained(c, task.mesh, task.cfg, str(path), head="lm", key=jax.random.key(0), adapters=None)
         model, opt = make_descent(c.optim, "dpo", task.accumulate, trained, 1)

@@ -17,9 +17,9 @@ from jppo import settings, sft, train
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
 from jppo.learner.make import compile_passes, make_learner, make_mesh
-from jppo.learner.plan import plan_of_run
+from jppo.learner.recipe import plan_of_run
 from jppo.models import decoder
-from jppo.preflight import memory, memory_budget, preview, programs, shared_gpu
+from jppo.preflight import gpus, memory, memory_budget, preview, programs
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed, write_lines
@@ -44,7 +44,7 @@ def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
     c = small_run
     c.update_from_flattened_dict({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, **changes})
     inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
-    _, found, (room,) = preview.look(typed(c), inputs, mesh)
+    _, found, (room,) = preview.look_up_sizes(typed(c), inputs, mesh)
     learner, now = make_learner(typed(c), inputs, mesh)
     parts = found.parts
     assert parts["policy"] == held((now.policy, learner.actor.base))
@@ -95,7 +95,7 @@ def test_the_largest_programs_of_a_run_are_compiled_as_the_run_compiles_them(sma
     jax.clear_caches()
     try:
         jax.config.update("jax_dump_ir_to", str(tmp_path / "estimate"))
-        preview.look(c, inputs, mesh)
+        preview.look_up_sizes(c, inputs, mesh)
         jax.clear_caches()
         jax.config.update("jax_dump_ir_to", str(tmp_path / "run"))
         compile_passes(c, *make_learner(c, inputs, mesh))
@@ -151,7 +151,7 @@ def test_the_peak_is_at_the_worst_moment():
 def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     devices = [SimpleNamespace(platform=platform, process_index=0, device_kind="H") for _ in range(count)]
     mesh = SimpleNamespace(devices=np.array(devices, object))
-    monkeypatch.setattr("jppo.learner.devices.resident", lambda: 50)
+    monkeypatch.setattr("jppo.learner.sharding.resident", lambda: 50)
     monkeypatch.setattr(memory_budget, "host_room", lambda: 1000)
     monkeypatch.setattr(memory_budget, "device_room", lambda mesh: 1200)
     found = memory_budget.machine_budgets(ESTIMATE, mesh, host={"vLLM: cache": 7})
@@ -176,8 +176,8 @@ def test_a_gpu_has_a_share_for_its_server(small_run):
     values = jax.eval_shape(lambda key: decoder.init_params(inputs.policy, key, head="lm", param_dtype="float32"), KEY)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
     assert [memory.served(inputs.policy, dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
-    assert shared_gpu.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
-    server = shared_gpu.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
+    assert gpus.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
+    server = gpus.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
     assert (server.weights, server.fraction, server.cache, server.graphs) == (4 * count, 0.4, 0, 0)
     assert server.response == 14 * (2 * 2 * 8) * 4, "positions, of keys and values of two heads, in float32"
     assert list(budgets_beside(server, 10**9)) == ["a GPU", "vLLM's share, 40% of a GPU"]
@@ -185,14 +185,14 @@ def test_a_gpu_has_a_share_for_its_server(small_run):
 
 
 def test_servers_that_sleep_have_a_budget_awake_and_one_asleep():
-    server = shared_gpu.ServerMemory("vLLM", True, 0.5, 0, weights=100, working=20, graphs=7, response=3)
+    server = gpus.ServerMemory("vLLM", True, 0.5, 0, weights=100, working=20, graphs=7, response=3)
     share, awake, asleep = budgets_beside(server, 4 * GIB).values()
     assert (share.needs, share.has) == (130, 2 * GIB)
-    assert (awake.needs, awake.verdict) == (600 + shared_gpu.CONTEXT + 2 * GIB, "OK")
-    assert asleep.needs == 1150 + shared_gpu.CONTEXT + shared_gpu.ASLEEP + 7
+    assert (awake.needs, awake.verdict) == (600 + gpus.CONTEXT + 2 * GIB, "OK")
+    assert asleep.needs == 1150 + gpus.CONTEXT + gpus.ASLEEP + 7
     given = replace(server, cache=50)
     assert budgets_beside(given, 4 * GIB)["a GPU, while the servers are awake"].needs == (
-        600 + shared_gpu.CONTEXT + shared_gpu.ASLEEP + 100 + 20 + 7 + 50
+        600 + gpus.CONTEXT + gpus.ASLEEP + 100 + 20 + 7 + 50
     )
 
 

@@ -276,7 +276,8 @@ class backwards:
 """
 
 
-@pytest.mark.parametrize("mine", [pytest.param(BACKWARDS, marks=pytest.mark.slow), SEEN])
+@pytest.mark.slow  # test_prefetch_resume.py resumes a curriculum, data/test_stream.py refuses another order
+@pytest.mark.parametrize("mine", [BACKWARDS, SEEN])
 def test_a_custom_order_is_resumed_with_its_own_alone(dynamic, quick_compilation, monkeypatch, tmp_path, mine):
     (tmp_path / "mine.py").write_text(mine)
     dynamic.data.sampler = f"{tmp_path}/mine.py:backwards"

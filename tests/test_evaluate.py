@@ -17,7 +17,7 @@ from jppo import evaluate
 from jppo.models import decoder, hf, hf_write
 from jppo.rewards import graders
 from jppo.rollout.protocol import RolloutError
-from jppo.runlog.lock import own
+from jppo.runlog.durable_files import own
 from jppo.types import Reward
 from tests.make import ROOT, one_line, read_lines, write_lines
 

@@ -30,7 +30,7 @@ def said(capsys, *argv: str) -> tuple[dict, str]:
     assert words[:3] == ["python", "-m", "jppo.train"]
     config, _ = settings.parse(words[3:], "", settings.default())
     settings.check(config)
-    return table.values(config), out
+    return table.by_name(config), out
 
 
 def refusal(capsys, *argv: str) -> str:
@@ -156,7 +156,7 @@ def test_verls_defaults_are_in_the_command(capsys):
 
 def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):
     base, _ = settings.parse([f"--config={from_verl.BASE}"], "", settings.default())
-    usual, base = table.values(settings.default()), table.values(base)
+    usual, base = table.by_name(settings.default()), table.by_name(base)
     config, _ = said(capsys, "actor_rollout_ref.rollout.dtype=float32", "algorithm.kl_ctrl.kl_coef=0.5")
     assert base["rollout.dtype"] != usual["rollout.dtype"] == config["rollout.dtype"]
     assert config["algorithm.kl_coef"] == 0.5
@@ -179,6 +179,9 @@ ACTOR = "actor_rollout_ref.actor"
         ("actor_rollout_ref.actor.optim.optimizer=SGD", "actor.optimizer", "sgd"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "actor.lr_scheduler_type", "cosine"),
         ("critic.optim.min_lr=5e-6", "critic.min_lr_ratio", 0.5),
+        ("critic.optim.lr_warmup_init=5e-6", "critic.init_lr_ratio", 0.5),
+        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "reinforce_no_baseline"),  # rollout.n is 1
+        ("trainer.logger=['trackio','clearml']", "trainer.logger", "trackio,clearml,jsonl"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=8", "rollout.engine_args", "--swap-space 8"),
         ("actor_rollout_ref.model.lora.rank=8", "model.lora_alpha", 32),
         ("reward.sandbox_fusion.url=http://127.0.0.1:8080/run_code", "reward.sandbox", "container"),
@@ -199,6 +202,8 @@ ACTOR = "actor_rollout_ref.actor"
         ("algorithm.rollout_correction=bypass_pg_is", "algorithm.rollout_correction", "bypass_pg_is"),
         (f"{ACTOR}.policy_loss.loss_mode=dppo_kl", "actor.loss_mode", "dppo_kl"),
         (f"{ACTOR}.policy_loss.loss_mode=bypass_mode", "actor.loss_mode", "vanilla"),
+        ("model_engine=veomni", "actor.lr_scheduler_type", "cosine"),
+        ("model_engine=torchtitan", "actor.lr_scheduler_type", "linear"),
         (f"{ACTOR}.loss_agg_mode=token-sum", "actor.loss_agg_mode", "token-sum"),
         ("actor_rollout_ref.actor.fsdp_config={param_offload: true}", "actor.param_offload", True),
         ("data.train_batch_size=${actor_rollout_ref.actor.ppo_mini_batch_size}", "data.train_batch_size", 1024),
@@ -208,6 +213,12 @@ def test_a_value_is_what_it_means(given, setting, value, capsys):
     extra = ["actor_rollout_ref.actor.ppo_mini_batch_size=1024"] if "${" in given else []
     config, _ = said(capsys, given, *extra)
     assert config[setting] == value
+
+
+def test_a_rejection_rule_of_older_verl_is_a_band(capsys):
+    place = "algorithm.rollout_correction.rollout_rs"
+    config, _ = said(capsys, f"{place}=geometric", f"{place}_threshold=1.25")
+    assert (config["algorithm.rollout_rs"], config["algorithm.rollout_rs_threshold"]) == ("seq_mean_k1", "0.8_1.25")
 
 
 def test_a_reward_model_by_the_short_name(capsys):
@@ -269,9 +280,9 @@ def test_models_that_see_are_not_supported(words, capsys):
 
 
 def test_what_jppo_refuses_is_said_in_its_own_words(capsys):
-    error = refusal(capsys, "algorithm.adv_estimator=grpo")
-    assert "algorithm.adv_estimator='grpo' compares the samples of a prompt" in error
-    assert "algorithm.adv_estimator='reinforce' is not known" in refusal(capsys, "algorithm.adv_estimator=reinforce")
+    error = refusal(capsys, "algorithm.adv_estimator=gpg")
+    assert "algorithm.adv_estimator='gpg' compares the samples of a prompt" in error
+    assert "algorithm.adv_estimator='other' is not known" in refusal(capsys, "algorithm.adv_estimator=other")
     assert "must be of type bool" in refusal(capsys, "data.shuffle=perhaps")
     assert "it must be a number" in refusal(capsys, "trainer.total_epochs=soon")
     assert "no such file" in refusal(capsys, "/no/such/run.sh").lower()
@@ -279,7 +290,7 @@ def test_what_jppo_refuses_is_said_in_its_own_words(capsys):
 
 
 def test_every_row_of_the_table_can_be_met():
-    known = table.values(settings.default())
+    known = table.by_name(settings.default()) | table.by_name(settings.sft_default())
     for name in names.KEYS:
         found = names.find(name.key)
         assert found is not None and (found is name or "*" in name.key or found.key == name.key), name.key
@@ -294,7 +305,8 @@ def test_the_page_is_the_table(capsys):
     from_verl.main(["--names"])
     printed = capsys.readouterr().out
     assert printed == names.page()
-    assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(printed)
+    shown = names.page(whole=False)
+    assert (ROOT / "docs/verl.md").read_text(encoding="utf-8").endswith(shown) and printed.startswith(shown)
 
 
 def test_names_of_columns_and_arguments_of_the_chat_template():

@@ -41,7 +41,7 @@ def in_folder(config, folder):
 
 def launch(config, count=2, how="whole"):
     """The run as `count` processes of one device each, by the script that users have: the exit code, what was said."""
-    usual, mine = table.values(settings.default()), table.values(config)
+    usual, mine = table.by_name(settings.default()), table.by_name(config)
     lines = [f"    c.{name} = {value!r}" for name, value in mine.items() if value != usual[name]]
     file = pathlib.Path(config.trainer.run_dir).with_suffix(".py")
     text = ["from jppo.settings import default", "def get_config():", "    c = default()", *lines, "    return c"]

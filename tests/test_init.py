@@ -32,7 +32,7 @@ def written(*words):
     init.main([*map(str, words), "--model=model"])
     config, _ = settings.parse(["--config=config.py"], "", settings.default())
     read_inputs(settings.typed(config, settings.Settings))
-    return table.values(config)
+    return table.by_name(config)
 
 
 def test_the_config_of_50_rows_is_lawful_and_explains_itself(folder, capsys):

@@ -1,4 +1,4 @@
-"""benchmarks/modes.py: its modes trained through a real vLLM, its rules, and the table of docs/rollout.md."""
+"""benchmarks/modes.py: its modes trained through a real vLLM, its rules, and the table of benchmarks/README.md."""
 
 import importlib.util
 
@@ -31,7 +31,7 @@ def test_the_table_of_the_docs_is_that_of_the_results():
     rows = read_lines(path)
     assert {row["mode"] for row in rows} <= set(modes.MODES)
     assert all(row["settings"] == modes.MODES[row["mode"]].settings for row in rows)
-    assert modes.table(rows) in (ROOT / "docs/rollout.md").read_text()
+    assert modes.table(rows) in (ROOT / "benchmarks/README.md").read_text()
 
 
 def test_every_figure_that_a_mode_lacks_is_named():

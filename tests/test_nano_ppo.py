@@ -95,7 +95,10 @@ def test_log_probs_and_samples_are_of_the_same_policy(promotion):
     np.testing.assert_array_equal(np.asarray(mask), (ended == 0) | ((ended == 1) & (drawn == nano_ppo.END)))
 
 
-def test_it_runs(promotion, capsys):
-    nano_ppo.main(["--imitation_steps", "30", "--ppo_steps", "1"])
+def test_it_runs(promotion, capsys, monkeypatch):
+    """With a smaller model and smaller batches than the file's own."""
+    for name, value in dict(WIDTH=16, LAYERS=1, PROMPTS=64, MINI_BATCH=32).items():
+        monkeypatch.setattr(nano_ppo, name, value)
+    nano_ppo.main(["--imitation_steps", "3", "--ppo_steps", "1"])
     said = capsys.readouterr().out
     assert "step 1/1  reward" in said and re.search(r"right after PPO: 0\.\d+ of 1000 sums", said)

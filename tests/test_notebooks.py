@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "colab"
 WITH_VLLM = "flax_weights_to_vllm"
-ON_CPU = ("quickstart", "bring_your_own_reward", "look_inside_ppo", WITH_VLLM)
+ON_CPU = ("quickstart", "bring_your_own_reward", "look_inside_ppo", "your_own_loop", WITH_VLLM)
 NAMES = (*ON_CPU, "gsm8k_ppo")
 MOST = 100_000  # bytes of the outputs of one
 
@@ -28,6 +28,16 @@ def python(cell):
     if cell.source.startswith("%%"):
         return cell.source.partition("\n")[2]
     return re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.M)
+
+
+FIRST = re.compile(r'SOURCE = "git\+\S+"\n')
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_cell_installs_jppo_and_no_path_is_relative(name):
+    cells = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
+    assert FIRST.search(cells[0]) and "%pip install" in cells[0] and "{SOURCE}" in cells[0]
+    assert not [cell for cell in cells if '".."' in cell or "sys.path" in cell]
 
 
 def code(name):
@@ -94,6 +104,8 @@ def test_it_runs_to_its_end(name, tmp_path):
     client.execute(env=env)  # raises what a cell raises
     assert [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     ended = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
-    expected = {"quickstart": "accuracy", "bring_your_own_reward": "after step   3", "look_inside_ppo": "without them"}
+    expected = {"quickstart": "accuracy", "bring_your_own_reward": "after step   3"}
+    expected["look_inside_ppo"] = "in the direction of their advantage"
+    expected["your_own_loop"] = "PPO: 3 steps, metrics differ by at most"
     expected[WITH_VLLM] = "updates, each sampled from by vLLM"
     assert expected[name] in ended

@@ -17,8 +17,8 @@ from jppo.run import resume, supervised
 from jppo.run.inputs import read_inputs
 from jppo.run.resume import former_name
 from jppo.runlog.checkpoint import Checkpoints
-from jppo.runlog.restore import restore
-from jppo.settings import UserError, commandline
+from jppo.runlog.checkpoint_arrays import restore
+from jppo.settings import UserError, configfile
 from tests.make import changed, one_line, typed, untimed, weights, write_lines
 
 STEPS, SAVED = 8, 4
@@ -180,7 +180,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("spec,said", REFUSED)
 def test_an_optimizer_that_cannot_be_made_is_one_line_and_exit_code_2(folder, spec, said, capsys):
-    @commandline.exit_on_user_error
+    @configfile.exit_on_user_error
     def command(_):
         sft.train(config(folder, "refused", **{"optim.optimizer": spec.replace("FOLDER", str(folder))}))
 

@@ -7,8 +7,7 @@ import pytest
 
 from jppo import plan, settings
 from jppo.forecast import compilers, machines
-from jppo.forecast.account import Account
-from jppo.forecast.seconds import Forecast
+from jppo.forecast.account import Account, Forecast
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
 from jppo.preflight import described_machine

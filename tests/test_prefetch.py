@@ -11,18 +11,18 @@ import pytest
 
 from jppo import train
 from jppo.data.prompts import PromptSet
-from jppo.data.stream import Cursor, Part, next_batch
-from jppo.rewards.reward_sum import Grading
+from jppo.data.stream import Cursor, MixPart, next_batch
+from jppo.rewards.parts import Grading
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.runlog import trajectories
 from jppo.samples.make import fresh
 from jppo.samples.queue import How, SampleQueue, ages
 from jppo.settings import UserError
-from jppo.types import Exchange, Prompt, Reward, Trajectory
+from jppo.types import OVERFLOW, Exchange, Prompt, Reward, Trajectory
 from tests.make import trajectory, typed, untimed
 
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([i], np.int32), "", {}) for i in range(12)]
-TRAIN = PromptSet(PROMPTS, 0, 0, (Part("all", np.arange(12)),))
+TRAIN = PromptSet(PROMPTS, 0, 0, (MixPart("all", np.arange(12)),))
 HOW = How(
     batch_size=2,
     n=2,
@@ -123,6 +123,7 @@ def test_each_step_gets_its_own_prompts_from_weights_that_are_old_enough(stalene
         assert set(ages(drawn.trajectories, step)) == {min(step, staleness)}
         rewards, best = drawn.grade()
         assert [r.answer for r in rewards] == [t.text for t in drawn.trajectories] and best is None
+        assert drawn.waited_s < 0.5, "all answers came at once"
         it.forget(step)
     assert len(sampler.calls) == 6, "nothing is asked for beyond the last step"
 
@@ -282,6 +283,8 @@ def test_trajectories_go_through_text_to_the_bit():
     ]
     made = [dataclasses.replace(t, logprob=rng.normal(size=3).astype(np.float32), text="é\n") for t in made]
     made[1] = dataclasses.replace(made[1], exchange=Exchange(2, 1, 0.5, 1.0, None, earned=((0, 0.3), (2, 0.7))))
+    made[0] = dataclasses.replace(made[0], kept=np.array([[-1, -1], [5, 9], [OVERFLOW, -1]], np.int32))
+    made[2] = dataclasses.replace(made[2], kept=np.full((3, 1), -1, np.int32))
     for there, back in zip(made, trajectories.deserialise(trajectories.serialise(made)), strict=True):
         for field in dataclasses.fields(Trajectory):
             a, b = getattr(there, field.name), getattr(back, field.name)

@@ -19,12 +19,11 @@ from jppo.rewards import parts
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer
-from jppo.rewards.reward_sum import Grading, PartWeights
-from jppo.rewards.reward_sum import RewardSum as Parts
-from jppo.runlog import sample_queue, trajectories
+from jppo.rewards.parts import Grading, PartWeights
+from jppo.rewards.parts import RewardSum as Parts
+from jppo.runlog import trajectories
 from jppo.samples import make as build_prefetch
 from jppo.samples import queue as supply
-from jppo.samples import requests
 from jppo.types import Reward
 from tests.make import typed
 from tests.test_prefetch import HOW, TRAIN, RewardSum, Slow, order
@@ -190,11 +189,11 @@ def test_a_mismatch_drops_the_responses_and_keeps_the_prompts(staleness):
     whole, it = steps(begin(), *range(6)), begin()
     place = steps(it, 0, 1)[-1][1]
     it.take(2)  # the mismatch is found in this step
-    state = json.loads(json.dumps(sample_queue.unanswered(it.state())))
+    state = json.loads(json.dumps(trajectories.unanswered(it.state())))
     resumed = begin(place)
     assert resumed.load(state, 2) == [], "no response is kept"
     assert steps(resumed, *range(2, 6)) == whole[2:]
-    assert sample_queue.unanswered({}) == {}
+    assert trajectories.unanswered({}) == {}
 
 
 def test_an_error_after_the_rewards_leaves_the_curriculum_as_it_was():
@@ -256,7 +255,7 @@ def test_hosts_that_are_at_different_points_are_merged_by_step():
         thread.join(10 if rank == 0 else 0.1)
         states.append(saved(it))
     for both in (states, states[::-1]):
-        state = json.loads(json.dumps(sample_queue.merged(both)))
+        state = json.loads(json.dumps(trajectories.merged(both)))
         again = Slow(at_once=False)
         resumed = make(again)
         assert resumed.load(state, 0) == [f"3 {ANSWERS} not drawn again"]
@@ -279,7 +278,7 @@ def interrupted_after(lines, work):
     left = [lines]
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename not in (requests.__file__, supply.__file__):
+        if frame.f_code.co_filename not in (supply.__file__, supply.__file__):
             return None
         if event == "line":
             left[0] -= 1
@@ -482,19 +481,15 @@ def test_finished_rewards_are_those_whose_parts_are_all_there_without_error():
     assert {number: reward.score for number, reward in grading.finished().items()} == {1: 7.0}
 
 
-def test_a_reward_follows_from_its_settings_and_the_files_they_name(small_run, tmp_path):
-    small_run.reward.function = f"{tmp_path}/mine.py:score"
-    (tmp_path / "mine.py").write_text("a")
+@pytest.mark.parametrize("setting", ["function", "model"])
+def test_a_reward_follows_from_its_settings_and_the_files_they_name(small_run, tmp_path, setting):
+    file = tmp_path / {"function": "mine.py", "model": "model.safetensors"}[setting]
+    if setting == "function":
+        small_run.reward.function = f"{file}:score"
+    else:
+        small_run.reward.model.path = str(tmp_path)
+    file.write_text("a")
     before = json.loads(json.dumps(build_prefetch.graders(typed(small_run))))
     assert before == build_prefetch.graders(typed(small_run))
-    (tmp_path / "mine.py").write_text("b")
-    assert before != build_prefetch.graders(typed(small_run))
-
-
-def test_a_reward_follows_from_the_reward_model_in_its_folder(small_run, tmp_path):
-    small_run.reward.model.path = str(tmp_path)
-    (tmp_path / "model.safetensors").write_text("a")
-    before = json.loads(json.dumps(build_prefetch.graders(typed(small_run))))
-    assert before == build_prefetch.graders(typed(small_run))
-    (tmp_path / "model.safetensors").write_text("other weights")
+    file.write_text("something else")
     assert before != build_prefetch.graders(typed(small_run))

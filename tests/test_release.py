@@ -17,7 +17,7 @@ import yaml
 import jppo
 from jppo import __main__ as listing
 from jppo import settings
-from jppo.settings import commandline, configfile
+from jppo.settings import configfile
 from tests.make import ROOT, one_line
 
 # Started by jppo itself, in processes of their own, or by make.
@@ -134,11 +134,11 @@ def test_every_config_of_the_checkout_is_found_by_its_name():
     for word in ("--config.model.path=jppo://gsm8k", "--config=configs/gsm8k.py"):
         assert configfile.locate(word) == word
     words = ["--config=jppo://quickstart:some/run", "--config.actor.lr=0.0"]
-    config, _ = commandline.parse(words, "", settings.default())
+    config, _ = configfile.parse(words, "", settings.default())
     assert (config.trainer.run_dir, config.actor.lr) == ("some/run", 0.0)
     for name in ("nothing", "", "../configs/gsm8k"):
         with pytest.raises(settings.UserError, match=r"jppo has no config .*; it has .*gsm8k.*quickstart"):
-            commandline.parse([f"--config=jppo://{name}"], "", settings.default())
+            configfile.parse([f"--config=jppo://{name}"], "", settings.default())
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +180,8 @@ def test_the_wheel_holds_all_that_is_no_test(unpacked):
 
 
 TOOLS = (
-    "from jppo.settings import commandline, default; import pathlib;"
-    "c, _ = commandline.parse(['--config=jppo://agent_calculator'], '', default());"
+    "from jppo.settings import configfile, default; import pathlib;"
+    "c, _ = configfile.parse(['--config=jppo://agent_calculator'], '', default());"
     "print(pathlib.Path(c.rollout.multi_turn.tool_config_path).read_text())"
 )
 

@@ -13,7 +13,7 @@ import pytest
 
 from jppo import settings as config
 from jppo.report import __main__ as command
-from jppo.report import folder, page, report_line, samples, series, write_report
+from jppo.report import page, report_line, run_folder, write_report
 from jppo.settings import UserError
 from tests import browser
 from tests.make import ROOT, one_line, write_lines
@@ -111,7 +111,7 @@ def long_run(path, steps=10_000, kinds=20):
 
 
 def test_a_short_curve_is_kept_value_by_value():
-    found = series.curves(
+    found = run_folder.curves(
         [{"step": 0, "val/score": 0.5}, {"step": 1, "a": 1.234567}, {"step": 2, "a": 3, "val/score": 1}]
     )
     axes = [axis["steps"] for axis in found["axes"]]
@@ -126,7 +126,7 @@ def test_a_long_curve_keeps_its_spikes_and_its_mean():
     values = np.sin(np.arange(5000) / 300)
     values[3217] = 77.0
     lines = [{"step": i + 1, "a": v} for i, v in enumerate(values)]
-    found = series.curves(lines, points=100)
+    found = run_folder.curves(lines, points=100)
     (axis,), one = found["axes"], found["series"]["a"]
     assert axis["width"] == 50 and axis["steps"] == list(range(1, 5000, 50))
     chunks = values.reshape(100, 50)
@@ -139,11 +139,11 @@ def test_values_that_are_no_numbers_are_gaps_and_named():
     lines = [{"step": i, "a": float(i)} for i in range(1, 9)]
     lines[2] |= {"a": None, "nonfinite": {"a": "nan"}, "note": "text", "flag": True}
     lines[6]["a"] = 10**400  # more than a float holds
-    found = series.curves(lines)
+    found = run_folder.curves(lines)
     assert found["odd"] == {"a": {"count": 2, "steps": [3, 7]}}
     assert found["series"]["a"]["mean"] == [1, 2, None, 4, 5, 6, None, 8]
     assert set(found["series"]) == {"a"}
-    thinned = series.curves(lines, points=2)["series"]["a"]
+    thinned = run_folder.curves(lines, points=2)["series"]["a"]
     assert thinned["mean"] == [round(7 / 3, 4), round(19 / 3, 4)]
     assert (thinned["low"], thinned["high"]) == ([1, 5], [4, 8])
 
@@ -153,7 +153,7 @@ def test_stage_times_add_up():
         {"step": i, "timing_s/gen": 1.0, "timing_s/novel": 0.5, "timing_s/step": 2.0, "timing_s/save": 0.25 * (i == 4)}
         for i in range(1, 5)
     ]
-    found = series.stage_times(lines, bars=2)
+    found = run_folder.stage_times(lines, bars=2)
     assert found["totals"] == {"start": 30, "gen": 4, "novel": 2, "testing": 2, "save": 0.25, "other": 2}
     assert (found["steps"], found["width"]) == ([1, 3], 2)
     bars = {"gen": [1, 1], "novel": [0.5, 0.5], "testing": [0, 0], "save": [0, 0.125], "other": [0.5, 0.5]}
@@ -162,46 +162,46 @@ def test_stage_times_add_up():
 
 def test_samples_within_the_budget_are_all_kept():
     rows = [row(i) for i in range(50)]
-    kept, packed, ratio = samples.fit(rows, 100_000)
-    assert ratio == pytest.approx(len(samples.compact(rows)) / len(packed))
+    kept, packed, ratio = page.fit(rows, 100_000)
+    assert ratio == pytest.approx(len(page.compact(rows)) / len(packed))
     assert kept == 50 and unpacked(packed) == rows
 
 
 def test_samples_over_the_budget_keep_whole_prompts_evenly_spread():
     rng = np.random.default_rng(0)
     rows = [row(i // 4, response=rng.bytes(300).hex()) for i in range(400)]
-    kept, packed, _ = samples.fit(rows, 20_000)
+    kept, packed, _ = page.fit(rows, 20_000)
     found = [r["uid"] for r in unpacked(packed)]
     assert len(packed) <= 20_000 and kept == len(found) >= 20
     assert set(collections.Counter(found).values()) == {4}
     assert {"u0", "u99"} <= set(found)
-    assert samples.fit(rows, 10) == (0, "", samples.RATIO)
+    assert page.fit(rows, 10) == (0, "", page.RATIO)
 
 
 def test_a_very_long_text_is_cut_in_the_middle():
     text = "a" * 30_000 + "b" * 30_000
-    short = samples.shortened({"response": [text]})["response"][0]
+    short = page.shortened({"response": [text]})["response"][0]
     assert short.startswith("a" * 10_000) and short.endswith("b" * 10_000) and "40,000 characters" in short
     assert len(short) < 20_100
 
 
 @pytest.mark.parametrize("count, most, expected", [(3, 5, [0, 1, 2]), (9, 3, [0, 4, 8]), (5, 1, [4]), (0, 3, [])])
 def test_spread(count, most, expected):
-    assert samples.evenly(range(count), most) == expected
+    assert page.evenly(range(count), most) == expected
 
 
 def test_the_histogram_counts_what_is_there():
-    few = samples.levels([0.0, 1.0, 1.0])
+    few = page.levels([0.0, 1.0, 1.0])
     entries = [
         {"kind": "test", "step": 0, "scores": [1.0]},
         {"kind": "step", "step": 1, "scores": [0.0, 1.0, None, 1.0]},
         {"kind": "step", "step": 2, "scores": []},
     ]
-    assert samples.score_histogram(entries, few) == {"kind": "step", "steps": [1], "counts": [[1, 2]], "ungraded": [1]}
+    assert page.score_histogram(entries, few) == {"kind": "step", "steps": [1], "counts": [[1, 2]], "ungraded": [1]}
     scores = [i / 7 for i in range(700)]
-    many = samples.levels(scores)
-    found = samples.score_histogram([{"kind": "test", "step": 5, "scores": scores}], many)
-    assert found["kind"] == "test" and sum(found["counts"][0]) == 700 and len(found["counts"][0]) == samples.BINS
+    many = page.levels(scores)
+    found = page.score_histogram([{"kind": "test", "step": 5, "scores": scores}], many)
+    assert found["kind"] == "test" and sum(found["counts"][0]) == 700 and len(found["counts"][0]) == page.BINS
 
 
 def test_settings_of_one_run_are_held_against_the_defaults():
@@ -279,8 +279,8 @@ def test_an_empty_folder_of_a_run_has_a_report(tmp_path):
 
 def test_names_tell_runs_apart(tmp_path):
     paths = [tmp_path / name for name in ("a/run", "b/run", "c")]
-    assert folder.distinct_names(paths) == ["a/run", "b/run", "c"]
-    assert len(folder.distinct_names([paths[0], paths[0]])) == 2
+    assert run_folder.distinct_names(paths) == ["a/run", "b/run", "c"]
+    assert len(run_folder.distinct_names([paths[0], paths[0]])) == 2
 
 
 # --- the command and the hook

@@ -17,7 +17,7 @@ from jppo.models import hf, hf_write
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
 from jppo.run import pairs
-from jppo.runlog.lock import own
+from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError
 from tests.make import record_reads, typed, unread
@@ -123,7 +123,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     descent, _ = make_descent(typed(c).optim, "rm", task.accumulate, trained, 1)
     path = hf_write.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
                    changes=task.changes)  # fmt: skip
-    micros = pairs.pack(task, some)
+    micros = pairs.pack_pairs(task, some)
     assert len(micros) > 2 or tokens == 8192
     slopes = task.slope(pairs.scored(task, descent, trained.learned, micros, len(some)), pairs.margins(some))
     carry = descent.zeros()
@@ -158,7 +158,7 @@ def test_a_text_is_read_to_its_end_and_packed_once(config):
     task = types.SimpleNamespace(
         plan=packing.Plan((6,), ((4,),), share_rows=False), sequence=reward_model.as_trajectory
     )
-    [made] = pairs.pack(task, [Pair(np.array([5, 6, 7]), np.array([5, 8]), margin=0.0)])
+    [made] = pairs.pack_pairs(task, [Pair(np.array([5, 6, 7]), np.array([5, 8]), margin=0.0)])
     assert made.inputs[:2].tolist() == [[5, 6, 7, 0, 0, 0], [5, 8, 0, 0, 0, 0]]
     assert made.mask[:2].tolist() == [[False, False, True] + [False] * 3, [False, True] + [False] * 4]
     assert made.sequence[made.mask].tolist() == [0, 1]

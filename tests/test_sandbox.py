@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jppo import settings
-from jppo.agent.python import Python
+from jppo.agent.built_in_tools import Python
 from jppo.rewards.code import code, run_program
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
-from jppo.sandbox import choice, kernel, launcher, limits, seccomp, service, values
+from jppo.sandbox import choice, confine, kernel, launcher, seccomp, values
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.launcher import Guards, NoSandbox
 from jppo.settings import UserError
@@ -209,7 +209,7 @@ def test_a_program_locks_no_library(without, tmp_path):
 
 
 def test_a_control_group_bounds_threads_and_is_removed():
-    if not (groups := limits.group_bases()):
+    if not (groups := confine.group_bases()):
         pytest.skip("no control group can be made here")
     threads = (
         "import os, threading, time\nn = 0\ntry:\n"
@@ -369,7 +369,7 @@ def test_nothing_is_left_of_a_program_that_a_service_ends_for_its_time(stand_in,
 
 
 def test_a_service_that_fails_is_asked_again_and_counted(stand_in, monkeypatch):
-    monkeypatch.setattr(service, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(choice, "FIRST_WAIT_S", 0.01)
     grade = functools.partial(
         code, time_s=6.0, memory_bytes=2**29, runner=make_runner("container", stand_in.url + "/run_code")
     )

@@ -1,11 +1,13 @@
 """Programs of scripts/ say yes to what is right, and can say no: check_export.py, check_parity.py, draw_kl.py, fuzz."""
 
 import importlib
+import math
 import os
 import re
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +115,19 @@ def test_draw_kl_has_rewards_of_each_run_and_the_mean_kl(tmp_path, capsys):
         "KL, nats a response": [(1, 2.0), (2, 4.0)],
     }
     assert "has no reward_mean" in one_line(capsys, draw_kl.main, runs[2], "--out", tmp_path / "x.svg")
+
+
+def test_a_line_stands_where_its_values_are_inside_the_picture(tmp_path):
+    points = [(0, 0.0), (2, math.nan), (5, 0.75), (10, 1.0)]
+    lines = {"reward": points, "none": []}
+    script("scripts/draw_kl.py").write_curve(tmp_path / "x.svg", title="a < b", lines=lines)
+    root = ET.parse(tmp_path / "x.svg").getroot()
+    svg = "{http://www.w3.org/2000/svg}"
+    (line,) = root.findall(f"{svg}polyline")
+    (x0, y0), middle, (x1, y1) = [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
+    assert 0 < x0 < x1 < 720 and 420 > y0 > y1 > 0  # up is smaller in SVG
+    assert middle == (round((x0 + x1) / 2, 1), round(y0 + 0.75 * (y1 - y0), 1))
+    assert {"a < b", "reward", "none", "step"} <= {text.text for text in root.findall(f"{svg}text")}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """python -m jppo.serve: the address is in the file while the server answers; a real one is in test_real_vllm.py."""
 
 import fcntl
+import json
 import os
 import pathlib
 import signal
@@ -109,3 +110,32 @@ def test_the_server_is_asked_where_it_listens():
 def test_bad_input_is_one_line(words, token, said, monkeypatch, capsys):
     monkeypatch.setenv(guard.TOKEN, token)
     assert said in one_line(capsys, serve.main, "--config=configs/quickstart.py:x", *words)
+
+
+FP8 = (
+    "--config.rollout.dtype=bfloat16",
+    "--config.algorithm.old_logprob=correction",
+    "--config.algorithm.rollout_is=token",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "heads", "said"),
+    [
+        ([], 4, "this model has heads of 8 "),
+        ([*FP8, "--config.rollout.quantization=fp8_per_tensor"], 1, "quantises by fp8_per_channel only"),
+    ],
+)
+def test_what_vllm_on_a_cpu_cannot_serve_is_refused_before_the_start(words, heads, said, tmp_path, monkeypatch, capsys):
+    config = dict(model_type="qwen2", hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=8)
+    config |= dict(num_attention_heads=heads, num_key_value_heads=1, max_position_embeddings=64, rms_norm_eps=1e-6)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True, "hidden_act": "silu"}))
+    monkeypatch.setenv(guard.TOKEN, "secret")
+    monkeypatch.setattr(serve.arguments, "check_vllm", lambda *_: "cpu")
+    words = [
+        "--config=configs/quickstart.py:x",
+        f"--config.model.path={tmp_path}",
+        "--config.rollout.port=8000",
+        *words,
+    ]
+    assert said in one_line(capsys, serve.main, *words)

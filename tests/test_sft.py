@@ -9,7 +9,7 @@ import pytest
 from examples import arithmetic
 from jppo import settings, sft
 from jppo.models import hf
-from jppo.runlog.lock import own
+from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics
 from jppo.settings import UserError
 

@@ -14,7 +14,6 @@ import pytest
 
 from examples import arithmetic
 from jppo import sweep
-from jppo.runlog import sweep_record
 from jppo.settings import UserError, plan
 from tests.make import ROOT, one_line, until, write_lines
 
@@ -160,19 +159,19 @@ def rows(tmp_path, **scores):
         lines = [{"step": i} | ({} if value is ... else {"val/score": value}) for i, value in enumerate(values)]
         write_lines(tmp_path / name / "metrics.jsonl", lines)
     make = dict(settings={"actor.lr": 1e-5, "data.mix": "a|b,c"}, status="finished", seconds=1.6)
-    return [sweep_record.make_row(tmp_path / name, "val/score", **make) for name in scores]
+    return [sweep.make_row(tmp_path / name, "val/score", **make) for name in scores]
 
 
 def test_the_table_is_sorted_by_the_last_value_and_has_the_best(tmp_path):
     found = rows(tmp_path, low=[0.1, ..., 0.9, 0.25], none=[..., None], high=[0.5, 0.5, 1 / 3], empty=[])
-    assert [row.name for row in sweep_record.ranked(found)] == ["high", "low", "none", "empty"]
+    assert [row.name for row in sweep.ranked(found)] == ["high", "low", "none", "empty"]
     low, none, high, empty = found
     assert (low.last, low.best, low.best_step, low.step) == (0.25, 0.9, 2, 3)
     assert (high.last, high.best, high.best_step) == (1 / 3, 0.5, 0), "the first of equal ones"
     assert (none.last, none.best, none.step) == (None, None, 1) and empty.step is None
-    negative = [row.name for row in sweep_record.ranked(rows(tmp_path, minus=[-2.0], zero=[0.0], less=[-3.0]))]
+    negative = [row.name for row in sweep.ranked(rows(tmp_path, minus=[-2.0], zero=[0.0], less=[-3.0]))]
     assert negative == ["zero", "minus", "less"]
-    sweep_record.write_table(tmp_path, sweep_record.ranked(found), "val/score")
+    sweep.write_table(tmp_path, sweep.ranked(found), "val/score")
     lines = (tmp_path / "sweep.md").read_text().splitlines()
     assert lines[0] == "| run | actor.lr | data.mix | val/score | best val/score | at step | steps | seconds | status |"
     assert lines[2] == "| high | 1e-05 | a\\|b,c | 0.3333 | 0.5 | 0 | 2 | 2 | finished |"
@@ -230,7 +229,7 @@ def spans(out):
 
 
 def statuses(out):
-    found = json.loads((out / sweep_record.FILE).read_text())["runs"]
+    found = json.loads((out / sweep.FILE).read_text())["runs"]
     return {name.removeprefix("trainer.seed="): state["status"] for name, state in found.items()}
 
 
@@ -272,7 +271,7 @@ def test_a_folder_is_gone_on_with_only_where_that_is_asked_for(go, capsys):
 def test_a_damaged_record_is_told(go):
     go("ok")
     for text in ("{", "[]", '{"runs": {"a": {}}}', '{"runs": {"a": {"status": "x", "arguments": [], "more": 1}}}'):
-        (go.out / sweep_record.FILE).write_text(text)
+        (go.out / sweep.FILE).write_text(text)
         with pytest.raises(UserError, match=r"sweep\.json is damaged"):
             go("ok", resume=True)
 
@@ -280,7 +279,7 @@ def test_a_damaged_record_is_told(go):
 def test_one_sweep_at_a_time_in_a_folder(go, asked):
     runs, out = asked("add()")
     with (
-        sweep_record.opened(out, {run.name: run.arguments for run in runs}, resume=False),
+        sweep.opened(out, {run.name: run.arguments for run in runs}, resume=False),
         pytest.raises(UserError, match=f"belongs to process {os.getpid()}"),
     ):
         go("ok", resume=True)

@@ -30,7 +30,7 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
         old_logprob=np.full((2, 4), 0.75, np.float32),
         ref_logprob=np.full((2, 4), -0.25, np.float32),
     )
-    chosen = token_values.choose(data.mask, 2)
+    chosen = token_values.choose_responses(data.mask, 2)
     known = token_values.quantities(data, chosen, None, bypass=False)
     trajectories = [trajectory(ids, np.ones(5), uid) for uid, ids in (("a", [9, 9, 1, 2, 3]), ("b", [9, 5, 6, 7, 8]))]
     first, second = token_values.records(data, trajectories, chosen, known, lambda ids: [str(i) for i in ids])
@@ -64,7 +64,7 @@ def test_values_are_recorded_on_the_scale_of_rewards():
 @pytest.mark.parametrize("count, expected", [(0, []), (1, [0]), (2, [0, 3]), (9, [0, 2, 3])])
 def test_responses_are_evenly_spaced_among_those_with_trained_tokens(count, expected):
     mask = np.array([[True], [False], [True], [True]])
-    assert token_values.choose(mask, count) == expected
+    assert token_values.choose_responses(mask, count) == expected
 
 
 def array(column):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jppo import settings
-from jppo.settings import commandline, table
+from jppo.settings import configfile, table
 from tests.make import ROOT
 
 SCRIPT = ROOT / "scripts/train.sh"
@@ -87,16 +87,16 @@ def resolved(folder, *words, **env):
     done, (_, *command) = run(folder, *words, **env)
     assert done.returncode == 0, done.stderr
     assert command[:2] == ["-m", "jppo.train"]
-    config, _ = commandline.parse(command[2:], "", settings.default())
+    config, _ = configfile.parse(command[2:], "", settings.default())
     settings.check(config)
     named = [word.split("=")[0].removeprefix("--config.") for word in command[3:] if word.startswith("--config.")]
     assert len(named) == len(set(named))
-    return table.values(config), set(named)
+    return table.by_name(config), set(named)
 
 
 def recipe():
-    config, _ = commandline.parse(["--config=jppo://gsm8k"], "", settings.default())
-    return table.values(config)
+    config, _ = configfile.parse(["--config=jppo://gsm8k"], "", settings.default())
+    return table.by_name(config)
 
 
 ALSO = {"algorithm.use_kl_in_reward": True, "reward.weights": "rm_score=1"}

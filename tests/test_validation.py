@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jppo.rewards.graders import RulePart
-from jppo.rewards.parts import Part
+from jppo.rewards.parts import Part, RewardSum, parse_weights
 from jppo.rewards.pool import Pool
-from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.rollout.protocol import greedy
 from jppo.run import validation
 from jppo.types import Prompt, Reward
@@ -144,7 +143,7 @@ def test_batches_of_prompts_draw_different_numbers_and_keep_the_order():
 def test_what_is_shown_is_the_first_response_to_the_first_prompts():
     prompts = [prompt("exact", "1"), prompt("exact", "2"), prompt("exact", "3")]
     tested = validation.evaluate(Answers(list("abcdefghijkl")), prompts, rules(["exact"]), sampling=FOUR, version=0)
-    some = validation.shown(tested, 2)
-    assert [row["response"] for row in some] == ["a", "e"] and validation.shown(tested, 0) == []
+    some = validation.shown_answer(tested, 2)
+    assert [row["response"] for row in some] == ["a", "e"] and validation.shown_answer(tested, 0) == []
     assert validation.line(some[1]) == "  ? → e   (score 0; truth 2)"
     assert validation.line(some[1] | {"ground_truth": ""}) == "  ? → e   (score 0)"

@@ -1,5 +1,6 @@
 """Scripts of verl's are what bash makes of them; hostile and broken ones are one line, and change nothing."""
 
+import contextlib
 import os
 import pathlib
 import time
@@ -271,15 +272,57 @@ def test_the_fully_asynchronous_trainer():
 
     given = "data.train_batch_size=0 actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=4"
     given += " async_training.staleness_threshold=0.5 rollout.n_gpus_per_node=4 trainer.n_gpus_per_node=4"
-    given += " rollout.total_rollout_steps=12800 rollout.nnodes=1"
+    given += " rollout.total_rollout_steps=12800 rollout.nnodes=1 actor_rollout_ref.actor.optim.lr_warmup_steps=10"
+    given += " +algorithm.filter_groups.enable=True"
     found = translate(given.split(), main="verl.experimental.fully_async_policy.fully_async_main")
     asked = {
         "data.train_batch_size": 128, "actor.ppo_mini_batch_size": 128, "rollout.mode": "async",
         "rollout.max_staleness": 1, "rollout.on_update": "abort", "rollout.devices": "4,5,6,7", "rollout.servers": 2,
         "trainer.nnodes": 1, "trainer.total_training_steps": 100, "algorithm.old_logprob": "bypass",
-        "rollout.sleep_level": 0,
+        "rollout.sleep_level": 0, "actor.lr_warmup_steps": 2,  # of 4 updates each
     }  # fmt: skip
     assert {name: found.settings[name] for name in asked} == asked
+    assert not found.settings.get("algorithm.filter_groups") and {line.kind for line in found.lines} <= {
+        "same",
+        "needless",
+    }
+
+
+@pytest.fixture
+def tuned(tmp_path, capsys):
+    def lines(module: str, words: str, launcher: str = "--nproc_per_node=8") -> str:
+        (tmp_path / "sft.sh").write_text(f"torchrun {launcher} -m verl.trainer.{module} {words}")
+        with contextlib.suppress(SystemExit):
+            from_verl.main([str(tmp_path / "sft.sh")])
+        return "".join(capsys.readouterr())
+
+    return lines
+
+
+def test_fine_tuning_has_the_devices_that_torchrun_is_given(tuned):
+    words = "engine=automodel engine.ep_size=4"
+    assert "--config.mesh.expert=4" in tuned("sft_trainer", words, "--standalone --nnodes=1 --nproc-per-node=8")
+    left = "left out: trainer.nnodes=2: jppo.sft runs on one host"
+    assert left in tuned("sft_trainer", words, "--nnodes 2 --nproc_per_node 8")
+    assert "left out" not in tuned("sft_trainer", words)
+
+
+def test_fine_tuning_reads_the_keys_that_verls_trainers_read(tuned):
+    """By verl's fsdp_sft_trainer.py and its YAML, and by its Automodel engine."""
+    older = tuned("fsdp_sft_trainer", "data.max_length=100 data.micro_batch_size=1")
+    assert "--config.optim.max_tokens_per_device=400" in older  # micro_batch_size_per_gpu: 4
+    assert "--config.model.remat=full" in tuned("sft_trainer", "trainer.seed=2")
+    automodel = "engine=automodel model.use_remove_padding=True"  # activation_checkpointing: false
+    assert "--config.model.remat=none" in tuned("sft_trainer", automodel)
+    assert "--config.model.remat=full" in tuned("sft_trainer", f"{automodel} engine.activation_checkpointing=True")
+    assert "--config.data.max_response_length=50" in tuned("sft_trainer", "++data.max_length=100")
+
+
+def test_fine_tuning_leaves_out_what_only_ppo_can(tuned):
+    offload = tuned("sft_trainer", "engine.param_offload=True")
+    assert "left out: engine.param_offload=True: jppo.sft has no actor.param_offload" in offload
+    balance = tuned("sft_trainer", "engine=megatron +engine.override_transformer_config.moe_aux_loss_coeff=0.1")
+    assert "jppo.sft has no actor.router_aux_loss_coef" in balance
 
 
 def test_the_check_of_a_checkout(tmp_path, monkeypatch, capsys):

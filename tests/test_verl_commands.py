@@ -49,4 +49,4 @@ def test_a_command_is_translated_or_refused(name, tmp_path, environment):
     _, _, module, *words = shlex.split(command.replace("\\\n", ""))
     default = settings.sft_default() if module == "jppo.sft" else settings.default()
     config, _ = settings.parse(words, "", default)
-    assert {setting: str(table.values(config)[setting]) for setting in named} == named
+    assert {setting: str(table.by_name(config)[setting]) for setting in named} == named

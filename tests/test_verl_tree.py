@@ -35,7 +35,9 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
     older = {
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff",
+        "actor_rollout_ref.actor.optim.init_lr_ratio",  # of Automodel's YAML, as the critic's
         "actor_rollout_ref.ref.model.path",
+        "critic.optim.init_lr_ratio",
         "actor_rollout_ref.rollout.max_concurrent_requests",
         "algorithm.gdpo_reward_keys",  # of the dataclass alone, as the next
         "algorithm.gdpo_reward_weights",
@@ -48,7 +50,7 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "trainer.node_rank",
     }
     current = {names.today(key) for key in KEYS} | set(KEYS)
-    rows = {name.key for name in names.KEYS if name.kind == "same"}
+    rows = {name.key for name in names.KEYS if name.kind == "same" and not name.key.startswith("tuning.")}
     groups = {key for key in rows if any(known.startswith(f"{key}.") for known in current)}
     assert rows - current - groups - older <= {"reward.reward_kwargs.overlong_buffer_cfg.len"}
 
@@ -58,11 +60,12 @@ def test_verls_defaults_change_nothing(engine):
     """A command that gives every key at its default asks for nothing that jppo lacks, and is an empty command."""
     unset = ("???", "~/", "checkpoints/", "images", "videos", "audios")  # paths, and keys that verl wants to be given
     words = [f"{key}={hydra(value)}" for key, value in TREES[engine].items() if not str(value).startswith(unset)]
-    found, nothing = translate(words), {**table.values(settings.default()), **translate([]).settings}
+    found, nothing = translate(words), {**table.by_name(settings.default()), **translate([]).settings}
     assert [line for line in found.lines if line.kind in ("unknown", "missing")] == []
     changed = {name: value for name, value in found.settings.items() if nothing[name] != value}
     own = {"actor.calculate_entropy": False, "reward.workers": 8}  # verl's, which from_verl leaves at jppo's
     own |= {"critic.ppo_mini_batch_size": 256, "critic.loss_agg_mode": "token-mean"}  # the actor's
     own |= {"mesh.fsdp": 1, "mesh.data": -1} if engine == "torchtitan" else {}  # data_parallel_shard_size is 1
-    own |= {f"{model}.lr_scheduler_type": "cosine" for model in ("actor", "critic") if engine == "veomni"}
+    decays = {"veomni": "cosine", "torchtitan": "linear"}
+    own |= {f"{model}.lr_scheduler_type": decays[engine] for model in ("actor", "critic") if engine in decays}
     assert {name: value for name, value in changed.items() if own.get(name) != value} == {}

@@ -205,7 +205,7 @@ $PPO "${GRPO[@]}" "${MATH[@]}" "${SIZES[@]}" "${QWEN[@]}" "${DYNAMIC[@]}" "${VLL
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${SIZES[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm algorithm.norm_adv_by_std_in_grpo=False "${RUN[@]}"
 
 ### grpo, one sample of a prompt
-## refused: algorithm.adv_estimator='grpo' compares the samples of a prompt
+## algorithm.adv_estimator=reinforce_no_baseline
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" actor_rollout_ref.rollout.n=1 "${RUN[@]}"
 
 ### grpo, pass at k
@@ -266,7 +266,7 @@ $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" "${VLLM[@]}" data.ret
 
 ### grpo, a simulated user
 ## not supported: actor_rollout_ref.rollout.multi_turn.interaction_config_path
-## refused: rollout.multi_turn.enable
+## rollout.multi_turn.enable=False
 $PPO "${GRPO[@]}" "${GSM8K[@]}" "${QWEN[@]}" "${MICRO[@]}" actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_user_turns=1 actor_rollout_ref.rollout.multi_turn.interaction_config_path=interaction.yaml "${RUN[@]}"
 
 ### grpo, samples of other steps

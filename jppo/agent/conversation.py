@@ -5,21 +5,136 @@ The trajectory has the prompt, sampled and inserted tokens; no sampled token is 
 trajectory, a branch of the same episode. Tools answer a turn with calls, the partner any other turn. The conversation
 ends without an answer, at the turn limit, or if the response has no room for the answer and one more token. Calls of
 the last turn are not made; the partner still scores its text.
+
+A partner is a user-defined class. `rollout.multi_turn.interaction='path.py:Class'`, a simulated user, is created once
+per run:
+
+    async def respond(self, messages, context) -> (text, done, score)     # score: a number, or None
+
+`rollout.multi_turn.environment='path.py:Class'` is created for every conversation:
+
+    async def reset(self, prompt) -> text                                 # '': no opening message
+    async def step(self, text) -> (text, reward, done)
+
+Plain functions run in their own threads. An exception, or a result of another form, ends the conversation, whose
+response then has no reward.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Any
 
 import numpy as np
 
 from jppo.agent.calls import OPENING, Parser, opened_thought
 from jppo.agent.gateway.history import nothing_said
-from jppo.agent.partners import Begin, PartnerError, Respond
-from jppo.agent.tools import Context, Toolbox, ToolReplies
+from jppo.agent.tools import Context, Toolbox, ToolReplies, UserCodeRunner
 from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken, as_messages
-from jppo.rollout.protocol import Answer, Ask, Talk, joined, of_tokens, sample_seed
+from jppo.registry import resolve, said
+from jppo.rewards.earned import finite, short
+from jppo.rollout.protocol import Answer, Ask, Kept, Talk, joined, kept_array, of_tokens, sample_seed
+from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class PartnerReply:
+    """The reply to a turn of the policy."""
+
+    text: str
+    done: bool  # the conversation ends, and the text is dropped
+    score: float
+
+
+class PartnerError(Exception):
+    """A user's class failed; the message has the reason."""
+
+
+Respond = Callable[[list[dict[str, str]]], Awaitable[PartnerReply]]  # gets the conversation, the policy's turn last
+Begin = Callable[[Context], Awaitable[tuple[str, Respond]]]  # the opening message, and the function for further turns
+
+
+def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
+    """Returns the simulated user of a run."""
+    user = _made(spec, "rollout.multi_turn.interaction", ("respond",))()
+
+    async def begin(context: Context) -> tuple[str, Respond]:
+        async def respond(messages: list[dict[str, str]]) -> PartnerReply:
+            found = await _asked(user_code, user.respond, messages, context, timeout_s=timeout_s)
+            text, done, score = _three(found, "respond", "(text, done, score)")
+            return _reply(text, done, 0.0 if score is None else score, "respond")
+
+        return "", respond
+
+    return begin
+
+
+def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) -> Begin:
+    """Returns a function that creates an environment for every conversation."""
+    cls = _made(spec, "rollout.multi_turn.environment", ("reset", "step"))
+
+    async def begin(context: Context) -> tuple[str, Respond]:
+        try:
+            world = cls()
+        except Exception as e:
+            raise PartnerError(f"{spec} cannot be created: {said(e)}") from e
+
+        async def respond(messages: list[dict[str, str]]) -> PartnerReply:
+            found = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
+            text, reward, done = _three(found, "step", "(text, reward, done)")
+            return _reply(text, done, reward, "step")
+
+        first = await _asked(user_code, world.reset, context.prompt, timeout_s=timeout_s)
+        if not isinstance(first, str):
+            raise PartnerError(f"reset returned {type(first).__name__}; it must be text")
+        return _whole(first, "reset"), respond
+
+    return begin
+
+
+def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any]:
+    """Returns the class after checking its constructor and methods."""
+    cls: Callable[[], Any] = resolve(spec, setting)
+    try:
+        one = cls()
+    except Exception as e:
+        raise UserError(f"{setting}={spec}: the class cannot be created without arguments ({said(e)}); fix it") from e
+    for method in methods:
+        if not callable(getattr(one, method, None)):
+            raise UserError(f"{setting}={spec}: the class has no method {method!r}; add it")
+    return cls
+
+
+async def _asked(user_code: UserCodeRunner, method: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    name = getattr(method, "__name__", "it")
+    try:
+        return await user_code.run(method, *arguments, timeout_s=timeout_s)
+    except TimeoutError as e:
+        raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
+    except Exception as e:  # a user's class may raise anything
+        why = said(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
+        raise PartnerError(f"{name} raised {why}") from e
+
+
+def _three(found: Any, method: str, form: str) -> tuple[Any, Any, Any]:
+    if not isinstance(found, tuple | list) or len(found) != 3:
+        raise PartnerError(f"{method} returned {type(found).__name__}; it must be {form}")
+    return found[0], found[1], found[2]
+
+
+def _reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
+    number = finite(score)
+    if not isinstance(text, str) or number is None:
+        raise PartnerError(f"{method} returned {short(text)} and {short(score)}; they must be text and a finite number")
+    return PartnerReply(_whole(text, method), bool(done), number)
+
+
+def _whole(text: str, method: str) -> str:
+    """Returns a text that a tokenizer can encode."""
+    half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    if half is not None:
+        raise PartnerError(f"{method} returned text with {half!a}, half a surrogate pair; it must be valid Unicode")
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +154,7 @@ class _Branch:
         self.logprob = [0.0] * len(prompt)
         self.version = [-1] * len(prompt)
         self.experts: np.ndarray | None = None  # of the tokens that the policy has read
+        self.kept: Kept | None = None  # of the sampled tokens
         self.earned: list[tuple[int, float]] = []
         self.tool_earned: list[tuple[int, float]] = []
 
@@ -53,6 +169,7 @@ class _Branch:
         self.logprob += answer.logprob
         self.version += answer.version
         self.experts = joined(self.experts, answer.experts)
+        self.kept = self.kept if answer.kept is None else [*(self.kept or []), *answer.kept]
         self.turns += 1
 
     def hear(self, ids: list[int]) -> None:
@@ -64,10 +181,11 @@ class _Branch:
 
     def trajectory(self, uid: str, text: str, finish: str, exchange: Exchange) -> Trajectory:
         """Returns the finished branch."""
+        sampled = np.asarray(self.sampled)
         return Trajectory(
             uid=uid,
             tokens=np.asarray(self.ids, np.int32),
-            sampled=np.asarray(self.sampled),
+            sampled=sampled,
             logprob=np.asarray(self.logprob, np.float32),
             version=np.asarray(self.version, np.int32),
             text=text,
@@ -75,6 +193,7 @@ class _Branch:
             turns=self.turns,
             exchange=dataclasses.replace(exchange, earned=tuple(self.earned), tool_earned=tuple(self.tool_earned)),
             experts=of_tokens(self.experts, len(self.ids)),
+            kept=kept_array(self.kept, sampled),
         )
 
 

@@ -5,13 +5,12 @@ import functools
 import json
 from typing import Any
 
-from jppo.agent import partners, turn_tokens
+from jppo.agent import conversation, turn_tokens
 from jppo.agent.calls import PARSERS, Schema
 from jppo.agent.conversation import Turns, make_talk
 from jppo.agent.gateway.episode import Language, Rules
 from jppo.agent.gateway.gateway import Gateway
-from jppo.agent.tools import Limits, Toolbox, read_tools
-from jppo.agent.user_code import UserCodeRunner
+from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner, read_tools
 from jppo.data.tokenizer import enough, make_decoders, pieces
 from jppo.rollout.protocol import Talk
 from jppo.settings import Settings, template_arguments
@@ -41,7 +40,7 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
     if not (m.enable or c.rollout.agent):
         return None
     user_code = UserCodeRunner()
-    limits = Limits(
+    limits = ToolLimits(
         parallel=m.max_parallel_calls,
         characters=m.max_tool_response_length,
         side=m.tool_response_truncate_side,
@@ -55,9 +54,9 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
         return Agent(gateway.talk, [], toolbox, user_code, gateway)
     begin = None
     if m.interaction:
-        begin = partners.make_interaction(m.interaction, user_code=user_code, timeout_s=m.tool_timeout_s)
+        begin = conversation.make_interaction(m.interaction, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.environment:
-        begin = partners.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
+        begin = conversation.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.format == "plain":
         chat, told = turn_tokens.plain(tokenizer), []
     else:

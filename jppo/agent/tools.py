@@ -8,28 +8,114 @@
         tool_schema: {}                   # in OpenAI's form; default: the class's own `schema`
 
 or a Python file with a function `tools()` that returns tools.
+
+User code (tools, users, environments) runs beside the event loop of the conversations: coroutines on their own loop, in
+one thread for the whole run; each plain function in its own thread. The caller enforces the timeout, so code that
+blocks costs only its caller's time.
 """
 
 import asyncio
 import dataclasses
+import inspect
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import yaml
 
-from jppo.agent.calculator import Calculator
+from jppo.agent.built_in_tools import Calculator, Python, Search
 from jppo.agent.calls import Call, Fault, Found, Schema
-from jppo.agent.python import Python
-from jppo.agent.search import Search
-from jppo.agent.user_code import UserCodeRunner
 from jppo.errors import expanded
 from jppo.registry import Registry, said, user_module
 from jppo.rewards.earned import finite, short
 from jppo.sandbox.choice import STRICT
 from jppo.settings import UserError
 from jppo.types import Prompt
+
+
+class UserCodeRunner:
+    """Runs coroutines on a second event loop, which starts with the first one."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        # Callers wait for a slot on their own loop, and an engine may use several loops in turn.
+        self._slots: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
+
+    async def run(self, what: Callable[..., Any], *arguments: Any, timeout_s: float, slots: int | None = None) -> Any:
+        """Returns or raises what the callable does; TimeoutError after `timeout_s`.
+
+        At most `slots` calls of the same callable run at once; waiting for a slot does not count.
+        """
+        if slots is None:
+            return await self._run(what, arguments, timeout_s)
+        key = asyncio.get_running_loop(), id(what)
+        if key not in self._slots:
+            self._slots = {k: s for k, s in self._slots.items() if not k[0].is_closed()}
+            self._slots[key] = asyncio.Semaphore(slots)
+        async with self._slots[key]:
+            return await self._run(what, arguments, timeout_s)
+
+    async def _run(self, what: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        future = self._on_loop(what, arguments) if is_async(what) else _in_thread(what, arguments)
+        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
+
+    def _on_loop(self, what: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="jppo-tools", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(_guarded(what, arguments), self._loop)
+
+    def close(self) -> None:
+        """Stops the loop and cancels its tasks; may be called twice."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(_stop, loop)
+
+
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)  # after the tasks have seen it
+
+
+async def _guarded(what: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    try:
+        return await what(*arguments)
+    except (SystemExit, KeyboardInterrupt) as e:  # these would end the loop
+        raise RuntimeError(f"it raised {type(e).__name__}") from e
+    except asyncio.CancelledError as e:
+        if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            raise
+        raise RuntimeError("it was cancelled") from e  # it cancelled itself
+
+
+def is_async(what: Callable[..., Any]) -> bool:
+    """Whether a call returns a coroutine: of a function, a method, or an object's `__call__`."""
+    return inspect.iscoroutinefunction(what) or inspect.iscoroutinefunction(getattr(what, "__call__", None))  # noqa: B004
+
+
+def _in_thread(what: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = what(*arguments)
+        except BaseException as e:  # exit(), too
+            future.set_exception(e if isinstance(e, Exception) else RuntimeError(f"it raised {type(e).__name__}"))
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="jppo-tool", daemon=True).start()  # a hanging thread must not block the exit
+    return future
+
 
 TOOLS = Registry[Callable[..., Any]]("tools", {"calculator": Calculator, "python": Python, "search": Search})
 SETTING = "rollout.multi_turn.tool_config_path"
@@ -59,7 +145,7 @@ class Tool(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ToolLimits:
     """Limits of tool calls."""
 
     parallel: int  # calls per turn
@@ -82,7 +168,7 @@ class ToolReplies:
 class Toolbox:
     """The tools of a run."""
 
-    def __init__(self, tools: Sequence[Tool], limits: Limits, user_code: UserCodeRunner):
+    def __init__(self, tools: Sequence[Tool], limits: ToolLimits, user_code: UserCodeRunner):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
         self.tools = list(tools)

@@ -77,7 +77,7 @@ def look(
     return Looked(sources, rows, prompts, ids)
 
 
-def findings(
+def data_findings(
     seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str], needed: Collection[str] = NEEDED
 ) -> list[DataNote]:
     """Returns the findings about one set; `graders` maps known data sources to graders, `needed` as in training."""
@@ -200,9 +200,9 @@ def main(argv: list[str] | None = None) -> None:
     train = look(",".join(args.files), "FILES", **read)
     val = look(args.val, "--val", **read) if args.val else None
     said = dict(max_prompt_length=args.max_prompt_length, graders=_graders(train, val))
-    lines = _report(train, findings(train, **said), "training set", tokenizer)
+    lines = _report(train, data_findings(train, **said), "training set", tokenizer)
     if val is not None:
-        lines += _report(val, [*findings(val, **said), overlap(train, val)], "test set", tokenizer)
+        lines += _report(val, [*data_findings(val, **said), overlap(train, val)], "test set", tokenizer)
     print(escaped("\n".join(lines)))
 
 

@@ -19,9 +19,8 @@ from rich import console, progress
 
 from jppo.data.rows import Row, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
-from jppo.data.stream import Curriculum, Order, Part, mix_parts, parse_mix
-from jppo.data.template import make_renderer
-from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos
+from jppo.data.stream import Curriculum, MixPart, Order, mix_parts, parse_mix
+from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos, make_renderer
 from jppo.settings import UserError
 from jppo.types import Prompt
 
@@ -42,7 +41,7 @@ class PromptSet:
     prompts: list[Prompt]
     overlong: int  # rows left out because their prompt is too long
     truncated: int = 0  # prompts that were truncated
-    parts: tuple[Part, ...] = ()  # the prompts of each source
+    parts: tuple[MixPart, ...] = ()  # the prompts of each source
     order_of: Order | Curriculum | None = None  # user-defined
 
 
@@ -96,7 +95,7 @@ def read_prompts(
             f"{setting}={files}: all {len(rows)} prompts are longer than data.max_prompt_length={max_prompt_length} "
             f"tokens (the shortest has {min(map(len, ids))}); raise it"
         )
-    parts = tuple(Part(name, np.array(indices, np.int64)) for name, indices in members.items())
+    parts = tuple(MixPart(name, np.array(indices, np.int64)) for name, indices in members.items())
     return PromptSet(prompts, overlong=len(rows) - len(prompts), truncated=truncated, parts=parts)
 
 

@@ -8,7 +8,8 @@ trained on; the chat template gives the text between them.
 """
 
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ import numpy as np
 from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, checked_text, text_column
 from jppo.data.sources import read_sources
-from jppo.data.template import make_renderer
-from jppo.data.tokenizer import encode_all
+from jppo.data.tokenizer import encode_all, make_renderer
 from jppo.settings import UserError
 
 Segments = list[tuple[str, bool]]  # texts, and whether each is trained on with an end token
@@ -48,18 +48,21 @@ def read_demonstrations(
     system_prompt: str = "",
     custom_cls: str = "",
     learn_turns: str = "last",
+    columns: Mapping[str, str] = types.MappingProxyType({}),
+    prompt_role: str = "",
     setting: str = "data.train_files",
 ) -> DemonstrationSet:
     """Reads, checks and tokenises comma-separated sources; rows over `max_length` tokens are left out.
 
-    `learn_turns`: train on the last turn of chats, or on all turns of the assistant.
+    `learn_turns`: train on the last turn of chats, or on all turns of the assistant. `columns` are the files' names
+    for prompt, response and messages; a text prompt is a chat of one message of `prompt_role`, if that is given.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in tokenizer_config.json")
-    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
     rows = [row for source in sources for row in source.rows]
     whole_chat = make_whole_chat(tokenizer) if learn_turns == "all" else None
-    pairs = [_pair(row, system_prompt, whole_chat) for row in rows]
+    pairs = [_pair(row, system_prompt, whole_chat, prompt_role) for row in rows]
     prompts = tokenise([prompt for prompt, _ in pairs], rows, tokenizer, max_length=max_length)
     texts = [text for _, segments in pairs for text, _ in segments]
     ids = iter(encode_all(tokenizer, texts, max_length=max_length, add_special_tokens=False))
@@ -84,11 +87,13 @@ def read_demonstrations(
 
 
 def _pair(
-    row: Row, system_prompt: str, whole_chat: Callable[[Messages, Row], tuple[Messages, Segments]] | None
+    row: Row, system_prompt: str, whole_chat: Callable[[Messages, Row], tuple[Messages, Segments]] | None, role: str
 ) -> tuple[Messages, Segments]:
     """Returns the prompt, and the response as segments that are trained on or not."""
     if "messages" not in row.columns:
-        return with_system_prompt(prompt_of(row), system_prompt, row), _segments(row)
+        prompt = prompt_of(row)
+        prompt = [{"role": role, "content": prompt}] if role and isinstance(prompt, str) else prompt
+        return with_system_prompt(prompt, system_prompt, row), _segments(row)
     if "prompt" in row.columns or "response" in row.columns:
         raise UserError(f"{row.place} has 'messages' and 'prompt' or 'response'; keep one of the two forms")
     messages = checked_messages(row, "messages", row.columns["messages"])

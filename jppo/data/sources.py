@@ -40,7 +40,7 @@ class Source:
     rows: list[Row]
 
 
-NAMED_BY = {"prompt": "data.prompt_key", "data_source": "data.reward_fn_key"}
+NAMED_BY = {"data_source": "data.reward_fn_key"}  # others by their own name, as data.prompt_key
 
 
 def read_sources(
@@ -51,7 +51,10 @@ def read_sources(
     tokenizer: Any = None,
     columns: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Source]:
-    """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's."""
+    """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's.
+
+    Such a name may be of an entry of a dict: COLUMN.ENTRY.
+    """
     listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
     if not listed:
         raise UserError(f"{setting}={entries!r} names no file; give one or more of {_FORMS}, separated by commas")
@@ -71,14 +74,19 @@ def read_sources(
 
 
 def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    found = {}
     for ours, theirs in columns.items():
-        if theirs not in row.columns:
-            raise UserError(
-                f"{row.place} has no {theirs!r}, which {NAMED_BY[ours]} names; its columns are"
-                f" {', '.join(map(str, row.columns))}"
-            )
+        value: Any = row.columns
+        for part in [theirs] if theirs in row.columns else theirs.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise UserError(
+                    f"{row.place} has no {theirs!r}, which {NAMED_BY.get(ours, f'data.{ours}_key')} names; its columns"
+                    f" are {', '.join(map(str, row.columns))}"
+                )
+            value = value[part]
+        found[ours] = value
     kept = {name: value for name, value in row.columns.items() if name not in (*columns, *columns.values())}
-    return dataclasses.replace(row, columns=kept | {ours: row.columns[theirs] for ours, theirs in columns.items()})
+    return dataclasses.replace(row, columns=kept | found)
 
 
 def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:

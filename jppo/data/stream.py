@@ -41,7 +41,7 @@ class Cursor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MixPart:
     """A set of prompts that is shuffled, and optionally weighted, as one."""
 
     name: str
@@ -103,7 +103,7 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 
 def next_batch(
-    cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool, parts: Sequence[Part] = (),
+    cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool, parts: Sequence[MixPart] = (),
     order_of: Order | Curriculum | None = None,
 ) -> tuple[np.ndarray, Cursor]:  # fmt: skip
     """Returns the indices of the next `batch_size` of n prompts, [N] i64, and the position after them.
@@ -182,8 +182,8 @@ def parse_mix(mix: str) -> dict[str, float]:
 
 
 def mix_parts(
-    weights: Mapping[str, float], parts: Sequence[Part], data_sources: Sequence[str], *, batch_size: int
-) -> tuple[Part, ...]:
+    weights: Mapping[str, float], parts: Sequence[MixPart], data_sources: Sequence[str], *, batch_size: int
+) -> tuple[MixPart, ...]:
     """Returns the parts named by `weights`: parts, or data sources of prompts.
 
     Every prompt must belong to exactly one; a batch must not contain a prompt twice.
@@ -206,11 +206,11 @@ def mix_parts(
                 f"{said}: a batch of {batch_size} (data.train_batch_size, or gen_batch_size) draws up to {most} prompts"
                 f" of {name!r}, which has {len(members[name])}; lower its weight or the batch size, or fix the name"
             )
-    return tuple(Part(name, np.array(members[name]), weight) for name, weight in weights.items())
+    return tuple(MixPart(name, np.array(members[name]), weight) for name, weight in weights.items())
 
 
 def _mixed(
-    places: tuple[tuple[int, int], ...], parts: list[Part], *, batch: int, size: int, seed: int, shuffle: bool
+    places: tuple[tuple[int, int], ...], parts: list[MixPart], *, batch: int, size: int, seed: int, shuffle: bool
 ) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
     """Returns the prompts of one batch and each part's position after it.
 

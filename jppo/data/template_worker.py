@@ -1,4 +1,4 @@
-"""A process that renders chat templates with limits on time and memory; `template.py` starts it.
+"""A process that renders chat templates with limits on time and memory; `tokenizer.py` starts it.
 
     python -m jppo.data.template_worker
 

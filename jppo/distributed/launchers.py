@@ -28,7 +28,7 @@ POD = "TPU_WORKER_HOSTNAMES"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class HostPlace:
     """The rank and coordinator of a host."""
 
     count: int
@@ -36,7 +36,7 @@ class Place:
     address: str = ""  # of host 0's coordinator, HOST:PORT
 
 
-def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) -> Place | None:
+def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) -> HostPlace | None:
     """Returns this process's place from `trainer`'s settings (-1 and '': unset) or the environment; None: alone."""
     count, of_count = (nnodes, f"trainer.nnodes={nnodes}") if nnodes != -1 else _count(env)
     if count == 1:
@@ -47,11 +47,11 @@ def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) 
             )
         return None
     if nnodes == -1 and not any(name in env for name in ("NNODES", "WORLD_SIZE")):
-        return Place(count)
+        return HostPlace(count)
     rank = node_rank if node_rank != -1 else _rank(env)
     address = coordinator or _address(env)
     if rank is None and not address and nnodes != -1:  # JAX may detect another launcher
-        return Place(count)
+        return HostPlace(count)
     missing = [
         *(["trainer.node_rank or NODE_RANK"] if rank is None else []),
         *(["trainer.coordinator_address, or MASTER_ADDR and MASTER_PORT"] if not address else []),
@@ -63,10 +63,10 @@ def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) 
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"the coordinator's address {address!r} must be HOST:PORT, the same on all hosts")
-    return Place(count, rank, address)
+    return HostPlace(count, rank, address)
 
 
-def join(
+def join_launched(
     nnodes: int,
     node_rank: int,
     coordinator: str,
@@ -155,7 +155,7 @@ def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
     return found
 
 
-def _known(place: Place) -> dict[str, Any]:
+def _known(place: HostPlace) -> dict[str, Any]:
     return {
         "coordinator_address": place.address,
         "num_processes": place.count,
@@ -165,7 +165,7 @@ def _known(place: Place) -> dict[str, Any]:
     }
 
 
-def _listening_at(place: Place) -> str | None:
+def _listening_at(place: HostPlace) -> str | None:
     """Returns the given address as the only one to listen at; None: all addresses."""
     host, _, port = place.address.rpartition(":")
     if place.rank:

@@ -1,16 +1,192 @@
 """The order in which a device runs a compiled program: kernels one after another, collectives beside them.
 
 XLA's text is in the scheduled order. An asynchronous collective runs from its start to its done, while the kernels
-between them compute; a synchronous one makes the kernels wait.
+between them compute; a synchronous one makes the kernels wait. A `Collective` has its arrays, mesh axes and executions.
 """
 
 import dataclasses
+import itertools
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 
-from jppo.forecast import collectives, program_costs
-from jppo.forecast.collectives import Collective
-from jppo.forecast.hlo import HloProgram, Instruction
-from jppo.forecast.shares import Kind
+import numpy as np
+
+from jppo.forecast import program_costs
+from jppo.forecast.hlo import WRAPS, HloProgram, Instruction, Shape
+from jppo.forecast.machines import Kind
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a program."""
+
+    kind: str
+    axes: tuple[str, ...]  # mesh axes along which a group extends; () without exchange
+    groups: tuple[tuple[int, ...], ...]  # positions in the mesh, row by row
+    times: int  # in one execution of the program
+    bytes: int  # of the whole array, once: gathered, reduced, exchanged
+    dtypes: tuple[str, ...]
+    in_loop: bool
+    source: str  # the traced program's operation
+
+    @property
+    def total(self) -> int:
+        """Bytes of all executions."""
+        return self.bytes * self.times
+
+
+def find_collectives(program: HloProgram, sizes: dict[str, int]) -> list[Collective]:
+    """Returns all collectives of a program, fused ones too, the largest first; `sizes` are the mesh axes."""
+    found = []
+    for computation, one, times in program.executed():
+        for each in of_instruction(program, computation, one, sizes):
+            found.append(dataclasses.replace(each, times=times, in_loop=computation != program.entry))
+    return sorted(found, key=lambda one: -one.total)
+
+
+def of_instruction(
+    program: HloProgram, computation: str, one: Instruction, sizes: dict[str, int]
+) -> Iterator[Collective]:
+    """Yields the collectives of one execution of an instruction, or of those that it wraps."""
+    for kind, inner, operands in _in(program, computation, one):
+        groups = _groups(inner, math.prod(sizes.values()), kind)
+        if not any(len(group) > 1 for group in groups):
+            continue
+        shapes = _whole(kind, inner, operands)
+        yield Collective(
+            kind=kind,
+            axes=_axes(groups, sizes),
+            groups=groups,
+            times=1,
+            bytes=sum(shape.bytes for shape in shapes),
+            dtypes=tuple(dict.fromkeys(shape.dtype for shape in shapes)),
+            in_loop=False,
+            source=inner.source or one.source,
+        )
+
+
+def _in(
+    program: HloProgram, computation: str, one: Instruction
+) -> list[tuple[str, Instruction, list[tuple[Shape, ...]]]]:
+    """Returns (kind, instruction, operand shapes) of an instruction or of those that it wraps."""
+    kind = one.opcode.removesuffix("-start")
+    if kind in KINDS:
+        return [(kind, one, program.shapes_of(computation, one))]
+    if one.opcode not in WRAPS or one.opcode == "call":
+        return []
+    found = []
+    for name in one.called:
+        inside = program.computations.get(name, {})
+        # A TPU writes a reduce-scatter as a fusion of an all-reduce and a slice.
+        sliced = "reduce-scatter" in name or "reduce-scatter" in one.name
+        for inner in inside.values():
+            for kind, line, operands in _in(program, name, inner):
+                scattered = sliced and kind == "all-reduce"
+                found.append(("reduce-scatter" if scattered else kind, line, operands))
+    return found
+
+
+def _whole(kind: str, one: Instruction, operands: list[tuple[Shape, ...]]) -> Sequence[Shape]:
+    """Returns the full arrays: a reduction's before it, a gather's after it."""
+    if kind in ("reduce-scatter", "all-reduce"):
+        return [shape for shapes in operands for shape in shapes] or one.shapes
+    if not one.opcode.endswith("-start"):
+        return one.shapes
+    if one.nested:  # ((operands), (results))
+        return one.shapes[one.nested : 2 * one.nested]
+    return one.shapes[1:2] if len(one.shapes) > 1 else one.shapes
+
+
+def _groups(one: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the device groups that exchange, from any of XLA's notations."""
+    text = one.attributes
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{(.*?\})\}", text)
+        numbers = re.findall(r"\d+", pairs[1]) if pairs else []
+        sent = [(int(a), int(b)) for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+        return tuple(pair for pair in sent if pair[0] != pair[1])
+    if found := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+        return tuple(tuple(map(int, re.findall(r"\d+", group))) for group in re.findall(r"\{([\d,]*)\}", found[1]))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?[^)]*)\))? \{([^}]*)\}", text):
+        return _mesh_groups(found[1], found[2], found[3])
+    if found := re.search(r"replica_groups=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        shape = [int(n) for n in found[1].split(",")]
+        return _tuples(_iota(found[2], math.prod(shape)).reshape(shape))
+    if re.search(r"replica_groups=\{\}", text) or "replica_groups=" not in text:
+        return (tuple(range(devices)),)
+    raise ValueError(f"replica groups in a spelling that is not known: {text[:200]}")
+
+
+def _iota(text: str, count: int) -> np.ndarray:
+    """Parses `<=[2,2,2]T(1,0,2)`, or `[2,2,2]T(1,0,2)`: an iota in that shape, transposed, flattened."""
+    dims = re.search(r"\[([\d,]+)\]", text)
+    turned = re.search(r"T\(([\d,]+)\)", text)
+    numbers = np.arange(count)
+    if dims:
+        numbers = numbers.reshape([int(n) for n in dims[1].split(",")])
+    if turned:
+        numbers = numbers.transpose([int(n) for n in turned[1].split(",")])
+    return numbers.reshape(-1)
+
+
+def _mesh_groups(mesh: str, devices: str | None, chosen: str) -> tuple[tuple[int, ...], ...]:
+    """Parses `mesh['a'=4,'b'=2] {'a','b':(1)2}`: groups along axes of XLA's own mesh, or along part of an axis."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    parts = {name: [size] for name, size in sizes.items()}  # each axis, split where a part of it is chosen
+    along: list[tuple[str, int]] = []
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen):
+        if before:
+            first, width = int(before), int(size)
+            parts[name] = [first, width, sizes[name] // first // width]
+            along.append((name, 1))
+        else:
+            along.append((name, 0))
+    count = math.prod(sizes.values())
+    numbers = _iota(devices, count) if devices else np.arange(count)
+    where = {(name, i): at for at, (name, i) in enumerate((n, i) for n in parts for i in range(len(parts[n])))}
+    cube = numbers.reshape([size for name in parts for size in parts[name]])
+    last = [where[one] for one in along]
+    first_axes = [at for at in range(cube.ndim) if at not in last]
+    width = math.prod(cube.shape[at] for at in last)
+    return _tuples(cube.transpose(first_axes + last).reshape(-1, width))
+
+
+def _tuples(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(n) for n in group) for group in groups)
+
+
+def _axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> tuple[str, ...]:
+    """Returns the mesh axes along which members of a group differ."""
+    shape = tuple(sizes.values())
+    differing: set[int] = set()
+    for group in groups:
+        places = np.array(np.unravel_index(list(group), shape))
+        differing |= {axis for axis in range(len(shape)) if len(set(places[axis].tolist())) > 1}
+    names = list(sizes)
+    return tuple(names[axis] for axis in sorted(differing))
+
+
+def crossings(groups: Sequence[Sequence[int]], place: Sequence[int]) -> tuple[int, int]:
+    """Returns (members of the largest group, most places per group); `place` is each device's host or other place."""
+    largest = max(groups, key=len)
+    spread = max(len({place[one] for one in group}) for group in groups)
+    return len(largest), spread
+
+
+def totals(found: Sequence[Collective]) -> list[tuple[str, tuple[str, ...], int, int]]:
+    """Returns (kind, axes, executions, bytes) by kind and axes, most bytes first."""
+    key = lambda one: (one.kind, one.axes)  # noqa: E731
+    rows = []
+    for (kind, axes), some in itertools.groupby(sorted(found, key=key), key):
+        group = list(some)
+        rows.append((kind, axes, sum(one.times for one in group), sum(one.total for one in group)))
+    return sorted(rows, key=lambda row: -row[3])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +199,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class CollectiveStart:
     """The start of collectives; `done` is the instruction that waits for them, '' if this one does."""
 
     collectives: tuple[Collective, ...]
@@ -46,10 +222,10 @@ class Loop:
     body: tuple["Step", ...]
 
 
-Step = Kernel | Exchange | Wait | Loop
+Step = Kernel | CollectiveStart | Wait | Loop
 
 
-def make_schedule(program: HloProgram, sizes: dict[str, int]) -> tuple[Step, ...]:
+def schedule_of(program: HloProgram, sizes: dict[str, int]) -> tuple[Step, ...]:
     """Returns the steps of a program, from its entry on; `sizes` are its mesh axes."""
     return tuple(_steps(program, program.entry, sizes))
 
@@ -71,10 +247,10 @@ def _steps(program: HloProgram, place: str, sizes: dict[str, int]) -> Iterator[S
 
 
 def _of_instruction(program: HloProgram, place: str, one: Instruction, sizes: dict[str, int]) -> Iterator[Step]:
-    found = tuple(collectives.of_instruction(program, place, one, sizes))
+    found = tuple(of_instruction(program, place, one, sizes))
     if found:
         started = one.opcode.endswith("-start") and '"is_sync":true' not in one.attributes
-        yield Exchange(found, one.name, waits=not started)
+        yield CollectiveStart(found, one.name, waits=not started)
         return
     flops, attends = program_costs.flops_of(program, place, one)
     if flops:
@@ -109,7 +285,7 @@ def run_schedule(
             products, memory = kernel(step)
             clock.compute += products if products >= memory else 0.0
             clock.memory += memory if memory > products else 0.0
-        elif isinstance(step, Exchange):
+        elif isinstance(step, CollectiveStart):
             clock.free = max(clock.free, clock.now) + sum(map(exchange, step.collectives))
             ends[step.name] = clock.free
             clock.waited += clock.free - clock.now if step.waits else 0.0

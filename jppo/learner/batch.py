@@ -9,13 +9,16 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jppo.errors import UserError
 from jppo.learner import packing, sharding
-from jppo.types import Batch, Counts, Reward, Rows, Scored, Trajectory
+from jppo.models import lora
+from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
 
+_STREAM = 3  # of the key of a step, after the shuffles of actor and critic and the selection of tokens
 Earned = tuple[tuple[int, float], ...]  # amounts by position, as in Reward
 _FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name in {one.name for one in dataclasses.fields(Batch)}]
 
@@ -212,6 +215,30 @@ def mini_batches(
         positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
         found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]
         yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found), batch=batch)
+
+
+def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Mini:
+    """Adds the seeds of the adapters' dropout, by the trajectory and the position of a token, to the micro-batches.
+
+    `number` is the mini-batch's in the step.
+    """
+    assert key is not None
+    first, second = np.asarray(_drawn(key, step, np.int32(number)))
+
+    def seeded(rows: Rows) -> Rows:
+        of_sequence = lora.scrambled(np.asarray(rows.sequence).astype(np.uint32) ^ first)
+        seeds = lora.scrambled((of_sequence + np.asarray(rows.position).astype(np.uint32)) ^ second)
+        return dataclasses.replace(rows, dropout=seeds)
+
+    found = [seeded(m) if isinstance(m, Rows) else dataclasses.replace(m, rows=seeded(m.rows)) for m in mini.micros]
+    return dataclasses.replace(mini, micros=found)
+
+
+@jax.jit
+def _drawn(key: Array, step: Array, number: Array) -> jax.Array:
+    for one in (step, _STREAM, number):
+        key = jax.random.fold_in(key, one)
+    return jax.random.bits(key, (2,))
 
 
 def mini_batch_count(trajectories: int, mini_batch_size: int) -> int:

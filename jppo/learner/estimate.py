@@ -8,10 +8,90 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.algorithms import advantage as estimators
-from jppo.algorithms import kl, masked, values
+from jppo.algorithms import correction, kl, masked, values
 from jppo.algorithms.correction import geometric
-from jppo.learner import correct
+from jppo.algorithms.masked import FAR, masked_sum
 from jppo.types import Array, Batch, Reward
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """The effect of `algorithm.old_logprob='correction'`: importance weights, rejection, or both."""
+
+    level: str | None  # token or sequence; None: no weights
+    lower: float | None
+    upper: float
+    normalize: bool
+    rules: tuple[correction.Rule, ...]  # empty: no rejection
+
+
+def mismatch(batch: Batch) -> dict[str, Array]:
+    """Computes metrics of the trainer's log-probs minus the engine's, for the same tokens and weights."""
+    difference = jnp.where(batch.mask, _log_ratio(batch), 0.0)
+    gap, apart = jnp.abs(difference), correction.divergences(difference, batch.mask)
+    return {
+        "rollout/logp_gap_mean": masked_sum(gap, batch.mask) / tokens(batch.mask),
+        "rollout/logp_gap_max": jnp.max(gap),
+        "rollout/ratio_min": jnp.exp(jnp.maximum(jnp.min(difference), -FAR)),
+        "rollout/ratio_max": jnp.exp(jnp.minimum(jnp.max(difference), FAR)),
+        "rollout_corr/kl": apart["kl"],
+        "rollout_corr/k3_kl": apart["k3_kl"],
+        "rollout_corr/chi2_token": apart["chi2_token"],
+        "rollout_corr/chi2_seq": apart["chi2_seq"],
+    }
+
+
+def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
+    """Returns the batch with weights and without rejected tokens, and metrics of both."""
+    log_ratio, mask = _log_ratio(batch), batch.mask
+    kept = correction.keep(log_ratio, mask, rules=what.rules)
+    rejected = mask & ~kept
+    sequences = jnp.maximum(jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32), 1.0)
+    metrics: dict[str, Array] = {
+        "rollout_corr/rollout_rs_masked_fraction": jnp.sum(rejected, dtype=jnp.float32) / tokens(mask),
+        "rollout_corr/rollout_rs_seq_masked_fraction": jnp.sum(jnp.any(rejected, axis=1)) / sequences,
+    }
+    weight = None
+    if what.level is not None:
+        raw = correction.raw_weights(log_ratio, mask, level=what.level)
+        weight = correction.bounded(raw, lower=what.lower, upper=what.upper)
+        spread = correction.importance(weight, mask)
+        metrics |= {
+            "rollout_corr/rollout_is_mean": spread["mean"],
+            "rollout_corr/rollout_is_max": spread["max"],
+            "rollout_corr/rollout_is_min": spread["min"],
+            "rollout_corr/rollout_is_eff_sample_size": spread["eff_sample_size"],
+        }
+        if what.normalize:
+            weight = correction.normalized(weight, mean=correction.mean_weight(weight, mask, level=what.level))
+    return dataclasses.replace(batch, mask=kept, weight=weight), metrics
+
+
+def make_current(what: Correction) -> Callable[..., tuple[Array, Array | None]]:
+    """Makes the correction of bypass: (logp, rollout log-probs, mask, segment) [R, T] -> kept tokens, and weights.
+
+    Both follow the current policy, have no gradient, and change from one mini-batch to the next.
+    """
+
+    def current(logp: Array, rollout_logp: Array, mask: Array, segment: Array) -> tuple[Array, Array | None]:
+        log_ratio = jax.lax.stop_gradient(jnp.where(mask, logp - rollout_logp, 0.0))
+        kept = correction.keep(log_ratio, mask, rules=what.rules, segment=segment)
+        if what.level is None:
+            return kept, None
+        raw = correction.raw_weights(log_ratio, mask, level=what.level, segment=segment)
+        return kept, correction.bounded(raw, lower=what.lower, upper=what.upper)
+
+    return current
+
+
+def _log_ratio(batch: Batch) -> Array:
+    assert batch.old_logprob is not None
+    return batch.old_logprob - batch.rollout_logprob
+
+
+def tokens(mask: Array) -> Array:  # [] f32
+    """Counts the kept tokens, at least 1."""
+    return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +109,12 @@ class Estimator:
     by_turn: bool = False  # `tokens` gets a fifth argument, the last tokens of the policy's turns, [B, L] bool
     parts: tuple[str, ...] = ()  # `sequences` gets these parts of the reward, [B, K], in place of the score
     energy: bool = False  # `tokens` gets two more arguments, `advantage.energy` [B, L] and the group [B]
+    alone: bool = False  # `sequences` does not read the group
+
+    @property
+    def compares(self) -> bool:
+        """Whether a prompt's samples are compared with each other."""
+        return self.sequences is not None and not self.alone
 
 
 def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
@@ -47,7 +133,7 @@ def groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
     return np.where(unusable, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
 
 
-def compare(
+def compare_logprobs(
     rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
 ) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
     """Returns the rewards, the groups [B] and the greedy responses' scores [B], for `n` consecutive samples per prompt.
@@ -72,7 +158,7 @@ def compare(
 
 
 def make_advantages(
-    estimator: Estimator, *, kl_penalty: str | None, correction: correct.Correction | None, bypass: bool,
+    estimator: Estimator, *, kl_penalty: str | None, correction: Correction | None, bypass: bool,
     by_sequence: bool, value_norm_decay: float | None = None, positive: bool = False,
 ) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
     """Makes (batch, KL coefficient, statistics of returns) -> new fields of the batch by name, and metrics.
@@ -86,15 +172,15 @@ def make_advantages(
     def advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        metrics = {} if bypass else correct.mismatch(batch)
+        metrics = {} if bypass else mismatch(batch)
         more: tuple[Array, ...] = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
         if batch.entropy is not None:
-            metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / correct.tokens(batch.mask)
+            metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / tokens(batch.mask)
         if batch.routing_differs is not None:
             differs = masked.masked_sum(batch.routing_differs, batch.mask)
-            metrics["rollout/routing_differs"] = differs / correct.tokens(batch.mask)
+            metrics["rollout/routing_differs"] = differs / tokens(batch.mask)
         if correction is not None:
-            batch, found = correct.corrected(correction, batch)
+            batch, found = corrected(correction, batch)
             metrics |= found
         mask, value, weight = batch.mask, batch.value, batch.weight
         if value is not None and value_norm is not None:
@@ -204,4 +290,4 @@ def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]
 
 def mean(x: Array, mask: Array) -> Array:  # []
     """Computes the mean over the mask; 0 where nothing is kept."""
-    return masked.masked_sum(x, mask) / correct.tokens(mask)
+    return masked.masked_sum(x, mask) / tokens(mask)

@@ -113,6 +113,11 @@ def reinforce_plus_plus_baseline() -> Estimator:
     return Estimator(spread, lambda score, _, group: advantage.reinforce_plus_plus_baseline(score, group), whiten=True)
 
 
+def reinforce_no_baseline() -> Estimator:
+    """Makes A = s, without a baseline (Williams, 1992): what grpo, rloo and opo of one sample a prompt are in verl."""
+    return Estimator(spread, lambda score, _, __: score, alone=True)
+
+
 def opo() -> Estimator:
     return Estimator(spread, advantage.opo)
 
@@ -122,6 +127,9 @@ def _twice(x: Array) -> tuple[Array, Array]:
 
 
 _BY_TOKEN = (gae, reinforce_plus_plus, distill, remax)
+_BY_SEQUENCE = (reinforce_no_baseline,)
 _BY_GROUP = (grpo, grpo_vectorized, grpo_passk, rloo, rloo_vectorized, reinforce_plus_plus_baseline, opo, gpg, gdpo)
 _BY_BOTH = (optimal_token_baseline, tir_optimal_token_baseline)
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {f.__name__: f for f in (*_BY_TOKEN, *_BY_GROUP, *_BY_BOTH)}
+ESTIMATORS: dict[str, Callable[..., Estimator]] = {
+    f.__name__: f for f in (*_BY_TOKEN, *_BY_SEQUENCE, *_BY_GROUP, *_BY_BOTH)
+}

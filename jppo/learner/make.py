@@ -8,17 +8,24 @@ import jax
 import jax.numpy as jnp
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
-from jppo.learner import offloading, optim, packing, ppo, score, sharding, state, step, update, warmup
+from jppo.learner import model_configs, optim, packing, ppo, score, sharding, state, update, warmup
 from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
-from jppo.learner.plan import batch_shape, most_sequences, packing_kind, plan_of_run, shared_prompts
-from jppo.learner.recipe import make_optimizer, make_recipe
+from jppo.learner.recipe import (
+    batch_shape,
+    make_optimizer,
+    make_recipe,
+    most_sequences,
+    packing_kind,
+    plan_of_run,
+    shared_prompts,
+)
 from jppo.models import embedding, experts, fused, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora, Weights
 from jppo.models.params import Head
 from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings, UserError
-from jppo.types import Params, TrainState
+from jppo.types import Array, Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +71,7 @@ def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sha
     """
     if devices is None:
         devices = jax.devices()
-        offloading.require_host(c, devices[0])
+        model_configs.require_host(c, devices[0])
     shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
     return sharding.make_mesh(shape, devices)
 
@@ -142,7 +149,7 @@ def load_trained(
 
     `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
     """
-    what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+    what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     if trunk is None:
         values = state.load(what, path, init=init or c.model.init, key=key)
     else:
@@ -163,8 +170,8 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
     return dataclasses.replace(trained, learned=placing.to_host(trained.learned), base=base)
 
 
-def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
-    """Makes the passes of the config; loads and compiles nothing."""
+def make_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Models, dict[str, Any]]:
+    """Makes the modules of the models, and the arguments of `score.make_logprob` for the policy."""
 
     def model(cfg: ModelConfig) -> ppo.Model:
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
@@ -173,16 +180,16 @@ def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recip
     policy = model(inputs.policy)
     critic = None if inputs.critic is None else model(inputs.critic)
     reference = None if inputs.reference is None else model(inputs.reference)
+    heads = dict(temperature=c.rollout.temperature, chunk_tokens=chunk_tokens(c.model, policy[1]), mesh=mesh)
+    return ppo.Models(policy, critic, reference), heads
+
+
+def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
+    """Makes the passes of the config; loads and compiles nothing."""
+    models, heads = make_models(c, inputs, mesh)
     recipe = make_recipe(c)
-    passes = ppo.make_passes(
-        ppo.Models(policy, critic, reference),
-        recipe,
-        temperature=c.rollout.temperature,
-        chunk_tokens=chunk_tokens(c.model, policy[1]),
-        mesh=mesh,
-        options=sharding.compiler_options(mesh, c.model.compiler_options),
-    )
-    return recipe, passes
+    options = sharding.compiler_options(mesh, c.model.compiler_options)
+    return recipe, ppo.make_passes(models, recipe, **heads, options=options)
 
 
 def shares_trunk(c: Settings, inputs: ModelConfigs) -> bool:
@@ -226,11 +233,54 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         critic=critic,
         reference=None if inputs.reference is None else make_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
     )
-    begin = state.begin(
+    begin = state.begin_state(
         policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
         value_norm=recipe.value_norm_decay is not None,
     )  # fmt: skip
     return learner, begin
+
+
+def begin_again(c: Settings, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
+    """Makes the initial state of further trained weights for a learner's programs; frozen bases are shared."""
+    mesh, found = learner.mesh, dict[str, Any]()
+    for number, (field, how) in enumerate({"policy": learner.actor, "value": learner.critic}.items()):
+        if how is None:
+            continue
+        head, cfg, adapters = trained_kind(inputs, learner, field)
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        if head == "lm" and how.base is not None and adapters is not None:
+            what = state.adapters(cfg, mesh, adapters, head=head)
+            learned, _ = state.adapt(what, how.base.params, adapters, key=key, path=c.model.lora_adapter_path)
+        else:
+            path = c.model.path if head == "lm" else critic_path(c)
+            trunk = how.base.params if how.base is not None and path == c.model.path else None
+            init = c.model.init if head == "lm" else critic_init(c)
+            more = dict[str, Any](head=head, key=key, adapters=adapters, init=init, trunk=trunk)
+            learned = load_trained(c, mesh, cfg, path, **more).learned
+        section: Any = c.actor if head == "lm" else c.critic
+        learned = placing.to_host(learned) if section.param_offload else learned
+        found |= {field: learned, f"{field}_opt": begin_optimizer(c, inputs, learner, field, learned)}
+    fields = [found.get(name) for name in ("policy", "policy_opt", "value", "value_opt")]
+    return state.begin_state(*fields, kl_coef=c.algorithm.kl_coef, seed=seed)
+
+
+def begin_optimizer(c: Settings, inputs: ModelConfigs, learner: Learner, field: str, learned: Params) -> Any:
+    """Returns the initial optimizer state of `policy` or `value`, for loaded parameters."""
+    head, cfg, adapters = trained_kind(inputs, learner, field)
+    section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
+    if adapters is None:
+        what = state.weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
+    else:
+        what = state.adapters(cfg, learner.mesh, adapters, head=head)
+    opt, _ = state.init_optimizer(make_optimizer(section, name, what), what, learned)
+    return placing.to_host(opt) if section.optimizer_offload else opt
+
+
+def trained_kind(inputs: ModelConfigs, learner: Learner, field: str) -> tuple[Head, ModelConfig, Lora | None]:
+    """Returns head, config and adapters of `policy` or `value`."""
+    if field == "policy" or inputs.critic is None:
+        return "lm", learner.cfg, inputs.adapters
+    return "value", pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
 
 
 def compile_passes(
@@ -245,9 +295,9 @@ def compile_passes(
         now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
         part=part,
     )  # fmt: skip
-    step.advance(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
+    state.next_step(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
     for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):
-        step.order(begin, model, 0, 0, shuffle=shuffle, most=most_sequences(c))
+        state.order(begin, model, 0, 0, shuffle=shuffle, most=most_sequences(c))
 
 
 def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
@@ -275,21 +325,28 @@ def make_descent(
     tx = make_optimizer(section, name, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
     apply = make_apply(section, tx, trained.what, places, total_steps)
+    given = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.what.shardings, places))
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
     opt = placing.to_host(opt) if section.optimizer_offload else opt
     exchange = update.make_exchange(trained.what.shardings)
-    return ppo.ModelUpdate(accumulate, apply, zeros, exchange, name=name, base=trained.base, spare=spare), opt
+    made = ppo.ModelUpdate(accumulate, apply, zeros, exchange, name, base=trained.base, spare=spare, apply_given=given)
+    return made, opt
 
 
 def make_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
     """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
+    return update.make_apply(tx, make_schedule(section, total_steps), shardings=(what.shardings, places))
+
+
+def make_schedule(section: Optimizer, total_steps: int) -> Callable[[Array], Array]:
+    """Makes the learning rate of a section of the config by step."""
     by_ratio = section.lr_warmup_steps == -1
-    schedule = optim.make_schedule(
+    return optim.make_schedule(
         section.lr_scheduler_type,
         lr=section.lr,
         warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
         total_steps=total_steps,
         min_lr_ratio=section.min_lr_ratio,
+        init_lr_ratio=section.init_lr_ratio,
     )
-    return update.make_apply(tx, schedule, shardings=(what.shardings, places))

@@ -18,8 +18,20 @@ from optax import contrib
 from jppo.models import placing
 from jppo.types import Array, Params
 
-Chain = Callable[[Any], optax.GradientTransformation]  # learning rate -> optimizer
+Chain = Callable[[Any], optax.GradientTransformation]  # learning rate, or Hyperparameters -> optimizer
+ADAM_EPS = 1e-8
 MUON_RMS = 0.2  # RMS of the update over the learning rate, about AdamW's
+
+
+class Hyperparameters(NamedTuple):
+    """Hyperparameters of one optimizer step, as traced scalars; they replace the settings."""
+
+    lr: Any
+    beta1: Any
+    beta2: Any
+    eps: Any
+    weight_decay: Any
+    grad_clip: Any  # global norm; inf: none
 
 
 class Rounded(NamedTuple):
@@ -36,9 +48,11 @@ class Master(NamedTuple):
     master: Params  # f32
 
 
-def adamw(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, **_: Any) -> Any:
+def adamw(
+    learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, eps: float = ADAM_EPS, **_: Any
+) -> Any:
     """Adam with decoupled weight decay."""
-    return optax.adamw(learning_rate, *betas, weight_decay=weight_decay)
+    return optax.adamw(learning_rate, *betas, eps=eps, weight_decay=weight_decay)
 
 
 def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, **_: Any) -> Any:
@@ -98,7 +112,8 @@ def make_optimizer(
     """
 
     def clipped(learning_rate: Any) -> optax.GradientTransformation:
-        steps = [clip_by_global_norm(grad_clip), chain(learning_rate)]
+        limit = learning_rate.grad_clip if isinstance(learning_rate, Hyperparameters) else grad_clip
+        steps = [clip_by_global_norm(limit), chain(learning_rate)]
         return optax.chain(*steps, *([zero_last(still)] if any(jax.tree.leaves(still)) else []))
 
     tx = at_rate(clipped)
@@ -138,7 +153,7 @@ def selected(good: Any, step: Callable[..., Any], *old: Any) -> Any:
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), step(*old), old)
 
 
-def clip_by_global_norm(limit: float) -> optax.GradientTransformation:
+def clip_by_global_norm(limit: Any) -> optax.GradientTransformation:
     """Clips as `optax.clip_by_global_norm`, by one factor for all elements: optax's division copies the gradient."""
 
     def clip(updates: Params, _: Params | None) -> Params:
@@ -229,14 +244,16 @@ def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable
 
 
 def make_schedule(
-    kind: str, *, lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float
+    kind: str, *, lr: float, warmup_steps: int, total_steps: int, min_lr_ratio: float, init_lr_ratio: float = 0.0
 ) -> Callable[[Array], Array]:
-    """Computes a step's learning rate: linear warm-up from 0, then constant, or a cosine down to lr * min_lr_ratio."""
+    """Computes a step's learning rate: warm-up from lr * init_lr_ratio, then constant, or to lr * min_lr_ratio."""
     rate: optax.Schedule = optax.constant_schedule(lr)
     if kind == "cosine":
         rate = optax.cosine_decay_schedule(lr, max(total_steps - warmup_steps, 1), min_lr_ratio)
+    elif kind == "linear":
+        rate = optax.linear_schedule(lr, lr * min_lr_ratio, max(total_steps - warmup_steps, 1))
     if warmup_steps:
-        rate = optax.join_schedules([optax.linear_schedule(0.0, lr, warmup_steps), rate], [warmup_steps])
+        rate = optax.join_schedules([optax.linear_schedule(lr * init_lr_ratio, lr, warmup_steps), rate], [warmup_steps])
     return lambda step: jnp.asarray(rate(step), jnp.float32)
 
 

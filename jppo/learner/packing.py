@@ -3,6 +3,10 @@
 A mini-batch of trajectories is packed into rows of a few lengths, and the rows are cut into micro-batches of a few
 row counts. `Plan.shapes` lists every possible [R, T], so that all are compiled before they are needed.
 Numpy in, numpy out.
+
+With a shared prompt, samples of one prompt share its entries except the last. Each sample begins with the prompt's last
+token, so that its first response token is emitted inside its own segment. A row has one prompt, with as many of its
+samples as fit. Other samples are in further rows, with the prompt again.
 """
 
 import dataclasses
@@ -12,9 +16,92 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jppo.learner import prefix
-from jppo.learner.prefix import Part
 from jppo.types import Rows, Trajectory
+
+COPIES = 8  # the longest row is so many times its prompt: the prompt is an eighth of it
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptGroup:
+    """A part of a row: `shared` entries of a prompt, then the remaining entries of each of its samples."""
+
+    shared: int  # 0: one trajectory alone
+    members: tuple[int, ...]
+    size: int  # entries in all
+
+
+def prompt_groups(
+    trajectories: Sequence[Trajectory], entries: Sequence[int], most: tuple[int, int]
+) -> list[PromptGroup]:
+    """Groups the trajectories that have entries by prompt.
+
+    `most` are attention's limits on the entries of a shared prompt and of a sample. A longer common
+    beginning, such as an environment's opening text, is shared up to there. If a sample has more entries of its own,
+    each is alone.
+    """
+    by_prompt: dict[str, list[int]] = {}
+    for i, t in enumerate(trajectories):
+        if entries[i]:
+            by_prompt.setdefault(t.uid, []).append(i)
+    parts = []
+    for members in by_prompt.values():
+        shared = min(shared_entries([trajectories[i] for i in members]), most[0])
+        together = shared and max(entries[i] for i in members) - shared <= most[1]
+        parts += [_part(shared, some, entries) for some in ([members] if together else [[i] for i in members])]
+    return parts
+
+
+def shared_entries(samples: Sequence[Trajectory]) -> int:
+    """Counts the entries that trajectories share: the equal tokens, with equal experts, before the first sampled one.
+
+    Each keeps at least one of its own.
+    """
+    most = min(min(_before_sampled(t), len(t.tokens) - 1) for t in samples)
+    tokens = np.stack([t.tokens[:most] for t in samples])
+    same = (tokens == tokens[:1]).all(axis=0)
+    known = [t.experts[:most] for t in samples if t.experts is not None]
+    if len(known) == len(samples):
+        same &= (np.stack(known) == known[0][None]).all(axis=(0, 2, 3))
+    return max(0, (most if same.all() else int(np.argmin(same))) - 1)
+
+
+def _before_sampled(t: Trajectory) -> int:
+    return int(np.argmax(t.sampled)) if t.sampled.any() else len(t.tokens)
+
+
+def _part(shared: int, members: Sequence[int], entries: Sequence[int]) -> PromptGroup:
+    """Makes a part of these members; a single one shares nothing."""
+    own = sum(entries[i] - shared for i in members)
+    return PromptGroup(shared if len(members) > 1 else 0, tuple(members), shared + own)
+
+
+def split(groups: Sequence[PromptGroup], entries: Sequence[int], capacity: int) -> list[PromptGroup]:
+    """Splits into parts of at most `capacity` entries by first-fit decreasing. No trajectory has more."""
+    parts: list[PromptGroup] = []
+    for group in groups:
+        members = sorted(group.members, key=lambda i: -entries[i])
+        bins = first_fit([entries[i] - group.shared for i in members], capacity - group.shared)
+        parts += [_part(group.shared, [members[i] for i in one], entries) for one in bins]
+    return sorted(parts, key=lambda part: -part.size)
+
+
+def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Puts each index of `sizes` into the first bin of `capacity` that has room for it."""
+    bins: list[list[int]] = []
+    room = np.full(len(sizes), capacity)  # at most one bin per index
+    for i, size in enumerate(sizes):
+        place = int(np.argmax(room >= size))
+        if place == len(bins):
+            bins.append([])
+        bins[place].append(i)
+        room[place] -= size
+    return bins
+
+
+def longest_row(prompt: int, response: int, *, samples: int) -> int:
+    """Returns the row length beyond which little is saved: all samples of a prompt, or `COPIES` times the prompt."""
+    return min(prompt + samples * response, max(prompt + response, COPIES * prompt))
+
 
 # Fixed cost of a micro-batch in tokens, besides its rows: its gradients are read and written once more to be summed.
 MICRO_TOKENS = 64
@@ -31,6 +118,7 @@ class Plan:
     prices: tuple[float, ...] | None = None
     shared: tuple[int, int] = (0, 0)  # the most entries of a shared prompt, and of a sample after it
     experts: tuple[int, int] | None = None  # L and active, if the engine's experts are replayed
+    kept: int = 0  # kept tokens of each target, if the engine's truncation is replayed
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -99,7 +187,7 @@ def pack(trajectories: Sequence[Trajectory], sequence: Sequence[int], plan: Plan
     rows, shapes = _rows_of(trajectories, plan)
     micros, start = [], 0
     for shape in shapes:
-        micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence, plan.experts))
+        micros.append(_fill(rows[start : start + shape[0]], shape, trajectories, sequence, plan))
         start += shape[0]
     return micros
 
@@ -109,7 +197,7 @@ def micro_batch_shapes(trajectories: Sequence[Trajectory], plan: Plan) -> list[t
     return _rows_of(trajectories, plan)[1]
 
 
-def _rows_of(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[list[Part]], list[tuple[int, int]]]:
+def _rows_of(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
     """Returns the parts of each row, and the shapes of consecutive micro-batches."""
     entries = [len(t.tokens) - 1 for t in trajectories]  # the first token has none: nothing was read before it
     order = sorted((i for i, n in enumerate(entries) if n), key=lambda i: -entries[i])
@@ -121,30 +209,32 @@ def _rows_of(trajectories: Sequence[Trajectory], plan: Plan) -> tuple[list[list[
     return _whole(order, entries, plan)
 
 
-def _whole(order: Sequence[int], entries: Sequence[int], plan: Plan) -> tuple[list[list[Part]], list[tuple[int, int]]]:
+def _whole(
+    order: Sequence[int], entries: Sequence[int], plan: Plan
+) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
     """Packs whole trajectories into rows; returns the rows and the shapes of consecutive micro-batches."""
     if plan.share_rows:
-        rows = [[order[i] for i in row] for row in prefix.first_fit([entries[i] for i in order], plan.lengths[-1])]
+        rows = [[order[i] for i in row] for row in first_fit([entries[i] for i in order], plan.lengths[-1])]
         shapes = cut([plan.lengths[-1]] * len(rows), plan.shapes)
         rows = _evened(rows, sum(r for r, _ in shapes), entries, plan.lengths[-1])
     else:
         rows = [[i] for i in order]
         shapes = cut([entries[i] for i in order], plan.shapes)
-    return [[Part(0, (i,), entries[i]) for i in row] for row in rows], shapes
+    return [[PromptGroup(0, (i,), entries[i]) for i in row] for row in rows], shapes
 
 
 def _with_prompts(
     trajectories: Sequence[Trajectory], order: Sequence[int], entries: Sequence[int], plan: Plan
-) -> tuple[list[list[Part]], list[tuple[int, int]]]:
+) -> tuple[list[list[PromptGroup]], list[tuple[int, int]]]:
     """Packs rows of a prompt with its samples, or of one trajectory each, by least cost; returns also the shapes.
 
     Long rows hold fewer copies of prompts, but their tokens cost more.
     """
-    groups, longest = prefix.groups(trajectories, entries, plan.shared), entries[order[0]] if order else 0
+    groups, longest = prompt_groups(trajectories, entries, plan.shared), entries[order[0]] if order else 0
     prices = dict(zip(plan.lengths, plan.prices or (), strict=True))
-    ways = [prefix.split(groups, entries, length) for length in plan.lengths if length >= longest]
+    ways = [split(groups, entries, length) for length in plan.lengths if length >= longest]
     found = []
-    for parts in (*ways, [Part(0, (i,), entries[i]) for i in order]):
+    for parts in (*ways, [PromptGroup(0, (i,), entries[i]) for i in order]):
         shapes = cut([part.size for part in parts], plan.shapes, prices)
         found.append(([[part] for part in parts], shapes))
     return min(found, key=lambda one: sum(_cost(shape, prices) for shape in one[1]))
@@ -196,12 +286,13 @@ def _evened(rows: list[list[int]], count: int, entries: Sequence[int], length: i
 
 
 def _fill(
-    rows: list[list[Part]],
+    rows: list[list[PromptGroup]],
     shape: tuple[int, int],
     trajectories: Sequence[Trajectory],
     sequence: Sequence[int],
-    experts: tuple[int, int] | None,
+    plan: Plan | None,
 ) -> Rows:
+    experts, kept = (None, 0) if plan is None else (plan.experts, plan.kept)
     out = Rows(
         inputs=np.zeros(shape, np.int32),
         targets=np.zeros(shape, np.int32),
@@ -210,6 +301,7 @@ def _fill(
         mask=np.zeros(shape, np.bool_),
         sequence=np.full(shape, -1, np.int32),
         experts=None if experts is None else np.full((*shape, *experts), -1, np.int16),
+        kept=np.full((*shape, kept), -1, np.int32) if kept else None,
     )
 
     def replay(here: tuple[int, slice], t: Trajectory, entries: slice) -> None:
@@ -237,10 +329,12 @@ def _fill(
                 out.mask[here] = t.sampled[a + 1 :]
                 out.sequence[here] = sequence[i]
                 replay(here, t, slice(a, n))
+                if out.kept is not None and t.kept is not None:
+                    out.kept[here][:, : t.kept.shape[1]] = t.kept[a + 1 :]
                 start += n - a
     return out
 
 
-def empty_rows(shape: tuple[int, int], experts: tuple[int, int] | None = None) -> Rows:
-    """Returns rows without data, on which every pass is compiled before there is data."""
-    return _fill([], shape, (), (), experts)
+def empty_rows(shape: tuple[int, int], plan: Plan | None = None) -> Rows:
+    """Returns rows without data, on which every pass is compiled before there is data; `plan` says what is replayed."""
+    return _fill([], shape, (), (), plan)

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
-from jppo.learner import batch, correct, estimate, score, sharding, update
-from jppo.learner.selection import Select, Selection, make_select
+from jppo.learner import batch, estimate, score, sharding, update
+from jppo.learner.policy_losses import Select, Selection, make_select
 from jppo.models import placing, router
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
@@ -44,7 +44,7 @@ class Recipe:
     kl_loss_type: str | None  # of the KL in the loss; None: no such KL
     kl_loss_coef: float
     bypass: bool  # the engine's log-probs are the old ones
-    correction: correct.Correction | None  # with `bypass`: by the current policy, in its loss
+    correction: estimate.Correction | None  # with `bypass`: by the current policy, in its loss
     selection: Selection | None = None  # of tokens that the policy loss treats apart
     kl_loss_max_clamp: float | None = None  # of the KL in the loss
     kl_topk: tuple[tuple[str, Any], ...] = ()  # keyword arguments of `kl.forward_kl_topk`
@@ -61,7 +61,7 @@ class Recipe:
     @property
     def compares(self) -> bool:
         """Whether a prompt's samples are compared with each other."""
-        return self.estimator.sequences is not None
+        return self.estimator.compares
 
     def in_reward(self, policy: Weights) -> Weights | None:
         """Returns the policy for the reference pass of an exact KL in the reward, else None."""
@@ -99,27 +99,42 @@ def make_passes(
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
 
-    def logprob(model: Model, with_entropy: bool, **how: Any) -> score.LogProb:
-        return score.make_logprob(model[0], model[1], with_entropy=with_entropy, **heads, **how)
-
     def compiled(fn: Callable[..., Any] | None, **how: Any) -> Any:
         return None if fn is None else jax.jit(fn, compiler_options=options, **how)
 
-    def exact(kind: str | None, **how: Any) -> score.Exact | None:
-        if kind is None or kind not in kl.EXACT or models.reference is None:
-            return None
-        return score.make_exact(_divergence(r, kind), models.policy, models.reference, **heads, **how)
-
     reference = None
     if models.reference is not None:
-        by_token = logprob(models.reference, False)
-        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact(r.kl_penalty))
+        by_token = score.make_logprob(*models.reference, with_entropy=False, **heads)
+        exact = _exact(models, r, r.kl_penalty, **heads)
+        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact)
+    value = critic = None
+    if models.critic is not None:
+        value, loss = make_critic(models.critic, r)
+        critic = update.make_accumulate(loss, mesh=mesh, options=options)
+    whole = None if mesh is None else sharding.replicated(mesh)
+    balanced = _routed(models.policy) and r.router_aux_loss_coef
+    how = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
+    old_logprob = compiled(score.make_logprob(*models.policy, with_entropy=r.entropy_metric, **how))
+    return Passes(
+        logprob=old_logprob,
+        select=None if r.selection is None else make_select(r.selection, old_logprob),
+        reference=compiled(reference),
+        value=compiled(value),
+        advantages=jax.jit(_advantages(r), out_shardings=whole),
+        actor=update.make_accumulate(make_actor_loss(models, r, **heads), mesh=mesh, options=options),
+        critic=critic,
+        router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
+    )
+
+
+def make_actor_loss(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
+    """Makes the actor's loss of a recipe; `heads` are arguments of `score.make_logprob`, `by_token` is of `update`."""
     # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
-    routed = models.policy[1] is not None and models.policy[1].experts is not None
-    in_update = logprob(models.policy, with_entropy, compare=r.bypass, routed=routed)
-    actor = update.make_actor_loss(
-        score.make_logprob_kl(r.kl_loss_type, in_update, exact(r.kl_loss_type, compare=r.bypass, routed=routed)),
+    how = dict[str, Any](compare=r.bypass, routed=_routed(models.policy), **heads)
+    logprob = score.make_logprob(*models.policy, with_entropy=with_entropy, **how)
+    return update.make_actor_loss(
+        score.make_logprob_kl(r.kl_loss_type, logprob, _exact(models, r, r.kl_loss_type, **how)),
         r.policy_loss,
         r.weigh,
         entropy_coeff=r.entropy_coeff,
@@ -129,25 +144,21 @@ def make_passes(
         positive_lm_coef=r.positive_lm_coef,
         router_aux_loss_coef=r.router_aux_loss_coef,
         router_z_loss_coef=r.router_z_loss_coef,
-        current=correct.make_current(r.correction) if r.bypass and r.correction is not None else None,
+        current=estimate.make_current(r.correction) if r.bypass and r.correction is not None else None,
+        by_token=by_token,
     )
-    value = critic = None
-    if models.critic is not None:
-        value, loss = _critic(models.critic, r)
-        critic = update.make_accumulate(loss, mesh=mesh, options=options)
-    whole = None if mesh is None else sharding.replicated(mesh)
-    balanced = routed and r.router_aux_loss_coef
-    old_logprob = compiled(logprob(models.policy, r.entropy_metric, compare=True, squared=r.estimator.energy))
-    return Passes(
-        logprob=old_logprob,
-        select=None if r.selection is None else make_select(r.selection, old_logprob),
-        reference=compiled(reference),
-        value=compiled(value),
-        advantages=jax.jit(_advantages(r), out_shardings=whole),
-        actor=update.make_accumulate(actor, mesh=mesh, options=options),
-        critic=critic,
-        router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
-    )
+
+
+def _routed(model: Model) -> bool:
+    """Whether the model has experts."""
+    return model[1] is not None and model[1].experts is not None
+
+
+def _exact(models: Models, r: Recipe, kind: str | None, **how: Any) -> score.Exact | None:
+    """Makes the pass of an exact KL; None for another kind, or without a reference."""
+    if kind is None or kind not in kl.EXACT or models.reference is None:
+        return None
+    return score.make_exact(_divergence(r, kind), models.policy, models.reference, **how)
 
 
 def _divergence(r: Recipe, kind: str) -> Callable[..., jax.Array]:
@@ -155,7 +166,7 @@ def _divergence(r: Recipe, kind: str) -> Callable[..., jax.Array]:
     return functools.partial(kl.forward_kl_topk, **dict(r.kl_topk)) if kind == "forward_kl_topk" else kl.EXACT[kind]
 
 
-def _critic(model: Model, r: Recipe) -> tuple[score.Value, Any]:
+def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
     """Returns the values and the loss of a critic."""
     output, clip = score.make_value(model[0]), r.cliprange_value
     loss = update.make_critic_loss(output, r.weigh_value, cliprange_value=clip, value_range=r.value_range)
@@ -182,6 +193,12 @@ class ModelUpdate:
     spare: tuple[Any, Any] = ((), ())  # padding rows of the learned parameters and of the optimizer state
     load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
     select: Select | None = None  # of the policy loss
+    apply_given: jax.stages.Wrapped | None = None  # `apply` with Hyperparameters in place of the step
+
+    @property
+    def drops(self) -> bool:
+        """Whether the adapters have dropout."""
+        return self.base is not None and self.base.dropout > 0
 
     def model(self, learned: Params) -> Weights:
         """Returns the whole model."""
@@ -287,8 +304,8 @@ def descend(
 ) -> tuple[Params, Any, dict[str, float]]:  # fmt: skip
     """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
 
-    `key` is for the draws of a policy loss that selects tokens. Offloaded arrays are moved to the devices: the models
-    for the whole update, the optimizer state for its steps.
+    `key` is for dropout and for the draws of a policy loss that selects tokens. Offloaded arrays are moved to the
+    devices: the models for the whole update, the optimizer state for its steps.
     """
     before, history = params, []
     base, further = placing.to_device((how.base, further))
@@ -296,20 +313,43 @@ def descend(
     for number, mini in enumerate(minis):
         if how.select is not None:
             mini = how.select(join(params, base), mini, key, step, number)
-        counts = how.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
-        carry, sums = how.zeros(), list[Any]()
-        for micro in mini.micros:
-            rows = placing.put(micro, mini.place)
-            carry, part = how.accumulate(params, base, carry, rows, counts, *further)
-            jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
-            sums.append(part)
-        carry = carry if how.exchange is None else how.exchange(carry)
-        params, stepped, stats = how.apply(params, placing.take(opt), carry, step, np.bool_(mini.learns))
-        opt = placing.put_back(stepped, opt)
-        history.append((sums, jax.block_until_ready(stats)))
-        del carry, stepped  # frees them before the next ones exist
+        if how.drops:
+            mini = batch.with_dropout(mini, key, step, number)
+        carry, sums = forward_backward(how, params, base, how.zeros(), mini, *further)
+        params, opt, stats = optim_step(how, params, opt, carry, step, learns=mini.learns)
+        history.append((sums, stats))
+        del carry  # frees it before the next one exists
     params = jax.block_until_ready(placing.put_back(params, before))
     return params, opt, update_metrics(jax.device_get(history), how.name)
+
+
+def forward_backward(
+    how: ModelUpdate, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
+) -> tuple[update.Carry, list[dict[str, Any]]]:
+    """Adds the gradient of a mini-batch to the carry, which is donated; returns also the sums of each micro-batch.
+
+    `params`, `base` and `further` are on the devices.
+    """
+    counts = how.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
+    sums = list[dict[str, Any]]()
+    for micro in mini.micros:
+        rows = placing.put(micro, mini.place)
+        carry, part = how.accumulate(params, base, carry, rows, counts, *further)
+        jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
+        sums.append(part)
+    return carry, sums
+
+
+def optim_step(
+    how: ModelUpdate, params: Params, opt: Any, carry: update.Carry, step: Any, *, learns: bool
+) -> tuple[Params, Any, dict[str, Any]]:
+    """Takes an optimizer step with the accumulated gradient; donates parameters on the devices and optimizer state.
+
+    Returns the parameters on the devices, the state where it was, and the statistics of the step.
+    """
+    carry = carry if how.exchange is None else how.exchange(carry)
+    params, stepped, stats = how.apply(params, placing.take(opt), carry, step, np.bool_(learns))
+    return params, placing.put_back(stepped, opt), jax.block_until_ready(stats)
 
 
 def update_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: str) -> dict[str, float]:

@@ -1,4 +1,8 @@
-"""Passes over rows: log-probs, values, the reference and its KL. Policy and critic passes are differentiable."""
+"""Passes over rows: log-probs, values, the reference and its KL. Policy and critic passes are differentiable.
+
+If the rows have the kept tokens of truncated sampling, every distribution, the reference's too, is renormalised over
+them.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -51,7 +55,7 @@ def _state(
     If `routed`, it also returns the routers' sums over the mask; with `compare`, the share of the rows' experts that
     the routers would not choose.
     """
-    variables, left = lora.variables(params), RouterOutputs()
+    variables, left = lora.variables(params, rows.dropout), RouterOutputs()
     compare = compare and rows.experts is not None
     wanted = [name for name, asked in ((router.SUMS, routed), (router.CHOICES, compare)) if asked]
     counted = jnp.asarray(rows.mask) if routed else None
@@ -110,6 +114,7 @@ def make_logprob(
             chunk_tokens=chunk_tokens,
             with_entropy=with_entropy,
             mask=jnp.asarray(rows.mask),
+            kept=rows.kept,
             mesh=mesh,
             more=[heads.sum_pi_squared_of] * squared,
         )
@@ -145,7 +150,7 @@ def make_exact(
     routed: bool = False,
     mesh: Mesh | None = None,
 ) -> Exact:
-    """Makes one pass of both models with a divergence over the whole vocabulary, one of `kl.EXACT`, in token chunks."""
+    """Makes one pass of both models with a divergence over all tokens, one of `kl.EXACT`, in token chunks."""
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Scores, Array]:
         def body(
@@ -159,10 +164,9 @@ def make_exact(
 
         own, left = _state(policy, params, rows, compare=compare, routed=routed)
         states = [own, _state(reference, jax.lax.stop_gradient(ref_params), _alone(rows))[0]]
-        targets, mask = jnp.asarray(rows.targets), jnp.asarray(rows.mask)
-        logprobs, entropy, ref_logprob, penalty = heads.by_logits(
-            body, states, targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh
-        )
+        how = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
+        how |= dict(mask=jnp.asarray(rows.mask), kept=rows.kept)
+        logprobs, entropy, ref_logprob, penalty = heads.by_logits(body, states, jnp.asarray(rows.targets), **how)
         return Scores(logprobs, entropy, penalty, **left._asdict()), ref_logprob
 
     return exact

@@ -1,4 +1,4 @@
-"""The train state, initialised in its shards: everything that training changes."""
+"""The train state, initialised in its shards: everything that training changes, with the step's number and shuffles."""
 
 import dataclasses
 import functools
@@ -8,18 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
-from jppo.models import hf, lora, params, placing
+from jppo.learner.ppo import Recipe
+from jppo.models import hf, lora, params, placing, quantized
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
-from jppo.types import Params, TrainState
+from jppo.types import Array, Params, TrainState
 
 Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
 
@@ -37,19 +39,27 @@ class Weights:
     matrices: Params  # MuonDimensionNumbers of the layers' matrices; None: other parameters
 
 
-def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any) -> Weights:
-    """Returns shapes and shardings of a model with this head, from the table of parameters."""
+def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None) -> Weights:
+    """Returns shapes and shardings of a model with this head, from the table of parameters; of the base of adapters."""
     entries = params.table(cfg, head=head)
-    return _weights(cfg, mesh, entries, head=head, dtype=param_dtype)
+    return _weights(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
 
 
 def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> Weights:
     """Returns shapes and shardings of the adapters of such a model, and of a critic's score; in f32."""
-    return _weights(cfg, mesh, lora.table(cfg, how, head=head), head=head, dtype=jnp.float32)
+    return _weights(cfg, mesh, lora.adapter_table(cfg, how, head=head), head=head, dtype=jnp.float32)
 
 
-def _weights(cfg: ModelConfig, mesh: Mesh, entries: tuple[params.Entry, ...], *, head: Head, dtype: Any) -> Weights:
-    shapes = params.tree(entries, lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype)))
+def _weights(
+    cfg: ModelConfig,
+    mesh: Mesh,
+    entries: tuple[params.Entry, ...],
+    *,
+    head: Head,
+    dtype: Any,
+    method: str = "none",
+) -> Weights:
+    shapes = params.tree(entries, lambda entry: quantized.stored(entry, dtype, method))
     places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
     matrices = params.tree(entries, lambda entry: entry.matrix and MuonDimensionNumbers(*entry.matrix))
     spare, still = (params.tree(entries, operator.attrgetter(name)) for name in ("padding", "still"))
@@ -71,18 +81,23 @@ def _placed(shapes: Any, places: Any) -> Any:
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
 
 
+def _dtype(what: Weights) -> Any:
+    """Returns the dtype of a model's parameters; codes of quantised ones have another."""
+    return what.shapes["embed"]["embedding"].dtype
+
+
 def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
-    dtype = jax.tree.leaves(what.shapes)[0].dtype
+    dtype = _dtype(what)
     if init == "random":
         draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
-        return jax.jit(draw, out_shardings=what.shardings)(key)
+        return jax.jit(lambda key: quantized.like(what.shapes, draw(key)), out_shardings=what.shardings)(key)
     return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, shardings=what.shardings, key=key)
 
 
 def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
     """Makes a critic on a policy's own trunk: the same arrays, and a new score."""
-    dtype = jax.tree.leaves(what.shapes)[0].dtype
+    dtype = _dtype(what)
     score = init_head(what.cfg, key, head="value", param_dtype=dtype)["score"]
     rest = {name: part for name, part in trunk.items() if name in what.shapes}
     return rest | {"score": placing.put(score, what.shardings["score"])}
@@ -103,8 +118,8 @@ def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array, path: str
     scores = {"score": values["score"]} if what.head == "value" else {}
     base = {name: part for name, part in values.items() if name not in scores}
     if path:
-        return hf.load_adapters(path, what.cfg, how, shardings=what.shardings), Base(base, how.scale)
-    return jax.jit(learned, out_shardings=what.shardings)(scores), Base(base, how.scale)
+        return hf.load_adapters(path, what.cfg, how, shardings=what.shardings), Base(base, how.scale, how.dropout)
+    return jax.jit(learned, out_shardings=what.shardings)(scores), Base(base, how.scale, how.dropout)
 
 
 def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
@@ -143,7 +158,7 @@ def placed(now: TrainState, spare: Spare, like: TrainState) -> TrainState:
     return dataclasses.replace(now, **fields)
 
 
-def begin(
+def begin_state(
     policy: Params | None,
     policy_opt: Any,
     value: Params | None,
@@ -168,3 +183,48 @@ def begin(
         key=placing.put(jax.random.key(seed), whole),
         value_norm=placing.put(jnp.zeros(3, jnp.float32), whole) if value_norm else None,
     )
+
+
+def next_step(
+    recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: bool, value_norm: Any = None
+) -> TrainState:
+    """Returns the state after a step with KL `kl` in the reward and new statistics of returns.
+
+    `bad`: an update was skipped, and its statistics may be non-finite.
+
+    A step without a token to learn from (`learned` is False) changes only its number.
+    """
+    step = scalar(int(now.step) + 1, now.step)
+    if not learned:
+        return dataclasses.replace(now, step=step)
+    kl_coef = now.kl_coef
+    if recipe.adapt_kl is not None and not bad:  # a non-finite KL would stay in the coefficient
+        kl_coef = scalar(recipe.adapt_kl(now.kl_coef, np.asarray(kl, np.float32)), now.kl_coef)
+    bad_steps = scalar((int(now.bad_steps) + 1) * bad, now.bad_steps)
+    if now.value_norm is not None and not bad:
+        now = dataclasses.replace(now, value_norm=scalar(value_norm, now.value_norm))
+    return dataclasses.replace(now, step=step, kl_coef=kl_coef, bad_steps=bad_steps)
+
+
+def scalar(x: Any, like: Array) -> Any:
+    """Puts a host number or array in another array's dtype on its devices, without compiling."""
+    assert isinstance(like, jax.Array)
+    return placing.put(np.asarray(x, like.dtype), like.sharding)
+
+
+def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool, most: int = 0) -> np.ndarray:
+    """Returns the order of the step's trajectories in one epoch of a model's update.
+
+    `most` is the largest count of the run: one program orders so many, and each step takes its own of them.
+    """
+    if not shuffle:
+        return np.arange(count)
+    drawn = np.asarray(_shuffled(now.key, now.step, np.int32(model), np.int32(epoch), count=max(most, count)))
+    return drawn[drawn < count]
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _shuffled(key: Array, step: Array, model: Array, epoch: Array, *, count: int) -> jax.Array:
+    for number in (step, model, epoch):
+        key = jax.random.fold_in(key, number)
+    return jax.random.permutation(key, count)

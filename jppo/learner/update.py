@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jppo.algorithms import hl_gauss, losses
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
-from jppo.learner.optim import descend
+from jppo.learner.optim import Hyperparameters, descend
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.models.lora import Base, Weights, join
 from jppo.models.router import RouterSums, balance_loss, router_metrics, z_loss
@@ -25,6 +25,7 @@ from jppo.types import Array, Counts, Params, Rows, Scored
 
 GROUPS = "data"  # the mesh axis along which groups of devices hold the same parameters
 
+TOKENS = "logprob"  # the log-probs of a micro-batch, [R, T] f32, among the sums of a loss that returns them
 # (params, micro-batch, counts of the mini-batch, further arguments) -> loss, sums over the mini-batch's tokens
 Loss = Callable[..., tuple[Array, dict[str, Array]]]
 Weigh = Callable[..., Array]  # (mask, segment, tokens=, sequences=) -> the weight of each token in the loss
@@ -45,11 +46,13 @@ def make_actor_loss(
     router_aux_loss_coef: float = 0.0,
     router_z_loss_coef: float = 0.0,
     current: Callable[..., tuple[Array, Array | None]] | None = None,
+    by_token: bool = False,
 ) -> Loss:
     """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
 
     Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9),
-    and the losses of routers. `current` corrects bypass: it weights and rejects tokens of the policy loss.
+    and the losses of routers. `current` corrects bypass: it weights and rejects tokens of the policy loss. With
+    `by_token`, the sums have the tokens' log-probs.
     """
 
     def loss(
@@ -84,7 +87,7 @@ def make_actor_loss(
         if router is not None:
             of_router, found = _of_router(router, counts, router_aux_loss_coef, router_z_loss_coef)
             out, sums = out + of_router, sums | found
-        return out, sums | {"actor/loss": out}
+        return out, sums | {"actor/loss": out} | ({TOKENS: logprob} if by_token else {})
 
     return loss
 
@@ -176,7 +179,9 @@ def make_imitation_loss(logprob: LogProb) -> Loss:
 
 
 def combine_groups(name: str, each: Array) -> Array:
-    """Combines a metric of each group of devices: its sum, except of extremes (`_max`, `_min`)."""
+    """Combines a metric of each group of devices: its sum, except of extremes (`_max`, `_min`) and of `TOKENS`."""
+    if name == TOKENS:
+        return each.reshape(-1, *each.shape[2:])
     reduce = jnp.max if name.endswith("_max") else jnp.min if name.endswith("_min") else jnp.sum
     return reduce(each, axis=0)
 
@@ -261,24 +266,24 @@ def exchanged(grads: Params, params: Params, places: Params) -> Params:
 
 
 def make_apply(
-    tx: optax.GradientTransformation, schedule: Callable[[Array], Array], *, shardings: tuple[Any, Any]
+    tx: optax.GradientTransformation, schedule: Callable[[Any], Any], *, shardings: tuple[Any, Any]
 ) -> jax.stages.Wrapped:
     """(params, optimizer state, carry, step, learns) -> the next two, the gradient norm before clipping, the rate.
 
     A non-finite loss or gradient leaves both unchanged and counts as `skipped`. So does a mini-batch without a token to
     learn from (`learns` is False), counted as `empty`. AdamW would decay the weights and move them by momentum.
+    `schedule` returns the rate of a step, or all `Hyperparameters`.
     """
 
-    def apply(
-        params: Params, opt: Any, carry: Carry, step: Array, learns: Array
-    ) -> tuple[Params, Any, dict[str, Array]]:
+    def apply(params: Params, opt: Any, carry: Carry, step: Any, learns: Array) -> tuple[Params, Any, dict[str, Array]]:
         chex.assert_rank(step, 0)
         grads, loss = exchanged(carry[0], params, shardings[0]), carry[1]
         lr = schedule(step)
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(loss)
         params, opt = descend(tx, params, opt, grads, lr, good & learns)
-        return params, opt, {"grad_norm": norm, "lr": lr, "skipped": 1.0 - good, "empty": 1.0 - learns}
+        rate = lr.lr if isinstance(lr, Hyperparameters) else lr
+        return params, opt, {"grad_norm": norm, "lr": rate, "skipped": 1.0 - good, "empty": 1.0 - learns}
 
     # The gradients are not donated: the results in their place would be copied, not computed there.
     return jax.jit(apply, donate_argnums=(0, 1), out_shardings=(*shardings, None))

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh
 
-from jppo.learner.devices import find_peak
 from jppo.learner.model_configs import ModelConfigs
-from jppo.learner.plan import critic_epochs
+from jppo.learner.recipe import critic_epochs
+from jppo.learner.sharding import find_peak
 from jppo.models import cost
 from jppo.settings import Settings
 from jppo.types import Trajectory

@@ -43,7 +43,7 @@ def compile_all(
     how["parts"] = recipe.estimator.parts
     data = batch.flatten([], [], nobody, greedy, shape=shape, **how)
     done = part("programs compiled", len(plan.shapes) * (1 + len(descents)) + len(descents))
-    rows = [packing.empty_rows(of_rows, plan.experts) for of_rows in plan.shapes]
+    rows = [packing.empty_rows(of_rows, plan) for of_rows in plan.shapes]
     for one in rows:
         micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
         passes.logprob(placing.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
@@ -61,6 +61,7 @@ def compile_all(
         for descent, learned, _, further in descents:
             models = placing.to_device((learned, descent.base, further))
             taken = mini if descent.select is None else descent.select(join(*models[:2]), mini, now.key, now.step, 0)
+            taken = batch.with_dropout(taken, now.key, now.step, 0) if descent.drops else taken
             micro = placing.put(taken.micros[0], taken.place)
             whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
             jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))

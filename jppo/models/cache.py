@@ -8,8 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.models.config import ModelConfig
-from jppo.models.layer_groups import LayerModules
+from jppo.models.config import LayerModules, ModelConfig
 
 
 @jax.tree_util.register_dataclass

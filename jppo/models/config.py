@@ -1,11 +1,87 @@
-"""A model's shape and mathematics as one frozen dataclass: what the decoder and the parameter table read."""
+"""A model's shape and mathematics as one frozen dataclass: what the decoder and the parameter table read.
+
+Layers with the same parameters are a stack: stored stacked and scanned over.
+"""
 
 import dataclasses
-from typing import Literal
+import itertools
+from typing import Literal, NamedTuple
 
-from jppo.models import layer_groups
-from jppo.models.layer_groups import Group, Heads, Keys, LayerModules, Stack
 from jppo.models.rotary import Rotary
+
+Mixer = Literal["attention", "delta"]
+
+
+Keys = Literal["own", "kept", "shared"]
+
+
+class Heads(NamedTuple):
+    """The sizes of a layer's keys and values."""
+
+    num_kv_heads: int  # K
+    head_dim: int  # A
+
+
+class LayerModules(NamedTuple):
+    """The modules of a layer."""
+
+    sparse: bool  # it has experts
+    mixer: Mixer = "attention"
+    beside: bool = False  # it has an MLP, too
+    kind: int | None = None  # index of its kind, where kinds have heads of their own size
+    keys: Keys = "own"  # kept: later layers share its keys and values; shared: it takes a kept layer's
+    joined: bool = False  # keys and values are one projection
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has an MLP."""
+        return self.beside or not self.sparse
+
+    @property
+    def keyed(self) -> bool:
+        """Whether it has a projection to keys."""
+        return self.keys != "shared"
+
+    @property
+    def valued(self) -> bool:
+        """Whether it has a projection to values."""
+        return self.keyed and not self.joined
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Layers `first`, `first + step`, ... with the same parameters."""
+
+    path: tuple[str, ...]  # of its parameters
+    first: int
+    step: int
+    count: int
+    modules: LayerModules
+
+    @property
+    def layers(self) -> slice:
+        """Returns the layers' indices."""
+        return slice(self.first, self.first + self.step * self.count, self.step)
+
+
+Group = tuple[Stack, ...]  # stacks of one scan, whose layers take turns
+
+
+def layer_groups(layer_modules: tuple[LayerModules, ...]) -> tuple[Group, ...]:
+    """Returns the scans of a model: one over the periods of a repeated pattern, else one for each run of equal layers.
+
+    The parameters are in `layers` if all layers are alike, in `layers/0`, `layers/1`, ... by their place in the period,
+    or in `layers0`, `layers1`, ... by run.
+    """
+    L = len(layer_modules)
+    period = next(n for n in range(1, L + 1) if L % n == 0 and layer_modules == layer_modules[:n] * (L // n))
+    if period == 1:
+        return ((Stack(("layers",), 0, 1, L, layer_modules[0]),),)
+    if period < L:
+        return (tuple(Stack(("layers", str(i)), i, period, L // period, layer_modules[i]) for i in range(period)),)
+    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(layer_modules), key=lambda pair: pair[1])]
+    return tuple((Stack((f"layers{n}",), run[0], 1, len(run), layer_modules[run[0]]),) for n, run in enumerate(runs))
+
 
 Scoring = Literal["softmax", "sigmoid"]
 DeltaLayout = Literal["split", "joined"]  # a projection each for q k v, z, b and a; or one for q k v z and one for b a
@@ -207,6 +283,7 @@ class ModelConfig:
     padded_vocab_size: int  # rows of the embedding: V, or more so that a mesh divides them; the rest is padding
     experts: Experts | None  # None: every layer has an MLP
     quantization: str | None  # quant_method of the checkpoint, whose tensors are read as bfloat16
+    multimodal: bool = False  # the checkpoint has other parts, too, which are not trained
     latent: Latent | None = None  # None: keys and values are computed from the hidden state
     further_layers: int = 0  # multi-token prediction layers of the checkpoint, which are not read
     gated: bool = False  # the outputs of attention are multiplied by a gate before their projection
@@ -230,7 +307,7 @@ class ModelConfig:
     @property
     def groups(self) -> tuple[Group, ...]:
         """Returns the scans over the layers."""
-        return layer_groups.layer_groups(self.layer_modules)
+        return layer_groups(self.layer_modules)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -259,6 +336,12 @@ class ModelConfig:
     def delta_kind(self) -> tuple[str, bool] | None:
         """Returns the family of gated delta nets, and whether their projections are one."""
         return None if self.delta is None else (self.family, self.delta.joined)
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Returns the sizes of attention heads; none if attention is latent."""
+        sizes = {self.heads_of(modules).head_dim for modules in self.layer_modules}
+        return () if self.latent is not None else tuple(sorted(sizes))
 
     @property
     def latent_sizes(self) -> tuple[int, int] | None:

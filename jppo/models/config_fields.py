@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jppo.models.config import DeepSeekVersion, ExpertNames, Experts, Gemma4, Routing
+from jppo.models.config import DeepSeekVersion, ExpertNames, Experts, Gemma4, Heads, Routing
 from jppo.models.families import VERSION_2, VERSION_3, Family
-from jppo.models.layer_groups import Heads
 from jppo.models.rotary import Rotary, Yarn
 from jppo.settings import UserError
 

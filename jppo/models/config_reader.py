@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jppo.models import config_fields, families
-from jppo.models.config import AttentionKind, Delta, DeltaLayout, Latent, ModelConfig
+from jppo.models.config import AttentionKind, Delta, DeltaLayout, Heads, Latent, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.families import FAMILIES, Family
-from jppo.models.layer_groups import Heads
 from jppo.models.rotary import STILL, Rotary
 from jppo.settings import UserError
 
@@ -31,6 +30,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "router_jitter_noise": (None, 0.0),
 }
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# Models that read pictures too, whose text model is trained; their files' names for it begin with one of PREFIXES.
+MULTIMODAL = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
+PREFIXES = ("model.language_model.", "language_model.model.")
+_SHARED = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "quantization_config")  # fields of the whole
+_LEFT_OUT = {  # fields that published files leave out, as transformers fills them in
+    "gemma3_text": dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256),
+}
 _RELATIVES = {  # models that users try, and their errors
     "gemma3": "it reads pictures too; its text model alone is gemma3_text",
     "qwen3_5": "it reads pictures too; its text model alone is qwen3_5_text",
@@ -44,12 +50,28 @@ _RELATIVES = {  # models that users try, and their errors
 }
 
 
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a model that reads pictures or sound too."""
+    return config.get("model_type") in MULTIMODAL and isinstance(config.get("text_config"), dict)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config of a multimodal model's text model; any other config as it is."""
+    if not is_multimodal(config):
+        return config
+    text: dict[str, Any] = config["text_config"]
+    shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
+    if text.get("use_bidirectional_attention") == "vision":  # among the tokens of a picture
+        shared["use_bidirectional_attention"] = None
+    return _LEFT_OUT.get(str(text.get("model_type")), {}) | text | shared
+
+
 def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], longest: int | None = None) -> ModelConfig:
     """Reads the model from the parsed `config`; `path` is its file, for the errors.
 
     `longest` is the largest number of tokens of a row, which chooses the factors of `longrope`; None: short ones.
     """
-    fields = Fields(config, str(path))
+    fields = Fields(text_config(config), str(path))
     name, family = _family(fields)
     _refuse_unsupported(fields, family)
     hidden_size, num_heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
@@ -67,6 +89,7 @@ def parse_config(config: Mapping[str, Any], *, path: str | os.PathLike[str], lon
     vocab_size = fields.get("vocab_size", int)
     return ModelConfig(
         family=name,
+        multimodal=is_multimodal(config),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.get(_width_field(family), int),

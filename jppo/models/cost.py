@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 
 from jppo.models import lora
-from jppo.models.config import ModelConfig
-from jppo.models.layer_groups import LayerModules, Mixer
+from jppo.models.config import LayerModules, Mixer, ModelConfig
 from jppo.models.lora import Lora
 
 # Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
@@ -53,7 +52,7 @@ def price(cfg: ModelConfig, keys: float) -> float:
 
 def adapter_flop(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:
     """Returns FLOP of the adapters in a forward pass. Those of experts are merged, which is not counted."""
-    entries = lora.table(cfg, adapters, head="lm")
+    entries = lora.adapter_table(cfg, adapters, head="lm")
     return 2 * sum(lengths) * sum(math.prod(entry.shape) for entry in entries if "{expert}" not in entry.hf)
 
 
@@ -106,6 +105,6 @@ def _merged(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:
     """Returns FLOP of the experts' kernels with adapters in a forward pass."""
     if (e := cfg.experts) is None:
         return 0
-    halves = (entry for entry in lora.table(cfg, adapters, head="lm") if "{expert}" in entry.hf)
+    halves = (entry for entry in lora.adapter_table(cfg, adapters, head="lm") if "{expert}" in entry.hf)
     layers = sum(entry.shape[0] for entry in halves) // 2  # an adapter has two matrices
     return 2 * sum(lengths) * layers * cfg.hidden_size * e.active * e.width

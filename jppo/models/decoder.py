@@ -17,12 +17,10 @@ import jax.numpy as jnp
 from jppo.models import attention, embedding, experts, lora, product, router
 from jppo.models.attention import Attend, attend_cached, make_plain
 from jppo.models.cache import Cache, Held, LayerCache, dtype_of, extend
-from jppo.models.config import AttentionKind, Gemma4, ModelConfig
-from jppo.models.delta import DeltaNet
+from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
+from jppo.models.delta import DeltaNet, LatentAttention
 from jppo.models.embedding import Embed, Lookup, PerLayer, by_stack
 from jppo.models.experts import Mix, Mixture
-from jppo.models.latent import LatentAttention
-from jppo.models.layer_groups import Group, LayerModules, Stack
 from jppo.models.modules import ACTIVATIONS, MLP, Project, RMSNorm, scaled
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jppo.models.config import ModelConfig
-from jppo.models.layer_groups import Group
+from jppo.models.config import Group, ModelConfig
 from jppo.models.modules import Project, RMSNorm
 from jppo.models.sequence_parallel import HEADS, POSITIONS, columns, row_axes
 

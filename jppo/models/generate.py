@@ -21,7 +21,7 @@ from jppo.models.cache import Cache
 from jppo.models.config import ModelConfig
 from jppo.models.experts import Mix
 from jppo.models.lora import Weights
-from jppo.types import Params
+from jppo.types import OVERFLOW, Params
 
 WIDE = ("scale", "correction", "a_log", "dt_bias")  # parameters that are used in f32
 
@@ -40,11 +40,12 @@ class Slots:
     until: jax.Array  # [R] i32, the largest allowed position
     seed: jax.Array  # [R] u32
     experts: jax.Array | None = None  # [R, T - 1, L, active] i16, by which each token was read; None: not kept
+    kept: jax.Array | None = None  # [R, T, K] i32, as in Trajectory; None: not returned
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class SamplingRule:
     """The sampling parameters, from the fields of `Sampling`."""
 
     temperature: jax.Array  # [] f32
@@ -54,8 +55,11 @@ class Choice:
     ignore_eos: jax.Array  # [] bool
 
 
-def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False) -> Slots:
-    """Allocates free rows of `length` tokens each; `experts` keeps the experts of every token."""
+def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts: bool = False, kept: int = 0) -> Slots:
+    """Allocates free rows of `length` tokens each.
+
+    `experts` keeps the experts of every token, `kept` up to so many tokens of which each was sampled.
+    """
     counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
         cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
@@ -65,6 +69,7 @@ def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts
         until=counts,
         seed=counts.astype(jnp.uint32),
         experts=None if spec is None else jnp.zeros((rows, max(1, length - 1), cfg.num_layers, spec.active), jnp.int16),
+        kept=jnp.full((rows, length, min(kept, cfg.vocab_size)), -1, jnp.int32) if kept else None,
     )
 
 
@@ -121,14 +126,15 @@ def fill(
         until=jnp.where(new, until, slots.until),
         seed=jnp.where(new, seed, slots.seed),
         experts=read,
+        kept=slots.kept,
     )
 
 
-def advance(
+def next_tokens(
     model: Params,
     cfg: ModelConfig,
     slots: Slots,
-    choice: Choice,
+    choice: SamplingRule,
     enough: jax.Array,
     *,
     ends: tuple[int, ...],
@@ -160,11 +166,16 @@ def advance(
         if read is not None and chosen is not None:
             read = read.at[row, jnp.where(live, now.last, read.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
-        new, logp = sample(logits, now.seed, now.last + 1, choice, cut=cut)
+        logits = filter_logits(logits, choice, cut=cut)
+        new, logp = sample(logits, now.seed, now.last + 1, choice)
         last = jnp.where(live, now.last + 1, now.last)
         at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
         end = jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
         ended = live & end & ~choice.ignore_eos
+        kept = now.kept
+        if kept is not None:
+            ids = kept_of(logits, cfg.vocab_size, kept.shape[2]) if cut else -1
+            kept = kept.at[row, at].set(ids, mode="drop")
         return turn + 1, Slots(
             cache=held,
             tokens=now.tokens.at[row, at].set(new, mode="drop"),
@@ -173,34 +184,51 @@ def advance(
             until=jnp.where(ended, last, now.until),
             seed=now.seed,
             experts=read,
+            kept=kept,
         )
 
     return jax.lax.while_loop(going, take, (jnp.int32(0), slots))[1]
 
 
-def sample(
-    logits: jax.Array, seed: jax.Array, position: jax.Array, choice: Choice, *, cut: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Samples a token for each row of logits [R, V]; returns also its log-prob in the sampling distribution.
+def filter_logits(logits: jax.Array, choice: SamplingRule, *, cut: bool) -> jax.Array:
+    """Divides the logits [R, V] by the temperature; with `cut`, removes tokens by min_p, top_k and top_p.
 
-    The distribution is softmax(logits / temperature), renormalised after min_p, top_k and top_p. Temperature 0 takes
-    the likeliest token with its log-prob under softmax(logits), as in vLLM.
+    At temperature 0 they are unchanged.
     """
-    chex.assert_rank([logits, seed, position], [2, 1, 1])
     greedy = choice.temperature == 0.0
     logits = logits / jnp.where(greedy, 1.0, choice.temperature)
-    if cut:
-        logits = jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p, choice.min_p))
+    return jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p, choice.min_p)) if cut else logits
+
+
+def sample(
+    logits: jax.Array, seed: jax.Array, position: jax.Array, choice: SamplingRule
+) -> tuple[jax.Array, jax.Array]:
+    """Samples a token for each row of filtered logits [R, V]; returns also its log-prob in softmax(logits).
+
+    Temperature 0 takes the likeliest token, as in vLLM.
+    """
+    chex.assert_rank([logits, seed, position], [2, 1, 1])
 
     def draw(seed: jax.Array, position: jax.Array, logits: jax.Array) -> jax.Array:
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), logits)
 
     token = jax.lax.cond(
-        greedy,
+        choice.temperature == 0.0,
         lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
         lambda: jax.vmap(draw)(seed, position, logits).astype(jnp.int32),
     )
     return token, heads.logprob_of(logits, token)
+
+
+def kept_of(logits: jax.Array, vocab_size: int, most: int) -> jax.Array:
+    """Returns the tokens that are left in filtered logits [R, V], as in `Trajectory.kept`: [R, most] i32."""
+    removed = heads.NO_TOKEN / 1e3  # at any temperature
+    count = jnp.sum(logits > removed, axis=-1, keepdims=True)
+    values, ids = jax.lax.top_k(logits, most)
+    ids = jnp.where(values > removed, ids, -1)
+    too_many = jnp.where(jnp.arange(most) == 0, OVERFLOW, -1)
+    ids = jnp.where(count > most, too_many, ids)
+    return jnp.where(count == vocab_size, -1, ids).astype(jnp.int32)
 
 
 def likeliest(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:

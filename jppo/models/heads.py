@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jppo.models.config import ModelConfig
 from jppo.models.product import einsum, product
 from jppo.models.sequence_parallel import HEADS, POSITIONS, columns, gathered, in_groups, row_axes, summed
+from jppo.types import Array
 
 # The logit of padding: its probability is 0, and its share of the entropy too.
 NO_TOKEN = -1e30
@@ -36,6 +37,18 @@ class Vocabulary:
         """Returns the token of each logit."""
         here = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         return here if self.axis is None else here + jax.lax.axis_index(self.axis) * logits.shape[-1]
+
+    def masked(self, logits: jax.Array, kept: jax.Array) -> jax.Array:
+        """Removes the tokens outside of `kept` [C, K] from the logits [C, V], as truncated sampling does.
+
+        Ids are padded with negative ones. A row whose first id is negative keeps the whole vocabulary.
+        """
+        V = logits.shape[-1]
+        here = kept if self.axis is None else kept - jax.lax.axis_index(self.axis) * V
+        at = jnp.where((kept >= 0) & (here >= 0), here, V)  # those elsewhere are dropped
+        row = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 0)
+        keep = jnp.zeros(logits.shape, bool).at[row, at].set(True, mode="drop") | (kept[:, :1] < 0)
+        return jnp.where(keep, logits, NO_TOKEN)
 
     def total(self, x: jax.Array) -> jax.Array:
         """Sums over tokens."""
@@ -98,12 +111,14 @@ def logprob_entropy(
     chunk_tokens: int,
     with_entropy: bool,
     mask: jax.Array | None = None,
+    kept: Array | None = None,
     mesh: Mesh | None = None,
     more: Sequence[Callable[[jax.Array, Vocabulary], jax.Array]] = (),
 ) -> tuple[jax.Array, ...]:
     """Computes log p(target) and H(p) with p = softmax(logits / temperature): two of [R, T] f32, 0 outside the mask.
 
     targets is [R, T]. Without entropy the second is 0. `more` are further functions of the logits and their results.
+    `kept` is as in `by_logits`.
     """
 
     def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, ...]:
@@ -111,7 +126,8 @@ def logprob_entropy(
         entropy = entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
         return logp, entropy, *(each(logits, vocabulary) for each in more)
 
-    return by_logits(body, [state], targets, temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, mesh=mesh)
+    how = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, kept=kept, mesh=mesh)
+    return by_logits(body, [state], targets, **how)
 
 
 def by_logits(
@@ -122,6 +138,7 @@ def by_logits(
     temperature: float,
     chunk_tokens: int,
     mask: jax.Array | None = None,
+    kept: Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs `body(vocabulary, targets, *logits)` on the logits of each state at the temperature; arrays [R, T] f32.
@@ -129,7 +146,8 @@ def by_logits(
     The body sees [C] targets and [C, V] f32 logits, C at most `chunk_tokens`, also in the backward pass. Outside the
     mask its outputs are 0. Each device of the mesh processes its own tokens of the mask. It gathers the kernel's
     columns, in the states' dtype, once for each direction. It sums the kernel's gradient over its chunks in f32 before
-    devices exchange it. A sharded vocabulary stays sharded, and sums over it are exchanged.
+    devices exchange it. A sharded vocabulary stays sharded, and sums over it are exchanged. With `kept` [R, T, K], the
+    logits are of these tokens only, as in `Vocabulary.masked`.
     """
     hidden, kernels = (tuple(jnp.asarray(state[i]) for state in states) for i in (0, 1))
     models, targets = tuple(state[2] for state in states), jnp.asarray(targets)
@@ -139,7 +157,8 @@ def by_logits(
         raise ValueError(f"{temperature=} must be above 0 and {chunk_tokens=} at least 1")
     mask = jnp.ones(targets.shape, bool) if mask is None else mask
     plan = Chunking(functools.partial(_finished, body, models, temperature), chunk_tokens, mesh)
-    return tuple(chunked_outputs(plan, kernels, hidden, targets, mask))
+    tokens = (targets,) if kept is None else (targets, jnp.asarray(kept))
+    return tuple(chunked_outputs(plan, kernels, hidden, tokens, mask))
 
 
 def _finished(
@@ -147,12 +166,13 @@ def _finished(
     models: Sequence[ModelConfig],
     temperature: float,
     vocabulary: Vocabulary,
-    targets: jax.Array,
+    tokens: tuple[jax.Array, ...],
     *raw: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Runs the body on raw logits [C, V]."""
-    logits = (_logits(x, cfg, vocabulary) / temperature for x, cfg in zip(raw, models, strict=True))
-    return body(vocabulary, targets, *logits)
+    """Runs the body on raw logits [C, V]; `tokens` are the targets [C], and the kept tokens [C, K] if any are known."""
+    targets, *kept = tokens
+    logits = [_logits(x, cfg, vocabulary) / temperature for x, cfg in zip(raw, models, strict=True)]
+    return body(vocabulary, targets, *([vocabulary.masked(x, *kept) for x in logits] if kept else logits))
 
 
 def logprob_of(logits: jax.Array, targets: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
@@ -207,7 +227,8 @@ def values(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
 class Chunking:
     """How each device of a mesh computes the outputs of its own tokens."""
 
-    outputs: Callable[..., tuple[jax.Array, ...]]  # (vocabulary, targets [C], *raw logits [C, V]) -> arrays [C]
+    # (vocabulary, arrays of tokens [C, ...], *raw logits [C, V]) -> arrays [C]
+    outputs: Callable[..., tuple[jax.Array, ...]]
     chunk: int  # tokens
     mesh: Mesh | None
 
@@ -246,10 +267,10 @@ class Chunking:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked_outputs(
-    plan: Chunking, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array
+    plan: Chunking, kernels: Any, hidden: Any, tokens: tuple[jax.Array, ...], mask: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Computes the plan's outputs [R, T] of each token of the mask, 0 elsewhere, from a kernel and states per model."""
-    result: tuple[jax.Array, ...] = plan.on_mesh(_forward, kernels, False)(kernels, hidden, targets, mask)
+    result: tuple[jax.Array, ...] = plan.on_mesh(_forward, kernels, False)(kernels, hidden, tokens, mask)
     return result
 
 
@@ -265,15 +286,15 @@ chunked_outputs.defvjp(_outputs_forward, _outputs_backward)
 
 
 def _forward(
-    plan: Chunking, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, targets: jax.Array, mask: jax.Array
+    plan: Chunking, vocabulary: Vocabulary, columns: Any, kernels: Any, hidden: Any, tokens: Any, mask: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Computes the outputs of a device's tokens [R, T]."""
-    flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
+    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in given] for given in (hidden, tokens))
     whole, chunks = gathered(kernels, columns, flat[0].dtype), _Chunks.of(mask, plan.chunk)
 
     def of_chunk(index: jax.Array | None) -> tuple[jax.Array, ...]:
         raw = [_raw(chunks.take(x, index), kernel) for x, kernel in zip(flat, whole, strict=True)]
-        return plan.outputs(vocabulary, chunks.take(targets, index), *raw)
+        return plan.outputs(vocabulary, tuple(chunks.take(x, index) for x in tokens), *raw)
 
     def one(index: jax.Array | None, so_far: Any) -> Any:
         return jax.tree.map(lambda all_, new: chunks.put(all_, index, new), so_far, of_chunk(index))
@@ -290,12 +311,12 @@ def _backward(
     columns: Any,
     kernels: Any,
     hidden: Any,
-    targets: jax.Array,
+    tokens: Any,
     mask: jax.Array,
     given: Any,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Computes the gradients of the kernels and of a device's hidden states, with logits recomputed."""
-    flat, targets = [x.reshape(-1, x.shape[-1]) for x in hidden], targets.reshape(-1)
+    flat, tokens = ([x.reshape(mask.size, *x.shape[2:]) for x in given] for given in (hidden, tokens))
     given = jax.tree.map(lambda x: jnp.where(mask, x, 0).reshape(-1), given)
     dtype = flat[0].dtype
     whole, chunks = gathered(kernels, columns, dtype), _Chunks.of(mask, plan.chunk)
@@ -304,7 +325,8 @@ def _backward(
         sums, slopes = so_far
         states = [chunks.take(x, index) for x in flat]
         raw = [_raw(x, kernel) for x, kernel in zip(states, whole, strict=True)]
-        pull = jax.vjp(functools.partial(plan.outputs, vocabulary, chunks.take(targets, index)), *raw)[1]
+        here = tuple(chunks.take(x, index) for x in tokens)
+        pull = jax.vjp(functools.partial(plan.outputs, vocabulary, here), *raw)[1]
         pulled = [x.astype(dtype) for x in pull(jax.tree.map(lambda x: chunks.take(x, index), given))]
         by_kernel = [einsum("cv,cd->vd", g, x, s.dtype) for g, x, s in zip(pulled, states, sums, strict=True)]
         by_state = [einsum("cv,vd->cd", g, kernel, dtype) for g, kernel in zip(pulled, whole, strict=True)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.errors import expanded
-from jppo.models import config_reader, lora, params, placing, tensorfile
+from jppo.models import config_reader, lora, params, placing, quantized, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head
 from jppo.models.params import Entry, Head
@@ -34,9 +34,12 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _BUFFERS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias)$")  # stored by old versions of transformers
-_PREFIX = re.compile(r"^model\.language_model\.")  # in Qwen3.5's text models, saved from one that reads pictures
+_PREFIX = re.compile(r"^(model\.language_model|language_model\.model)\.")  # of a text model that is part of another
 
 
 def resolve_directory(path: str | os.PathLike[str], *, weights: bool, further: Sequence[str] = ()) -> pathlib.Path:
@@ -125,7 +128,7 @@ def load_adapters(
     path: str | os.PathLike[str], cfg: ModelConfig, spec: lora.Lora, *, shardings: Params | None
 ) -> Params:
     """Loads the adapters of a policy from peft's folder into their shards, in f32."""
-    slots, entries = adapter_slots(path, spec), lora.table(cfg, spec, head="lm")
+    slots, entries = adapter_slots(path, spec), lora.adapter_table(cfg, spec, head="lm")
     shapes = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
     wrong = sorted(set(shapes) ^ set(slots)) or [name for name in shapes if slots[name].shape != shapes[name]]
     if wrong:
@@ -170,10 +173,18 @@ def _find(
 
 def _renamed(cfg: ModelConfig, stored: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
     """Returns the tensors by the names of the table: text models may be saved with a prefix, experts in two tensors."""
-    if cfg.gated:
+    if cfg.multimodal:
+        stored = {name.removeprefix("language_model.") if name.endswith("lm_head.weight") else name: slot
+                  for name, slot in stored.items() if of_text(name)}  # fmt: skip
+    if cfg.gated or cfg.multimodal:
         stored = {_PREFIX.sub("model.", name): slot for name, slot in stored.items()}
     fused = cfg.experts is not None and cfg.experts.names.fused
     return stored if fused else tensorfile.split_experts(stored)
+
+
+def of_text(name: str) -> bool:
+    """Whether a tensor of a multimodal model is its text model's."""
+    return _PREFIX.match(name) is not None or name in ("lm_head.weight", "language_model.lm_head.weight")
 
 
 def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]) -> dict[str, tensorfile.Slot]:
@@ -217,16 +228,20 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> jax.Array:
-    """Reads one parameter, filled tensor by tensor in its shards."""
-    out: jax.Array = jax.jit(functools.partial(jnp.zeros, entry.shape, dtype), out_shardings=sharding)()
+def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
+    """Reads one parameter, filled tensor by tensor in its shards; quantised if its sharding is of codes and scales."""
+    places, method = sharding, "none"
+    if isinstance(sharding, quantized.Quantized):
+        sharding, method = sharding.codes, sharding.method
+    kept = quantized.stored(entry, dtype, method)
+    out: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept), out_shardings=places)()
     for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
         tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
         piece = tensor[(None,) * len(at)]
         out = _fill(out, placing.put(piece, _of_piece(sharding, piece.shape)), at)
-        out.block_until_ready()  # one tensor on the host at a time
+        jax.block_until_ready(out)  # one tensor on the host at a time
     return out
 
 
@@ -246,9 +261,13 @@ def _parts(sharding: Any, axes: str | tuple[str, ...]) -> int:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fill(out: jax.Array, piece: jax.Array, at: tuple[int, ...]) -> jax.Array:
+def _fill(out: Any, piece: jax.Array, at: tuple[int, ...]) -> Any:
     """Writes the piece into `out` from the indices `at` of its first axes on."""
-    return jax.lax.dynamic_update_slice(out, piece.astype(out.dtype), at + (0,) * (out.ndim - len(at)))
+
+    def write(out: jax.Array, piece: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(out, piece, at + (0,) * (out.ndim - len(at)))
+
+    return jax.tree.map(write, out, quantized.like(out, piece))
 
 
 def stored_tensors(path: str | os.PathLike[str], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

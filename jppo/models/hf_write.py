@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jppo.models import hf, lora, params, placing, tensorfile
+from jppo.models import config_reader, hf, lora, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.params import Entry, Head
 from jppo.types import Params
@@ -129,7 +130,7 @@ def classifier_changes(path: str | os.PathLike[str], *, pad_token_id: int | None
 
     transformers scores several texts at once only if it knows their padding token.
     """
-    config, _ = hf.read_config(path)
+    config = config_reader.text_config(hf.read_config(path)[0])
     # whose classifiers have longer names
     longer = {"gemma3_text": "Gemma3TextForCausalLM", "qwen3_5_text": "Qwen3_5TextForCausalLM"}
     named = longer.get(config["model_type"])
@@ -168,6 +169,11 @@ def _save(
 ) -> None:
     origin = hf.resolve_directory(source, weights=False)
     config, _ = hf.read_config(origin)
+    shapes = announced(params.table(cfg, head=head), kind)
+    if cfg.multimodal and head == "lm":
+        shapes, tensors = _with_the_rest(hf.resolve_directory(source, weights=True), shapes, tensors)
+    else:
+        config = dict(config_reader.text_config(config))
     with in_place_of(out) as tmp:
         stale = {"torch_dtype", "tie_word_embeddings", "quantization_config"}  # rewritten, or no longer true
         config = {k: v for k, v in config.items() if k not in stale}
@@ -178,14 +184,32 @@ def _save(
         for name in hf.COMPANIONS:
             if (origin / name).is_file():
                 shutil.copyfile(origin / name, tmp / name)
-        _write_shards(tmp, announced(params.table(cfg, head=head), kind), tensors, max_shard_bytes)
+        _write_shards(tmp, shapes, tensors, max_shard_bytes)
+
+
+def _with_the_rest(
+    origin: pathlib.Path, shapes: dict[str, jax.ShapeDtypeStruct], tensors: Iterator[tuple[str, np.ndarray]]
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[tuple[str, np.ndarray]]]:
+    """Gives a text model's tensors their names in the multimodal checkpoint at `origin`, and adds its other tensors."""
+    slots = tensorfile.slots(origin)
+    prefix = next(p for p in config_reader.PREFIXES if any(name.startswith(p) for name in slots))
+    head = "language_model.lm_head.weight" if prefix == "language_model.model." else "lm_head.weight"
+
+    def stored(name: str) -> str:
+        return head if name == "lm_head.weight" else prefix + name.removeprefix("model.")
+
+    rest = {name: slot for name, slot in slots.items() if not hf.of_text(name)}
+    whole = {stored(name): x for name, x in shapes.items()}
+    whole |= {name: jax.ShapeDtypeStruct(s.shape, tensorfile.read(s, name).dtype) for name, s in rest.items()}
+    copied = ((name, tensorfile.read(slot, name)) for name, slot in rest.items())
+    return whole, itertools.chain(((stored(name), array) for name, array in tensors), copied)
 
 
 def adapter_tensors(
     learned: Params, cfg: ModelConfig, spec: lora.Lora, *, head: Head = "lm"
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the learned weights of a model with adapters, under peft's names."""
-    for entry in lora.table(cfg, spec, head=head):
+    for entry in lora.adapter_table(cfg, spec, head=head):
         array = placing.to_device(params.get(learned, entry.path))
         for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
             yield name, placing.fetch(_export(array, None, at, entry=entry, dtype=np.dtype(array.dtype)))
@@ -211,7 +235,7 @@ def save_adapter(
             with in_place_of(pathlib.Path(out_dir)) as tmp:
                 settings = lora.peft_config(cfg, spec, head=head, base=base)
                 (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-                of_file = announced(lora.table(cfg, spec, head=head), np.float32)
+                of_file = announced(lora.adapter_table(cfg, spec, head=head), np.float32)
                 tensorfile.write(tmp / "adapter_model.safetensors", of_file, arrays)
     return pathlib.Path(out_dir)
 

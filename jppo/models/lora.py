@@ -7,18 +7,19 @@ the tree `{'lora': adapters}`, for a critic with its `score`; the rest is the fr
 import dataclasses
 import itertools
 import math
+import zlib
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jppo.models import params, placing
-from jppo.models.config import ModelConfig
-from jppo.models.layer_groups import Stack
+from jppo.models import params, placing, quantized
+from jppo.models.config import ModelConfig, Stack
 from jppo.models.params import Entry, Head
 from jppo.settings import UserError
-from jppo.types import Params
+from jppo.types import Array, Params
 
 COLLECTION = "lora"
 # The modules that can have an adapter: peft's name, and our path in a layer.
@@ -47,6 +48,8 @@ class Lora:
     rank: int
     alpha: float
     targets: tuple[str, ...]  # of TARGETS
+    dropout: float = 0.0  # probability that an update zeroes an element of an adapter's input
+    base: str = "none"  # how the frozen kernels are quantised, as model.base_quantization
 
     @property
     def scale(self) -> float:
@@ -61,6 +64,7 @@ class Base:
 
     params: Params
     scale: float = dataclasses.field(metadata=dict(static=True))  # the factor of B A
+    dropout: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # of the adapters' inputs
 
 
 @jax.tree_util.register_dataclass
@@ -80,15 +84,47 @@ def join(learned: Params, base: Base | None) -> Weights:
     return learned if base is None else Adapted(base, learned)
 
 
-def variables(model: Weights) -> dict[str, Params]:
-    """Returns the collections of the flax module: `params`, and any adapters, B times their scale."""
+def variables(model: Weights, seeds: Array | None = None) -> dict[str, Params]:
+    """Returns the collections of the flax module: `params`, and any adapters, B times their scale.
+
+    With `seeds` [R, T] of the tokens the adapters have dropout: seeds of every layer, and the rate.
+    """
     if not isinstance(model, Adapted):
         return {"params": model}
     learned = dict(model.learned)
     adapters = jax.tree_util.tree_map_with_path(
         lambda path, x: x * model.base.scale if path[-1].key == "b" else x, learned.pop(COLLECTION)
     )
+    if seeds is not None and model.base.dropout:
+        adapters = _with_dropout(adapters, jnp.asarray(seeds), model.base.dropout, "")
     return {"params": {**model.base.params, **learned}, COLLECTION: adapters}
+
+
+def _with_dropout(adapters: Params, seeds: jax.Array, rate: float, path: str) -> Params:
+    """Adds `dropout` to each adapter of layers: their seeds [L, R, T] and their rate [L]."""
+    if "a" not in adapters:
+        return {name: _with_dropout(part, seeds, rate, f"{path}/{name}") for name, part in adapters.items()}
+    layers = jnp.arange(adapters["a"].shape[0], dtype=jnp.uint32) + np.uint32(zlib.crc32(path.encode()))
+    own = scrambled(seeds[None] ^ scrambled(layers)[:, None, None])
+    return {**adapters, "dropout": {"seeds": own, "rate": jnp.full(layers.shape, rate, jnp.float32)}}
+
+
+def dropped(x: jax.Array, seeds: jax.Array, rate: jax.Array) -> jax.Array:
+    """Zeroes elements of x [R, T, ...] with probability `rate` and divides the others by 1 - rate.
+
+    The choice follows from a token's seed and the element's number alone, however rows are packed or sharded.
+    """
+    number = jnp.arange(math.prod(x.shape[2:]), dtype=jnp.uint32).reshape(1, 1, *x.shape[2:])
+    bits = scrambled(seeds.reshape(*seeds.shape, *(1,) * (x.ndim - 2)) ^ scrambled(number))
+    kept = bits >= (rate * 2.0**32).astype(jnp.uint32)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def scrambled(x: Any) -> Any:
+    """Hashes 32-bit numbers, the last step of MurmurHash3: any bit of x changes half of the result's."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def equations(equation: str) -> tuple[str, str]:
@@ -114,7 +150,7 @@ def parse_targets(text: str) -> tuple[str, ...]:
     return tuple(name for name in TARGETS if name in names)
 
 
-def table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
+def adapter_table(model: ModelConfig, lora: Lora, *, head: Head) -> tuple[Entry, ...]:
     """Lists every learned parameter, under peft's names."""
     kernels = {entry.path: entry for entry in params.table(model, head=head)}
     out = []
@@ -138,6 +174,12 @@ def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
         name: [p for stack in model.stacks for p in _adapted(model, stack, *path)] for name, path in TARGETS.items()
     }
     known = tuple(name for name, of_name in paths.items() if not there.isdisjoint(of_name))
+    routed = [n for n in lora.targets if any("experts" in p and "shared" not in p for p in paths[n] if p in there)]
+    if lora.dropout and routed:
+        raise UserError(
+            f"model.lora_dropout={lora.dropout}: adapters of routed experts ({', '.join(routed)}) have no dropout; set"
+            " it to 0, or name other modules by model.target_modules"
+        )
     if lora.targets == tuple(TARGETS):  # all-linear
         return known
     absent = [name for name in lora.targets if name not in known]
@@ -147,6 +189,18 @@ def targets_of(model: ModelConfig, lora: Lora) -> tuple[str, ...]:
             f" {', '.join(known)}"
         )
     return lora.targets
+
+
+def base_method(model: ModelConfig, lora: Lora | None) -> str:
+    """Returns how the kernels of a base are quantised; UserError for a model of which too few are."""
+    if lora is None or lora.base == "none":
+        return "none"
+    if model.experts is not None:
+        raise UserError(
+            f"model.base_quantization={lora.base!r}: routed experts, most of a {model.family} model, are not quantised;"
+            " set it to none, and spread the model by mesh.fsdp or mesh.expert"
+        )
+    return lora.base
 
 
 def _adapted(model: ModelConfig, stack: Stack, module: str, name: str) -> list[tuple[str, ...]]:
@@ -199,17 +253,17 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
         number += len(TARGETS) * (stack + stacks * ("shared" in entry.path))
         return jax.random.uniform(jax.random.fold_in(key, number), entry.shape, jnp.float32, -bound, bound)
 
-    return params.tree(table(model, lora, head="lm"), leaf)
+    return params.tree(adapter_table(model, lora, head="lm"), leaf)
 
 
 def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Returns the parameter of `entry` on its devices, and its adapter with B times its scale, or None."""
     if not isinstance(model, Adapted):
-        return placing.to_device(params.get(model, entry.path)), None
+        return quantized.decoded(placing.to_device(params.get(model, entry.path))), None
     known = model.learned if entry.path[0] in model.learned else model.base.params
     beside = placing.to_device(find(model.learned[COLLECTION], _module(entry.path)))
     scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
-    return placing.to_device(params.get(known, entry.path)), scaled
+    return quantized.decoded(placing.to_device(params.get(known, entry.path))), scaled
 
 
 def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:
@@ -229,14 +283,14 @@ def find(adapters: Any, path: tuple[str, ...]) -> Any:
 
 def peft_config(model: ModelConfig, lora: Lora, *, head: Head, base: str) -> dict[str, Any]:
     """Returns peft's adapter_config.json."""
-    names = [entry.hf.split(".")[-3] for entry in table(model, lora, head="lm")]  # the family's own
+    names = [entry.hf.split(".")[-3] for entry in adapter_table(model, lora, head="lm")]  # the family's own
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import lora, product
+from jppo.models import lora, product, quantized
 from jppo.models.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -50,7 +50,9 @@ class Project(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
+        kernel: Any = self.get_variable("params", "kernel")
+        if not isinstance(kernel, quantized.Quantized):
+            kernel = self.param("kernel", nn.initializers.normal(self.std), self.shape, self.param_dtype)
         y = product.product(self.equation, x, kernel)
         if self.bias is not None:
             y += self.param("bias", nn.initializers.zeros, self.bias, self.param_dtype)[None, None].astype(x.dtype)
@@ -58,6 +60,8 @@ class Project(nn.Module):
             down, up = lora.equations(self.equation)
             a: jax.Array = self.get_variable(lora.COLLECTION, "a")
             b: jax.Array = self.get_variable(lora.COLLECTION, "b")
+            if self.has_variable(lora.COLLECTION, "dropout"):
+                x = lora.dropped(x, **self.get_variable(lora.COLLECTION, "dropout"))
             y += product.product(up, product.product(down, x, a), b)
         return y
 

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models.config import Delta, Experts, Gemma4, ModelConfig
-from jppo.models.layer_groups import LayerModules, Stack
+from jppo.models.config import Delta, Experts, Gemma4, LayerModules, ModelConfig, Stack
 from jppo.types import Params
 
 Head = Literal["lm", "value", "trunk"]  # trunk: none
@@ -380,6 +379,6 @@ def get(params: Params, path: tuple[str, ...]) -> Any:
     return params
 
 
-def abstract(model: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
+def abstract_params(model: ModelConfig, *, head: Head, param_dtype: Any) -> dict[str, Any]:
     """Returns `params` as shapes and dtypes: nothing is allocated."""
     return tree(table(model, head=head), lambda entry: jax.ShapeDtypeStruct(entry.shape, entry.dtype(param_dtype)))

@@ -11,34 +11,38 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jppo.models.quantized import Quantized
+
 NAME = "product"  # under which remat policies save outputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+def _product(equation: str, x: jax.Array, kernel: jax.Array | Quantized, dtype: Any) -> jax.Array:
     return einsum(equation, x, kernel.astype(x.dtype), dtype)
 
 
-def product(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any = None) -> jax.Array:
+def product(equation: str, x: jax.Array, kernel: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
     """Multiplies x and the kernel, cast to x's dtype, by einsum; the result is in `dtype`, or x's if None.
 
     In the backward pass the cotangent is cast to x's dtype too; the kernel's gradient is summed in f32.
-    It has the kernel's dtype.
+    It has the kernel's dtype. A quantised kernel has none.
     """
     out: jax.Array = checkpoint_name(_product(equation, x, kernel, x.dtype if dtype is None else dtype), NAME)
     return out
 
 
-def _forward(equation: str, x: jax.Array, kernel: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+def _forward(equation: str, x: jax.Array, kernel: jax.Array | Quantized, dtype: Any) -> tuple[jax.Array, Any]:
     return _product(equation, x, kernel, dtype), (x, kernel)
 
 
-def _backward(equation: str, dtype: Any, held: Any, given: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(equation: str, dtype: Any, held: Any, given: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     x, kernel = held
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     given = given.astype(x.dtype)
     by_x = einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
+    if isinstance(kernel, Quantized):
+        return by_x, None
     return by_x, einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
 
 

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models.config import Experts, ModelConfig
-from jppo.models.layer_groups import Group
+from jppo.models.config import Experts, Group, ModelConfig
 from jppo.models.params import get
 from jppo.types import Array
 
@@ -128,7 +127,7 @@ def router_metrics(sums: RouterSums, tokens: Array) -> dict[str, Array]:
 def load_metrics(load: np.ndarray) -> dict[str, float]:
     """Returns the largest and smallest load [layers, E] of an expert, relative to an even one.
 
-    And the share of dropped tokens, which is 0 by construction (`dispatch.py`).
+    And the share of dropped tokens, which is 0 by construction (`experts.py`).
     """
     relative = load / np.maximum(np.mean(load, axis=1, keepdims=True), 1e-30)
     return {

@@ -15,8 +15,8 @@ from jppo.errors import expanded
 from jppo.learner import sharding
 from jppo.learner.make import Learner, compile_passes, make_learner, make_mesh
 from jppo.models.params import Head
-from jppo.preflight import machine, memory, memory_budget, models_and_data, preview, resources
-from jppo.preflight.described_machine import Request
+from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
+from jppo.preflight.described_machine import DryRun
 from jppo.preflight.finding import Check, Finding, examine
 from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
 from jppo.process import share_gpu
@@ -26,7 +26,7 @@ from jppo.run import agreement
 from jppo.run.inputs import Inputs, read_inputs, speaking
 from jppo.run.supervised import Task
 from jppo.settings import Common, Settings, Supervised
-from jppo.settings.rules_servers import publish_via
+from jppo.settings.rules_rollout import publish_via
 from jppo.types import TrainState
 
 T = TypeVar("T", bound=Task)
@@ -67,7 +67,7 @@ def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
         yield from examine(doctor_checks(c, stack, server=server), failed=failures(first))
 
 
-def dry_run(c: Settings, request: Request) -> str:
+def dry_run(c: Settings, request: DryRun) -> str:
     """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
         return preview.dry_run(c, request)
@@ -80,8 +80,8 @@ def dry_run(c: Settings, request: Request) -> str:
 
 def dry_run_of_one_model(
     c: C,
-    request: Request,
-    prepare: Callable[[C, Request], T],
+    request: DryRun,
+    prepare: Callable[[C, DryRun], T],
     estimate: Callable[[C, T], tuple[Estimate, int]],
     describe: Callable[[T, int], tuple[list[str], dict[str, int]]],
     *,
@@ -153,7 +153,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
     def publish_room() -> Iterator[Finding]:
         weights = memory.served(read.inputs.policy, published_dtype(c))
-        return resources.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
+        return machine.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
 
     def reward() -> Iterator[Finding]:
         if not ask and (c.reward.judge.api_type or c.reward.model.path):
@@ -167,14 +167,14 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
     by_file = served and publish_via(c.rollout) == "file"
     return [
         *folder_checks(c),
-        *([Check("server ports", lambda: resources.ports(c))] if served else []),
+        *([Check("server ports", lambda: machine.ports(c))] if served else []),
         Check("model files", lambda: models_and_data.models(c), limit_s=FETCH_S),
         Check("tokenizer", lambda: models_and_data.tokenizer(c), needs=("model files",)),
         Check("sampling", lambda: models_and_data.sampling(c)),
         Check("data", lambda: models_and_data.data(c, read.inputs), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", reward, needs=("data",), limit_s=READ_S),
         *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
-        Check("memory", lambda: resources.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
+        Check("memory", lambda: machine.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),
         *([Check("publish room", publish_room, needs=("data",))] if by_file else []),
         Check("disk", disk, needs=("data",)),
     ]
@@ -184,16 +184,16 @@ def folder_checks(c: Common) -> list[Check]:
     """Lists the checks of the clock and the run folder, for every training command."""
     run = expanded(c.trainer.run_dir)
     return [
-        Check("clock", lambda: resources.clock(time.time(), newest=resources.package_time())),
-        Check("run folder", lambda: resources.folder(c)),
-        Check("permission", lambda: resources.writable("permission", run)),
+        Check("clock", lambda: machine.clock(time.time(), newest=machine.package_time())),
+        Check("run folder", lambda: machine.check_folder(c)),
+        Check("permission", lambda: machine.writable("permission", run)),
     ]
 
 
 def room_on_disk(c: Common, checkpoint: int, export: int) -> Iterator[Finding]:
     """Compares the disk of the run folder with the bytes of a checkpoint and of the exported model."""
     run = expanded(c.trainer.run_dir)
-    return resources.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
+    return machine.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
 
 
 def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathlib.Path]:

@@ -27,7 +27,7 @@ SMALLEST = 2048  # tokens per device of the smallest micro-batch tried
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class DryRun:
     """The options of `--dry_run`."""
 
     machine: Machine | None = None  # None: this one
@@ -51,20 +51,20 @@ class Request:
                 raise UserError(f"--json={self.json}: cannot be written: {e.strerror}; name another file") from e
 
 
-def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) -> Request:
+def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) -> DryRun:
     """Reads the command line's request; for a described machine, reruns the command where its compiler is installed."""
-    name, rate = switches.get("machine", ""), switches.get("rollout_tokens_per_s", 0.0)
-    if (name or switches.get("json") or rate) and not switches.get("dry_run"):
-        flag = "machine" if name else "json" if switches.get("json") else "rollout_tokens_per_s"
+    name, rate = switches.get("machine"), switches.get("rollout_tokens_per_s", 0.0)
+    if (name is not None or switches.get("json") or rate) and not switches.get("dry_run"):
+        flag = "machine" if name is not None else "json" if switches.get("json") else "rollout_tokens_per_s"
         raise UserError(f"--{flag} belongs to --dry_run, which trains nothing; add --dry_run")
     if rate < 0 or (rate and not name):
         raise UserError(
             f"--rollout_tokens_per_s={rate:g} must be above 0 and is for a described machine; add --machine"
         )
-    machine = machines.parse_machine(name) if name else None
+    machine = None if name is None else machines.parse_machine(name)  # a script's empty variable is no machine
     if machine is not None and not compilers.present(machine):
         compilers.rerun(machine, command, argv)
-    return Request(machine, switches.get("json", ""), rate)
+    return DryRun(machine, switches.get("json", ""), rate)
 
 
 def devices_of(machine: Machine) -> list[Any]:

@@ -14,16 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jppo.learner import offloading, packing, ppo, sharding, state, update
+from jppo.learner import model_configs, packing, ppo, sharding, state, update
 from jppo.learner.make import Trained, make_apply, make_passes, shares_trunk
-from jppo.learner.plan import plan_of_run
-from jppo.learner.recipe import make_optimizer
+from jppo.learner.recipe import make_optimizer, plan_of_run
 from jppo.models import cost, hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
+from jppo.preflight.gpus import server_memory
 from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
-from jppo.preflight.shared_gpu import server_memory
 from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
@@ -51,7 +50,7 @@ def useful(
 
 def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
     """Does `load_trained` with shapes in place of arrays."""
-    all_of_it = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype)
+    all_of_it = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     values = state.abstract(all_of_it)
     if adapters is None:
         return Trained(all_of_it, values, None)
@@ -60,12 +59,12 @@ def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora
     return Trained(what, state.abstract(what), Base(stays, adapters.scale))
 
 
-def abstract_rows(shape: tuple[int, ...], mesh: Any, experts: tuple[int, int] | None = None) -> Rows:
-    """Makes abstract rows of that shape; `experts` as in `packing.Plan`."""
+def abstract_rows(shape: tuple[int, ...], mesh: Any, plan: packing.Plan | None = None) -> Rows:
+    """Makes abstract rows of that shape; `plan` as in `packing.empty_rows`."""
     place = sharding.rows_sharding(mesh)
     found: Rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        packing.empty_rows((shape[0], shape[1]), experts),
+        packing.empty_rows((shape[0], shape[1]), plan),
     )
     return found
 
@@ -126,11 +125,11 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
     reference, own_reference = _reference(c, inputs, mesh, policy)
     plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     shapes = largest(plan)
-    rows = [abstract_rows(shape, mesh, plan.experts) for shape in shapes]
+    rows = [abstract_rows(shape, mesh, plan) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
     own = dict(shared_trunk=shares_trunk(c, inputs), own_reference=own_reference)
-    coming = offloading.brought(c, recipe, size, **models, **own)
+    coming = model_configs.brought(c, recipe, size, **models, **own)
     moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
     if c.rollout.name == "inprocess":
         moments += own_engine(c, mesh, brought=coming.logprob)
@@ -153,7 +152,7 @@ def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimat
         parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
     if own_reference:
         parts["reference"] = size(reference)
-    host = {name: parts.pop(name) for name in offloading.offloaded_parts(c) if name in parts}
+    host = {name: parts.pop(name) for name in model_configs.offloaded_parts(c) if name in parts}
     # The rows of scoring, and two micro-batches of an update: one in use, one being transferred.
     parts["batch"] = (size(rows[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
     server = server_memory(c, inputs.policy, served(inputs.policy, c.rollout.dtype), mesh)
@@ -235,7 +234,7 @@ def _scoring(
     reference: Params | None,
     critic: Trained | None,
     rows: Sequence[Rows],
-    coming: offloading.Brought,
+    coming: model_configs.Brought,
 ) -> Iterator[ProgramMemory]:
     """Accounts for the passes without gradients."""
     actor = join(policy.learned, policy.base)

@@ -4,15 +4,14 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
-from jppo.learner import devices, sharding
+from jppo.learner import sharding
 from jppo.preflight import memory
-from jppo.preflight.gpus import gpus
+from jppo.preflight.gpus import CONTEXT, gpus
 from jppo.preflight.programs import Estimate
-from jppo.preflight.shared_gpu import CONTEXT
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs
 from jppo.settings import Settings
-from jppo.settings.rules_servers import publish_via
+from jppo.settings.rules_rollout import publish_via
 
 MIB = 2**20
 TIGHT = 0.9  # warning threshold, of the free memory
@@ -75,7 +74,7 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
 def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
     """Returns the rooms of devices and host; on a CPU they are one."""
     parts = device_parts(found)
-    device, taken, free = mesh.devices.flat[0], devices.resident(), host_room()
+    device, taken, free = mesh.devices.flat[0], sharding.resident(), host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     program = {"the trainer's program": taken} if taken is not None else {}
     room = None if free is None or taken is None else free + taken
@@ -84,9 +83,9 @@ def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list
         here = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [MemoryBudget(where, here | program | host, room)]
-    total = min((gpu.memory for gpu in gpus()), default=None) if found.server is not None else None
+    totals = [] if found.server is None else [gpu.memory for gpu in gpus() if gpu.memory is not None]
     return [
-        *device_budgets(found, f"each of {count} {device.device_kind}", device_room(mesh), total),
+        *device_budgets(found, f"each of {count} {device.device_kind}", device_room(mesh), min(totals, default=None)),
         MemoryBudget("this machine", program | host, room),
     ]
 
@@ -96,9 +95,9 @@ def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
-    if publish_via(r) != "file":  # staged by servers on this machine until they load it
+    if publish_via(r) != "file":  # staged by servers on this machine, and the trainer's copy
         staged = 0 if r.urls else r.least_servers * r.tensor_model_parallel_size
-        parts["published weights"] = staged * memory.served(inputs.policy, published_dtype(c))
+        parts["published weights"] = (staged + r.publish_delta) * memory.served(inputs.policy, published_dtype(c))
     elif not r.publish_dir:  # two files in shared memory, written in turn
         parts["published weights"] = 2 * memory.served(inputs.policy, published_dtype(c))
     if r.name == "vllm" and not r.urls and sharding.platform(mesh) == "cpu":  # SGLang's are on a GPU

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.interpreter import python_path
 from jppo.learner.model_configs import critic_path, read_models
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
@@ -103,7 +103,7 @@ def data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
             f"{len(kept.prompts):,} of {len(seen.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
             f" (data.max_prompt_length={c.data.max_prompt_length}); {kept.overlong} left out, {kept.truncated} cut",
         )
-        for one in data_check.findings(seen, **said):
+        for one in data_check.data_findings(seen, **said):
             if not one.good:
                 yield Finding(title, "WARN", f"{one.about}: {one.found}", _remedy(one.about))
     both = data_check.overlap(train, val)

@@ -1,44 +1,52 @@
-"""Dry-run reports: derived sizes, programs and memory of a run, also for the doctor.
+"""Dry-run reports: derived sizes, programs and memory of a run, also for the doctor, and after memory ran out.
 
-Model configs and data are read as a run reads them; no weight is read, no server started.
+Model configs and data are read as a run reads them; no weight is read, no server started. Where device memory ran out
+during a run, one line says where, how much was asked for, and changes that fit: compiled ones, as by `--dry_run`, where
+one host runs PPO; otherwise those to try first.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jppo import process, settings
-from jppo.errors import escaped
-from jppo.forecast.machines import Machine
+from jppo.errors import RunEnded, UserError, escaped
+from jppo.forecast.machines import GIB, Machine
 from jppo.learner import packing, ppo, update
-from jppo.learner.make import make_passes
-from jppo.learner.plan import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
+from jppo.learner.make import make_mesh, make_passes
+from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
 from jppo.preflight import auto, described_machine, memory, memory_budget
-from jppo.preflight.described_machine import Request
+from jppo.preflight.described_machine import DryRun, remedies
 from jppo.preflight.programs import (
     Estimate,
     Executions,
     Outlook,
+    ServerWork,
     exchange_lines,
     global_size,
     make_outlook,
     program_lines,
     report_dict,
+    server_work,
     step_lines,
 )
-from jppo.preflight.server_seconds import ServerWork, server_work
 from jppo.rollout.make import describe_servers, with_servers
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
+from jppo.runlog.timers import IN_STAGE
 from jppo.settings import Common, Settings
 from jppo.types import Prompt, Trajectory, given_text
 
-HERE = Request()  # this machine
+HERE = DryRun()  # this machine
 
 C = TypeVar("C", bound=Common)
 
@@ -161,8 +169,10 @@ def shapes(plan: packing.Plan) -> str:
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
 
 
-def look(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
-    """Returns the sizes of a PPO run on this machine as lines, its estimate and its memory_budget."""
+def look_up_sizes(
+    c: Settings, inputs: Inputs, mesh: Any
+) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
+    """Returns the sizes of a PPO run on this machine as lines, its estimate and the budgets of its memory."""
     lines, step = derived_sizes(c, inputs, mesh)
     found = memory.estimate(c, inputs, mesh, entries=step.entries)
     return lines, found, memory_budget.machine_budgets(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
@@ -177,7 +187,7 @@ def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None)
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
         return described_machine.estimate_fits(c, machine, estimate(c, inputs, mesh))
-    _, found, places = look(c, inputs, mesh)
+    _, found, places = look_up_sizes(c, inputs, mesh)
     return not found.refused and all(place.verdict != "FAIL" for place in places)
 
 
@@ -209,21 +219,21 @@ def format_report(
 
 
 def here(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
-    """Does `look` with `auto` resolved for this machine."""
+    """Does `look_up_sizes` with `auto` resolved for this machine."""
     c, chosen = settled(c, inputs, mesh)
-    lines, found, places = look(c, inputs, mesh)
+    lines, found, places = look_up_sizes(c, inputs, mesh)
     return [*lines, *chosen], found, places
 
 
 def report_here(
-    request: Request, lines: Sequence[str], found: Estimate, places: Sequence[memory_budget.MemoryBudget]
+    request: DryRun, lines: Sequence[str], found: Estimate, places: Sequence[memory_budget.MemoryBudget]
 ) -> str:
     """Formats the report for this machine; writes the file of --json."""
     request.write(report_dict(found, None))
     return format_report(lines, found, places)
 
 
-def dry_run(c: Settings, request: Request = HERE) -> str:
+def dry_run(c: Settings, request: DryRun = HERE) -> str:
     """Reports on a PPO run with these settings."""
     process.share_gpu(c)
     process.take_little()
@@ -241,7 +251,7 @@ def dry_run(c: Settings, request: Request = HERE) -> str:
 
 def of_estimate(
     c: C,
-    request: Request,
+    request: DryRun,
     mesh: Any,
     lines: Sequence[str],
     found: Estimate,
@@ -278,15 +288,16 @@ def describe_sampling(c: Settings) -> str:
 def sampling_warnings(c: Settings, step: int = 0) -> list[Alert]:
     """Returns warnings on the sampling settings, before the run does anything.
 
-    A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one. Importance
-    weights correct exactly this.
+    A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one without mask
+    replay. Importance weights correct exactly this.
     """
     found = []
     cut = ", ".join(f"rollout.{name}={value:g}" for name, value in settings.cuts(c.rollout).items())
-    if cut and (c.algorithm.old_logprob != "correction" or c.algorithm.rollout_is == "none"):
+    weighted = c.algorithm.old_logprob == "correction" and c.algorithm.rollout_is != "none"
+    if cut and not (c.rollout.mask_replay or weighted):
         said = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
-        remedy = "set algorithm.old_logprob=correction with algorithm.rollout_is=token, or leave the cut to"
-        found.append(Alert(step, "sampling_cut", said, f"{remedy} rollout.val_kwargs"))
+        remedy = "set rollout.mask_replay=True, or algorithm.old_logprob=correction with algorithm.rollout_is=token, or"
+        found.append(Alert(step, "sampling_cut", said, f"{remedy} leave the cut to rollout.val_kwargs"))
     # In process, only the trainer can change the weights.
     if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
         said = (
@@ -296,3 +307,51 @@ def sampling_warnings(c: Settings, step: int = 0) -> list[Alert]:
         why = "as algorithm.old_logprob=bypass computes no log-probs to compare theirs with"
         found.append(Alert(step, "mismatch_unchecked", f"{said} {why}", remedy))
     return found
+
+
+_SIGN = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|OUT_OF_MEMORY")
+_COUNT = re.compile(r"allocat\w* (?P<count>[\d.]+) ?(?P<unit>bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class OutOfMemory(RunEnded):
+    """A device or the host had no room for an array."""
+
+
+@contextlib.contextmanager
+def memory_explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
+    """Raises OutOfMemory in place of XLA's error, with the stage of `Timers` and changes that fit."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as e:
+        if not _SIGN.search(str(e)):
+            raise
+        notes = [note for note in getattr(e, "__notes__", ()) if note.startswith(IN_STAGE)]
+        where = notes[0].removeprefix(IN_STAGE) if notes else "the run"
+        count = _COUNT.search(str(e))
+        asked = f" for {float(count['count']) * _UNITS[count['unit']] / GIB:.2f} GiB" if count else ""
+        kind = jax.devices()[0].device_kind
+        raise OutOfMemory(f"{where}: memory of {kind} has no room{asked}; {_advice(c, hosts)}") from e
+
+
+def _advice(c: Common, hosts: int) -> str:
+    """Returns the first changes that fit, or those to try."""
+    tries = list(remedies(c))
+    if isinstance(c, Settings) and hosts == 1 and tries:
+        print("out of memory: compiling the run with settings that need less", file=sys.stderr, flush=True)
+        with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
+            if (found := _fitting(c, tries)) is not None:
+                return f"{auto.as_arguments(found)} fits by the account of --dry_run"
+    first = f"try {auto.as_arguments(tries[0])}, " if tries else ""
+    return f"{first}spread the models by mesh.fsdp, train adapters by model.lora_rank, or take a larger machine"
+
+
+def _fitting(c: Settings, tries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    inputs, mesh = read_inputs(c), make_mesh(c)
+    c = with_servers(c, mesh)
+    peak = estimate(c, inputs, mesh).peak
+    for changes in tries:
+        _, found, places = look_up_sizes(settings.changed(c, changes), inputs, mesh)
+        if found.peak < peak and not found.refused and all(place.verdict != "FAIL" for place in places):
+            return changes
+    return None

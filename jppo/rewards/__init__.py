@@ -1,6 +1,6 @@
 """Rewards: a weighted sum of parts for each response.
 
-`make.py` builds the parts that the settings ask for, `reward_sum.py` sums them. `parts.py` has their interface: submit
-a sample from any thread, get a future of its `Reward`. Rules are in `rules.py`, graded programs in `code.py`, judges in
-`judge/`, reward models in `model/`. What may hang or crash runs in `pool.py`. Read `reward_sum.py` first.
+`make.py` builds the parts that the settings ask for. `parts.py` has their interface, and sums them: submit a sample
+from any thread, get a future of its `Reward`. Rules are in `rules.py`, graded programs in `code.py`, judges in
+`judge/`, reward models in `model/`. What may hang or crash runs in `pool.py`. Read `parts.py` first.
 """

@@ -21,8 +21,7 @@ from jppo.data.tokenizer import load_tokenizer
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.rewards.make import make_reward_sum, needed_columns
-from jppo.rewards.parts import Sample
-from jppo.rewards.reward_sum import RewardSum
+from jppo.rewards.parts import RewardSum, Sample
 from jppo.run.inputs import columns_of
 from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward

@@ -13,19 +13,26 @@ from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
-from jppo.rewards.function import FormatPart, FunctionPart, OverlongPart
-from jppo.rewards.graders import RulePart
+from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart
 from jppo.rewards.judge.client import JudgeClient
-from jppo.rewards.judge.part import JudgePart
-from jppo.rewards.judge.prompts import Rubric, make_rubric
+from jppo.rewards.judge.part import JudgePart, Rubric, make_rubric
 from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.by_torch import TransformersRewardModel
-from jppo.rewards.model.by_vllm import VllmRewardModel
 from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, converted, located, read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer, StepPart
-from jppo.rewards.parts import AGENT, ENVIRONMENT, INTERACTION, TOOLS, TURNS, ConversationPart, Part
+from jppo.rewards.model.process import TransformersRewardModel, VllmRewardModel
+from jppo.rewards.parts import (
+    AGENT,
+    ENVIRONMENT,
+    INTERACTION,
+    TOOLS,
+    TURNS,
+    ConversationPart,
+    Part,
+    PartWeights,
+    RewardSum,
+    parse_weights,
+)
 from jppo.rewards.pool import Pool
-from jppo.rewards.reward_sum import PartWeights, RewardSum, parse_weights
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import Settings, UserError
 

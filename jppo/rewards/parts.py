@@ -1,12 +1,23 @@
-"""The protocol of reward parts, each of which scores samples as they arrive; the part of a conversation."""
+"""The protocol of reward parts, each of which scores samples as they arrive; the part of a conversation; and the sum.
+
+Samples are submitted as they are generated, so that slow parts overlap with sampling:
+
+    grading = reward_sum.begin()
+    grading.submit(number, sample)      # from any thread, in any order
+    rewards = grading.collect()         # [B], in the order of the numbers
+"""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
 
+from jppo import traces
+from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 
 
@@ -122,3 +133,196 @@ def weighted(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[t
     of_turns, of_tools = sum(weights.get(part, 0.0) for part in TURNS), weights.get(TOOLS, 0.0)
     pairs = [(of_turns, exchange.earned), (of_tools, exchange.tool_earned)]
     return tuple((k, weight * amount) for weight, earned in pairs for k, amount in earned)
+
+
+_FLOAT32 = float(np.finfo(np.float32).max)
+_OFF = "off"  # weight of a part that is not computed for a source
+
+
+@dataclasses.dataclass(frozen=True)
+class PartWeights:
+    """The weight of each part, for all data sources and for single ones; None: not computed."""
+
+    general: Mapping[str, float | None]
+    of_source: Mapping[tuple[str, str], float | None]  # by (data source, part)
+
+    def of(self, source: str) -> dict[str, float]:
+        """Returns the parts that score a source, with their weights."""
+        found = {part: self.of_source.get((source, part), weight) for part, weight in self.general.items()}
+        return {part: weight for part, weight in found.items() if weight is not None}
+
+
+def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> PartWeights:
+    """Parses reward.weights: 'judge_score=0.5', 'SOURCE:judge_score=off', separated by commas.
+
+    An empty text gives every part weight 1. Otherwise every part must be named, except those in `optional`.
+    """
+    if not text.strip():
+        return PartWeights(dict.fromkeys(parts, 1.0), {})
+    general: dict[str, float | None] = {}
+    of_source: dict[tuple[str, str], float | None] = {}
+    for item in (item.strip() for item in text.split(",") if item.strip()):
+        name, equals, value = item.partition("=")
+        source, colon, part = name.rpartition(":")
+        said = f"reward.weights={text!r}: {item!r}"
+        if not equals or part not in parts:
+            raise UserError(
+                f"{said} must be PART=NUMBER or SOURCE:PART=NUMBER, and the parts of this run are {', '.join(parts)}"
+            )
+        place = (source, part) if colon else part
+        if place in of_source or place in general:
+            raise UserError(f"{said} has a duplicate; remove one")
+        if colon:
+            of_source[source, part] = _weight(value, said)
+        else:
+            general[part] = _weight(value, said)
+    absent = [part for part in parts if part not in general]
+    for part in absent:
+        if part not in optional and not any(p == part for _, p in of_source):
+            raise UserError(
+                f"reward.weights={text!r} has no weight for {part}, which is configured; add one (0 computes and"
+                " logs it only)"
+            )
+    return PartWeights({part: general.get(part) for part in parts}, of_source)
+
+
+def _weight(value: str, said: str) -> float | None:
+    if value.strip() == _OFF:
+        return None
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"{said} must end with a number, or with {_OFF}")
+    return weight
+
+
+class RewardSum:
+    """All parts of a run's reward."""
+
+    def __init__(self, parts: Mapping[str, Part], weights: PartWeights, *, score_on_error: float | None):
+        self.parts = parts
+        self.weights = weights
+        self.score_on_error = score_on_error
+
+    def begin(self) -> "Grading":
+        """Starts a batch."""
+        return Grading(self)
+
+    def grade(self, samples: Iterable[Sample]) -> list[Reward]:
+        """Returns the rewards of complete samples."""
+        grading = self.begin()
+        for number, sample in enumerate(samples):
+            grading.submit(number, sample)
+        return grading.collect()
+
+    def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
+        """Makes the function that returns the amounts which a branch of an episode earned at its turns."""
+        weights = self.weights.of(source)
+        return lambda branch: weighted(branch.exchange, weights)
+
+    def ready(self) -> None:
+        """Waits until all parts have started."""
+        for part in self.parts.values():
+            part.ready()
+
+    def testing(self) -> "RewardSum":
+        """Returns the same sum for held-out samples, without updating running statistics."""
+        parts = {name: part.testing() for name, part in self.parts.items()}
+        return RewardSum(parts, self.weights, score_on_error=self.score_on_error)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the parts' counters since the last call."""
+        found: dict[str, float] = {}
+        for part in self.parts.values():
+            found |= part.metrics()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of the parts for a checkpoint."""
+        return {name: state for name, part in self.parts.items() if (state := part.state())}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores `state`."""
+        for name, remembered in state.items():
+            if name in self.parts:
+                self.parts[name].load(remembered)
+
+    def close(self) -> None:
+        """Stops the parts' processes and connections."""
+        for part in self.parts.values():
+            part.close()
+
+
+class Grading:
+    """The samples of one batch that are being graded."""
+
+    def __init__(self, reward_sum: RewardSum):
+        self._reward_sum = reward_sum
+        self._waiting: dict[int, dict[str, tuple[float, Future[Reward]]]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, number: int, sample: Sample) -> None:
+        """Submits a sample to every part that scores its source."""
+        weights, parts = self._reward_sum.weights.of(sample.prompt.data_source), self._reward_sum.parts
+        if sample.exchange is not None and sample.exchange.fault is not None:  # an error, whatever other parts say
+            weights = {name: x for name, x in weights.items() if isinstance(parts[name], ConversationPart)} or weights
+        futures = {name: (weight, parts[name].submit(sample)) for name, weight in weights.items()}
+        for name, (_, future) in futures.items():
+            traces.until_done(name, future)
+        with self._lock:
+            if number in self._waiting:
+                raise ValueError(f"sample {number} was submitted twice")
+            self._waiting[number] = futures
+
+    def finished(self) -> dict[int, Reward]:
+        """Returns the finished rewards without an error by number, without waiting."""
+        with self._lock:
+            waiting = dict(self._waiting)
+        found = {number: self._composed(of) for number, of in waiting.items() if all(f.done() for _, f in of.values())}
+        return {number: reward for number, reward in found.items() if reward.error is None}
+
+    def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
+        """Waits for the rewards of `numbers` (None: all) and returns them in the order of their numbers."""
+        for part in self._reward_sum.parts.values():
+            part.flush()
+        with self._lock:  # more samples may be submitted meanwhile
+            wanted = sorted(self._waiting if numbers is None else numbers)
+            waiting = [self._waiting[number] for number in wanted]
+        return [self._composed(futures) for futures in waiting]
+
+    def _composed(self, futures: Mapping[str, tuple[float, Future[Reward]]]) -> Reward:
+        return compose(
+            {name: (weight, future.result()) for name, (weight, future) in futures.items()}, self._reward_sum
+        )
+
+
+def compose(found: Mapping[str, tuple[float, Reward]], reward_sum: RewardSum) -> Reward:
+    """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
+
+    Amounts earned inside the response have their part's weight. The answer comes from the rule or the custom function.
+    A number beyond float32, in which the trainer computes, is an error, too.
+    """
+    parts = {name: reward.score for name, (_, reward) in found.items()}
+    for name, (_, reward) in found.items():
+        parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
+    answer = next((reward.answer for _, reward in found.values() if reward.answer is not None), None)
+    errors = [f"{name}: {why}" for name, one in found.items() if (why := _error(*one)) is not None]
+    if errors:
+        score, error = reward_sum.score_on_error, "; ".join(errors)
+        finite = {key: value for key, value in parts.items() if math.isfinite(value)}
+        if score is None:
+            return Reward(math.nan, finite, error, answer, unusable=f"not graded: {error}")
+        return Reward(score, finite, error, answer)
+    score = math.fsum(weight * reward.score for weight, reward in found.values())
+    earned = [(token, weight * amount) for weight, reward in found.values() for token, amount in reward.earned]
+    return Reward(score, parts, None, answer, earned=tuple((token, amount) for token, amount in earned if amount))
+
+
+def _error(weight: float, reward: Reward) -> str | None:
+    if reward.error is not None:
+        return reward.error
+    numbers = [weight * number for number in (reward.score, *(amount for _, amount in reward.earned))]
+    large = next((number for number in numbers if not abs(number) <= _FLOAT32), None)
+    return None if large is None else f"the weighted reward {large:g} must be finite in float32; scale it down"

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.interpreter import python_path
+from jppo.child_process import python_path
 from jppo.rewards.parts import Sample, failed
 from jppo.rewards.pool_worker import LENGTH
 from jppo.settings import UserError

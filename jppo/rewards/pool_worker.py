@@ -5,23 +5,293 @@
 It consists of two processes. The worker runs jobs: requests are pickled over stdin, replies are JSON over stdout, each
 with a length prefix; output of jobs goes to stderr. The guard waits. When the worker or the trainer ends, or on
 SIGTERM, the guard kills all of its descendants, including those outside the worker's group, and exits like the worker.
-Standard library only: neither jax nor the trainer.
+
+A job's target is a tuple of texts. `prepare` imports, compiles or loads it once per worker and returns a callable on
+samples, which are plain dicts: a rule, a pattern, or a custom function of one sample, of a batch, or in TRL's form, by
+the names of its parameters. Answers are plain JSON dicts. Standard library only: neither jax nor the trainer.
 """
 
+import asyncio
 import contextlib
+import functools
+import inspect
 import json
+import math
 import os
 import pathlib
 import pickle
+import re
 import resource
 import select
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
-from jppo import descendants
-from jppo.rewards import pool_tasks
+from jppo import child_process
+from jppo.rewards import code, earned, rules
+from jppo.sandbox.choice import make_runner
+
+Sample = dict[str, Any]  # data_source, text, truth, extra; for custom functions also turns, prompt and columns
+Function = Callable[..., Any]
+
+ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+TRL = "completions"
+NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # by TRL alone
+
+
+def takes_batch(function: Function) -> bool:
+    """Whether the function scores many samples in one call."""
+    return bool({BATCH[1], TRL} & set(_parameters(function)))
+
+
+def check(function: Function, name: str) -> None:
+    """Raises ValueError unless the function has one of the signatures."""
+    if TRL in _parameters(function):
+        wanted = [one for one in _required(function) if one in NOT_PASSED]
+        if not wanted:
+            return
+        what = f"asks for {wanted[0]!r}, which jppo does not pass"
+    elif _takes(function, BATCH if takes_batch(function) else ONE):
+        return
+    else:
+        what = f"has the signature {_signature(function)}"
+    raise ValueError(
+        f"{name!r} {what}; it must be a function of ({', '.join(ONE)}=None), of ({', '.join(BATCH)}) for all"
+        f" samples at once, or of ({TRL}, **kwargs) as in TRL"
+    )
+
+
+def call(function: Function, samples: Sequence[Sample]) -> list[Any]:
+    """Returns the function's result for each sample; raises ValueError for another number of results."""
+    if not takes_batch(function):
+        return _results(function, [dict(zip(ONE, _arguments(sample), strict=True)) for sample in samples])
+    if TRL in _parameters(function):
+        given = _as_trl(function, samples)
+    else:
+        given = dict(zip(BATCH, map(list, zip(*map(_arguments, samples), strict=True)), strict=True))
+    results = _results(function, [given])[0]
+    kind = type(results).__name__
+    if isinstance(results, str | bytes | dict):  # whose elements are no scores
+        raise ValueError(f"the function returned {kind}; it must be a list of scores")
+    try:
+        results = list(results)
+    except TypeError as e:
+        raise ValueError(f"the function returned {kind}; it must be a list of scores") from e
+    if len(results) != len(samples):
+        raise ValueError(f"the function returned {len(results)} scores for {len(samples)} samples")
+    return results
+
+
+def _results(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
+    """Returns the results of calls; calls of an async function run concurrently."""
+    if not inspect.iscoroutinefunction(function):
+        return [function(**one) for one in calls]
+
+    async def every() -> list[Any]:
+        return list(await asyncio.gather(*(function(**one) for one in calls)))
+
+    return asyncio.run(every())
+
+
+def _as_trl(function: Function, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Returns TRL's arguments: prompts, completions (messages where the prompt is) and every column of the rows."""
+    rows = [{"data_source": one["data_source"], "ground_truth": one["truth"]} | one["columns"] for one in samples]
+    given = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    given["prompts"] = [one["prompt"] for one in samples]
+    given[TRL] = [
+        one["text"] if isinstance(one["prompt"], str) else [{"role": "assistant", "content": one["text"]}]
+        for one in samples
+    ]
+    for name in _required(function):
+        if name not in given:
+            raise ValueError(f"the parameter {name!r} is no column of the data; it has {', '.join(given)}")
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _arguments(sample: Sample) -> tuple[Any, ...]:
+    return sample["data_source"], sample["text"], sample["truth"], sample["extra"]
+
+
+def _parameters(function: Function) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some builtins have none
+        return {}
+
+
+def _required(function: Function) -> list[str]:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [n for n, p in _parameters(function).items() if p.kind in named and p.default is inspect.Parameter.empty]
+
+
+def _signature(function: Function) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "(?)"
+
+
+def _takes(function: Function, names: Sequence[str]) -> bool:
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+_Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
+
+_MODULE = "jppo_reward_function"
+
+
+class Prepared(NamedTuple):
+    """A prepared target: returns an answer for each sample."""
+
+    call: Callable[[Sequence[Sample]], list[_Answer]]
+    batch: bool  # it takes many samples at once
+
+
+def prepare(target: Sequence[str]) -> Prepared:
+    """Prepares a target; raises ValueError with a readable reason."""
+    kind, *rest = target
+    makers: dict[str, Callable[..., Prepared]]
+    makers = {"rule": _rule, "code": _code, "program": _program, "format": _format, "function": _function}
+    return makers[kind](*rest)
+
+
+def _failed(error: str) -> _Answer:
+    """Returns the answer for a sample that could not be scored."""
+    return {"score": math.nan, "parts": {}, "error": error[:2000]}
+
+
+def explain(e: BaseException) -> str:
+    """Describes an exception in one line, with the line in the user's file."""
+    if isinstance(e, SystemExit):
+        return f"it called exit({'' if e.code is None else e.code})"
+    here = os.path.dirname(__file__)
+    places = [f for f in traceback.extract_tb(e.__traceback__) if os.path.dirname(f.filename) != here]
+    where = f" ({os.path.basename(places[-1].filename)}:{places[-1].lineno})" if places else ""
+    return f"{type(e).__name__}: {e}{where}"
+
+
+def answer_of(result: Any, sample: Sample) -> _Answer:
+    """Converts a custom function's result to an answer: a number, or a dict with a score and further numbers.
+
+    Entries of the dict that are not finite numbers are dropped. `pred`, verl's name for the extracted answer, is kept
+    as text. Without a score, the sum of the amounts earned inside the response is the score.
+    """
+    if not isinstance(result, dict):
+        return _checked(result, {})
+    try:
+        found = earned.read(result, text=sample["text"], turns=sample["turns"])
+    except ValueError as e:
+        return _failed(str(e))
+    if "score" not in result and found is None:
+        return _failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
+    score = result["score"] if "score" in result or found is None else sum(amount for _, amount in found[1])
+    parts = {str(k): earned.finite(v) for k, v in result.items() if k != "score"}
+    checked = _checked(score, {k: v for k, v in parts.items() if v is not None})
+    if checked["error"] is None and found is not None:
+        checked["earned"] = found
+    return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
+
+
+def _checked(score: Any, parts: dict[str, float]) -> _Answer:
+    number = earned.finite(score)
+    if number is None:
+        return _failed(f"the function returned the score {earned.short(score)}; it must be a finite number")
+    return {"score": number, "parts": parts, "error": None}
+
+
+def _text(value: Any) -> str:
+    """Returns a prediction as text; None stays None."""
+    try:
+        return "" if value is None else str(value).strip()
+    except Exception:  # a foreign __str__ may raise anything
+        return ""
+
+
+def _each(score: Callable[[Sample], rules.Verdict]) -> Prepared:
+    def call(samples: Sequence[Sample]) -> list[_Answer]:
+        verdicts = [score(sample) for sample in samples]
+        return [{"score": v.score, "parts": v.parts, "error": None, "answer": v.answer} for v in verdicts]
+
+    return Prepared(call, batch=False)
+
+
+def _rule(name: str) -> Prepared:
+    rule: rules.Rule = getattr(rules, name)
+    if name == "math_verify":
+        rule(r"\boxed{1/2}", "0.5")  # imports and fills sympy's caches before a deadline runs
+    return _each(lambda sample: rule(sample["text"], sample["truth"]))
+
+
+def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
+    runner = make_runner(*sandbox)
+    rule = functools.partial(code.code, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
+    return _each(lambda sample: rule(sample["text"], sample["truth"]))
+
+
+def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
+    """Runs the text of a sample; its output is the answer, without a score."""
+    runner = make_runner(*sandbox)
+    execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
+
+    def run(sample: Sample) -> rules.Verdict:
+        return rules.Verdict(0.0, {}, execute(sample["text"]))
+
+    return _each(run)
+
+
+def _format(pattern: str) -> Prepared:
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def score(sample: Sample) -> rules.Verdict:
+        matches = float(compiled.fullmatch(sample["text"]) is not None)
+        return rules.Verdict(matches, {})
+
+    return _each(score)
+
+
+def _function(path: str, name: str, source: str) -> Prepared:
+    function = _load(path, name, source)
+
+    def score(samples: Sequence[Sample]) -> list[_Answer]:
+        results = call(function, samples)
+        return [answer_of(result, sample) for result, sample in zip(results, samples, strict=True)]
+
+    return Prepared(score, takes_batch(function))
+
+
+def _load(path: str, name: str, source: str) -> Callable[..., Any]:
+    """Loads the function from the source text read at the start of the run."""
+    module = types.ModuleType(_MODULE)
+    module.__file__ = path
+    sys.modules[_MODULE] = module
+    sys.path.append(os.path.dirname(path))  # it may import files in its folder
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)
+    except MemoryError:
+        raise
+    except BaseException as e:  # exit(), too
+        raise ValueError(f"the file raises at import: {explain(e)}") from e
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:
+        there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
+    if not callable(function):
+        raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
+    check(function, name)
+    return function
+
 
 LENGTH = struct.Struct(">Q")
 _POLL_S = 0.5  # how soon the guard detects the trainer's end
@@ -33,17 +303,17 @@ def main(parent: int, memory_bytes: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    descendants.inherit_orphans()
+    child_process.inherit_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # out of memory, the kernel kills a worker before the trainer
         pathlib.Path("/proc/self/oom_score_adj").write_text("500")
-    descendants.hide()
+    child_process.hide()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
-        descendants.end_with_parent(guard, signal.SIGKILL)
+        child_process.end_with_parent(guard, signal.SIGKILL)
         os.close(woken)
         os.close(wake)
         os.setsid()
@@ -54,8 +324,8 @@ def main(parent: int, memory_bytes: int) -> None:
     status = _watch(worker, parent, woken, wake)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
-    descendants.kill_all()
-    descendants.end_like(0 if status is None else os.waitstatus_to_exitcode(status))
+    child_process.kill_all()
+    child_process.end_like(0 if status is None else os.waitstatus_to_exitcode(status))
 
 
 def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
@@ -79,7 +349,7 @@ def _watch(worker: int, parent: int, woken: int, wake: int) -> int | None:
 
 def _work(requests: int, replies: int) -> None:
     me = os.getpid()
-    ready: dict[tuple[str, ...], pool_tasks.Prepared] = {}
+    ready: dict[tuple[str, ...], Prepared] = {}
     with os.fdopen(requests, "rb") as stream:
         while (request := _receive(stream)) is not None:
             reply = _reply(request, ready)
@@ -91,19 +361,19 @@ def _work(requests: int, replies: int) -> None:
     os._exit(0)
 
 
-def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], pool_tasks.Prepared]) -> dict[str, Any]:
+def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], Prepared]) -> dict[str, Any]:
     try:
         target = tuple(request["target"])
         if request["samples"] is None:
-            ready[target] = pool_tasks.prepare(target)
+            ready[target] = prepare(target)
             return {"batch": ready[target].batch}
         return {"answers": ready[target].call(request["samples"])}
     except MemoryError:
         return {"memory": True, "retire": True}  # the memory may still be held
     except ValueError as e:
-        return {"error": str(e) if request["samples"] is None else pool_tasks.explain(e)}
+        return {"error": str(e) if request["samples"] is None else explain(e)}
     except BaseException as e:  # exit() and any other exception of a job is an error of its sample
-        return {"error": pool_tasks.explain(e)}
+        return {"error": explain(e)}
 
 
 def _receive(stream: BinaryIO) -> dict[str, Any] | None:

@@ -17,10 +17,9 @@ from jax.sharding import NamedSharding
 
 from jppo.models import experts, generate
 from jppo.models.config import ModelConfig
-from jppo.models.generate import Choice, Slots
+from jppo.models.generate import SamplingRule, Slots
 from jppo.models.lora import Weights
-from jppo.rollout.protocol import Answer, RolloutError, greedy
-from jppo.rollout.stop_texts import cut_at
+from jppo.rollout.protocol import Answer, RolloutError, cut_at, greedy, require_kept
 from jppo.types import Params, Sampling
 
 TURNS = 32  # tokens per row between two checks by the host
@@ -43,6 +42,7 @@ class InprocessSettings:
     of_cache: NamedSharding  # sharding of keys and values [R, T, K, A]
     cut: bool  # compile the top_p, top_k or min_p variant at the start, too
     experts: bool = False  # answers have the experts of each token
+    kept: int = 0  # answers have up to so many kept tokens of each sample
 
     @property
     def prompt_shapes(self) -> list[tuple[int, int]]:
@@ -73,7 +73,7 @@ class Programs:
 
 def make_empty(s: InprocessSettings) -> tuple[Callable[[], Slots], Any]:
     """Makes the function that allocates free rows; returns also the shardings of its result."""
-    shape = dict[str, Any](rows=s.rows, length=s.max_model_len, dtype=s.dtype, experts=s.experts)
+    shape = dict[str, Any](rows=s.rows, length=s.max_model_len, dtype=s.dtype, experts=s.experts, kept=s.kept)
     empty = functools.partial(generate.empty_slots, s.cfg, **shape)
     places: Any = jax.tree.map(lambda _: s.by_row, jax.eval_shape(empty))
     return empty, dataclasses.replace(places, cache=jax.tree.map(lambda _: s.of_cache, places.cache))
@@ -88,8 +88,10 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> P
     def fill(model: Params, slots: Slots, *new: Any) -> Slots:
         return generate.fill(model, s.cfg, slots, *new, **on_mesh)
 
-    def advance(model: Params, slots: Slots, choice: Choice, enough: Any, *, cut: bool) -> Slots:
-        return generate.advance(model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=turns, cut=cut, **on_mesh)
+    def advance(model: Params, slots: Slots, choice: SamplingRule, enough: Any, *, cut: bool) -> Slots:
+        return generate.next_tokens(
+            model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=turns, cut=cut, **on_mesh
+        )
 
     in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=places)
     return Programs(
@@ -183,14 +185,14 @@ class Batcher:
             enough = max(1, s.rows // FREE) if waiting else s.rows
             advance = self._programs.advancing(sampling, s.cfg.vocab_size)
             slots = advance(self._model, slots, choice_of(sampling), np.int32(enough))
-            looked_at = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts)
-            tokens, logprob, last, until, experts = await asyncio.to_thread(jax.device_get, looked_at)
-            # The device knows neither about stop texts nor about callers that have gone.
-            until, tell = until.copy(), any(r.sampling.stop or r.answer.done() for r in under_way.values())
+            looked_at = (slots.tokens, slots.logprob, slots.last, slots.until, slots.experts, slots.kept)
+            tokens, logprob, last, until, experts, kept = await asyncio.to_thread(jax.device_get, looked_at)
+            # The device knows neither stop texts, nor `stop_ids`, nor callers that have gone.
+            here_only = (r.sampling.stop or r.sampling.stop_ids or r.answer.done() for r in under_way.values())
+            until, tell = until.copy(), any(here_only)
             for row, request in list(under_way.items()):
                 gone, begin, end = request.answer.done(), len(request.ids), int(last[row]) + 1
-                stop = request.sampling.stop
-                length = cut_at(tokens[row, begin:end].tolist(), self._decode, stop, new=TURNS)
+                length = self._stopped(tokens[row, begin:end], request.sampling)
                 if length is None and end <= until[row] and not gone:
                     continue
                 here = slice(begin, end if length is None else begin + length)
@@ -198,7 +200,11 @@ class Batcher:
                 finish = "stop" if by_id or length is not None else "length"
                 if not gone:
                     read = None if experts is None else experts[row, : here.stop - 1]
-                    request.answer.set_result(self._answer(tokens[row, here], logprob[row, here], finish, read))
+                    ids = [one[one != -1] for one in kept[row, here]] if sampling.kept else None
+                    answer = self._answer(tokens[row, here], logprob[row, here], finish, read)
+                    if sampling.kept:
+                        require_kept(answer.tokens, ids, sampling.kept, "the engine")
+                    request.answer.set_result(dataclasses.replace(answer, kept=ids))
                 del under_way[row]
                 until[row] = last[row]
             if tell:
@@ -225,6 +231,12 @@ class Batcher:
             until[row] = len(ids) - 1 + request.sampling.max_tokens
         return prompts, source, length, until, seed
 
+    def _stopped(self, tokens: np.ndarray, sampling: Sampling) -> int | None:
+        """Returns the number of tokens up to the first stop text or id; None without one."""
+        length = cut_at(tokens.tolist(), self._decode, sampling.stop, new=TURNS)
+        by_id = np.flatnonzero(np.isin(tokens, sampling.stop_ids))
+        return length if not len(by_id) else min(length or len(tokens), int(by_id[0]) + 1)
+
     def _answer(
         self, tokens: np.ndarray, logprob: np.ndarray, finish: str, experts: np.ndarray | None = None
     ) -> Answer:
@@ -242,7 +254,7 @@ def filling(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
     return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
 
 
-def choice_of(how: Sampling) -> Choice:
+def choice_of(how: Sampling) -> SamplingRule:
     """Returns the sampling parameters as arrays for the programs."""
     fields: dict[str, Any] = dict(
         temperature=np.float32(how.temperature),
@@ -251,4 +263,4 @@ def choice_of(how: Sampling) -> Choice:
         min_p=np.float32(how.min_p),
         ignore_eos=np.bool_(how.ignore_eos),
     )
-    return Choice(**fields)
+    return SamplingRule(**fields)

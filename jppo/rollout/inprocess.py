@@ -16,7 +16,7 @@ import numpy as np
 
 from jppo.models import placing
 from jppo.models.lora import Weights
-from jppo.rollout import continuous_batching, conversations
+from jppo.rollout import continuous_batching, protocol
 from jppo.rollout.continuous_batching import Batcher, InprocessSettings, Programs, choice_of, make_programs
 from jppo.rollout.protocol import Done, RolloutError, Sampler, Talk
 from jppo.settings import UserError
@@ -34,7 +34,7 @@ class InprocessEngine:
     ) -> "InprocessSampler":
         """Returns the sampler without weights; `talk` None means one turn."""
         return InprocessSampler(
-            self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or conversations.one_turn(decode)
+            self.settings, eos_token_ids=eos_token_ids, decode=decode, talk=talk or protocol.one_turn(decode)
         )
 
     def close(self) -> None:
@@ -83,9 +83,7 @@ class InprocessSampler(Sampler):
         async def generate() -> list[Trajectory]:
             batcher = self._batcher(model)
             answering = asyncio.ensure_future(batcher.answer_all())
-            talking = asyncio.ensure_future(
-                conversations.converse(batcher.ask, self._talk, prompts, sampling, done, only)
-            )
+            talking = asyncio.ensure_future(protocol.converse(batcher.ask, self._talk, prompts, sampling, done, only))
             try:
                 await asyncio.wait([answering, talking], return_when=asyncio.FIRST_COMPLETED)
                 if answering.done():  # it ends only by failing
@@ -97,7 +95,7 @@ class InprocessSampler(Sampler):
                 await asyncio.gather(answering, talking, return_exceptions=True)
 
         future: Future[list[Trajectory]] = Future()
-        future.set_result(conversations.run(generate()))
+        future.set_result(protocol.run(generate()))
         return future
 
     def close(self) -> None:

@@ -15,21 +15,20 @@ from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.learner.plan import sequences_of_step
+from jppo.learner.recipe import kept_tokens, sequences_of_step
 from jppo.models import cache, cost, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
 from jppo.rollout.protocol import Served
-from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
-from jppo.rollout.servers.membership import Lookup, make_lookup
+from jppo.rollout.servers.repair import Lookup, address_lookup
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.client import start_vllm
-from jppo.rollout.vllm.served_reference import ServedReference
+from jppo.rollout.vllm.client import ServedReference, start_vllm
 from jppo.settings import Rollout, Settings, UserError, ValKwargs, parts, texts
-from jppo.settings.rules_servers import publish_via
+from jppo.settings.rules_rollout import publish_via
 from jppo.types import Sampling
 
 SMALL = 2e7  # FLOP of a token
@@ -40,7 +39,8 @@ Source = Served | InprocessSampler  # of samples
 def sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
     """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
     found = _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
-    return dataclasses.replace(found, experts=c.rollout.routing_replay)
+    kept = c.rollout.mask_replay_tokens if c.rollout.mask_replay else 0
+    return dataclasses.replace(found, experts=c.rollout.routing_replay, kept=kept)
 
 
 def val_sampling(c: Settings) -> Sampling:
@@ -80,13 +80,18 @@ def with_servers(c: Settings, mesh: Mesh) -> Settings:
             f"rollout.name={r.name!r} starts servers on this machine, whose TPUs the trainer holds; set"
             " rollout.name=inprocess, or rollout.urls to servers on other machines"
         )
-    if r.servers > 0:
-        return c
     count = 1
     if r.name != "inprocess" and not r.urls and sharding.platform(mesh) == "gpu":
         local = sum(device.process_index == first.process_index for device in mesh.devices.flat)
         gpus = len(texts.entries(r.devices)) or local
-        count = max(1, gpus // r.tensor_model_parallel_size)
+        count = gpus // r.tensor_model_parallel_size
+        if not count:
+            raise UserError(
+                f"rollout.tensor_model_parallel_size={r.tensor_model_parallel_size} must be at most {gpus}, the number"
+                f" of GPUs that servers have here; try {gpus}, or list more in rollout.devices"
+            )
+    if r.servers > 0:
+        return c
     return settings.changed(c, {"rollout.servers": count})
 
 
@@ -137,10 +142,14 @@ def server_settings(c: Settings) -> ServerSettings:
         engine_args=r.engine_args,
         sleeps=r.sleep_level > 0,
         lora_rank=c.model.lora_rank if r.lora_sync == "adapter" else 0,
+        head_sizes=cfg.head_sizes,
         latent=cfg.latent_sizes,
         delta=cfg.delta_kind,
         publish_via=publish_via(r),
+        publish_delta=r.publish_delta,
         experts=r.routing_replay,
+        kept=r.mask_replay,
+        quantization=r.quantization,
     )
 
 
@@ -157,7 +166,7 @@ def require_routing(c: Settings) -> None:
             )
 
 
-def open_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine | InprocessEngine:
+def open_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine | InprocessEngine:
     """Starts this host's engine by `rollout.name`; logs go to the folder `run`."""
     engine = parts.ENGINES.find(c.rollout.name, "rollout.name")(c, run, hosts)
     for method in ("ready", "close"):
@@ -166,14 +175,14 @@ def open_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine 
                 f"rollout.name={c.rollout.name!r} returns {type(engine).__name__}, which has no {method}(); return an"
                 " engine as in docs/extending.md"
             )
-    return cast(Engine | InprocessEngine, engine)
+    return cast(ServerEngine | InprocessEngine, engine)
 
 
-def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Engine:
+def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine:
     """Starts this host's servers without waiting, or attaches to running ones."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
-    start: Callable[..., Engine] = start_sglang
+    start: Callable[..., ServerEngine] = start_sglang
     if r.publish_via == "auto":
         print(f"rollout: weights go by {publish_via(r)}", file=sys.stderr, flush=True)
     if r.name == "vllm":
@@ -232,6 +241,7 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
         of_cache=sharding.cache_sharding(mesh, cache.heads(cfg)),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
         experts=r.routing_replay,
+        kept=kept_tokens(c, cfg),
     )
 
 
@@ -244,7 +254,7 @@ def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
         raise UserError(
             f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"
         )
-    return make_lookup(place)
+    return address_lookup(place)
 
 
 def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TypeVar
 from jppo import settings
 from jppo.errors import escaped
 from jppo.preflight import described_machine
-from jppo.preflight.described_machine import Request
+from jppo.preflight.described_machine import DryRun
 from jppo.runlog.watchdog import ending
 from jppo.settings import Common
 
@@ -20,7 +20,7 @@ def run(
     about: str | None,
     kind: type[C],
     *,
-    dry_run: Callable[[C, Request], str],
+    dry_run: Callable[[C, DryRun], str],
     train: Callable[[C], None],
 ) -> None:
     """Checks the settings of command `name`, then prints a dry run or trains."""

@@ -19,7 +19,7 @@ def write_model(run: Run, path: pathlib.Path, now: TrainState) -> None:
     hf_write.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=dtype, write=write)
 
 
-def export(run: Run, now: TrainState) -> None:
+def export_policy(run: Run, now: TrainState) -> None:
     """Writes hf/, and adapter/ for LoRA runs, to the run folder."""
     adapters, cfg = run.inputs.adapters, run.learner.cfg
     try:

@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 from jppo.distributed.hosts import Hosts
-from jppo.distributed.launchers import join
+from jppo.distributed.launchers import join_launched
 from jppo.errors import expanded
 from jppo.run.inputs import Inputs
 from jppo.run.resume import data_checksums
@@ -24,7 +24,7 @@ NOT_SHARED = {
 def join_hosts(c: Settings) -> Hosts:
     """Joins all hosts of the run and waits for them."""
     t = c.trainer
-    return join(
+    return join_launched(
         t.nnodes,
         t.node_rank,
         t.coordinator_address,
@@ -38,7 +38,7 @@ def require_shareable(c: Settings, hosts: Hosts) -> None:
     """Raises UserError for settings that multi-host runs exclude or that differ between hosts."""
     if hosts.count == 1:
         return
-    mine = table.values(c)
+    mine = table.by_name(c)
     for name, why in NOT_SHARED.items():
         if mine[name]:
             raise UserError(f"{name}=True {why}; leave it at False with trainer.nnodes={hosts.count}")
@@ -72,7 +72,7 @@ def require_alike(c: Settings, hosts: Hosts, inputs: Inputs) -> None:
         )
 
 
-def summed(hosts: Hosts, metrics: dict[str, float]) -> dict[str, float]:
+def summed_over_hosts(hosts: Hosts, metrics: dict[str, float]) -> dict[str, float]:
     """Sums the counts of all hosts."""
     of_all = hosts.gather(lambda: metrics)
     return {name: float(sum(one[name] for one in of_all)) for name in metrics}

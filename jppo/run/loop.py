@@ -10,7 +10,7 @@ from typing import Any
 
 from jppo.distributed.hosts import Hosts, Stopped
 from jppo.errors import RunEnded
-from jppo.learner import devices
+from jppo.learner import sharding
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.timers import Profiler, Timers
@@ -79,7 +79,7 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
             if last or due(now.step, method.test_freq):
                 with timer("testing"):
                     metrics |= method.test(now)
-            metrics |= timer.next_step() | devices.memory()
+            metrics |= timer.next_step() | sharding.memory()
             if (tokens := metrics.get("perf/total_num_tokens")) is not None:  # else pending in a former checkpoint
                 metrics["perf/throughput"] = tokens / metrics["timing_s/step"]
             run.logger.log(now.step, metrics)

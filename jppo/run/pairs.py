@@ -18,7 +18,7 @@ from jppo.models import cost, placing
 from jppo.models.params import Head
 from jppo.preflight import memory, preview, programs
 from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.described_machine import Request
+from jppo.preflight.described_machine import DryRun
 from jppo.run import supervised
 from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import Columns
@@ -32,7 +32,7 @@ HEADS: dict[type[Paired], Head] = {PairTraining: "value", PreferenceTuning: "lm"
 
 
 @dataclasses.dataclass(frozen=True)
-class Task(supervised.Task):
+class PairTask(supervised.Task):
     """The inputs of a run, before it loads the model; `accumulate` is the second pass."""
 
     name: str  # of its metrics: rm, dpo
@@ -47,10 +47,10 @@ class Task(supervised.Task):
 
 def train(
     c: C,
-    prepare: Callable[[C], Task],
+    prepare: Callable[[C], PairTask],
     columns: Columns,
-    given: Callable[[Task, PairSet, Sequence[int]], Given],
-    begin: Callable[[Task, ppo.ModelUpdate, Params], None] | None = None,
+    given: Callable[[PairTask, PairSet, Sequence[int]], Given],
+    begin: Callable[[PairTask, ppo.ModelUpdate, Params], None] | None = None,
 ) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model.
 
@@ -63,11 +63,11 @@ def train(
     def judged(model: ppo.ModelUpdate, params: Params, of: PairSet, which: Sequence[int], rows: list[Rows]) -> Any:
         return task.slope(scored(task, model, params, rows, len(which)), *given(task, of, which))
 
-    def draw(model: ppo.ModelUpdate, params: Params, indices: np.ndarray) -> supervised.Batch:
+    def draw(model: ppo.ModelUpdate, params: Params, indices: np.ndarray) -> supervised.ExampleBatch:
         some = [task.pairs.pairs[i] for i in indices]
-        rows = pack(task, some)
+        rows = pack_pairs(task, some)
         (_, metrics), slope = judged(model, params, task.pairs, [*indices], rows)
-        return supervised.Batch(
+        return supervised.ExampleBatch(
             batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh)),
             tokens=sum(len(pair.chosen) + len(pair.rejected) for pair in some),
             further=(slope,),
@@ -77,12 +77,12 @@ def train(
     def test(model: ppo.ModelUpdate, params: Params) -> dict[str, float]:
         pairs, sums = task.held_out.pairs, {"loss": 0.0, "accuracy": 0.0}
         for some in blocks(c, len(pairs)):
-            rows = pack(task, [pairs[i] for i in some])
+            rows = pack_pairs(task, [pairs[i] for i in some])
             (_, found), _ = judged(model, params, task.held_out, some, rows)
             sums = {name: so_far + len(some) * float(found[name]) for name, so_far in sums.items()}
         return {f"{task.name}/val_{name}": value / len(pairs) for name, value in sums.items()}
 
-    objective = supervised.Objective(
+    objective = supervised.ExampleObjective(
         name=task.name,
         head=task.head,
         examples=len(task.pairs.pairs),
@@ -110,7 +110,7 @@ def read(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
     return found, held_out
 
 
-def scored(task: Task, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
+def scored(task: PairTask, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = placing.to_device((model.base, params))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
@@ -126,10 +126,10 @@ def blocks(c: Paired, count: int) -> list[range]:
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def dry_run(c: C, request: Request, prepare: Callable[[C, Request], Task]) -> str:
+def dry_run(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> str:
     """Reports on a run with these settings; reads no weight."""
 
-    def describe(task: Task, micro_batches: int) -> tuple[list[str], dict[str, int]]:
+    def describe(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
             f"pairs            {counted(task.pairs)}",
             f"held out         {counted(task.held_out)}",
@@ -143,7 +143,7 @@ def dry_run(c: C, request: Request, prepare: Callable[[C, Request], Task]) -> st
     return dry_run_of_one_model(c, request, prepare, estimate, describe, head=HEADS[type(c)])
 
 
-def estimate(c: Paired, task: Task) -> tuple[programs.Estimate, int]:
+def estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
@@ -159,7 +159,7 @@ def estimate(c: Paired, task: Task) -> tuple[programs.Estimate, int]:
         models = trained.learned, trained.base, one, scores
         moments.append(programs.account("scores", 0, task.scores, *models, useful=least))
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
-    packed = pack(task, longest)
+    packed = pack_pairs(task, longest)
     copy = {"initial policy": programs.size(trained.learned)} if keeps_copy(c) else {}
     return memory.of_one_model(c, mesh, trained, opt, moments, packed, further=copy), len(packed)
 
@@ -179,7 +179,7 @@ def margins(pairs: Sequence[Pair]) -> np.ndarray:
     return np.array([pair.margin for pair in pairs], np.float32)
 
 
-def pack(task: Task, pairs: Sequence[Pair]) -> list[Rows]:
+def pack_pairs(task: PairTask, pairs: Sequence[Pair]) -> list[Rows]:
     """Packs both halves of each pair in any row: of N pairs sequence i is chosen, N + i rejected."""
     halves = [task.sequence(pair.chosen, pair.starts[0]) for pair in pairs]
     halves += [task.sequence(pair.rejected, pair.starts[1]) for pair in pairs]

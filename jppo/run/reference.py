@@ -9,7 +9,7 @@ from jppo.run.start import Run
 from jppo.types import Batch, Trajectory
 
 
-def with_reference(
+def add_reference(
     run: Run, data: Batch, micros: Any, trajectories: Sequence[Trajectory], policy: Weights
 ) -> tuple[Batch, dict[str, float]]:
     """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of a server."""

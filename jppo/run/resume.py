@@ -17,14 +17,13 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import optim, state
 from jppo.learner.make import Learner
-from jppo.learner.step import scalar
-from jppo.rewards.reward_sum import RewardSum
+from jppo.learner.state import scalar
+from jppo.rewards.parts import RewardSum
 from jppo.run.inputs import Inputs
 from jppo.run.loop import Progress
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
-from jppo.runlog.checkpoint_arrays import checksum_of_all
-from jppo.runlog.restore import Restored, require_checkpoint, restore
+from jppo.runlog.checkpoint_arrays import Restored, checksum_of_all, require_checkpoint, restore
 from jppo.settings import Common, Settings, UserError, table
 from jppo.types import TrainState
 
@@ -74,7 +73,7 @@ def run_identity(c: Common, mesh: Any, *, data: dict[str, int], frozen: dict[str
     """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     return {
-        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.values(c).items()},
+        "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.by_name(c).items()},
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},
         "data": data,
         "frozen": {name: checksum_of_all(tree) for name, tree in frozen.items()},

@@ -10,23 +10,23 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jppo import process, settings, traces
-from jppo.agent.python import Python
+from jppo.agent.built_in_tools import Python
 from jppo.agent.tools import Toolbox
 from jppo.distributed.hosts import Hosts, own_folder
 from jppo.errors import expanded
-from jppo.learner import offloading, packing, sharding
+from jppo.learner import model_configs, packing, sharding
 from jppo.learner.make import Learner, attention_kernel, compile_passes, make_learner, make_mesh
 from jppo.learner.model_configs import require_models_fit
-from jppo.learner.plan import replayed
+from jppo.learner.recipe import replayed
 from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import auto, preview
 from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
-from jppo.rewards.reward_sum import RewardSum
+from jppo.rewards.parts import RewardSum
 from jppo.rollout.make import Source, describe_servers, open_engine, served_reference, with_servers
 from jppo.rollout.publish import PolicyPublisher, publish_base
-from jppo.rollout.vllm.served_reference import ServedReference
+from jppo.rollout.vllm.client import ServedReference
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
 from jppo.run.hosts import require_alike, require_shareable
@@ -35,11 +35,11 @@ from jppo.run.loop import Opened
 from jppo.run.resume import Begun, finished
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.console import Display, Doing
 from jppo.runlog.diagnosis import NOT_OF_DISTILLATION
-from jppo.runlog.lock import own
+from jppo.runlog.durable_files import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
-from jppo.runlog.progress import Display, Doing
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
@@ -137,7 +137,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,
             inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin,
         )  # fmt: skip
-        introduce(run, begun, kernel, chosen, laps)
+        introduce_run(run, begun, kernel, chosen, laps)
         return run, begun
 
 
@@ -198,7 +198,7 @@ def open_logger(c: Settings, held: HostParts, hosts: Hosts, learner: Learner, be
     return make_logger(c, held.folder, hosts, muted=muted, **how)
 
 
-def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
+def introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
     """Logs what the run will do, and compares the policies of engine and trainer."""
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = begun.now.step
@@ -212,7 +212,7 @@ def introduce(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Lap
         kernel,
         describe_decoding(inputs.policy),
         describe_servers(c, mesh),
-        offloading.describe_offload(c, inputs, mesh.devices.flat[0]),
+        model_configs.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(c, mesh),
         chosen,
         f"seconds of the start: {laps}",

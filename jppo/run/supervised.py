@@ -1,6 +1,6 @@
 """A run of one model on examples from files, for fine-tuning, reward models and DPO: its start, and its step.
 
-The loop is PPO's, `loop.py`. `Objective` holds what the three commands differ in.
+The loop is PPO's, `loop.py`. `ExampleObjective` holds what the three commands differ in.
 """
 
 import contextlib
@@ -16,11 +16,10 @@ from jppo import settings
 from jppo.data.stream import Cursor, next_batch
 from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
-from jppo.learner import batch, offloading, packing, ppo
+from jppo.learner import batch, model_configs, packing, ppo
 from jppo.learner.make import Trained, load_trained, make_descent, spare_rows
-from jppo.learner.state import begin as begin_state
-from jppo.learner.state import portable
-from jppo.learner.step import scalar
+from jppo.learner.state import begin_state as begin_state
+from jppo.learner.state import portable, scalar
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
@@ -31,11 +30,10 @@ from jppo.run.resume import Begun, finished, resume, run_identity
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.checkpoint_arrays import nonfinite
-from jppo.runlog.console import Columns
-from jppo.runlog.lock import own
+from jppo.runlog.console import Columns, Doing
+from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.make import make_logger, open_display
-from jppo.runlog.progress import Doing
 from jppo.runlog.timers import Profiler, Timers
 from jppo.runlog.watchdog import Watch
 from jppo.settings import Supervised
@@ -55,7 +53,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class ExampleBatch:
     """The packed examples of one step."""
 
     mini: batch.Mini
@@ -65,7 +63,7 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
+class ExampleObjective:
     """The examples of a run, its loss and its validation."""
 
     name: str  # prefix of metrics and optimizer: sft, rm
@@ -74,7 +72,7 @@ class Objective:
     checksum: int  # of the examples in order: a resume rejects others
     columns: Columns
     opening: str  # first console line
-    draw: Callable[[ppo.ModelUpdate, Params, np.ndarray], Batch]  # returns the batch of these indices
+    draw: Callable[[ppo.ModelUpdate, Params, np.ndarray], ExampleBatch]  # returns the batch of these indices
     begin: Callable[[ppo.ModelUpdate, Params], None] | None = None  # sees the model before it is trained
     test: Callable[[ppo.ModelUpdate, Params], dict[str, float]] | None = None
     test_freq: int = -1
@@ -82,17 +80,17 @@ class Objective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(loop.Opened):
+class SupervisedRun(loop.Opened):
     """The parts of a run, once all of them exist."""
 
     c: Supervised
     task: Task
-    objective: Objective
+    objective: ExampleObjective
     descent: ppo.ModelUpdate
     origin: dict[str, Any]
 
 
-def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
+def train(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, float]:
     """Trains, or resumes, to the last step and writes the model to RUN_DIR/hf; returns the last step's metrics."""
     run, timer, t = folder(c), Timers(), c.trainer
     limits = dict[str, Any](stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s)
@@ -122,10 +120,10 @@ def train(c: Supervised, task: Task, objective: Objective) -> dict[str, float]:
         with logger:
             durable_files.write_text(run / "config.json", settings.dump(c))
             resuming = None if begun.step is None else f"resuming from the checkpoint of step {begun.step}"
-            offloaded = offloading.describe_offload(c, None, task.mesh.devices.flat[0])
+            offloaded = model_configs.describe_offload(c, None, task.mesh.devices.flat[0])
             for line in filter(None, (objective.opening, resuming, *begun.said, offloaded)):
                 logger.note(line)
-            opened = Run(
+            opened = SupervisedRun(
                 c, task.steps, ALONE, checkpoints, logger, timer, watch, Profiler(run / "profile", ()),
                 task, objective, descent, origin,
             )  # fmt: skip
@@ -149,7 +147,7 @@ def last_metrics(run: pathlib.Path) -> dict[str, float]:
     return lines[-1] if lines else {}
 
 
-def make_origin(c: Supervised, task: Task, objective: Objective, trained: Trained) -> dict[str, Any]:
+def make_origin(c: Supervised, task: Task, objective: ExampleObjective, trained: Trained) -> dict[str, Any]:
     """Returns a run's identity for its checkpoints."""
     frozen = {} if trained.base is None else {"model.path": trained.base.params}
     return run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
@@ -158,7 +156,7 @@ def make_origin(c: Supervised, task: Task, objective: Objective, trained: Traine
 def begin(
     c: Supervised,
     checkpoints: Checkpoints,
-    objective: Objective,
+    objective: ExampleObjective,
     descent: ppo.ModelUpdate,
     first: Params,
     opt: Any,
@@ -172,15 +170,15 @@ def begin(
     return resume(c, checkpoints, spare, state, origin)
 
 
-def learned(objective: Objective, state: TrainState) -> tuple[Params, Any]:
+def learned(objective: ExampleObjective, state: TrainState) -> tuple[Params, Any]:
     """Returns the trained parameters and the optimizer's state."""
     return (state.policy, state.policy_opt) if objective.head == "lm" else (state.value, state.value_opt)
 
 
-def method(run: Run) -> loop.Method:
+def method(run: SupervisedRun) -> loop.Method:
     """Returns the objective as a method of the loop."""
     c, objective = run.c, run.objective
-    drawn: list[Batch] = []  # the last step's, for the check before a save
+    drawn: list[ExampleBatch] = []  # the last step's, for the check before a save
 
     def step(now: Progress) -> Progress:
         after, batch = take_step(run, now)
@@ -214,7 +212,7 @@ def method(run: Run) -> loop.Method:
     )
 
 
-def take_step(run: Run, now: Progress) -> tuple[Progress, Batch]:
+def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch]:
     """Takes one optimizer step on the next batch; one that is skipped leaves the run at its step."""
     c, objective, descent = run.c, run.objective, run.descent
     indices, cursor = next_batch(
@@ -227,7 +225,7 @@ def take_step(run: Run, now: Progress) -> tuple[Progress, Batch]:
     params, opt = learned(objective, now.state)
     drawn = objective.draw(descent, params, indices)
     number = np.asarray(now.step, np.int32)
-    params, opt, found = ppo.descend(descent, params, opt, number, [drawn.mini], *drawn.further)
+    params, opt, found = ppo.descend(descent, params, opt, number, [drawn.mini], *drawn.further, key=now.state.key)
     bad = bool(found[f"{objective.name}/skipped"])
     names = ("policy", "policy_opt") if objective.head == "lm" else ("value", "value_opt")
     state = dataclasses.replace(
@@ -254,7 +252,7 @@ def remedy(c: Supervised) -> str:
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 
 
-def require_finite(descent: ppo.ModelUpdate, learned: Params, drawn: Batch) -> None:
+def require_finite(descent: ppo.ModelUpdate, learned: Params, drawn: ExampleBatch) -> None:
     """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
     params, base, further = placing.to_device((learned, descent.base, drawn.further))
     rows = placing.put(drawn.mini.micros[0], drawn.mini.place)

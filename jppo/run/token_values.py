@@ -13,14 +13,14 @@ from jppo.types import Array, Batch, Trajectory
 
 def record_tokens(run: Run, step: int, data: Batch, trajectories: Sequence[Trajectory], value_norm: Any) -> None:
     """Writes samples/tokens_STEP.jsonl of `trainer.token_samples` responses; `value_norm` is from before the step."""
-    chosen = choose(np.asarray(data.mask)[: len(trajectories)], run.c.trainer.token_samples)
+    chosen = choose_responses(np.asarray(data.mask)[: len(trajectories)], run.c.trainer.token_samples)
     if run.hosts.first and chosen:
         known = quantities(data, chosen, value_norm, bypass=run.learner.recipe.bypass)
         rows = records(data, trajectories, chosen, known, lambda ids: pieces(run.inputs.tokenizer, ids))
         run.logger.samples(f"tokens_{step}", rows)
 
 
-def choose(mask: np.ndarray, count: int) -> list[int]:  # [B, L] bool
+def choose_responses(mask: np.ndarray, count: int) -> list[int]:  # [B, L] bool
     """Returns at most `count` evenly spaced responses among those with a trained token."""
     usable = np.flatnonzero(mask.any(1))
     places = np.linspace(0, len(usable) - 1, min(count, len(usable))).round().astype(int)

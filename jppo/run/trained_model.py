@@ -17,8 +17,7 @@ from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
-from jppo.runlog.checkpoint_arrays import checksum_of_all
-from jppo.runlog.restore import restore_field
+from jppo.runlog.checkpoint_arrays import checksum_of_all, restore_field
 from jppo.settings import UserError, by_name
 from jppo.types import Params
 
@@ -101,7 +100,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
             raise UserError(f"the run's model.path: {e}, or name another place of it by --base DIR") from e
         how = _adapters(settings)
         kind = settings["model.param_dtype"]
-        weights = state.weights(cfg, mesh, head="lm", param_dtype=kind)
+        weights = state.weights(cfg, mesh, head="lm", param_dtype=kind, adapters=how)
         read.update(settings=settings, source=source, cfg=cfg, how=how, weights=weights, kind=kind)
         what = weights if how is None else state.adapters(cfg, mesh, how, head="lm")
         return state.abstract(what)
@@ -148,7 +147,8 @@ def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPo
 def _adapters(settings: Settings) -> Lora | None:
     rank = settings["model.lora_rank"]
     targets = lora.parse_targets(settings["model.target_modules"])
-    return None if rank == 0 else Lora(rank, settings["model.lora_alpha"], targets)
+    base = settings.get("model.base_quantization", "none")  # absent from runs of older versions
+    return None if rank == 0 else Lora(rank, settings["model.lora_alpha"], targets, base=base)
 
 
 def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, Any]) -> Params:

@@ -11,8 +11,7 @@ import numpy as np
 from jppo import statistics
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import escaped
-from jppo.rewards.parts import sample_of
-from jppo.rewards.reward_sum import Grading, RewardSum
+from jppo.rewards.parts import Grading, RewardSum, sample_of
 from jppo.rollout.make import val_sampling
 from jppo.rollout.protocol import Sampler
 from jppo.runlog import trajectories as of_hosts
@@ -144,7 +143,7 @@ def samples(
     ]
 
 
-def shown(tested: Tested, count: int) -> list[dict[str, Any]]:
+def shown_answer(tested: Tested, count: int) -> list[dict[str, Any]]:
     """Returns the rows of the first response to each of the first `count` prompts, the same in every test."""
     return rows(tested)[:: tested.n][:count]
 
@@ -176,7 +175,7 @@ def validate(run: "Run", version: int) -> dict[str, float]:
         hosts=run.hosts,
     )
     run.logger.samples(f"test_{version}", rows(tested))
-    some = shown(tested, c.trainer.log_val_generations)
+    some = shown_answer(tested, c.trainer.log_val_generations)
     for row in some:
         run.logger.note(line(row))
     run.logger.generations(version, some)

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,12 @@ from jax.experimental import multihost_utils
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import escaped
 from jppo.runlog import checkpoint_arrays, durable_files
-from jppo.runlog.restore import Damaged, Restored, checkpointer, quiet, restore
+from jppo.runlog.checkpoint_arrays import Damaged, Restored, checkpointer, quiet, restore
 from jppo.settings import UserError
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"
+WRITERS_END_SECONDS = 5
 REPLACED = ".replaced"  # suffix of a checkpoint of the same step until the new one is complete
 
 
@@ -223,11 +225,20 @@ class Checkpoints:
             else:
                 old.rename(path)
         for unfinished in (*self._directory.glob("*.orbax-checkpoint-tmp*"), *self._directory.glob(f"*{EXPORT}")):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove_all(unfinished)
 
     def _remove(self, steps: list[int]) -> None:
         for step in steps:
             shutil.rmtree(self._directory / str(step))
+
+
+def _remove_all(path: pathlib.Path) -> None:
+    """Removes a folder in which other threads of a failed save may still write for a moment: orbax waits for none."""
+    for _ in range(WRITERS_END_SECONDS * 10):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,25 +1,30 @@
 """The console of a run: a live table with a progress bar on a terminal, one plain line per step elsewhere.
 
-Green is within the range of `healthy_ranges.py`, yellow and red are outside; without colour, a ! marks red alone.
+Green is within the range of `diagnosis.py`, yellow and red are outside; without colour, a ! marks red alone. Between
+steps, a spinner or a line every 30 s shows what a command is doing.
 """
 
 import collections
 import contextlib
 import math
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import rich.box
 import rich.console
 import rich.live
 import rich.progress
+import rich.status
 import rich.table
 import rich.text
 
 from jppo.errors import escaped
-from jppo.runlog import healthy_ranges
-from jppo.runlog.timers import STAGES
+from jppo.runlog import diagnosis
+from jppo.runlog.timers import STAGES, Timers
 
 ROWS = 12  # steps in the live table
 
@@ -27,7 +32,7 @@ Columns = Sequence[tuple[str, str, str]]
 
 # Heading, metric, format. A missing metric is a dash.
 PPO_COLUMNS: Columns = (
-    ("reward", healthy_ranges.REWARD, ".3f"),
+    ("reward", diagnosis.REWARD, ".3f"),
     ("test", "val/score", ".3f"),
     ("KL", "actor/ppo_kl", ".1e"),
     ("entropy", "actor/entropy", ".3f"),
@@ -64,7 +69,7 @@ REWARD_MODEL_COLUMNS, DPO_COLUMNS = _of_pairs("rm"), _of_pairs("dpo")
 LEFT_OUT_FIRST = ("s/step", "ratio", "test")  # if the table is too wide
 STAGE_NAMES = {"old_log_prob": "logp", "update_critic": "critic", "update_actor": "actor", "update_weights": "publish"}
 MEMORY = {"device": "perf/max_memory_allocated_gb", "host": "perf/cpu_memory_used_gb"}
-COLOURS: Mapping[healthy_ranges.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
+COLOURS: Mapping[diagnosis.Verdict, str] = {"good": "green", "weak": "yellow", "bad": "bold red"}
 
 
 class Screen(Protocol):
@@ -130,13 +135,13 @@ class Rewards:
     """The rewards of the last steps, for a step's health."""
 
     def __init__(self) -> None:
-        self._last: collections.deque[float] = collections.deque(maxlen=healthy_ranges.TREND_STEPS)
+        self._last: collections.deque[float] = collections.deque(maxlen=diagnosis.TREND_STEPS)
 
-    def verdicts(self, metrics: Mapping[str, float]) -> dict[str, healthy_ranges.Verdict]:
+    def verdicts(self, metrics: Mapping[str, float]) -> dict[str, diagnosis.Verdict]:
         """Returns the verdicts of the next step."""
-        if healthy_ranges.REWARD in metrics:
-            self._last.append(metrics[healthy_ranges.REWARD])
-        return healthy_ranges.verdicts(metrics, tuple(self._last))
+        if diagnosis.REWARD in metrics:
+            self._last.append(metrics[diagnosis.REWARD])
+        return diagnosis.verdicts(metrics, tuple(self._last))
 
 
 class Lines:
@@ -254,7 +259,7 @@ def _text(metrics: Mapping[str, float], name: str, form: str) -> str:
     return format(value, form) if math.isfinite(value) else str(value)
 
 
-def _mark(verdict: healthy_ranges.Verdict | None) -> str:
+def _mark(verdict: diagnosis.Verdict | None) -> str:
     return "!" if verdict == "bad" else ""
 
 
@@ -267,3 +272,54 @@ def _stages(metrics: Mapping[str, float]) -> list[str]:
 def _memory(metrics: Mapping[str, float]) -> list[str]:
     """Returns the known memory in use."""
     return [f"{where} {metrics[name]:.1f} GB" for where, name in MEMORY.items() if name in metrics]
+
+
+EVERY_S, REDRAW_S = 30.0, 0.25
+
+
+class Doing:
+    """The running stage of `timer`, as a renderable that is new at each drawing."""
+
+    def __init__(self, timer: Timers):
+        self._timer = timer
+
+    def __rich__(self) -> rich.text.Text:
+        return rich.text.Text(self._timer.line(), style="dim")
+
+
+class Display:
+    """Shows the running stage from a thread, on stderr; a context manager."""
+
+    def __init__(self, timer: Timers, console: rich.console.Console | None = None, *, every_s: float = EVERY_S):
+        self._timer = timer
+        self._console = console or rich.console.Console(stderr=True)
+        self._every_s = every_s
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._spinner: rich.status.Status | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._spinner = rich.status.Status(Doing(self._timer), console=self._console)
+            self._spinner.start()
+        else:
+            self._thread = threading.Thread(target=self._print, name="jppo-progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.leave_terminal()
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def leave_terminal(self) -> None:
+        """Removes the spinner: the table of steps follows. Elsewhere than on a terminal the lines continue."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+    def _print(self) -> None:
+        while not self._end.wait(self._every_s):
+            if self._timer.stage()[1] >= self._every_s / 2 and (line := self._timer.line()):
+                print(line, file=sys.stderr, flush=True)

@@ -23,13 +23,19 @@ from jppo.runlog import durable_files
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
 from jppo.runlog.durable_files import Appender, cut_lines, read_lines
-from jppo.runlog.remote_loggers import MLflow, Swanlab, Wandb
+from jppo.runlog.remote_loggers import ClearML, MLflow, Swanlab, Trackio, Wandb
 from jppo.runlog.sinks import About, Exporter, Rows, Sink
 from jppo.runlog.timers import STAGES
 
 FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
 DEFAULT = ("console", "jsonl", "tensorboard")
-REMOTE: dict[str, type[Wandb] | type[MLflow] | type[Swanlab]] = {"wandb": Wandb, "mlflow": MLflow, "swanlab": Swanlab}
+REMOTE: dict[str, type[Wandb | MLflow | Swanlab | ClearML | Trackio]] = {
+    "wandb": Wandb,
+    "mlflow": MLflow,
+    "swanlab": Swanlab,
+    "clearml": ClearML,
+    "trackio": Trackio,
+}
 # The fate of records that a logger could not take: they wait in memory, with these exceptions.
 LATER = "records wait in memory"
 LOST = {
@@ -37,6 +43,8 @@ LOST = {
     "bad_steps": "that file is skipped",
     "wandb": "it is skipped",
     "swanlab": "it is skipped",
+    "clearml": "it is skipped",
+    "trackio": "it is skipped",
 }
 
 

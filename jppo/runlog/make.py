@@ -6,8 +6,8 @@ from typing import Any
 
 from jppo import settings, traces
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.runlog.console import Display
 from jppo.runlog.logger import REMOTE, Logger, Silent
-from jppo.runlog.progress import Display
 from jppo.runlog.sinks import About
 from jppo.runlog.timers import Timers
 from jppo.settings import Common, Settings

@@ -1,6 +1,7 @@
-"""Loggers outside the run folder: Weights & Biases, MLflow and SwanLab."""
+"""Loggers outside the run folder: Weights & Biases, MLflow, SwanLab, ClearML and Trackio."""
 
 import collections
+import importlib
 import json
 import math
 import os
@@ -59,6 +60,14 @@ class Sent:
         durable_files.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
 
 
+def imported(name: str) -> Any:
+    """Returns a logger's package; UserError if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise UserError(f"trainer.logger has {name}, which is not installed; pip install 'jppo[{name}]'") from e
+
+
 class Wandb:
     """A run in Weights & Biases; WANDB_MODE=offline needs neither account nor network.
 
@@ -69,10 +78,7 @@ class Wandb:
     @staticmethod
     def require() -> None:
         """UserError if wandb or its login is missing."""
-        try:
-            import wandb
-        except ImportError as e:
-            raise UserError("trainer.logger has wandb, which is not installed; pip install 'jppo[wandb]'") from e
+        wandb = imported("wandb")
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise UserError("trainer.logger has wandb, which has no key; run `wandb login`, or set WANDB_MODE=offline")
 
@@ -129,10 +135,7 @@ class MLflow:
     @staticmethod
     def require() -> None:
         """UserError if MLflow is missing."""
-        try:
-            import mlflow  # noqa: F401
-        except ImportError as e:
-            raise UserError("trainer.logger has mlflow, which is not installed; pip install 'jppo[mlflow]'") from e
+        imported("mlflow")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
         from mlflow import MlflowClient
@@ -205,10 +208,7 @@ class Swanlab:
     @staticmethod
     def require() -> None:
         """UserError if SwanLab or its key is missing."""
-        try:
-            import swanlab  # noqa: F401
-        except ImportError as e:
-            raise UserError("trainer.logger has swanlab, which is not installed; pip install 'jppo[swanlab]'") from e
+        imported("swanlab")
         if os.environ.get("SWANLAB_MODE", "online") == "online" and not os.environ.get("SWANLAB_API_KEY"):
             raise UserError(
                 "trainer.logger has swanlab, which has no key; set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
@@ -257,6 +257,123 @@ class Swanlab:
     def close(self, *, failed: bool) -> None:
         """Sends the rest and ends the run."""
         self._run.finish(**({"state": "crashed", "error": "the run ended early"} if failed else {}))
+
+
+class ClearML:
+    """A task in ClearML; CLEARML_OFFLINE_MODE=1 needs neither account nor network.
+
+    The task's id is in RUN/clearml.json, so a resume continues the same task; a repeated step keeps its first values.
+    """
+
+    @staticmethod
+    def require() -> None:
+        """UserError if ClearML is missing."""
+        imported("clearml")
+
+    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        import clearml
+
+        self._sent = Sent(run_dir, "clearml", resumed=resumed)
+        try:
+            self._task: Any = clearml.Task.init(
+                project_name=about.project,
+                task_name=about.experiment or run_dir.resolve().name,
+                reuse_last_task_id=False,
+                continue_last_task=self._sent.id or False,
+                output_uri=False,
+                auto_connect_arg_parser=False,
+                auto_connect_frameworks=False,
+                auto_connect_streams=False,
+                auto_resource_monitoring=False,
+            )
+            self._task.set_initial_iteration(0)  # else the steps of a continued task follow its last one
+            self._task.connect_configuration(json.loads(json.dumps(dict(about.config), default=str)), name="config")
+        except Exception as e:  # clearml has no exception class
+            raise UserError(
+                f"ClearML does not start: {' '.join(str(e).split())}; fix that, set CLEARML_OFFLINE_MODE=1, or remove"
+                " clearml from trainer.logger"
+            ) from e
+        self._sent.begin(self._task.id)
+        self._log = self._task.get_logger()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a step, unless it was sent before."""
+        if self._sent.new(step):
+            for name, value in finite_metrics(metrics).items():
+                self._log.report_scalar(title=name, series=name, value=value, iteration=step)
+            self._sent.done(step)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Sends a table of samples."""
+        if rows and self._sent.new(step):
+            table = [list(COLUMNS), *([cell(row.get(name)) for name in COLUMNS] for row in rows)]
+            self._log.report_table("generations", "samples", iteration=step, table_plot=table)
+
+    def warn(self, alert: Alert) -> None:
+        """Sends a line of the task's log."""
+        self._log.report_text(f"warning: step {alert.step}: {alert.name}: {alert.found}; {alert.remedy}")
+
+    def close(self, *, failed: bool) -> None:
+        """Sends the rest and ends the task."""
+        if failed:
+            self._task.flush(wait_for_uploads=True)
+            self._task.mark_failed(status_reason="the run ended early")
+        self._task.close()
+
+
+class Trackio:
+    """A run in Trackio: in the folder TRACKIO_DIR, or at TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
+
+    RUN/trackio.json has the last step, and a resume continues the run of the same name; a repeated step keeps its first
+    values.
+    """
+
+    @staticmethod
+    def require() -> None:
+        """UserError if Trackio is missing."""
+        imported("trackio")
+
+    def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        import trackio
+
+        self._sent = Sent(run_dir, "trackio", resumed=resumed)
+        name = self._sent.id or about.experiment or run_dir.resolve().name
+        try:
+            self._run: Any = trackio.init(
+                project=about.project,
+                name=name,
+                config=dict(about.config),
+                resume="never" if self._sent.id is None else "allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        except Exception as e:  # trackio has no exception class
+            raise UserError(
+                f"Trackio does not start: {' '.join(str(e).split())}; fix that, or remove trackio from trainer.logger"
+            ) from e
+        self._sent.begin(self._run.name)
+        self._table = trackio.Table
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends a step, unless it was sent before."""
+        if self._sent.new(step):
+            self._run.log(finite_metrics(metrics), step=step)
+            self._sent.done(step)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Sends a table of samples."""
+        if rows and self._sent.new(step):
+            data = [[cell(row.get(name)) for name in COLUMNS] for row in rows]
+            self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step)
+
+    def warn(self, alert: Alert) -> None:
+        """Sends an alert."""
+        self._run.alert(title=alert.name, text=f"step {alert.step}: {alert.found}; {alert.remedy}")
+
+    def close(self, *, failed: bool) -> None:
+        """Sends the rest and ends the run."""
+        self._run.finish()
 
 
 def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:

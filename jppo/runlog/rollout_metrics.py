@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jppo.types import Reward, Trajectory
+from jppo.types import OVERFLOW, Reward, Trajectory
 
 
 def sample_metrics(
@@ -32,6 +32,20 @@ def sample_metrics(
         "perf/total_num_tokens": float(whole.sum()),
         **({"critic/greedy/mean": float(np.mean(best))} if best else {}),
     } | part_means(rewards)
+
+
+def mask_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the metrics of kept tokens; empty if none are replayed."""
+    rows = [t.kept[t.sampled] for one in trajectories for t in (one, *one.branches) if t.kept is not None]
+    first = np.concatenate([kept[:, 0] for kept in rows]) if rows else np.zeros(0)
+    if not first.size:
+        return {}
+    sizes = np.concatenate([(kept >= 0).sum(axis=1) for kept in rows])
+    return {
+        "rollout/mask_tokens_mean": float(sizes[first >= 0].mean()) if (first >= 0).any() else 0.0,
+        "rollout/mask_replayed": float((first >= 0).mean()),
+        "rollout/mask_overflow": float((first == OVERFLOW).mean()),
+    }
 
 
 def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

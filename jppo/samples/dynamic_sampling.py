@@ -15,7 +15,7 @@ from typing import Any
 from jppo.data.stream import Cursor
 from jppo.learner.batch import filtered
 from jppo.rollout.protocol import RolloutError
-from jppo.runlog import sample_queue
+from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
 from jppo.samples.queue import SampleQueue, StepSamples
 from jppo.settings import UserError
@@ -151,7 +151,7 @@ class DynamicSampleQueue:
             return []
         said = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
         here = (self._cursor.epoch, self._cursor.index)
-        behind = [one for one in sample_queue.steps(state) if (one.after["epoch"], one.after["index"]) <= here]
+        behind = [one for one in trajectories.steps(state) if (one.after["epoch"], one.after["index"]) <= here]
         if left := sum(len(one.left) for one in behind):
             said.append(f"{left} prompts that rollout.partial had put off are left out of this epoch")
         return said

@@ -12,7 +12,7 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
-from jppo.rewards.reward_sum import RewardSum
+from jppo.rewards.parts import RewardSum
 from jppo.rollout.make import Source, sampling
 from jppo.rollout.protocol import RolloutError
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
@@ -75,7 +75,7 @@ def graders(c: Settings) -> dict[str, Any]:
     Of a file the checksum; of a folder, such as a reward model's, the sizes and times of its files.
     """
     found = dict[str, Any]()
-    for name, value in table.values(c.reward, "reward.").items():
+    for name, value in table.by_name(c.reward, "reward.").items():
         text = value if isinstance(value, str) else ""
         path = expanded(text.rpartition(":")[0] or text)
         if text and path.is_file():

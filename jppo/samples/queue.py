@@ -15,6 +15,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,85 @@ import numpy as np
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, next_batch, seen
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.rewards.reward_sum import RewardSum
+from jppo.rewards.parts import Grading, RewardSum, sample_of
 from jppo.rollout.protocol import Sampler, greedy
-from jppo.runlog import sample_queue, trajectories
+from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
-from jppo.samples.requests import Asked, Draws, Queue, rewards_of
 from jppo.types import Prompt, Reward, Sampling, Trajectory
+
+
+class Draws:
+    """The responses to the prompts of one step, in flight; `done` may come from any thread."""
+
+    def __init__(self, prompts: list[Prompt], n: int, reward_sum: RewardSum, changed: threading.Condition):
+        self.n = n
+        self.found: dict[int, Trajectory] = {}
+        self.grading: Grading = reward_sum.begin()
+        self.graded: dict[int, Reward] = {}  # before a resume
+        self.future: Future[Any] | None = None
+        self.began = self.ended = time.monotonic()
+        self._prompts = prompts
+        self._changed = changed
+
+    def done(self, number: int, t: Trajectory) -> None:
+        """Records a response and starts its grading, unless it is graded already."""
+        if number not in self.graded:
+            self.grading.submit(number, sample_of(self._prompts[number // self.n], t))
+        with self._changed:
+            self.found[number] = t
+            self.ended = time.monotonic()
+            self._changed.notify_all()
+
+    def has(self, group: int) -> bool:
+        """Whether all responses to a prompt are complete."""
+        return all(number in self.found for number in self.numbers(group))
+
+    def numbers(self, group: int) -> range:
+        """Returns the indices of a prompt's responses."""
+        return range(group * self.n, (group + 1) * self.n)
+
+    def rewards(self, numbers: Sequence[int]) -> list[Reward]:
+        """Waits for the rewards of these responses, in the given order."""
+        asked = sorted(number for number in numbers if number not in self.graded)
+        found = self.graded | dict(zip(asked, self.grading.collect(asked), strict=True))
+        return [found[number] for number in sorted(numbers)]
+
+    def require(self) -> None:
+        """Raises the error that ended the sampling, if any."""
+        if self.future is not None and self.future.done():
+            self.future.result()
+
+
+@dataclasses.dataclass(eq=False)
+class Asked:
+    """The prompts of one step, from their request until the last is trained on."""
+
+    step: int
+    version: int  # at the request
+    indices: np.ndarray
+    after: Cursor
+    draws: tuple[Draws, ...]  # the samples, and the greedy responses if there are any
+    left: set[int]  # prompts that no step has trained on
+    held: bool = False  # from a checkpoint: the position in the data may be behind them
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    """The state of the requests, replaced as a whole in one statement, so a signal finds it consistent."""
+
+    cursor: Cursor  # in the data
+    next: int = 0  # the first step without prompts
+    queue: tuple[Asked, ...] = ()
+    held: tuple[trajectories.Step, ...] = ()  # from a checkpoint, not requested yet: before new prompts
+
+
+def rewards_of(groups: Sequence[tuple[Draws, int]]) -> list[Reward]:
+    """Waits for the rewards of groups, and returns them in the order of the groups; collects each grading once."""
+    wanted: dict[int, tuple[Draws, list[int]]] = {}
+    for draws, group in groups:
+        wanted.setdefault(id(draws), (draws, []))[1].extend(draws.numbers(group))
+    return [reward for draws, numbers in wanted.values() for reward in draws.rewards(numbers)]
+
 
 _POLL_S = 0.5  # polling interval of waits, so that a signal ends them
 
@@ -129,7 +203,7 @@ class SampleQueue:
 
     def state(self) -> dict[str, Any]:
         """Returns requests that are not yet trained on, as JSON types; {} without prefetching."""
-        return sample_queue.merged(self._hosts.gather(self._state))
+        return trajectories.merged(self._hosts.gather(self._state))
 
     def _state(self) -> dict[str, Any]:
         now = self._now
@@ -141,17 +215,17 @@ class SampleQueue:
             if reward == self._reward_sum.state():
                 break
         about = {"next": now.next, "cursor": dataclasses.asdict(now.cursor), "reward": reward, **self._kind()}
-        return sample_queue.state(about, steps)
+        return trajectories.state(about, steps)
 
-    def _kept(self, asked: Asked) -> sample_queue.Step:
+    def _kept(self, asked: Asked) -> trajectories.Step:
         with self._changed:
             responses = [dict(draws.found) for draws in asked.draws]
         found = tuple(
-            sample_queue.Found(draws.n, there, draws.grading.finished() | draws.graded)
+            trajectories.Found(draws.n, there, draws.grading.finished() | draws.graded)
             for draws, there in zip(asked.draws, responses, strict=True)
         )
         after = dataclasses.asdict(asked.after)
-        return sample_queue.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), found)
+        return trajectories.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), found)
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Restores `state` for a run that begins with `step`; missing responses are requested again.
@@ -161,7 +235,7 @@ class SampleQueue:
         """
         if not state:
             return []
-        kept, lines = sample_queue.fitted(
+        kept, lines = trajectories.fitted(
             state, self._kind(), first=step, staleness=self._how.staleness, partial=self._how.partial
         )
         if any(way.rewards for one in kept for way in one.found):
@@ -184,8 +258,9 @@ class SampleQueue:
         """Returns the settings on which kept samples depend."""
         how = self._how
         drawn = {name: value for name, value in dataclasses.asdict(how.draw(0)).items() if name not in ("n", "seed")}
-        if not drawn["experts"]:  # as in checkpoints of earlier versions
-            del drawn["experts"]
+        for name in ("experts", "kept", "stop_ids"):
+            if not drawn[name]:  # as in checkpoints of earlier versions
+                del drawn[name]
         return {
             "data.train_batch_size": how.batch_size,
             "rollout.n": how.n,
@@ -209,7 +284,7 @@ class SampleQueue:
             parts=self._train.parts, order_of=self._train.order_of,
         )  # fmt: skip
 
-    def _filled(self, one: sample_queue.Step, cursor: Cursor) -> tuple[sample_queue.Step, Cursor]:
+    def _filled(self, one: trajectories.Step, cursor: Cursor) -> tuple[trajectories.Step, Cursor]:
         """Adds new prompts to the last ones that a run with `partial` left, which are no whole step."""
         size = self._how.batch_size
         indices, cursor = self._next(cursor, size - len(one.indices))
@@ -225,7 +300,7 @@ class SampleQueue:
 
     def _begin(
         self, step: int, version: int, indices: np.ndarray, after: Cursor, left: frozenset[int],
-        found: Sequence[sample_queue.Found] = (),
+        found: Sequence[trajectories.Found] = (),
     ) -> Asked:  # fmt: skip
         how = self._how
         prompts = [self._train.prompts[i] for i in indices]
@@ -234,7 +309,7 @@ class SampleQueue:
         asked = []
         for i, way in enumerate([drawn, best] if how.greedy else [drawn]):
             draws = Draws(prompts, way.n, self._reward_sum, self._changed)
-            there = found[i] if found else sample_queue.Found(way.n, {}, {})
+            there = found[i] if found else trajectories.Found(way.n, {}, {})
             own = [number for group in sorted(left) if group in self._groups for number in draws.numbers(group)]
             draws.graded |= there.rewards
             for number in (number for number in own if number in there.responses):

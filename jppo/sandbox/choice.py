@@ -1,15 +1,25 @@
-"""The sandbox that `reward.sandbox` selects: the kernel's protections that work here, or a service.
+"""The sandbox that `reward.sandbox` selects: the kernel's protections that work here, or an HTTP service.
 
-Protections are detected by running a program under them. `docs/security.md` has the table of their guarantees.
+Protections are detected by running a program under them. `docs/security.md` has the table of their guarantees. The
+service has the interface of Sandbox Fusion: POST /run_code.
 """
 
 import dataclasses
 import functools
+import http.client
+import inspect
+import ipaddress
+import json
 import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
-from jppo.sandbox import confine, launcher, limits, seccomp, service
-from jppo.sandbox.launcher import Guards
+from jppo.sandbox import confine, kernel, launcher, peer, program, remote, seccomp, values
+from jppo.sandbox.launcher import TOO_LONG, Guards, NoSandbox, Ran
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
 _PROBE = "import bisect, json, random, threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()"
@@ -29,7 +39,7 @@ Runner = Callable[..., launcher.Ran]  # as launcher.run, without its `guards`
 def make_runner(mode: str = STRICT, url: str = "") -> Runner:
     """Makes the function that runs programs; ValueError if `strict` lacks a protection, or the service an address."""
     if mode == CONTAINER:
-        return functools.partial(service.run, url=service.check_url(url))
+        return functools.partial(run, url=check_url(url))
     guards = probe()
     if mode == STRICT and (why := lacks(guards)):
         raise ValueError(
@@ -70,12 +80,12 @@ def _counted(guards: Guards) -> Guards:
         ran = launcher.run(_HOARD, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
     except (launcher.NoSandbox, OSError):
         return guards
-    return counted if ran.why == limits.TOO_MUCH else guards
+    return counted if ran.why == confine.TOO_MUCH else guards
 
 
 def _grouped(guards: Guards) -> Guards:
     """Adds control groups to the guards, where these can be made."""
-    grouped = dataclasses.replace(guards, groups=limits.group_bases())
+    grouped = dataclasses.replace(guards, groups=confine.group_bases())
     try:
         ran = launcher.run("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
     except (launcher.NoSandbox, OSError):
@@ -126,3 +136,148 @@ def lacks(guards: Guards) -> str:
     if not guards.counted and guards.spaces == confine.NONE:
         found.append("nothing bounds their files without namespaces, unless TMPDIR names a folder on a disk")
     return "; ".join(found)
+
+
+_RETRIES = 4
+FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
+_RETRY_STATUS = (408, 429, 500, 502, 503, 504)
+_SIDES = (kernel, remote, values, peer, program)  # each imports only those before it
+# Makes modules of their texts, in the process of the tests and in the program's.
+_MODULES = """
+import json, sys, types
+
+for name in ("jppo", "jppo.sandbox"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = []
+for name, text in json.loads({sides!r}):
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), vars(sys.modules[name]))
+"""
+# What follows in the process of the tests, whose standard output is the verdict, and in the program's. The tests' own
+# file and arguments are removed first; the program's process, without capabilities, cannot look into theirs.
+_TESTS = """
+import os
+import subprocess
+from jppo.sandbox import kernel
+from jppo.sandbox.peer import Peer
+from jppo.sandbox.program import check, write_all
+
+text, tests, other = json.loads({job!r})
+try:
+    os.unlink(__file__)
+except (OSError, NameError):
+    pass
+kernel.clear_arguments()
+kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+asked, asks = os.pipe()
+answered, answers = os.pipe()
+command = [sys.executable, "-c", other, str(asked), str(answers)]
+ends = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(asked, answers))
+running = subprocess.Popen(command, **ends)
+running.stdin.write(text.encode())
+running.stdin.close()
+os.close(asked)
+os.close(answers)
+out = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+verdict = check(tests, Peer(answered, asks, trusting=False))
+running.kill()
+write_all(out, verdict)
+os._exit(0)
+"""
+_PROGRAM = """
+from jppo.sandbox import kernel
+from jppo.sandbox.peer import Captured, Peer
+from jppo.sandbox.program import serve
+
+asked, answers = map(int, sys.argv[1:])
+text = sys.stdin.read()
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+kernel.drop_capabilities()
+kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)  # a service that ends the tests for their time may not know of this process
+serve(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=look_up), Captured())
+"""
+
+
+def check_url(url: str) -> str:
+    """Returns the URL for programs; raises ValueError if it is invalid, or has a password in it."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"reward.sandbox_url={url!r} must be an address such as http://HOST:8080")
+    if parts.username or parts.password:
+        raise ValueError("reward.sandbox_url must not hold a user name or password; settings are printed and saved")
+    return url if parts.path.rstrip("/").endswith("/run_code") else url.rstrip("/") + "/run_code"
+
+
+def run(
+    text: str,
+    *,
+    url: str,
+    time_s: float,
+    memory_bytes: int,
+    stdin: str = "",
+    tests: str | None = None,
+) -> Ran:
+    """Runs a program as `launcher.run` does, on the service. Raises NoSandbox after more than _RETRIES failures."""
+    code = text
+    if tests is not None:
+        sides = _MODULES.format(sides=json.dumps([[one.__name__, inspect.getsource(one)] for one in _SIDES]))
+        code = sides + _TESTS.format(job=json.dumps([text, tests, sides + _PROGRAM]))
+    body = {
+        "code": code,
+        "language": "python",
+        "stdin": stdin,
+        "run_timeout": time_s,
+        "compile_timeout": time_s,
+        "memory_limit_MB": memory_bytes // 2**20,
+    }
+    for tries in range(_RETRIES + 1):
+        try:
+            ran = _ran(_post(check_url(url), body, time_s + MARGIN_S), tests is not None)
+            return Ran(ran.status, ran.printed, ran.errors, ran.replies, ran.why, retries=tries)
+        except _Again as e:
+            if tries == _RETRIES:
+                raise NoSandbox(f"the sandbox service failed {_RETRIES + 1} times; the last: {e}") from e
+            time.sleep(FIRST_WAIT_S * 2**tries)
+    raise AssertionError("not reached")
+
+
+class _Again(Exception):
+    """A failure of the service that may pass."""
+
+
+def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    past_proxies = [urllib.request.ProxyHandler({})] if _is_loopback(url) else []
+    try:
+        with urllib.request.build_opener(*past_proxies).open(request, timeout=timeout_s) as reply:
+            return json.loads(reply.read())
+    except urllib.error.HTTPError as e:
+        if e.code in _RETRY_STATUS:
+            raise _Again(f"HTTP {e.code}") from e
+        raise NoSandbox(f"the sandbox service answered HTTP {e.code}: {e.read(200).decode('utf-8', 'replace')}") from e
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        raise _Again(str(e)) from e
+
+
+def _ran(reply: Any, with_replies: bool) -> Ran:
+    try:
+        if reply["status"] == "SandboxError":
+            raise _Again(str(reply.get("message"))[:200])
+        result = reply["run_result"]
+        late = result["status"] == "TimeLimitExceeded"
+        printed, errors = result.get("stdout") or "", result.get("stderr") or ""
+        code = result.get("return_code")
+    except (KeyError, TypeError, AttributeError) as e:
+        raise _Again(f"a reply without status, run_result and its status: {str(reply)[:200]}") from e
+    status = None if late else 1 if code is None else int(code)
+    replies = tuple(printed.splitlines()) if with_replies else ()
+    return Ran(status, "" if with_replies else printed, errors, replies, TOO_LONG if late else "")
+
+
+def _is_loopback(url: str) -> bool:
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jppo.sandbox import confine, limits
+from jppo.sandbox import confine
 from jppo.sandbox.child import CLOSED
 
 FILE_BYTES = 2**24  # of each file that a program writes
@@ -118,17 +118,17 @@ def _confined(
     groups: list[str] = []
     try:
         if guards.groups:
-            most = memory_bytes + limits.FOLDER_BYTES + _OF_PYTHON
-            groups = limits.make_groups(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
+            most = memory_bytes + confine.FOLDER_BYTES + _OF_PYTHON
+            groups = confine.make_groups(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
         if guards.uid is not None and guards.spaces == confine.NONE:
             os.chown(folder, guards.uid, guards.uid)
         bounds = _limits(folder, guards, time_s, memory_bytes, job.get("read", []))
         job = job | {"limits": bounds | {"groups": groups, "programs": "command" in job}}
-        excess = functools.partial(limits.excess, folder, user=guards.uid, counted=guards.counted)
+        excess = functools.partial(confine.excess, folder, user=guards.uid, counted=guards.counted)
         ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
     finally:
         _remove(folder)
-        limits.remove_groups(groups)
+        confine.remove_groups(groups)
     if ran.replies[:1] != (CLOSED,) and not ran.why:  # a program could fake an exit code
         raise NoSandbox(ran.errors.strip() or "the sandbox's process ended before it was closed")
     return dataclasses.replace(ran, replies=ran.replies[1:])
@@ -149,7 +149,7 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read:
     user = os.getuid() if guards.uid is None else guards.uid
     return {
         "folder": folder,
-        "folder_bytes": limits.FOLDER_BYTES,
+        "folder_bytes": confine.FOLDER_BYTES,
         "read": [*readable(), *read],
         "devices": _DEVICES,
         "spaces": guards.spaces,

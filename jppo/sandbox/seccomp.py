@@ -96,7 +96,7 @@ def supported() -> bool:
 def install(pid: int, *, counted: bool, programs: bool = False) -> None:
     """Installs the permanent filter for this process, whose id is `pid`. Needs PR_SET_NO_NEW_PRIVS.
 
-    `counted`: without fallocate, which takes blocks that `limits.py` does not see; libraries then write them.
+    `counted`: without fallocate, which takes blocks that `confine.py` does not see; libraries then write them.
     `programs`: it may start others, which have the filter, too.
     """
     code = build(kernel.MACHINE, pid, counted=counted, programs=programs)

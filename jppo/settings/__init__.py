@@ -6,8 +6,7 @@ else reads the frozen sections that it returns. Start with `table.py`.
 
 from jppo.errors import UserError, UserErrors
 from jppo.settings.checks import check, typed
-from jppo.settings.commandline import Parser, describe, exit_on_user_error, natural, parse
-from jppo.settings.configfile import recipe
+from jppo.settings.configfile import Parser, describe, exit_on_user_error, natural, parse, recipe
 from jppo.settings.rules_rollout import cuts, has_branches
 from jppo.settings.table import (
     Common,
@@ -18,6 +17,7 @@ from jppo.settings.table import (
     Settings,
     Supervised,
     as_dict,
+    by_name,
     changed,
     config_of,
     default,
@@ -28,7 +28,6 @@ from jppo.settings.table import (
     sft_default,
     value,
 )
-from jppo.settings.table import values as by_name
 from jppo.settings.table_rollout import Rollout, ValKwargs
 from jppo.settings.table_run import Judge, RewardModel
 from jppo.settings.table_training import Critic, Mesh, Model, Optimizer

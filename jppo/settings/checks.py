@@ -12,8 +12,8 @@ import ml_collections
 from jppo.errors import UserError, faults_of, raise_faults
 from jppo.registry import did_you_mean
 from jppo.settings import rules_rollout, rules_training
-from jppo.settings.presets import PRESETS, THRESHOLDS
-from jppo.settings.table import TABLE, Common, Settings, changed, kind_of, sections, values
+from jppo.settings.table import TABLE, Common, Settings, by_name, changed, kind_of, sections
+from jppo.settings.texts import PRESETS, THRESHOLDS
 
 C = TypeVar("C", bound=Common)
 
@@ -37,7 +37,7 @@ def typed(
     if not isinstance(config, ml_collections.ConfigDict):
         return config
     made = sections(config, kind)
-    raise_faults(_faults(values(config), made, training=training))
+    raise_faults(_faults(by_name(config), made, training=training))
     made = with_preset(made) if isinstance(made, Settings) else made
     return made
 
@@ -47,7 +47,7 @@ def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) 
     if isinstance(config, ml_collections.ConfigDict):
         typed(config, kind_of(config), training=training)
     else:
-        raise_faults(_faults(values(config), config, training=training))
+        raise_faults(_faults(by_name(config), config, training=training))
 
 
 def with_preset(config: Settings) -> Settings:
@@ -58,7 +58,7 @@ def with_preset(config: Settings) -> Settings:
     name = config.algorithm.rollout_correction
     if not name:
         return config
-    found, changes = values(config), dict[str, object]({"algorithm.rollout_correction": ""})
+    found, changes = by_name(config), dict[str, object]({"algorithm.rollout_correction": ""})
     for leaf, new in vars(PRESETS[name]).items():
         setting = "actor.loss_mode" if leaf == "loss_mode" else f"algorithm.{leaf}"
         given, usual = found[setting], TABLE[setting].default

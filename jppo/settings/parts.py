@@ -41,8 +41,8 @@ class EstimatorFields(Protocol):
     """The fields of an advantage estimator that rules between settings read."""
 
     @property
-    def sequences(self) -> Part | None:
-        """None if the samples of a prompt are not compared."""
+    def compares(self) -> bool:
+        """Whether a prompt's samples are compared with each other."""
 
     @property
     def scored(self) -> bool:

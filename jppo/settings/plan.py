@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.errors import UserError
-from jppo.settings import checks, commandline, configfile, table, texts
-from jppo.settings.other_names import no_setting
+from jppo.settings import checks, configfile, table, texts
+from jppo.settings.setting import no_setting
 from jppo.settings.table import TABLE, default
 
 FOLDER = "trainer.run_dir"
@@ -33,13 +33,13 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun
 
     `argv` is --config with the overrides of every run. Without `out` the folder is named after the file.
     """
-    config, switches = commandline.parse(list(argv), "", default())
+    config, switches = configfile.parse(list(argv), "", default())
     if switches["dry_run"]:
         raise UserError("--dry_run starts nothing, and a sweep starts runs; --print shows them")
     file = next(configfile.locate(a) for a in argv if a.startswith("--config=")).split("=", 1)[1].split(":")[0]
     if out is None:
         out = pathlib.Path("runs") / f"sweep-{pathlib.Path(file).stem}"
-    known, given = table.values(config), {a[len("--config.") :].split("=")[0] for a in argv}
+    known, given = table.by_name(config), {a[len("--config.") :].split("=")[0] for a in argv}
     if FOLDER in given:
         raise UserError(f"--config.{FOLDER} is given, but each run of a sweep has a separate folder; use --out")
     runs = []
@@ -91,11 +91,11 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
     changes = [f"--config.{setting}={value}" for setting, value in overrides.items() if setting not in unset]
     arguments = (*argv, *changes, f"--config.{FOLDER}={folder}")
     try:
-        config, _ = commandline.parse(list(arguments), "", default())
+        config, _ = configfile.parse(list(arguments), "", default())
         checks.check(config)
     except UserError as e:
         raise UserError(f"sweep, run {name}: {e}") from e
-    values = table.values(config)
+    values = table.by_name(config)
     for setting, value in overrides.items():
         read = values[setting]
         if read != value or isinstance(read, str) != isinstance(value, str):

@@ -1,10 +1,11 @@
-"""Rules between the settings of the rollout: sampling, the engine, conversations."""
+"""Rules between the settings of the rollout: sampling, the engine, conversations, servers' addresses and secrets."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from jppo.errors import UserError
-from jppo.settings import rules_servers
+from jppo.settings import texts
 from jppo.settings.table import PPO, Settings
 from jppo.settings.table_rollout import Rollout, ValKwargs
 from jppo.settings.table_run import Reward, RewardModel
@@ -33,11 +34,14 @@ def rollout_rules(config: Settings, *, training: bool) -> Iterator[Callable[[], 
     yield partial(_reward, config.reward)
     yield partial(_conversation, r)
     yield partial(_history, r)
-    yield partial(rules_servers.check_secrets, config)
-    yield partial(rules_servers.check_publish, r)
+    yield partial(check_secrets, config)
+    yield partial(check_publish, r)
+    yield partial(_speculation, r)
     if training:
         for rule in (_routing, _sglang, _async):
             yield partial(rule, r)
+        yield partial(_quantization, config)
+        yield partial(_mask_replay, config)
         yield partial(_dynamic_sampling, config)
         yield partial(_adapters, config)
 
@@ -52,6 +56,33 @@ def _routing(r: Rollout) -> None:
         raise UserError(
             f"rollout.routing_replay=True needs the experts of each token, and rollout.name={r.name!r} does not"
             " return them; take vllm or inprocess, or set it to False"
+        )
+
+
+def _mask_replay(config: Settings) -> None:
+    r = config.rollout
+    if not r.mask_replay:
+        return
+    said = "rollout.mask_replay=True"
+    if r.name not in ("vllm", "inprocess"):
+        raise UserError(
+            f"{said} needs the kept tokens of each sample, and rollout.name={r.name!r} does not return them; take"
+            " vllm or inprocess, or set it to False"
+        )
+    if not cuts(r):
+        raise UserError(
+            f"{said} replays what rollout.top_p, rollout.top_k and rollout.min_p remove, and all are off; set one, or"
+            " set it to False"
+        )
+    if r.top_k > r.mask_replay_tokens:
+        raise UserError(
+            f"rollout.top_k={r.top_k} keeps more than rollout.mask_replay_tokens={r.mask_replay_tokens}; set"
+            f" rollout.mask_replay_tokens={r.top_k}"
+        )
+    if config.ref.url:
+        raise UserError(
+            f"{said} needs the reference's log-probs over the kept tokens, and a served reference (ref.url="
+            f"{config.ref.url!r}) gives them over all; set ref.path, or set it to False"
         )
 
 
@@ -241,4 +272,100 @@ def _adapters(config: Settings) -> None:
         raise UserError(
             f"model.lora_rank={rank}: vLLM serves adapters of rank {LARGEST_SERVED_RANK} at most; lower it, or set"
             " rollout.lora_sync=merge"
+        )
+
+
+SECRET = re.compile(r"--(?:[\w.-]*[-_.])?(?:api[-_]key|token|password|secret)(?=[\s=]|$)", re.IGNORECASE)
+
+
+def publish_via(r: Rollout) -> str:
+    """Returns the transport of weights; `auto` is the file's unless a server is at another address."""
+    if r.publish_via != "auto":
+        return str(r.publish_via)
+    return "tcp" if r.name == "vllm" and texts.remote_urls(r.urls) else "file"
+
+
+def _quantization(config: Settings) -> None:
+    r, old = config.rollout, config.algorithm.old_logprob
+    if r.quantization == "none":
+        return
+    said = f"rollout.quantization={r.quantization!r}"
+    if r.name != "vllm":
+        raise UserError(f"{said} is vLLM's, and rollout.name={r.name!r}; take vllm, or set it to none")
+    if r.dtype != "bfloat16":
+        raise UserError(f"{said} quantises bfloat16 weights, and rollout.dtype={r.dtype!r}; set rollout.dtype=bfloat16")
+    if old != "correction":
+        raise UserError(
+            f"{said} samples from another policy than the trainer's, and algorithm.old_logprob={old!r} does not correct"
+            " that; set algorithm.old_logprob=correction and algorithm.rollout_is=token, or quantization to none"
+        )
+
+
+def _speculation(r: Rollout) -> None:
+    given = {"rollout.min_p": r.min_p, "rollout.val_kwargs.min_p": r.val_kwargs.min_p}
+    if r.name == "vllm" and "--spec" in r.engine_args and any(given.values()):
+        name, value = next(item for item in given.items() if item[1])
+        raise UserError(
+            f"{name}={value}: vLLM cannot speculate with min_p; set it to 0.0, or remove speculation from"
+            f" rollout.engine_args={r.engine_args!r}"
+        )
+
+
+def check_publish(r: Rollout) -> None:
+    """Raises a UserError for a transport of weights that the servers do not have."""
+    resolved = publish_via(r)
+    via = f"rollout.publish_via={r.publish_via!r}" + (f" (here {resolved})" if r.publish_via == "auto" else "")
+    if r.publish_via in ("tcp", "nccl", "ipc") and r.name == "sglang":
+        raise UserError(
+            f"{via} is for vLLM, and rollout.name='sglang' reads directories; use file and a rollout.publish_dir that"
+            " trainer and servers share"
+        )
+    if r.publish_via == "nccl" and r.sleep_level:
+        raise UserError(
+            f"{via} needs servers on other GPUs than the trainer's, and rollout.sleep_level={r.sleep_level} is for"
+            " servers on the same; use file, or give them rollout.devices and set sleep_level to 0"
+        )
+    if r.publish_via == "ipc" and r.urls:
+        raise UserError(
+            f"{via} is for servers that are started here, on the trainer's GPUs; leave rollout.urls empty, or take tcp"
+        )
+    if r.publish_delta and resolved != "tcp":
+        raise UserError(f"rollout.publish_delta=True compares weights in host memory, and {via}; set it to tcp")
+    if r.publish_host in ("0.0.0.0", "::"):
+        raise UserError(
+            f"rollout.publish_host={r.publish_host!r} is no address that a server can reach; give the trainer's own"
+        )
+    away = [url for url in texts.remote_urls(r.urls) if not url.startswith("file:")]
+    if resolved == "tcp" and away and not r.publish_host:
+        raise UserError(
+            f"{via} needs the trainer's address for the server at {away[0]}; set rollout.publish_host to the address of"
+            " this machine as seen from there"
+        )
+    if resolved != "file" and r.lora_sync == "adapter" and not r.publish_dir:
+        raise UserError(
+            f"{via} sends whole weights, and rollout.lora_sync='adapter' a folder of adapters; name one that trainer"
+            " and servers share by rollout.publish_dir, or take merge"
+        )
+
+
+def check_secrets(config: Settings) -> None:
+    """Raises a UserError for secrets, which would be printed and saved, without showing them."""
+    r = config.rollout
+    place = texts.lookup_place(r.urls)
+    urls = [("rollout.urls", url) for url in texts.entries(r.urls) if place is None]
+    if config.ref.url:
+        urls.append(("ref.url", config.ref.url))
+    for name, url in urls:
+        if re.search("[@?#]", url):
+            token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
+            way = token if name == "rollout.urls" else "leave it out"
+            raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
+        if not texts.is_url(url):
+            raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
+    if len({url.rstrip("/") for url in texts.entries(r.urls)}) < len(texts.entries(r.urls)):
+        raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
+    if found := SECRET.search(r.engine_args):
+        raise UserError(
+            f"rollout.engine_args has {found[0]}, and settings are printed and saved; leave it out: a server that is"
+            " started here has a random token, and other secrets belong in the environment, as HF_TOKEN"
         )

@@ -5,9 +5,9 @@ from functools import partial
 
 from jppo.errors import UserError
 from jppo.settings import parts
-from jppo.settings.table import TABLE, Common, PairTraining, Settings, optimizers, value
-from jppo.settings.table_training import Critic, Optimizer
-from jppo.settings.texts import check_weights, rejection_rules
+from jppo.settings.table import TABLE, Common, PairTraining, PreferenceTuning, Settings, optimizers, value
+from jppo.settings.table_training import Critic, Model, Optimizer
+from jppo.settings.texts import check_factors, rejection_rules
 
 
 def training_rules(config: Common) -> Iterator[Callable[[], None]]:
@@ -32,16 +32,16 @@ def training_rules(config: Common) -> Iterator[Callable[[], None]]:
         yield partial(_betas, name, optimizer)
         yield partial(_warmup, name, optimizer)
         yield partial(_master_dtype, config, name, optimizer)
-    for common in (_margin, _packing, _lengths):
+    for common in (_margin, _packing, _dropout, _lengths):
         yield partial(common, config)
 
 
 def _group_size(config: Settings) -> None:
     name, n = config.algorithm.adv_estimator, config.rollout.n
-    if parts.estimator(config).sequences is not None and n < 2:
+    if parts.estimator(config).compares and n < 2:
         raise UserError(
             f"algorithm.adv_estimator={name!r} compares the samples of a prompt, and rollout.n={n} generates one;"
-            " raise rollout.n, or take gae, remax or reinforce_plus_plus"
+            " raise rollout.n, or take gae, remax, reinforce_plus_plus or reinforce_no_baseline"
         )
 
 
@@ -66,7 +66,7 @@ def _critic(config: Settings) -> None:
 
 def _inputs_of_estimator(config: Settings) -> None:
     a, estimator = config.algorithm, parts.estimator(config)
-    check_weights(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
+    check_factors(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
     if a.adv_estimator == "gdpo" and not a.gdpo_reward_keys:
         raise UserError(
             "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
@@ -270,6 +270,17 @@ def _packing(config: Common) -> None:
             "data.packing='prefix' shares a prompt between its samples, and here each has one; raise rollout.n in PPO,"
             " or take buckets"
         )
+
+
+def _dropout(config: Common) -> None:
+    dropout = config.model.lora_dropout if isinstance(config.model, Model) else 0.0
+    if dropout and config.data.packing == "prefix":
+        raise UserError(
+            f"model.lora_dropout={dropout}: samples that share a prompt (data.packing='prefix') would share its"
+            " dropout; take buckets"
+        )
+    if dropout and isinstance(config, PreferenceTuning):
+        raise UserError(f"model.lora_dropout={dropout}: DPO compares pairs without dropout; set it to 0")
 
 
 def _lengths(config: Common) -> None:

@@ -208,12 +208,12 @@ def dump(config: ml_collections.ConfigDict | Section) -> str:
     return json.dumps(as_dict(config), indent=2) + "\n"
 
 
-def values(config: ml_collections.ConfigDict | Section | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def by_name(config: ml_collections.ConfigDict | Section | dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns every setting's value by its dotted name, from settings or the contents of a config.json."""
     found: dict[str, Any] = {}
     for name, value in (config if isinstance(config, dict) else as_dict(config)).items():
         if isinstance(value, dict):
-            found |= values(value, f"{prefix}{name}.")
+            found |= by_name(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value
     return found

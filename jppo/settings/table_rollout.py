@@ -7,6 +7,7 @@ from jppo.settings.parts import ENGINES
 from jppo.settings.setting import Section, setting
 
 _SERVERS, _ASYNC, _SENT = "rollout.name!=inprocess", "rollout.mode=async", "rollout.publish_via!=file"
+_MASKED = "rollout.mask_replay"
 _TURNS, _TOOLS = "rollout.multi_turn.enable", "rollout.multi_turn.tool_config_path"
 _AGENT, _FORMATS = "rollout.agent", ("hermes", "openai", "qwen3", "qwen3_coder", "plain")
 
@@ -73,10 +74,15 @@ class Rollout(Section):
     partial: bool = setting(False, "Continuation of long responses in the next steps", only=_ASYNC)
     n: int = setting(1, "Responses to each prompt", bounds="[1,")
     temperature: float = setting(1.0, "Sampling temperature; log-probs are computed at it too", bounds="[0,")
-    top_p: float = setting(1.0, "Nucleus of sampling; the trainer's log-probs do not apply top_p, top_k and min_p."
-        " 1.0: all tokens", bounds="(0, 1]")
+    top_p: float = setting(1.0, "Nucleus of sampling; the trainer's log-probs apply top_p, top_k and min_p with"
+        " mask_replay. 1.0: all tokens", bounds="(0, 1]")
     top_k: int = setting(-1, "Likeliest tokens that are kept. -1: all", bounds="[1,", off=-1)
     min_p: float = setting(0.0, "Least probability relative to the likeliest token. 0.0: none", bounds="[0, 1)")
+    mask_replay: bool = setting(False, "Sampling mask replay: log-probs, entropies and KLs are over the tokens that"
+        " top_p, top_k and min_p kept, as the rollout engine returns them")
+    mask_replay_tokens: int = setting(256, "Largest number of kept tokens that is replayed. A token with more is scored"
+        " over the whole vocabulary and counted in rollout/mask_overflow; each takes 4 bytes in every position of a"
+        " row", unit="tokens", bounds="[1,", only=_MASKED)
     stop: str = setting("", r"Texts that end a response, separated by commas; \n, \t, \r, \, and \\ are escapes",
         form=texts.stop_texts)
     ignore_eos: bool = setting(False, "End of a response by stop texts and length alone")
@@ -84,6 +90,9 @@ class Rollout(Section):
         " engine chose")
     dtype: str = setting("float32", "Dtype of the engine's weights and products",
         choices=("float32", "bfloat16", "float16"))
+    quantization: str = setting("none", "Weights of vLLM's linear layers, which it quantises as they are published in"
+        " bfloat16. Needs algorithm.old_logprob=correction. On a CPU fp8_per_channel only",
+        choices=("none", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block"), only=_SERVERS)
     enforce_eager: bool = setting(True, "vLLM without CUDA graphs: starts sooner and samples more slowly on a GPU")
     sleep_level: int = setting(0, "Sleep of servers on the trainer's GPU while it learns. 0: none; 1 and 2: vLLM's"
         " levels", choices=(0, 1, 2), only=_SERVERS)
@@ -116,11 +125,14 @@ class Rollout(Section):
         " auto: file or tcp, by the servers' addresses", choices=("file", "tcp", "nccl", "ipc", "auto"), only=_SERVERS)
     publish_host: str = setting("", "Address of the trainer as the servers see it. '': they are on this machine",
         only=_SENT)
+    publish_delta: bool = setting(False, "Publish of the elements that changed since the last one, to servers that have"
+        " it; others get whole weights. Needs tcp, and host memory for a copy of the weights", only=_SENT)
     publish_dir: str = setting("", "Folder of published weights, for servers in a container. '': nameless shared"
         " memory", only=_SERVERS)
     logp_tolerance: float = setting(-1.0, "Largest log-prob mismatch between trainer and rollout of 95% of the tokens,"
         " before step 1 and after each publish; of the mean, a quarter of it. -1: 0.001, or 0.4"
-        " if rollout.dtype or model.compute_dtype is not float32", unit="nats", bounds="[0,", off=-1)
+        " if rollout.dtype or model.compute_dtype is not float32, or 1.5 with rollout.quantization",
+        unit="nats", bounds="[0,", off=-1)
     agent: str = setting("", "Agent program that asks the policy through OpenAI's or Anthropic's API, one process per"
         " sample: a command line, or PATH.py:FUNCTION. '': none")
     agent_reward: str = setting("graders", "Reward of an agent's episode. graders: as without one; exit: 1 for exit"

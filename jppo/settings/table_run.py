@@ -102,12 +102,12 @@ class TrainingRun(Section):
     run_dir: str = setting("runs/run", "Folder of everything that the run writes", required=True)
     compile_cache: str = setting("~/.cache/jppo", "Folder of compiled XLA programs for later runs. '': no cache")
     logger: str = setting("console,jsonl,tensorboard", "Sinks of metrics, separated by commas: console, jsonl,"
-        " tensorboard, wandb, mlflow, swanlab", form=texts.loggers)
+        " tensorboard, wandb, mlflow, swanlab, clearml, trackio", form=texts.loggers)
     metrics_port: int = setting(0, "Port of the last step's metrics for Prometheus, at /metrics. 0: none",
         bounds="[0,65535]")
     metrics_host: str = setting("127.0.0.1", "Address that metrics_port listens on")
-    project_name: str = setting("jppo", "Project in wandb, mlflow and swanlab")
-    experiment_name: str = setting("", "Name of the run in wandb, mlflow and swanlab. '': the name of run_dir")
+    project_name: str = setting("jppo", "Project in wandb, mlflow, swanlab, clearml and trackio")
+    experiment_name: str = setting("", "Name of the run in these. '': the name of run_dir")
     seed: int = setting(1, "Seed of everything that is sampled", bounds="[0,4294967295]")
     total_epochs: int = setting(1, "Epochs over the prompts", bounds="[1,")
     total_training_steps: int = setting(-1, "Steps of the run, over all its starts. -1: by total_epochs", bounds="[1,",

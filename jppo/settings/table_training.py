@@ -4,8 +4,8 @@ import dataclasses
 
 from jppo.settings import texts
 from jppo.settings.parts import ESTIMATORS, KL_ESTIMATORS, OPTIMIZERS, POLICY_LOSSES
-from jppo.settings.presets import PRESETS
 from jppo.settings.setting import Section, setting
+from jppo.settings.texts import PRESETS
 
 DTYPES = ("float32", "bfloat16")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
@@ -36,6 +36,8 @@ class Trunk(Section):
     lora_alpha: int = setting(16, "Scale of the adapters, divided by their rank", bounds="(0,")
     target_modules: str = setting("all-linear", "Modules with adapters: all-linear, or names of peft separated by"
         " commas")
+    base_quantization: str = setting("none", "Form of the frozen kernels under adapters (QLoRA), which products decode"
+        " layer by layer: int8, or mxfp4 with 4 bits", choices=("none", "int8", "mxfp4"), only="model.lora_rank")
     # fmt: on
 
 
@@ -46,6 +48,8 @@ class Model(Trunk):
     # fmt: off
     lora_adapter_path: str = setting("", "Folder of peft's with the initial adapters, of rank lora_rank and scale"
         " lora_alpha. '': new ones", only="model.lora_rank")
+    lora_dropout: float = setting(0.0, "Probability that an update zeroes an element of an adapter's input, as in peft."
+        " The critic's adapters have none", bounds="[0,1)", only="model.lora_rank")
     logprob_chunk_bytes: int = setting(2**29, "Size of the logits of one chunk; log-probs are computed chunk by chunk",
         unit="bytes", bounds="[1,")
     # fmt: on
@@ -120,6 +124,11 @@ class Demonstrations(TrainingData):
     """The data of fine-tuning."""
 
     # fmt: off
+    prompt_key: str = setting("prompt", "Column of the prompts, or COLUMN.ENTRY of a dict", required=True)
+    prompt_role: str = setting("", "Role of a text prompt, as in user, by which the chat template renders it. '': its"
+        " tokens alone")
+    response_key: str = setting("response", "Column of the responses, or COLUMN.ENTRY of a dict", required=True)
+    messages_key: str = setting("messages", "Column of chats, or COLUMN.ENTRY of a dict", required=True)
     learn_turns: str = setting("last", "Assistant turns of `messages` that are learned", choices=("last", "all"))
     # fmt: on
 
@@ -188,11 +197,14 @@ class Optimizer(Section):
         " first as its momentum", bounds="[0, 1)")
     weight_decay: float = setting(0.01, "Decoupled weight decay, multiplied by the learning rate", bounds="[0,")
     lr_scheduler_type: str = setting("constant", "Schedule of the learning rate after the warm-up",
-        choices=("constant", "cosine"))
-    lr_warmup_steps: int = setting(-1, "Warm-up of the learning rate from 0. -1: by lr_warmup_steps_ratio",
+        choices=("constant", "cosine", "linear"))
+    lr_warmup_steps: int = setting(-1, "Warm-up of the learning rate. -1: by lr_warmup_steps_ratio",
         unit="steps", bounds="[0,", off=-1)
     lr_warmup_steps_ratio: float = setting(0.0, "Warm-up as a fraction of all steps", bounds="[0, 1]")
-    min_lr_ratio: float = setting(0.0, "Final learning rate of cosine as a fraction of the peak", bounds="[0, 1]")
+    init_lr_ratio: float = setting(0.0, "Learning rate at the start of the warm-up, as a fraction of the peak",
+        bounds="[0, 1]")
+    min_lr_ratio: float = setting(0.0, "Final learning rate of cosine and linear, as a fraction of the peak",
+        bounds="[0, 1]")
     master_dtype: str = setting("float32", "Dtype of the weights that the optimizer steps; float32 with bfloat16"
         " parameters keeps a copy", choices=DTYPES)
     moments_dtype: str = setting("float32", "Dtype of the optimizer's moments; bfloat16 is rounded stochastically",

@@ -1,6 +1,7 @@
-"""Parsers of settings that are a list, a band, steps or addresses of servers in one text."""
+"""Parsers of settings that are a list, a band, steps or addresses of servers in one text; presets by name."""
 
 import ast
+import dataclasses
 import pathlib
 import re
 import urllib.parse
@@ -9,7 +10,7 @@ from typing import Any
 from jppo.errors import UserError
 
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")  # extra: keys, counters, coefficients, data positions
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio")
 REJECTION_RULES = tuple(
     f"{over}_{k}"
     for over in ("token", "seq_sum", "seq_mean", "seq_max")
@@ -96,7 +97,7 @@ def stop_texts(texts: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_weights(names: str, weights: str, setting: str) -> None:
+def check_factors(names: str, weights: str, setting: str) -> None:
     """Raises a UserError unless there is a weight for each name, both separated by commas, or none."""
     found = entries(names)
     try:
@@ -219,3 +220,50 @@ def is_url(url: str) -> bool:
 def due(step: int, every: int) -> bool:
     """Whether a periodic action is due at `step`; -1 disables it."""
     return every > 0 and step % every == 0
+
+
+_GEO, _K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", "0.01")
+THRESHOLDS = ("rollout_is_threshold", "rollout_rs_threshold")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Values of the settings of `algorithm` by the same names, and of `actor.loss_mode`."""
+
+    old_logprob: str
+    rollout_is: str
+    rollout_is_threshold: str
+    rollout_rs: str
+    rollout_rs_threshold: str
+    loss_mode: str  # '': any
+
+
+def _decoupled(rollout_is: str = "none", rs: tuple[str, str] = ("", ""), *, band: str = "2.0") -> Preset:
+    return Preset("correction", rollout_is, band, *rs, loss_mode="")
+
+
+def _bypass(loss_mode: str, rollout_is: str = "none", rs: tuple[str, str] = ("", ""), *, band: str = "2.0") -> Preset:
+    return Preset("bypass", rollout_is, band, *rs, loss_mode=loss_mode)
+
+
+PRESETS = {
+    "disabled": Preset("decoupled", "none", "2.0", "", "", loss_mode=""),
+    "decoupled_token_is": _decoupled("token"),
+    "decoupled_seq_is": _decoupled("sequence"),
+    "decoupled_token_icepop": _decoupled("token", band="0.5_5.0"),
+    "decoupled_seq_is_rs": _decoupled("sequence", ("seq_sum_k1", "0.5_2.0")),
+    "decoupled_geo_rs": _decoupled(rs=_GEO),
+    "decoupled_geo_rs_seq_tis": _decoupled("sequence", _GEO),
+    "decoupled_geo_rs_token_tis": _decoupled("token", _GEO),
+    "decoupled_k3_rs": _decoupled(rs=_K3),
+    "decoupled_k3_rs_seq_tis": _decoupled("sequence", _K3),
+    "decoupled_k3_rs_token_tis": _decoupled("token", _K3),
+    "bypass_ppo_clip": _bypass("vanilla"),
+    "bypass_ppo_clip_geo_rs": _bypass("vanilla", rs=_GEO),
+    "bypass_ppo_clip_k3_rs": _bypass("vanilla", rs=_K3),
+    "bypass_pg_is": _bypass("gpg", "sequence"),
+    "bypass_pg_token_icepop": _bypass("gpg", "token", band="0.5_5.0"),
+    "bypass_pg_geo_rs": _bypass("gpg", rs=_GEO),
+    "bypass_pg_geo_rs_seq_tis": _bypass("gpg", "sequence", _GEO),
+    "bypass_pg_geo_rs_token_tis": _bypass("gpg", "token", _GEO),
+}

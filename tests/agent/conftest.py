@@ -9,13 +9,11 @@ import pytest
 
 from examples import multiplication
 from jppo.agent import turn_tokens
-from jppo.agent.calculator import Calculator
+from jppo.agent.built_in_tools import Calculator
 from jppo.agent.calls import PARSERS
 from jppo.agent.conversation import Turns, make_talk
-from jppo.agent.tools import Limits, Toolbox
-from jppo.agent.user_code import UserCodeRunner
-from jppo.data.template import make_renderer
-from jppo.data.tokenizer import decode, load_tokenizer
+from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner
+from jppo.data.tokenizer import decode, load_tokenizer, make_renderer
 from jppo.rollout.protocol import Answer, greedy
 from jppo.types import Prompt
 
@@ -37,7 +35,8 @@ class Scripted:
         logprob = [-turn - i / 100 for i in range(len(tokens))]
         experts = np.full((len(ids) + len(tokens) - 1, 2, 1), turn, np.int16) if sampling.experts else None
         finish = self.finish if tokens == said else "length"
-        return Answer(tokens, logprob, [7] * len(tokens), finish, experts=experts)
+        kept = [np.array([token, turn], np.int32) for token in tokens] if sampling.kept else None
+        return Answer(tokens, logprob, [7] * len(tokens), finish, experts=experts, kept=kept)
 
 
 class Hall:
@@ -62,7 +61,7 @@ class Hall:
         return Prompt("p:1", "exact", messages, np.array(ids, np.int32), "408", extra)
 
     def talk(self):
-        toolbox = Toolbox(self.tools, Limits(**self.limits), self.user_code)
+        toolbox = Toolbox(self.tools, ToolLimits(**self.limits), self.user_code)
         if self.format == "plain":
             chat = turn_tokens.plain(self.tokenizer)
         else:

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from jppo.agent.calculator import evaluate, shown
+from jppo.agent.built_in_tools import evaluate, shown
 
 
 def by_python(text):

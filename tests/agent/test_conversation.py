@@ -8,8 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from jppo.agent.conversation import Turns
-from jppo.agent.partners import make_environment, make_interaction
+from jppo.agent.conversation import Turns, make_environment, make_interaction
 from jppo.rollout.protocol import greedy
 from jppo.settings import UserError
 from jppo.types import Exchange
@@ -56,6 +55,12 @@ def test_every_token_has_its_log_prob_and_version_and_what_was_given_has_none(pl
     np.testing.assert_allclose(t.logprob, expected, rtol=1e-6)
     assert t.text == "<<12*34>>[[408]]408"
     assert ask.room == [400, 400 - 17] and ask.seeds[0] == 5 != ask.seeds[1]
+
+
+def test_sampled_tokens_alone_have_kept_tokens(plain):
+    t, _ = plain.hold("<<12*34>>", "408", prompt=plain.prompt("12*34="), kept=2)
+    turn = np.repeat([-1, 1, -1, 2], [6, 10, 7, 4])
+    np.testing.assert_array_equal(t.kept, np.stack([np.where(t.sampled, t.tokens, -1), turn], axis=1))
 
 
 def test_a_token_has_the_experts_of_the_first_turn_that_read_it(plain):

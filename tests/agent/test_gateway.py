@@ -58,14 +58,14 @@ RULES = Rules(max_prompt_length=500, branches=4, reward="reported", timeout_s=20
 def run(tmp_path):
     """Runs episodes of a Python program, or of a command, against an engine."""
 
-    def go(hall, program, ask, *, room=2000, count=1, concurrency=64, prompt=None, experts=False, **rules):
+    def go(hall, program, ask, *, room=2000, count=1, concurrency=64, prompt=None, experts=False, kept=0, **rules):
         if "\n" in program:
             path = tmp_path / "agent.py"
             path.write_text(textwrap.dedent(program))
             program = f"{sys.executable} {path}" if "def agent" not in program else f"{path}:agent"
         limits = dataclasses.replace(RULES, **rules)
         gateway = Gateway(program, language(hall), limits, concurrency=concurrency)
-        sampling = dataclasses.replace(greedy(room), temperature=1.0, experts=experts)
+        sampling = dataclasses.replace(greedy(room), temperature=1.0, experts=experts, kept=kept)
 
         async def all_of_them():
             asked = hall.prompt() if prompt is None else prompt
@@ -259,10 +259,13 @@ def test_a_token_has_the_experts_of_the_first_answer_that_read_it(plain, run):
         text += client.completions.create(model="policy", prompt=text).choices[0].text + more
     """
     ask = plain.policy("<<12*34>>", "408")
-    t = run(plain, program, ask, prompt=plain.prompt("12*34="), reward="graders", experts=True)
+    t = run(plain, program, ask, prompt=plain.prompt("12*34="), reward="graders", experts=True, kept=2)
     first = len(ask.asked[0]) + len(ask.answers[0]) - 1
     read = np.repeat([1, 2, -1], [first, len(t.tokens) - first - 1, 1])  # nobody read the last token
     np.testing.assert_array_equal(t.experts, np.broadcast_to(read[:, None, None], (len(t.tokens), 2, 1)))
+    turn = np.where(np.arange(len(t.tokens)) < len(ask.asked[1]), 1, 2)
+    expected = np.where(t.sampled[:, None], np.stack([t.tokens, turn], axis=1), -1)
+    np.testing.assert_array_equal(t.kept, expected)
 
 
 REWRITES = """

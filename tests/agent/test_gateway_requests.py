@@ -14,7 +14,7 @@ from http import client
 
 import pytest
 
-from jppo.agent.gateway import chat, completions, http, messages, responses
+from jppo.agent.gateway import chat, completions, gateway, messages, responses
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import BadRequest
@@ -196,7 +196,7 @@ def asked(*sent, closes=None):
         return {"path": call.path, "key": call.key}
 
     async def exchange():
-        async with await http.serve(answer, lambda key: None) as server:
+        async with await gateway.serve(answer, lambda key: None) as server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
             writer.write(b"".join(sent))
             if closes is not None:
@@ -285,7 +285,7 @@ def served():
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(http.serve(answer, admit), loop).result()
+    server = asyncio.run_coroutine_threadsafe(gateway.serve(answer, admit), loop).result()
     yield server.sockets[0].getsockname()[1]
 
     async def end():
@@ -324,7 +324,7 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
 
 
 def test_a_head_without_a_key_has_a_time_and_one_with_a_key_has_not(served, monkeypatch):
-    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    monkeypatch.setattr(gateway, "HEAD_S", 0.3)
     kept = client.HTTPConnection("127.0.0.1", served, timeout=10)
     assert requested(served, kept) == {"read": 4}
     with socket.create_connection(("127.0.0.1", served)) as slow:

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.agent.gateway import chat, completions, http, messages, responses
+from jppo.agent.gateway import chat, completions, gateway, messages, responses
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import BadRequest
 from jppo.learner import batch
-from jppo.rewards.parts import ConversationPart
-from jppo.rewards.reward_sum import PartWeights, RewardSum
+from jppo.rewards.parts import ConversationPart, PartWeights, RewardSum
 from jppo.rollout.protocol import Answer, greedy
 from jppo.runlog import trajectories
 from jppo.types import Exchange, Reward
@@ -142,7 +141,7 @@ def test_what_is_no_request_is_refused(sent, status, said):
         raise BadRequest(f"no path: {call.body}", status=404)
 
     async def exchange():
-        server = await http.serve(answer, admit)
+        server = await gateway.serve(answer, admit)
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
             writer.write(sent)

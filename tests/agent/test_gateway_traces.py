@@ -8,7 +8,7 @@ import pytest
 
 from jppo import traces
 from jppo.agent.gateway.gateway import Gateway
-from jppo.rollout import conversations
+from jppo.rollout import protocol
 from jppo.rollout.protocol import greedy
 from tests.agent.test_gateway import RULES, SAY, answer_of, language
 
@@ -28,7 +28,7 @@ def test_the_requests_of_an_agent_are_in_the_span_of_its_sample(hermes, recorded
     gateway = Gateway(f"{sys.executable} {tmp_path / 'agent.py'}", language(hermes), RULES, concurrency=8)
     sampling = dataclasses.replace(greedy(200), n=3)
     try:
-        asyncio.run(conversations.converse(ask, gateway.talk, [hermes.prompt()], sampling, None))
+        asyncio.run(protocol.converse(ask, gateway.talk, [hermes.prompt()], sampling, None))
     finally:
         gateway.close()
     samples = test_traces.named(recorded(), "sample")

@@ -51,7 +51,7 @@ def test_the_table_of_the_docs_is_that_of_the_results():
     rows = recorded()
     assert [conversations.lacks(row) for row in rows] == [[] for _ in rows]
     assert all(row["settings"] == conversations.given(row["run"]) for row in rows)
-    assert conversations.table(rows) in (ROOT / "docs/agents.md").read_text()
+    assert conversations.table(rows) in (ROOT / "benchmarks/README.md").read_text()
 
 
 def test_what_a_run_lacks_is_named():

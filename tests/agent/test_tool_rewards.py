@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from jppo.agent.calls import Call
-from jppo.agent.conversation import Turns
-from jppo.agent.partners import make_environment
-from jppo.agent.tools import Limits, Toolbox
+from jppo.agent.conversation import Turns, make_environment
+from jppo.agent.tools import Toolbox, ToolLimits
 from jppo.learner import batch, estimate, estimators
-from jppo.rewards.parts import ConversationPart, sample_of
-from jppo.rewards.reward_sum import RewardSum, parse_weights
+from jppo.rewards.parts import ConversationPart, RewardSum, parse_weights, sample_of
 from jppo.runlog import trajectories
 from jppo.types import Prompt
 
@@ -104,10 +102,13 @@ def test_a_reward_of_another_form_is_an_error_of_its_response(plain, answer, sai
     assert reward.unusable
 
 
-def test_a_tuple_of_a_tool_without_rewards_is_an_error_that_the_policy_sees(plain):
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_tuple_of_a_tool_without_rewards_is_an_error_that_the_policy_sees(plain, monkeypatch, says_so):
+    monkeypatch.delattr(Paying, "rewards")
     tool = Paying(("1", 0.5))
-    tool.rewards = False
-    box = Toolbox([tool], Limits(1, 200, "middle", 5.0), plain.user_code)
+    if says_so:
+        tool.rewards = False
+    box = Toolbox([tool], ToolLimits(1, 200, "middle", 5.0), plain.user_code)
     told = asyncio.run(box.call([Call("pay", {"x": "0"})], PROMPT, {}))
     assert "only a tool with rewards=True may" in told.messages[0]["content"]
     assert (told.errors, told.reward, told.fault, box.rewards) == (1, 0.0, None, False)

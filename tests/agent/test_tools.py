@@ -10,11 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from jppo.agent.built_in_tools import Index, Python, Search
 from jppo.agent.calls import Call
-from jppo.agent.python import Python
-from jppo.agent.search import Index, Search
-from jppo.agent.tools import Limits, Toolbox, cut, read_tools
-from jppo.agent.user_code import UserCodeRunner
+from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner, cut, read_tools
 from jppo.settings import UserError
 from jppo.types import Prompt
 
@@ -118,7 +116,7 @@ def test_a_python_file_that_does_not_do_is_one_line(write, tmp_path, name, text)
 
 
 def ask(tool, *calls, user_code, timeout_s=20.0):
-    box = Toolbox([tool], Limits(len(calls), 200, "middle", timeout_s), user_code)
+    box = Toolbox([tool], ToolLimits(len(calls), 200, "middle", timeout_s), user_code)
     name = tool.schema["function"]["name"]
     prompt = Prompt("p", "s", "q", np.array([1]), "", {})
     told = asyncio.run(box.call([Call(name, arguments) for arguments in calls], prompt, {}))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.algorithms.preference import bradley_terry
+from jppo.algorithms.preference import bradley_terry, dpo, ipo
 
 
 def test_by_hand():
@@ -16,6 +16,13 @@ def test_by_hand():
     np.testing.assert_allclose(loss, [0.126928, math.log(2), 3.529750], atol=2e-6)
     centred = bradley_terry(chosen, rejected, margin, center=0.1)
     np.testing.assert_allclose(centred - loss, [1.6, 0.4, 0.1], rtol=1e-5)
+
+
+def test_dpo_and_ipo_by_hand():
+    # β = 0.5: σ(1) = 0.731059 and σ(-0.5) = 0.377541, -log of them 0.313262 and 0.974077; IPO's aim is 1 / (2 * 0.2)
+    chosen, rejected = np.array([3.0, 0.0]), np.array([1.0, 1.0])
+    np.testing.assert_allclose(dpo(chosen, rejected, beta=0.5), [0.313262, 0.974077], atol=2e-6)
+    np.testing.assert_allclose(ipo(chosen, rejected, beta=0.2), [(2 - 2.5) ** 2, (-1 - 2.5) ** 2], rtol=1e-6)
 
 
 def test_far_scores_are_finite():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from examples import multiplication
-from jppo.agent.calculator import evaluate
+from jppo.agent.built_in_tools import evaluate
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import load_tokenizer
 from jppo.rewards.graders import GRADERS

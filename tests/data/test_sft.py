@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 
 from jppo.data.sft import read_demonstrations
@@ -11,6 +13,20 @@ def test_a_response_is_its_tokens_and_the_end_token(tmp_path, characters):
     files = write_rows(tmp_path / "sft.jsonl", {"prompt": "4+8=", "response": "12"})
     [pair] = read_demonstrations(files, tokenizer=characters, max_length=7).demonstrations
     assert pair.prompt.tolist() == [6, 12, 10, 13] and pair.response.tolist() == [3, 4, 1]
+
+
+def test_columns_are_entries_of_a_dict_and_a_text_prompt_a_message(tmp_path, qwen):
+    row = {"extra_info": {"question": "2+2=", "answer": "4"}}
+    columns = {"prompt": "extra_info.question", "response": "extra_info.answer", "messages": "messages"}
+    files = write_rows(tmp_path / "verl.jsonl", row)
+    read = functools.partial(read_demonstrations, files, tokenizer=qwen, max_length=99, prompt_role="user")
+    [pair] = read(columns=columns).demonstrations
+    chat = [{"role": "user", "content": "2+2="}]
+    text = qwen.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert pair.prompt.tolist() == qwen(text, add_special_tokens=False)["input_ids"]
+    assert pair.response.tolist() == qwen("4" + qwen.eos_token, add_special_tokens=False)["input_ids"]
+    with pytest.raises(UserError, match=r"which data\.response_key names"):
+        read(columns=columns | {"response": "extra_info.solution"})
 
 
 def test_what_others_say_in_a_response_is_not_learned_from(tmp_path, characters):

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from jppo.data.stream import Cursor, Part, mix_parts, next_batch, parse_mix, seen, steps_per_epoch, user_order
+from jppo.data.stream import Cursor, MixPart, mix_parts, next_batch, parse_mix, seen, steps_per_epoch, user_order
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward
 
@@ -54,7 +54,7 @@ def test_a_batch_must_fit(batch_size):
 
 
 def part(name, first, n, weight=None):
-    return Part(name, np.arange(first, first + n), weight)
+    return MixPart(name, np.arange(first, first + n), weight)
 
 
 def through_json(cursor):

@@ -5,11 +5,10 @@ import time
 
 import pytest
 
-from jppo.data import template as template_module
 from jppo.data import template_worker
+from jppo.data import tokenizer as template_module
 from jppo.data.rows import Row
-from jppo.data.template import make_renderer
-from jppo.data.tokenizer import load_tokenizer
+from jppo.data.tokenizer import load_tokenizer, make_renderer
 from jppo.settings import UserError
 
 ASKED = [{"role": "user", "content": "1"}]

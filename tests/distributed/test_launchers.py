@@ -7,7 +7,7 @@ import pytest
 
 from jppo.distributed import launchers
 from jppo.distributed.hosts import ALONE
-from jppo.distributed.launchers import Place, find, join
+from jppo.distributed.launchers import HostPlace, find, join_launched
 from jppo.settings import UserError
 
 MASTER = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
@@ -18,25 +18,25 @@ ALL = {"NNODES": "4", "NODE_RANK": "2", **MASTER}
     "settings, env, place",
     [
         ((-1, -1, ""), {}, None),
-        ((-1, -1, ""), ALL, Place(4, 2, "node-a:29500")),
+        ((-1, -1, ""), ALL, HostPlace(4, 2, "node-a:29500")),
         ((-1, -1, ""), {"NNODES": "1"}, None),
         ((1, -1, ""), ALL, None),  # a setting is stronger
-        ((2, 1, "node-b:1"), {}, Place(2, 1, "node-b:1")),
-        ((2, 0, ""), ALL, Place(2, 0, "node-a:29500")),
-        ((-1, 0, "node-c:7"), ALL, Place(4, 0, "node-c:7")),
-        ((-1, -1, ""), {"WORLD_SIZE": "3", "RANK": "1", **MASTER}, Place(3, 1, "node-a:29500")),
+        ((2, 1, "node-b:1"), {}, HostPlace(2, 1, "node-b:1")),
+        ((2, 0, ""), ALL, HostPlace(2, 0, "node-a:29500")),
+        ((-1, 0, "node-c:7"), ALL, HostPlace(4, 0, "node-c:7")),
+        ((-1, -1, ""), {"WORLD_SIZE": "3", "RANK": "1", **MASTER}, HostPlace(3, 1, "node-a:29500")),
         (
             (-1, -1, ""),
             {"WORLD_SIZE": "3", "RANK": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", **MASTER},
-            Place(3, 1, "node-a:29500"),
+            HostPlace(3, 1, "node-a:29500"),
         ),
         ((-1, -1, ""), {"WORLD_SIZE": "1", "RANK": "0"}, None),
-        ((-1, -1, ""), {"SLURM_STEP_NUM_TASKS": "2"}, Place(2)),
+        ((-1, -1, ""), {"SLURM_STEP_NUM_TASKS": "2"}, HostPlace(2)),
         ((-1, -1, ""), {"SLURM_STEP_NUM_TASKS": "1"}, None),
-        ((-1, -1, ""), {"OMPI_COMM_WORLD_SIZE": "8"}, Place(8)),
-        ((-1, -1, ""), {"TPU_WORKER_HOSTNAMES": "a,b"}, Place(2)),
+        ((-1, -1, ""), {"OMPI_COMM_WORLD_SIZE": "8"}, HostPlace(8)),
+        ((-1, -1, ""), {"TPU_WORKER_HOSTNAMES": "a,b"}, HostPlace(2)),
         ((-1, -1, ""), {"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-        ((2, -1, ""), {}, Place(2)),  # JAX looks
+        ((2, -1, ""), {}, HostPlace(2)),  # JAX looks
     ],
 )
 def test_where_a_process_stands(settings, env, place):
@@ -71,7 +71,7 @@ LIMITS = dict(join_timeout_s=0.3, host_timeout_s=1.0, end_timeout_s=1.0)
 
 
 def test_one_host_joins_nobody():
-    assert join(-1, -1, "", **LIMITS, env={}) is ALONE
+    assert join_launched(-1, -1, "", **LIMITS, env={}) is ALONE
 
 
 def test_a_coordinator_that_does_not_answer_has_a_deadline():
@@ -79,14 +79,14 @@ def test_a_coordinator_that_does_not_answer_has_a_deadline():
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(UserError, match=re.escape(address) + " within trainer.join_timeout_s=0.3"):
-            join(2, 1, address, **LIMITS, env={})
+            join_launched(2, 1, address, **LIMITS, env={})
 
 
 def test_the_coordinator_listens_at_the_address_that_is_named(capsys):
-    assert launchers._listening_at(Place(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
-    assert launchers._listening_at(Place(2, 0, "localhost:1234")) == "localhost:1234"
-    assert launchers._listening_at(Place(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
-    assert launchers._listening_at(Place(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
+    assert launchers._listening_at(HostPlace(2, 0, "127.0.0.1:1234")) == "127.0.0.1:1234"
+    assert launchers._listening_at(HostPlace(2, 0, "localhost:1234")) == "localhost:1234"
+    assert launchers._listening_at(HostPlace(2, 1, "192.0.2.1:1234")) is None and capsys.readouterr().err == ""
+    assert launchers._listening_at(HostPlace(2, 0, "192.0.2.1:1234")) is None  # an example's address: not ours
     assert "192.0.2.1 is not an address of host 0 itself" in capsys.readouterr().err
 
 
@@ -95,5 +95,5 @@ def test_a_name_that_is_the_loopback_here_does_not_keep_other_hosts_out(monkeypa
     family = socket.AF_INET6 if ":" in at else socket.AF_INET
     found = [(family, socket.SOCK_STREAM, 6, "", (at, 0, 0, 0) if ":" in at else (at, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert launchers._listening_at(Place(2, 0, "node-a:1234")) is None
+    assert launchers._listening_at(HostPlace(2, 0, "node-a:1234")) is None
     assert f"node-a is {at} here" in capsys.readouterr().err

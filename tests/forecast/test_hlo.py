@@ -1,12 +1,15 @@
 """What is read from XLA's text: against numbers worked by hand, of kept snippets and of programs compiled here."""
 
+import re
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jppo.forecast import account, collectives, hlo, program_costs
+from jppo.forecast import account, hlo, program_costs, schedule
 
 SIZES = {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
 
@@ -42,7 +45,7 @@ def test_loops_multiply_and_an_async_pair_counts_once():
         inner,
         outer,
     )
-    (one,) = collectives.find_collectives(hlo.parse_hlo(text), SIZES)
+    (one,) = schedule.find_collectives(hlo.parse_hlo(text), SIZES)
     assert (one.kind, one.times, one.bytes, one.total, one.in_loop) == ("all-gather", 15, 8 * 8 * 2, 15 * 128, True)
     assert one.axes == ("fsdp",) and one.source == "jit(f)/while/dot"
 
@@ -66,6 +69,8 @@ def test_a_loop_over_the_tokens_of_a_mask_runs_their_share():
     inner = body(
         "b",
         "%order = s32[9,64]{1,0} parameter(0)",
+        "%part = s32[1]{0} dynamic-slice(%row, %i), dynamic_slice_sizes={1}",
+        "%row = s32[64]{0} parameter(1)",
         "%one = s32[1,64]{1,0} dynamic-slice(%order, %i, %z), dynamic_slice_sizes={1,64}",
     )
     text = module(["%w = (s32[]) while(%t), condition=%c, body=%b"], body("c", "%x = pred[] parameter(0)"), inner)
@@ -90,7 +95,7 @@ def test_a_loop_over_the_tokens_of_a_mask_runs_their_share():
 )
 def test_groups_of_devices_in_every_spelling(spelling, axes, first):
     text = module(["%x = f32[4]{0} parameter(0)", f"%r = f32[4]{{0}} all-reduce(%x), {spelling}, to_apply=%add"])
-    (one,) = collectives.find_collectives(hlo.parse_hlo(text), SIZES)
+    (one,) = schedule.find_collectives(hlo.parse_hlo(text), SIZES)
     assert one.axes == axes and one.groups[0] == first
     assert sorted(n for group in one.groups for n in group) == list(range(8))
 
@@ -104,7 +109,7 @@ def test_a_group_of_one_device_sends_nothing_and_a_permute_to_itself_neither():
             "%q = f32[4]{0} collective-permute(%x), source_target_pairs={{0,0},{1,3}}",
         ]
     )
-    (one,) = collectives.find_collectives(hlo.parse_hlo(text), SIZES)
+    (one,) = schedule.find_collectives(hlo.parse_hlo(text), SIZES)
     assert (one.kind, one.groups, one.axes, one.bytes) == ("collective-permute", ((1, 3),), ("fsdp",), 16)
 
 
@@ -116,7 +121,7 @@ def test_what_is_reduced_counts_as_before_and_what_is_gathered_as_after():
             "%g = ((f32[8,4], f32[2]), (f32[16,4], f32[4])) all-gather-start(%x, %y), replica_groups=[4,2]<=[8]",
         ]
     )
-    assert {one.kind: one.bytes for one in collectives.find_collectives(hlo.parse_hlo(text), SIZES)} == {
+    assert {one.kind: one.bytes for one in schedule.find_collectives(hlo.parse_hlo(text), SIZES)} == {
         "reduce-scatter": 8 * 4 * 4,
         "all-gather": 16 * 4 * 4 + 4 * 4,
     }
@@ -129,7 +134,7 @@ CUDNN = (
 )
 SPLASH = (
     "%splash_mha_fwd_segmented_residuals.3 = (f32[2,512]{1,0}, bf16[2,4,128,64]{3,2,1,0}) custom-call(%m, %q2, %k2),"
-    ' custom_call_target="tpu_custom_call"'
+    ' custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/mha/pallas_call"}'
 )
 
 SPLASH_OF_ONE_ROW = (
@@ -180,18 +185,19 @@ def test_a_backward_kernel_that_has_the_gradient_of_queries_has_a_product_more(q
 
 
 @pytest.mark.parametrize(
-    "line, pairs",
+    "line, outputs, pairs",
     [
-        ("window={size=1}, dim_labels=bf0_oi0->bf0", 8 * 1),
+        ("window={size=1}, dim_labels=bf0_oi0->bf0", 8, 8 * 1),
         # a batched product as a TPU writes it: of all positions of the window one meets the input
-        ("window={size=8 stride=7 pad=0_0 lhs_dilate=8}, dim_labels=0bf_0io->0bf", 8),
-        ("window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=0bf_0io->0bf", 16),
+        ("window={size=8 stride=7 pad=0_0 lhs_dilate=8}, dim_labels=0bf_0io->0bf", 8, 8),
+        ("window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=0bf_0io->0bf", 9, 16),
+        ("window={size=2 stride=2 pad=1_0}, dim_labels=0bf_0io->0bf", 4, 7),  # the first has one of its two
     ],
 )
-def test_a_convolution_counts_the_positions_that_meet_its_input(line, pairs):
+def test_a_convolution_counts_the_positions_that_meet_its_input(line, outputs, pairs):
     size = int(line.split("size=")[1][0])
     spatial, kernel = {"bf0": ("4,16,8", f"32,16,{size}"), "0bf": ("8,4,16", f"{size},16,32")}[line[-3:]]
-    out = {"bf0": "4,32,8", "0bf": "9,4,32" if size == 2 else "8,4,32"}[line[-3:]]
+    out = {"bf0": f"4,32,{outputs}", "0bf": f"{outputs},4,32"}[line[-3:]]
     text = module(
         [
             f"%x = bf16[{spatial}]{{2,1,0}} parameter(0)",
@@ -254,7 +260,7 @@ def test_the_account_of_a_program_compiled_here():
     found = account.of_program(jax.jit(run).lower(*args), dict(mesh.shape))
     assert found.error is None and found.unknown_loops == ()
     assert found.total_flops == L * 2 * 2 * (R // 8) * D * F
-    gathers = [row for row in collectives.totals(found.collectives) if row[0] == "all-gather"]
+    gathers = [row for row in schedule.totals(found.collectives) if row[0] == "all-gather"]
     assert [row[1] for row in gathers] == [("fsdp",)]
     assert gathers[0][3] == 2 * L * D * F * 4  # each layer's two matrices, once
     weights = 2 * L * D * F // 4 * 4
@@ -286,6 +292,16 @@ def test_partitioner_warnings_are_kept_and_the_rest_is_written(capfd):
     found = account.of_program(Warning_(), {})
     assert found.warnings == ("gather f32[64,8] (jit(f)/embed/gather)",)
     assert capfd.readouterr().err.splitlines() == ["another line"]
+
+
+def test_an_element_has_the_bits_of_its_dtype():
+    for name, bits in hlo.BITS.items():
+        long = re.sub(r"^(bf|f|s|u|c)(?=\d)", lambda m: {"bf": "bfloat", "f": "float", "s": "int", "u": "uint",
+                                                         "c": "complex"}[m[1]], name)  # fmt: skip
+        long = re.sub(r"^float(\d)e", r"float\g<1>_e", long).replace("pred", "bool")
+        known = ml_dtypes.iinfo if "int" in long else ml_dtypes.finfo
+        plain = {"bool": 8, "complex64": 64, "complex128": 128}
+        assert bits == (plain[long] if long in plain else known(long).bits), name
 
 
 def test_text_without_an_entry_is_refused():

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jppo.forecast import account as forecast
 from jppo.forecast import compilers, machines
-from jppo.forecast import seconds as forecast
 from jppo.forecast.account import Account
-from jppo.forecast.collectives import Collective
-from jppo.forecast.schedule import Exchange, Kernel, Loop, Wait
-from jppo.forecast.shares import SHARES
+from jppo.forecast.machines import SHARES
+from jppo.forecast.schedule import Collective, CollectiveStart, Kernel, Loop, Wait
 from jppo.settings import UserError
 
 
@@ -133,7 +132,7 @@ def test_kernels_run_one_after_another_each_bound_by_products_or_memory():
 def test_only_the_part_of_a_collective_that_outlasts_the_kernels_counts(waits, waited):
     machine, mesh, shares = h100s()
     whole = 2.0 * 450e9 * shares["link"].value * 8 / 7
-    gather = Exchange((collective("all-gather", (tuple(range(8)),), whole),), "all-gather-start", waits)
+    gather = CollectiveStart((collective("all-gather", (tuple(range(8)),), whole),), "all-gather-start", waits)
     kernel = Kernel("product", (("bfloat16", int(1.5 * BF16 * shares["product"].value * shares["program"].value)),), 0)
     found = forecast.of_account(Account(schedule=(gather, kernel, Wait("all-gather-start"))), machine, mesh)
     assert found.compute == pytest.approx(1.5) and found.links == pytest.approx(waited)

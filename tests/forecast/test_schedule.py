@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jppo.forecast import account, hlo
-from jppo.forecast.schedule import Exchange, Kernel, Loop, Wait, make_schedule
+from jppo.forecast.schedule import CollectiveStart, Kernel, Loop, Wait, schedule_of
 
 SIZES = {"data": 1, "fsdp": 2}
 TEXT = """HloModule m, is_scheduled=true
@@ -29,18 +29,18 @@ ENTRY %main (p: f32[]) -> f32[] {
 
 
 def test_kernels_collectives_and_waits_come_in_the_order_of_the_text():
-    loop, last = make_schedule(hlo.parse_hlo(TEXT), SIZES)
+    loop, last = schedule_of(hlo.parse_hlo(TEXT), SIZES)
     assert isinstance(loop, Loop) and loop.times == 5
     start, product, wait, add = loop.body
-    assert isinstance(start, Exchange) and not start.waits and start.collectives[0].bytes == 16 * 16 * 2
+    assert isinstance(start, CollectiveStart) and not start.waits and start.collectives[0].bytes == 16 * 16 * 2
     assert product == Kernel("product", (("bfloat16", 2 * 8 * 8 * 16),), (2 * 8 * 16 + 8 * 8) * 2)
     assert wait == Wait("g") and add == Kernel("memory", (), 3 * 8 * 8 * 2)
-    assert isinstance(last, Exchange) and last.waits, "a collective without a start makes the kernels wait"
+    assert isinstance(last, CollectiveStart) and last.waits, "a collective without a start makes the kernels wait"
 
 
 def test_a_start_that_is_synchronous_waits():
     text = TEXT.replace("dimensions={0}", 'dimensions={0}, backend_config={"is_sync":true}')
-    loop, _ = make_schedule(hlo.parse_hlo(text), SIZES)
+    loop, _ = schedule_of(hlo.parse_hlo(text), SIZES)
     assert loop.body[0].waits
 
 
@@ -49,7 +49,7 @@ def test_attention_is_a_kind_of_its_own(kind, line):
     config = 'backend_config={"intermediate_tensor_shape": {"dimensions": ["1","1","8","8"]}}'
     call = f'ROOT %a = bf16[8,16]{{1,0}} custom-call(%q), custom_call_target="{line}", {config}'
     text = f"HloModule m\n\nENTRY %main (p: f32[]) -> f32[] {{\n  %q = bf16[8,16]{{1,0}} parameter(0)\n  {call}\n}}\n"
-    (kernel,) = make_schedule(hlo.parse_hlo(text), SIZES)
+    (kernel,) = schedule_of(hlo.parse_hlo(text), SIZES)
     assert kernel.kind == kind
 
 

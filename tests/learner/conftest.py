@@ -136,6 +136,7 @@ class Learner:
     shared: tuple[int, int] | None = None  # prompts: the longest, and the longest response
     experts: int = 0  # of a mixture; 0: a dense model
     replay: bool = False
+    kept: int = 0  # the most kept tokens that are replayed
 
     def __post_init__(self):
         self.hf = experts_config(self.experts) if self.experts else hf_config()
@@ -180,7 +181,7 @@ class Learner:
             sequences=sequences, row_multiple=sharding.row_multiple(self.mesh),
             length_multiple=sharding.length_multiple(self.mesh), shared=self.shared or (0, 0),
         )  # fmt: skip
-        return dataclasses.replace(plan, experts=REPLAYED) if self.replay else plan
+        return dataclasses.replace(plan, experts=REPLAYED if self.replay else None, kept=self.kept)
 
     def descent(self, name, params, *, lr, tx):
         what = self.what[name]

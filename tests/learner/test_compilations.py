@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jppo.algorithms import covariance, losses
-from jppo.learner import correct, ppo, sharding, state, warmup
-from jppo.learner.selection import Selection
+from jppo.learner import estimate, ppo, sharding, state, warmup
+from jppo.learner.policy_losses import Selection
 
 CORRECTED = dict(
-    correction=correct.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
+    correction=estimate.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
     kl_penalty="full",
     kl_loss_type="full+",
     value_norm_decay=0.8,
@@ -65,7 +65,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     how = {}
     how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, tx=ours.adamw)
     how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, tx=ours.adamw)
-    now = state.begin(
+    now = state.begin_state(
         policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm="value_norm_decay" in changes
     )
     warmup.compile_all(

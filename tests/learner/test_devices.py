@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import devices, sharding, utilisation
+from jppo.learner import sharding, utilisation
 from jppo.models import config_reader, cost
 from jppo.models.lora import Lora
 
@@ -40,50 +40,50 @@ CFG = config_reader.parse_config(
 )
 def test_a_device_is_known_by_its_kind_and_the_dtype_counts(kind, bfloat16, float32):
     for dtype, rate in (("bfloat16", bfloat16), ("float32", float32)):
-        assert devices.known_peak(kind, dtype) == (None if rate is None else pytest.approx(rate))
-    names = list(devices.PEAKS)
+        assert sharding.known_peak(kind, dtype) == (None if rate is None else pytest.approx(rate))
+    names = list(sharding.PEAKS)
     assert not [a for i, a in enumerate(names) if any(b.startswith(a) for b in names[i + 1 :])], "longer names first"
 
 
 def test_what_is_not_known_is_measured_once(monkeypatch):
     mesh, made = sharding.make_mesh((8, 1, 1)), []
-    make_product = devices.make_product
+    make_product = sharding.make_product
 
     def spied(*args):
         made.append(make_product(*args))
         return made[0]
 
-    devices.find_peak.cache_clear()
-    monkeypatch.setattr(devices, "make_product", spied)
-    found = devices.find_peak(mesh, "float32")
+    sharding.find_peak.cache_clear()
+    monkeypatch.setattr(sharding, "make_product", spied)
+    found = sharding.find_peak(mesh, "float32")
     assert found.flops_per_s > 1e8 and "measured, float32" in found.source
-    assert devices.find_peak(mesh, "float32") is found and len(made) == 1
+    assert sharding.find_peak(mesh, "float32") is found and len(made) == 1
     assert made[0][1] == 2 * 2048**3
 
 
 def test_a_known_device_is_not_measured(monkeypatch):
     known = types.SimpleNamespace(device_kind="NVIDIA H200")
     mesh = types.SimpleNamespace(devices=np.asarray([known] * 4))
-    monkeypatch.setattr(devices, "make_product", None)
-    found = devices.find_peak.__wrapped__(mesh, "bfloat16")
-    assert found == devices.Peak(pytest.approx(4 * 989.4e12), "the maker's for 4 x NVIDIA H200, bfloat16")
+    monkeypatch.setattr(sharding, "make_product", None)
+    found = sharding.find_peak.__wrapped__(mesh, "bfloat16")
+    assert found == sharding.Peak(pytest.approx(4 * 989.4e12), "the maker's for 4 x NVIDIA H200, bfloat16")
 
 
 def test_a_product_goes_over_any_number_of_devices():
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:3]).reshape(3, 1, 1), ("data", "fsdp", "tensor"))
-    multiply, flops = devices.make_product(mesh, "float32")
+    multiply, flops = sharding.make_product(mesh, "float32")
     assert multiply().shape == (2049, 2048) and flops == 2 * 2049 * 2048**2
 
 
 def test_memory_is_what_is_said(monkeypatch):
-    found = devices.memory()
+    found = sharding.memory()
     assert set(found) == {"perf/cpu_memory_used_gb"}
     status = pathlib.Path("/proc/self/status").read_text()
     here = int(status.split("VmRSS:")[1].split()[0]) / 2**20
     assert found["perf/cpu_memory_used_gb"] == pytest.approx(here, rel=0.05)
     peaks = [types.SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (2**30, 3 * 2**30)]
-    monkeypatch.setattr(devices.jax, "local_devices", lambda: peaks)
-    assert devices.memory()["perf/max_memory_allocated_gb"] == 3.0
+    monkeypatch.setattr(sharding.jax, "local_devices", lambda: peaks)
+    assert sharding.memory()["perf/max_memory_allocated_gb"] == 3.0
 
 
 def some(length, sampled):
@@ -95,7 +95,7 @@ def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
     config.actor.ppo_epochs, config.critic.ppo_epochs = 2, 3
     both = [some(5, 2), some(9, 4)]
     inputs = types.SimpleNamespace(policy=CFG, critic=CFG, adapters=None, critic_adapters=Lora(2, 1.0, ("q_proj",)))
-    monkeypatch.setattr(utilisation, "find_peak", lambda *_: devices.Peak(1e6, ""))
+    monkeypatch.setattr(utilisation, "find_peak", lambda *_: sharding.Peak(1e6, ""))
     seconds = {"update_actor": 0.5, "update_critic": 0.25, "old_log_prob": 0.125, "gen": 9.0}
     found = utilisation.utilisation(config, inputs, None, both, seconds, step=0)
     assert found == {
@@ -116,7 +116,7 @@ def test_the_best_of_all_products_within_the_time_is_the_peak(monkeypatch):
     def multiply():  # compiles in 9 s; the time is over after the fourth
         clock[0] += next(seconds)
 
-    monkeypatch.setattr(devices, "make_product", lambda *_: (multiply, 1000))
-    monkeypatch.setattr(devices.time, "perf_counter", lambda: clock[0])
-    assert devices.find_peak.__wrapped__(mesh, "float32").flops_per_s == pytest.approx(1000 / 0.05)
+    monkeypatch.setattr(sharding, "make_product", lambda *_: (multiply, 1000))
+    monkeypatch.setattr(sharding.time, "perf_counter", lambda: clock[0])
+    assert sharding.find_peak.__wrapped__(mesh, "float32").flops_per_s == pytest.approx(1000 / 0.05)
     assert list(seconds) == [0.01]

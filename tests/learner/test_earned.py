@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.algorithms import masked
-from jppo.learner import batch, correct, estimate, estimators
+from jppo.learner import batch, estimate, estimators
 from jppo.types import Reward
 from tests import make
 
@@ -141,7 +141,7 @@ def test_turns_are_those_before_tokens_are_rejected():
     old = data.rollout_logprob.copy()
     old[2, 1] += 9.0  # rejected by its ratio
     old = dataclasses.replace(data, old_logprob=old)
-    reject = correct.Correction(level=None, lower=0.5, upper=2.0, normalize=False, rules=(("token_k1", 0.5, 2.0),))
+    reject = estimate.Correction(level=None, lower=0.5, upper=2.0, normalize=False, rules=(("token_k1", 0.5, 2.0),))
     made = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn")
     how = dict(kl_penalty=None, correction=reject, bypass=False, by_sequence=False)
     run = jax.jit(estimate.make_advantages(dataclasses.replace(made, whiten=False), **how))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.algorithms import kl
-from jppo.learner import correct, estimate
+from jppo.learner import estimate
 from jppo.types import Batch, Reward
 
 GRADED, FAILED = Reward(1.0, {}, None), Reward(0.0, {}, None, unusable="not graded: boom")
@@ -77,7 +77,7 @@ def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
     ],
 )
 def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
-    found, group, greedy = estimate.compare(rewards, baseline, n=2, compared=compared)
+    found, group, greedy = estimate.compare_logprobs(rewards, baseline, n=2, compared=compared)
     for reward, why in zip(found, expected, strict=True):
         assert reward.unusable is None if why is None else why in reward.unusable
     assert group.tolist() == ([0, 1, 2, 2] if FAILED in rewards else [0, 0, 2, 2])
@@ -143,7 +143,7 @@ def test_explained_variance_is_the_share_that_values_explain(batch):
 
 
 def test_the_mismatch_is_measured_over_sampled_tokens(batch):
-    found = correct.mismatch(batch)
+    found = estimate.mismatch(batch)
     d = (batch.old_logprob - batch.rollout_logprob)[batch.mask]
     expected = {
         "rollout/logp_gap_mean": np.abs(d).mean(),
@@ -162,8 +162,8 @@ def test_the_mismatch_is_measured_over_sampled_tokens(batch):
 @pytest.mark.parametrize("normalize", [False, True])
 def test_weights_are_capped_and_rejected_tokens_are_counted(batch, normalize):
     rules = (("token_k1", 0.3, 3.0),)
-    what = correct.Correction(level="token", lower=None, upper=1.5, normalize=normalize, rules=rules)
-    found, metrics = correct.corrected(what, batch)
+    what = estimate.Correction(level="token", lower=None, upper=1.5, normalize=normalize, rules=rules)
+    found, metrics = estimate.corrected(what, batch)
     d = batch.old_logprob - batch.rollout_logprob
     kept = batch.mask & (-d >= np.log(0.3)) & (-d <= np.log(3.0))
     lost, weight = batch.mask & ~kept, np.minimum(np.exp(d), 1.5)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import batch, correct, estimate, estimators
+from jppo.learner import batch, estimate, estimators
 from jppo.types import Batch, Reward
 from tests.make import trajectory
 
@@ -57,6 +57,15 @@ def test_distillation_by_hand(gamma, expected):
     np.testing.assert_array_equal(alone(data, np.float32(2))[0]["advantage"], 0.0)
 
 
+def test_reinforce_without_a_baseline_is_verls_grpo_rloo_and_opo_of_one_sample():
+    score, length, group = np.float32([3.0, -1.0, 0.5]), np.float32([2.0, 1.0, 4.0]), np.arange(3)
+    made = estimators.reinforce_no_baseline()
+    np.testing.assert_array_equal(made.sequences(score, length, group), score)
+    for other in (estimators.grpo(norm_adv_by_std_in_grpo=True), estimators.rloo(), estimators.opo()):
+        np.testing.assert_allclose(other.sequences(score, length, group), score, rtol=2e-6)
+    assert not made.compares and other.compares
+
+
 def test_normalised_values_by_hand():
     """A response of two tokens with the score 4 and the outputs (1, 2), statistics of weight 0.5, mean 1, variance 4.
 
@@ -90,7 +99,7 @@ def test_opo_counts_a_response_of_which_nothing_is_kept(left_out):
     data = batch.flatten(responses, rewards, np.zeros(3, np.int32), shape=(4, 4), filter_truncated=filters)
     how = dict(kl_penalty=None, bypass=False, by_sequence=False)
     # a band around equal log-probs; those of the last two are not equal
-    rule = correct.Correction(None, 0.0, 1.0, normalize=False, rules=(("seq_mean_k1", 0.5, 2.0),))
+    rule = estimate.Correction(None, 0.0, 1.0, normalize=False, rules=(("seq_mean_k1", 0.5, 2.0),))
     old = np.zeros((4, 4), np.float32) if filters else np.float32([[0] * 4, [5] * 4, [5] * 4, [0] * 4])
     data = dataclasses.replace(data, old_logprob=old)
     made = jax.jit(estimate.make_advantages(estimators.opo(), **how, correction=None if filters else rule))

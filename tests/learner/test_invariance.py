@@ -8,7 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jppo.learner import optim
+from jppo.learner import optim, ppo, state, update
+from jppo.models import lora
+from jppo.models.lora import Lora, join
+from jppo.settings import UserError
 
 SGD = optim.at_rate(optax.sgd)  # the gradient itself, scaled by the learning rate
 START = dict(mini=8, epochs=2, lr=0.1, tx=SGD)
@@ -101,42 +104,34 @@ def test_mini_batches_in_another_order_of_the_same_members(learner, base):
 
 
 # data, fsdp, tensor, sequence: each alone, and products of them, on 2, 4 and 8 devices
+QUICK = [
+    ("grpo", (2, 2, 1, 1), "segments", 48, "none"),
+    ("gae", (1, 2, 2, 2), "none", 100, "none"),
+    ("gae", (2, 1, 1, 4), "segments", 10**6, "full"),
+]
+CUTS = [
+    ((2, 1, 1, 1), "buckets", 48, "none"),
+    ((1, 2, 1, 1), "segments", 10**6, "full"),
+    ((1, 1, 2, 1), "none", 100, "full"),
+    ((1, 1, 4, 1), "segments", 48, "none"),  # more than there are key/value heads
+    ((1, 1, 1, 2), "buckets", 24, "none"),
+    ((1, 1, 1, 4), "none", 10**6, "full"),
+    ((1, 1, 2, 2), "segments", 48, "full"),
+    ((1, 2, 1, 2), "buckets", 48, "none"),
+    ((2, 1, 1, 2), "none", 100, "none"),
+    ((8, 1, 1, 1), "segments", 10**6, "none"),
+    ((1, 8, 1, 1), "buckets", 10**6, "none"),
+    ((2, 2, 2, 1), "none", 100, "none"),
+    ((2, 2, 1, 2), "segments", 48, "full"),
+    ((2, 1, 2, 2), "buckets", 10**6, "full"),
+    *(case[1:] for case in QUICK),
+]
+SLOW = [(estimator, *case) for estimator in ("gae", "grpo") for case in CUTS if (estimator, *case) not in QUICK]
+
+
 @pytest.mark.parametrize(
     "base,mesh_shape,kind,tokens_per_micro,remat",
-    [
-        ("grpo", (2, 2, 1, 1), "segments", 48, "none"),
-        ("gae", (1, 2, 2, 2), "none", 100, "none"),
-        ("gae", (2, 1, 1, 4), "segments", 10**6, "full"),
-        pytest.param("gae", (1, 1, 1, 2), "buckets", 24, "none", marks=pytest.mark.slow),
-        pytest.param("gae", (2, 2, 1, 1), "segments", 48, "none", marks=pytest.mark.slow),
-        *(
-            pytest.param("grpo", *case, marks=pytest.mark.slow)
-            for case in [
-                ((1, 1, 1, 2), "buckets", 24, "none"),
-                ((1, 2, 2, 2), "none", 100, "none"),
-                ((2, 1, 1, 4), "segments", 10**6, "full"),
-            ]
-        ),
-        *(
-            pytest.param(estimator, *case, marks=pytest.mark.slow)
-            for estimator in ("gae", "grpo")
-            for case in [
-                ((2, 1, 1, 1), "buckets", 48, "none"),
-                ((1, 2, 1, 1), "segments", 10**6, "full"),
-                ((1, 1, 2, 1), "none", 100, "full"),
-                ((1, 1, 4, 1), "segments", 48, "none"),  # more than there are key/value heads
-                ((1, 1, 1, 4), "none", 10**6, "full"),
-                ((1, 1, 2, 2), "segments", 48, "full"),
-                ((1, 2, 1, 2), "buckets", 48, "none"),
-                ((2, 1, 1, 2), "none", 100, "none"),
-                ((8, 1, 1, 1), "segments", 10**6, "none"),
-                ((1, 8, 1, 1), "buckets", 10**6, "none"),
-                ((2, 2, 2, 1), "none", 100, "none"),
-                ((2, 2, 1, 2), "segments", 48, "full"),
-                ((2, 1, 2, 2), "buckets", 10**6, "full"),
-            ]
-        ),
-    ],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
     indirect=["base"],
 )
 def test_devices(new_learner, make_recipe, base, mesh_shape, kind, tokens_per_micro, remat):
@@ -186,6 +181,50 @@ def test_experts(new_learner, routed, mesh_shape, kind, tokens_per_micro, remat,
     assert not replay or count != 5 or 0.4 < expected[1]["rollout/routing_differs"] < 0.75, "two of five, at random"
 
 
+def draw_kept(t, most):
+    """Kept tokens of a response with the sampled one among them; some samples are of the whole vocabulary."""
+    rng, out = np.random.default_rng(t.tokens), np.full((len(t.tokens), most), -1, np.int32)
+    for i in np.flatnonzero(t.sampled & (rng.random(len(t.tokens)) < 0.8)):
+        ids = rng.permutation(32)[: rng.integers(1, most + 1)]
+        out[i, : len(ids)] = np.where(np.isin(t.tokens[i], ids), ids, np.append(ids[1:], t.tokens[i]))
+    return dataclasses.replace(t, kept=out)
+
+
+@pytest.fixture(scope="module")
+def truncated(new_learner, make_recipe, drawn):
+    """Responses with kept tokens, a recipe with an exact KL and its update on one device."""
+    (trajectories, scores), made = drawn(16), make_recipe("gae", kl_loss_type="full")
+    data = [draw_kept(t, 3 + i % 4) for i, t in enumerate(trajectories)], scores
+    return data, made, new_learner((1,), made, kept=6).update(*data, **START)
+
+
+@pytest.mark.parametrize(
+    "mesh_shape,kind,tokens_per_micro,shared",
+    [
+        ((1, 2, 2, 1), "segments", 48, None),
+        ((1, 1, 1, 1), "prefix", 48, (8, 16)),
+        pytest.param((2, 1, 2, 2), "buckets", 24, None, marks=pytest.mark.slow),
+    ],
+)
+def test_kept_tokens(new_learner, truncated, mesh_shape, kind, tokens_per_micro, shared):
+    data, made, expected = truncated
+    ours = new_learner(mesh_shape, made, kept=6, shared=shared)
+    assert_same(ours.update(*data, kind=kind, tokens_per_micro=tokens_per_micro, **START), expected)
+
+
+def test_kept_tokens_change_log_probs_entropies_and_kls(new_learner, make_recipe, drawn, truncated):
+    """Fewer tokens have more probability each and less entropy; one alone is certain, whatever the model."""
+    (trajectories, scores), made, (_, metrics, scored) = drawn(16), *truncated[1:]
+    _, whole_metrics, whole = new_learner((1,), made).update(trajectories, scores, **START)
+    more = scored.old_logprob - whole.old_logprob
+    assert (more >= -1e-6).all() and more[scored.mask].mean() > 0.5
+    assert metrics["actor/entropy"] < 0.7 * whole_metrics["actor/entropy"]
+    assert metrics["actor/kl_loss"] < whole_metrics["actor/kl_loss"]
+    one = [dataclasses.replace(t, kept=np.where(t.sampled, t.tokens, -1)[:, None]) for t in trajectories]
+    alone = new_learner((1,), made, kept=6).update(one, scores, **START)
+    assert not alone[2].old_logprob.any() and not alone[2].ref_logprob.any() and not alone[1]["actor/kl_loss"]
+
+
 def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, routed):
     data, _, of_one = routed
     params, metrics, _ = of_one(8, True)
@@ -208,7 +247,48 @@ def test_normalised_values_and_two_lambdas(new_learner, make_recipe, drawn, valu
     assert stats[0][0] == np.float32(0.8) * np.float32(0.5) + np.float32(0.2), "the batch is in them"
 
 
-@pytest.mark.parametrize("base", ["gae", pytest.param("grpo", marks=pytest.mark.slow)], indirect=True)
+def dropped_out(ours, data, *, rate, seed=0, kind="none", tokens_per_micro=10**6):
+    """The adapters after two epochs of two mini-batches, with dropout of their inputs."""
+    how = Lora(3, 6, ("q_proj", "o_proj", "down_proj"), rate)
+    what = state.adapters(ours.cfg, ours.mesh, how, head="lm")
+    learned, base = state.adapt(what, ours.weights("actor", 0), how, key=jax.random.key(3))
+    learned = jax.tree.map(lambda x: x + 0.3 * np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape), learned)
+    learned = jax.device_put(learned, what.shardings)
+    plan, reference = ours.plan(kind, tokens_per_micro, 8), ours.weights("actor", 1)
+    flat, _ = ours.score(*data, plan=plan, policy=join(learned, base), reference=reference, value=None)
+    opt, places = state.init_optimizer(SGD, what, learned)
+    schedule = optim.make_schedule("constant", lr=0.1, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
+    descent = ppo.ModelUpdate(
+        ours.passes.actor, update.make_apply(SGD, schedule, shardings=(what.shardings, places)),
+        update.make_zeros(what.shapes, what.shardings), update.make_exchange(what.shardings), "actor", base=base,
+    )  # fmt: skip
+    minis = ours.minis(flat, data[0], plan=plan, mini=8, epochs=2)
+    key = jax.random.key(seed)
+    return jax.device_get(ppo.descend(descent, learned, opt, np.int32(5), minis, reference, key=key)[0])
+
+
+def test_dropout_of_adapters(learner, drawn):
+    """It follows from the key, the trajectory and the position: not from rows, micro-batches or devices."""
+    data, one = drawn(16), learner(estimator="grpo")
+    expected = dropped_out(one, data, rate=0.4)
+
+    def distance(found):
+        return max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), found, expected)))
+
+    assert distance(dropped_out(one, data, rate=0.4, kind="segments", tokens_per_micro=48)) < 1e-5
+    assert distance(dropped_out(learner((2, 2, 1, 1), "grpo"), data, rate=0.4)) < 1e-5
+    assert distance(dropped_out(one, data, rate=0.4, seed=1)) > 1e-3
+
+
+def test_dropout_of_routed_experts_is_refused(new_learner, make_recipe):
+    cfg = new_learner((1,), make_recipe("grpo"), experts=4).cfg
+    lora.adapter_table(cfg, Lora(2, 4, ("q_proj",), 0.1), head="lm")
+    with pytest.raises(UserError, match=r"adapters of routed experts .*gate_proj.* have no dropout"):
+        lora.adapter_table(cfg, Lora(2, 4, ("q_proj", "gate_proj"), 0.1), head="lm")
+
+
+@pytest.mark.slow  # test_optim.py has AdamW's numbers and shards, and the meshes above the gradient
+@pytest.mark.parametrize("base", ["gae", "grpo"], indirect=True)
 def test_adamw_on_eight_devices(learner, base):
     estimator, data, _ = base
     how = dict(mini=8, epochs=1, lr=1e-4)  # Adam divides by the size of the gradient, and so of its rounding

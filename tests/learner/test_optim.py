@@ -278,7 +278,7 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     assert factored == (name == "adafactor") and ((False, True, True) in seen or factored)
     spare = {"policy_opt": state.spare_of_optimizer(tx, what)}
     values = jax.tree.map(lambda x, at: jax.device_put(jnp.ones(x.shape, x.dtype), at), opt, places)
-    whole = state.begin(state.load(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0)
+    whole = state.begin_state(state.load(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0)
     portable = state.portable(whole, spare)
     cut, back = portable.policy_opt, state.placed(portable, spare, whole).policy_opt
     assert jax.tree.map(lambda x: (x.shape, x.sharding), back) == jax.tree.map(lambda x: (x.shape, x.sharding), values)
@@ -291,6 +291,7 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     [
         ("constant", 0, 0.0, {0: 1.0, 7: 1.0, 100: 1.0}),
         ("constant", 4, 0.0, {0: 0.0, 1: 0.25, 3: 0.75, 4: 1.0, 9: 1.0}),
+        ("linear", 2, 0.2, {0: 0.0, 1: 0.5, 2: 1.0, 4: 0.8, 6: 0.6, 10: 0.2, 50: 0.2}),
         ("cosine", 0, 0.0, {0: 1.0, 5: 0.5, 10: 0.0, 12: 0.0}),
         ("cosine", 2, 0.2, {0: 0.0, 1: 0.5, 2: 1.0, 4: 0.2 + 0.4 * (1 + 0.5**0.5), 6: 0.6, 10: 0.2, 50: 0.2}),
     ],
@@ -300,3 +301,8 @@ def test_schedule_by_hand(kind, warmup, ratio, expected):
     for step, share in expected.items():
         np.testing.assert_allclose(rate(jnp.int32(step)), 2.0 * share, rtol=1e-6, atol=1e-6)
         assert rate(jnp.int32(step)).dtype == jnp.float32
+
+
+def test_a_warm_up_from_a_share_of_the_rate():
+    rate = optim.make_schedule("constant", lr=2.0, warmup_steps=4, total_steps=9, min_lr_ratio=0.0, init_lr_ratio=0.2)
+    np.testing.assert_allclose([rate(jnp.int32(step)) for step in (0, 1, 4, 5)], [0.4, 0.8, 2.0, 2.0], rtol=1e-6)

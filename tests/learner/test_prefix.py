@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.learner import batch, packing, ppo, prefix
+from jppo.learner import batch, packing, ppo
 from jppo.types import Reward
 from tests.learner.test_invariance import START, assert_same
 from tests.learner.test_packing import trajectory
@@ -51,7 +51,7 @@ def test_alignment_by_hand():
 )
 def test_what_samples_share(samples, shared):
     some = [trajectory(tokens, np.arange(len(tokens)) >= prompt) for tokens, prompt in samples]
-    assert prefix.shared_entries(some) == shared
+    assert packing.shared_entries(some) == shared
 
 
 def grouped(sizes, rng, longest=20):
@@ -149,7 +149,7 @@ def test_a_prompt_whose_samples_need_several_rows_is_in_each():
     [(64, 128, 3, 64 + 3 * 128), (64, 128, 16, 512), (10, 300, 16, 310), (100, 300, 1, 400)],
 )
 def test_the_longest_row_holds_all_samples_or_many_times_their_prompt(prompt, response, samples, expected):
-    assert prefix.longest_row(prompt, response, samples=samples) == expected
+    assert packing.longest_row(prompt, response, samples=samples) == expected
 
 
 @pytest.mark.parametrize("opening", [0, pytest.param(5, marks=pytest.mark.slow), 11])

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 
 from jppo import settings as options
-from jppo.learner import batch, correct, packing, ppo, score, sharding, update
+from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
+from jppo.learner.policy_losses import make_select
 from jppo.learner.recipe import make_recipe
-from jppo.learner.selection import make_select
 from jppo.settings.table import TABLE
 from jppo.types import Reward
 from tests import make
@@ -77,7 +77,7 @@ def passes_of(made):
     passes = ppo.make_passes(ppo.Models((None, None), (None, None), None), made, temperature=1.0, chunk_tokens=1)
     with_kl = score.make_logprob_kl(made.kl_loss_type, look_up, None)
     coefficients = dict(entropy_coeff=0.1, kl_loss_coef=0.2, positive_lm_coef=made.positive_lm_coef)
-    current = correct.make_current(made.correction) if made.bypass and made.correction is not None else None
+    current = estimate.make_current(made.correction) if made.bypass and made.correction is not None else None
     loss = update.make_actor_loss(with_kl, made.policy_loss, made.weigh, **coefficients, current=current)
     logprob = jax.jit(look_up_squared if made.estimator.energy else look_up)
     value = lambda table, rows: look_up(table, rows)[0]  # noqa: E731
@@ -151,6 +151,7 @@ RECIPES = {
     "gae decoupled": dict(algorithm__lam_alpha=0.4, critic__lam=1.0),
     "gae positive": dict(actor__positive_lm_coef=0.5),
     "distill": dict(algorithm__adv_estimator="distill", ref__path="teacher"),
+    "reinforce": dict(algorithm__adv_estimator="reinforce_no_baseline"),
     "grpo": dict(algorithm__adv_estimator="grpo", actor__loss_agg_mode="seq-mean-token-sum-norm"),
     "passk": dict(algorithm__adv_estimator="grpo_passk", actor__loss_mode="cispo", actor__kl_loss_type="k3+"),
     "rloo": CORRECTED | dict(algorithm__adv_estimator="rloo", actor__kl_loss_type="abs+"),

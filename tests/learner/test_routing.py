@@ -11,7 +11,7 @@ import transformers
 
 from jppo import settings
 from jppo.learner import packing, score
-from jppo.learner.plan import replayed
+from jppo.learner.recipe import replayed
 from jppo.models import config_reader, decoder, hf_write, params
 from jppo.runlog import trajectories as saved
 from jppo.settings import UserError

@@ -14,7 +14,7 @@ from scipy import special
 
 from jppo import settings as options
 from jppo.algorithms import losses
-from jppo.learner import correct, optim, ppo, sharding, state, update
+from jppo.learner import estimate, optim, ppo, sharding, state, update
 from jppo.learner.score import Scores
 from jppo.models.decoder import Decoder
 from jppo.types import Counts, Rows, Scored
@@ -201,8 +201,8 @@ def test_the_update_computes_the_entropy_where_nothing_else_does(make_recipe, mo
     monkeypatch.setattr(ppo.score, "make_logprob", lambda *_, with_entropy, **__: wanted.append(with_entropy))
     models = ppo.Models((None, None), None, None)
     ppo.make_passes(models, make_recipe("grpo", **changes), temperature=1.0, chunk_tokens=8)
-    update_first, own = wanted[0], wanted[1]
-    assert (own, update_first) == expected
+    own, in_update = wanted
+    assert (own, in_update) == expected
 
 
 BYPASSES = [
@@ -218,18 +218,18 @@ def test_bypass_weights_and_rejects_by_the_current_policy_as_verls_function_does
     reinforce, level = meta["loss_type"] == "reinforce", meta.get("rollout_is")
     lower, upper = options.importance_band(meta.get("rollout_is_threshold", "2.0"))
     rules = options.rejection_rules(meta.get("rollout_rs", ""), meta.get("rollout_rs_threshold", ""))
-    what = correct.Correction(level if reinforce else None, lower, upper, normalize=False, rules=rules)
+    what = estimate.Correction(level if reinforce else None, lower, upper, normalize=False, rules=rules)
     clips = dict(clip_low=meta["clip_ratio_low"], clip_high=meta["clip_ratio_high"], clip_c=meta["clip_ratio_c"])
     loss = update.make_actor_loss(
         lambda logp, *_: Scores(logp, jnp.zeros_like(logp)),
         losses.gpg if reinforce else functools.partial(losses.clipped, **clips),
         functools.partial(losses.token_weights, mode=meta["mode"], scale=float(mask.shape[1])),
-        entropy_coeff=0.0, kl_loss_coef=0.0, current=correct.make_current(what),
+        entropy_coeff=0.0, kl_loss_coef=0.0, current=estimate.make_current(what),
     )  # fmt: skip
     zeros = np.zeros(mask.shape, np.int32)
     rows = Rows(zeros, zeros, segment, zeros, mask, zeros)
     batch = Scored(rows=rows, old_logprob=x["old_logprob"], advantage=x["advantages"])
-    kept, _ = correct.make_current(what)(x["logprob"], x["old_logprob"], mask, segment)
+    kept, _ = estimate.make_current(what)(x["logprob"], x["old_logprob"], mask, segment)
     counts = Counts(np.float32(kept.sum()), np.float32(kept.any(axis=1).sum()))  # verl's function counts by itself
     (out, sums), grad = jax.value_and_grad(loss, has_aux=True)(x["logprob"], batch, counts, None)
     expected = np.float64(one["expected"]["grad"])

@@ -56,6 +56,7 @@ SHAPES = {
     # head_dim is not hidden/heads, three query heads a kv head, an odd vocabulary
     "qwen2-tied": _shape("qwen2", "40 56 3 97  6 2 10", tied=True, rope_theta=1e6),
     "qwen2-untied": _shape("qwen2", "48 33 2 61  4 4", rope_theta=1e4),
+    "llama-blocks": _shape("llama", "64 96 2 71 2 1 32", rope_theta=1e4),  # inputs in blocks of 32
     "llama-biased": _shape("llama", "36 50 2 71  4 1 14", attention_bias=True, mlp_bias=True, rope_theta=5e5,
                            rms_norm_eps=1e-5),
     "llama-tied": _shape("llama", "32 44 4 50  2 2", tied=True, rope_theta=1e4),

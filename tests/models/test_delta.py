@@ -10,8 +10,7 @@ import pytest
 from jppo.learner import sharding
 from jppo.learner.sharding import require_divisible
 from jppo.models import cache, config_reader, cost, decoder, delta, hf_write, lora
-from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.unserved import require_delta_nets
+from jppo.rollout.vllm.arguments import ServerSettings, require_delta_nets
 from jppo.settings import UserError
 from tests.models.conftest import config_of
 
@@ -154,7 +153,7 @@ def test_a_token_costs_its_products_with_the_state_and_no_pairs():
 
 
 def test_adapters_are_those_of_attention_and_mlps():
-    found = lora.table(CFG, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")
+    found = lora.adapter_table(CFG, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")
     names = [name for entry in found for name in entry.hf_names]
     modules = {name.removeprefix("base_model.model.model.layers.").rsplit(".", 2)[0] for name in names}
     assert modules == {f"{i}.mlp.down_proj" for i in range(6)} | {f"{i}.self_attn.q_proj" for i in (2, 5)}

@@ -13,7 +13,6 @@ from jppo.learner import sharding, state
 from jppo.models import (
     config_reader,
     decoder,
-    dispatch,
     embedding,
     expert_products,
     experts,
@@ -320,7 +319,7 @@ def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
         return weight * jnp.einsum("nm,ndm->nd", jnp.tanh(jnp.einsum("nd,ndm->nm", rows, own)), own)
 
     def local(kernel, *rows):
-        out = dispatch.run_experts(dispatch.Exchange(run, "expert", mesh, 8), kernel, *(row[0] for row in rows))
+        out = experts.run_experts(experts.TokenExchange(run, "expert", mesh, 8), kernel, *(row[0] for row in rows))
         return out[None]
 
     each = PartitionSpec("expert")
@@ -413,5 +412,5 @@ def test_adapters_of_fused_experts_are_refused_and_a_model_without_a_sparse_laye
     assert cfg.experts is None and [stack.path for stack in cfg.stacks] == [("layers",)]
     cfg = config_reader.parse_config(config_of("gpt-oss-clamped"), path="config.json")
     with pytest.raises(UserError, match="a gpt_oss model has no down_proj; use all-linear, or some of q_proj, k") as e:
-        lora.table(cfg, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")
+        lora.adapter_table(cfg, lora.Lora(2, 16, ("q_proj", "down_proj")), head="lm")
     assert "\n" not in str(e.value)

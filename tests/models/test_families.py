@@ -40,9 +40,17 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     assert cfg.initializer_range == theirs.initializer_range
     assert cfg.kinds[0].rotary == Rotary(theirs.rope_parameters["rope_theta"])
     assert cfg.qkv_bias == theirs.attention_bias and cfg.mlp_bias == theirs.mlp_bias
+    gemma = {k: v for k, v in hf_config("gemma2-capped").items() if k != "query_pre_attn_scalar"}
+    scalar = transformers.Gemma2Config().query_pre_attn_scalar
+    assert config_reader.parse_config(gemma, path="config.json").query_scale == pytest.approx(scalar**-0.5)
+    gemma4 = {k: v for k, v in hf_config("gemma4-experts").items() if k != "num_kv_shared_layers"}
+    shared = transformers.Gemma4TextConfig().num_kv_shared_layers
+    assert config_reader.parse_config(gemma4, path="config.json").gemma4.shared_layers == shared
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2-untied", "mistral-full", "gemma-even", "deepseek3-halves"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied", "qwen2-untied", "mistral-full", "gemma-even", "deepseek3-halves", "olmoe-tied"]
+)
 def test_absent_kv_heads_are_as_transformers_has_them_or_refused(hf_config, name):
     transformers = pytest.importorskip("transformers")
     config = {k: v for k, v in hf_config(name).items() if k != "num_key_value_heads"}

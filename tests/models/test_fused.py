@@ -231,6 +231,8 @@ def test_blocks_fit_in_shared_memory_and_divide_a_tile(head_dim, itemsize):
     assert (blocks["block_q"] + 4 * blocks["block_k"]) * row <= 99 * 1024
     assert 6 * blocks["block_q_dq"] * row <= 99 * 1024
     assert all(128 % size == 0 and size >= 16 for size in blocks.values())
+    largest = fused._splash_blocks(1024, row)["block_q"]
+    assert largest * row <= 256 * 1024 and (largest == 1024 or 2 * largest * row > 256 * 1024)
 
 
 MISTRAL = dict(dtype="bfloat16", head_dim=128, windows=(4096,))

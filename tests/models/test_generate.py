@@ -1,18 +1,23 @@
 """How a token is chosen: against the rule written as a loop, and against frequencies."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jppo.models import generate, heads
-from jppo.models.generate import Choice
+from jppo.models.generate import SamplingRule
 
-choose = jax.jit(generate.sample, static_argnames="cut")
+
+@functools.partial(jax.jit, static_argnames="cut")
+def choose(logits, seed, position, choice, cut):
+    return generate.sample(generate.filter_logits(logits, choice, cut=cut), seed, position, choice)
 
 
 def choice(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0):
-    return Choice(np.float32(temperature), np.float32(top_p), np.int32(top_k), np.float32(min_p), np.False_)
+    return SamplingRule(np.float32(temperature), np.float32(top_p), np.int32(top_k), np.float32(min_p), np.False_)
 
 
 def left(logits, top_k, top_p, min_p=0.0):

@@ -193,3 +193,38 @@ def test_the_largest_logits_of_a_sharded_vocabulary_are_those_of_the_whole(k):
     np.testing.assert_array_equal(found, heads.WHOLE_VOCABULARY.largest(logits, k))
     by_hand = [np.isin(np.arange(8), np.argsort(-row, kind="stable")[:k]) for row in np.asarray(logits)]
     np.testing.assert_array_equal(found, by_hand)
+
+
+@pytest.mark.parametrize("tensor, chunk_tokens", [(1, 7), (1, 1000), (2, 3)])
+def test_kept_tokens_are_the_whole_distribution(rng, tensor, chunk_tokens):
+    """Log-probs, entropies, Σ p² and gradients are of a softmax over the kept logits alone, on each shard of them."""
+    hidden, kernel, targets = draw(rng, R=4, T=8, V=16)
+    cfg = dataclasses.replace(CFG, vocab_size=15, padded_vocab_size=16)  # the last row is no token
+    kept = np.full((4, 8, 6), -1, np.int32)
+    for at in np.ndindex(4, 8):
+        targets[at] %= 15
+        if sum(at) % 5:  # else the whole vocabulary
+            ids = rng.permutation(15)[: rng.integers(1, 7)]
+            targets[at] = ids[-1]
+            kept[at][: len(ids)] = ids
+    mesh, mask = sharding.make_mesh((2, 1, tensor), jax.devices()[: 2 * tensor]), rng.random((4, 8)) < 0.8
+    share = rng.normal(size=(3, 4, 8)).astype(np.float32)
+    how = dict(temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True, more=[heads.sum_pi_squared_of])
+
+    def ours(hidden, kernel):
+        found = logprob_entropy(hidden, kernel, targets, cfg, mask=jnp.asarray(mask), kept=kept, mesh=mesh, **how)
+        return jnp.sum(share * jnp.stack(found)), found
+
+    def by_hand(hidden, kernel):
+        out = jnp.zeros((3, 4, 8))
+        for at in zip(*np.nonzero(mask), strict=True):
+            ids = kept[at][kept[at] >= 0] if kept[at][0] >= 0 else np.arange(15)
+            logp = jax.nn.log_softmax(kernel[ids] @ hidden[at] / 0.7)
+            p, place = jnp.exp(logp), int(np.flatnonzero(ids == targets[at])[0])
+            out = out.at[:, at[0], at[1]].set(jnp.stack([logp[place], -jnp.sum(p * logp), jnp.sum(p**2)]))
+        return jnp.sum(share * out), out
+
+    found, expected = (jax.grad(f, argnums=(0, 1), has_aux=True)(hidden, kernel) for f in (jax.jit(ours), by_hand))
+    np.testing.assert_allclose(jnp.stack(found[1]), expected[1], rtol=1e-5, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[0], expected[0])
+    assert np.abs(expected[0][1]).max() > 0.1

@@ -71,6 +71,74 @@ def test_saved_model_loads_in_transformers_without_a_complaint(checkpoint, tmp_p
         assert torch.equal(a, b.to(torch.bfloat16)), name
 
 
+def multimodal(kind):
+    """A random transformers model that reads pictures, too."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    text = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1)
+    text |= dict(head_dim=16, num_hidden_layers=3, max_position_embeddings=128, eos_token_id=2)
+    shared = dict(num_kv_shared_layers=0, vocab_size_per_layer_input=96)
+    sliding = dict(sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+    vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    make, text_only, vision_only, others = {
+        "gemma3": (transformers.Gemma3Config, sliding, {"patch_size": 14}, {"image_token_index": 95}),
+        "gemma4": (transformers.Gemma4Config, sliding | shared, {"head_dim": 16}, {}),
+        "mistral3": (
+            transformers.Mistral3Config, {"model_type": "mistral"},
+            {"model_type": "pixtral", "head_dim": 16, "patch_size": 14}, {"image_token_index": 95},
+        ),
+        "qwen3_5": (
+            transformers.Qwen3_5Config,
+            dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
+            | dict(num_hidden_layers=4),
+            dict(depth=1, num_heads=2, out_hidden_size=32, patch_size=4, num_position_embeddings=16),
+            dict(image_token_id=95, video_token_id=94, vision_start_token_id=93, vision_end_token_id=92),
+        ),
+    }[kind]  # fmt: skip
+    config = make(text_config=text | text_only, vision_config=vision | vision_only, **others)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral3", "qwen3_5"])
+def test_the_text_model_of_a_multimodal_one_is_read_and_the_rest_of_the_file_stays(tmp_path, rng, kind):
+    """Logits equal those of transformers' whole model, before and after an export of changed weights."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = multimodal(kind)
+    model.save_pretrained(tmp_path / "whole")
+    cfg, values = load(tmp_path / "whole")
+    tokens = rng.integers(3, 90, (2, 21)).astype(np.int32)
+
+    def theirs(model):
+        with torch.no_grad():
+            return model(input_ids=torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+    def ours(values):
+        hidden = decoder.Decoder(cfg).apply({"params": values}, tokens, *whole(tokens))
+        return heads.logits_of((hidden, decoder.head_kernel(values, cfg), cfg))
+
+    expected = theirs(model)
+    np.testing.assert_allclose(ours(values), expected, atol=1e-4 * np.abs(expected).max())
+    same = hf_write.save(tmp_path / "same", values, cfg, source=tmp_path / "whole", dtype=jnp.float32)
+    assert_same_bits(stored(same), stored(tmp_path / "whole"))
+    changed = jax.tree.map(lambda x: x * 1.01, values)
+    out = hf_write.save(tmp_path / "out", changed, cfg, source=tmp_path / "whole", dtype=jnp.float32)
+    again, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        out, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    expected = theirs(again)
+    np.testing.assert_allclose(ours(changed), expected, atol=1e-4 * np.abs(expected).max())
+    rest = {name: x for name, x in stored(tmp_path / "whole").items() if "vis" in name or "multi_modal" in name}
+    assert len(rest) > 5
+    assert_same_bits(rest, {name: stored(out)[name] for name in rest})
+
+
 def test_prediction_layers_are_left_out_and_a_buffer_stays_in_float32(checkpoint, tmp_path):
     directory, _ = checkpoint("deepseek3-halves")
 
@@ -268,7 +336,7 @@ def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_sha
     directory, _ = checkpoint(name)
     cfg, expected = load(directory)
     mesh = sharding.make_mesh(mesh_shape)
-    shapes = params.abstract(cfg, head="lm", param_dtype=jnp.float32)
+    shapes = params.abstract_params(cfg, head="lm", param_dtype=jnp.float32)
     axes = params.tree(params.table(cfg, head="lm"), lambda entry: entry.axes)
     places = sharding.param_shardings(mesh, axes, shapes)
     values = hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32, shardings=places)

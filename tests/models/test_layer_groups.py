@@ -2,7 +2,7 @@
 
 import pytest
 
-from jppo.models.layer_groups import LayerModules, layer_groups
+from jppo.models.config import LayerModules, layer_groups
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,17 @@ def test_adapters_of_experts_have_the_names_and_shapes_of_linear_layers(checkpoi
     assert set(said) == {gate, down}
 
 
+def test_dropout_zeroes_its_share_and_keeps_the_mean():
+    x = jnp.ones((1, 64, 4, 32))
+    seeds = lora.scrambled(np.arange(64, dtype=np.uint32)).reshape(1, 64)
+    found = np.asarray(lora.dropped(x, jnp.asarray(seeds), jnp.float32(0.3)))
+    assert set(np.unique(found)) == {0.0, np.float32(1 / np.float32(1 - np.float32(0.3)))}
+    share = (found == 0).mean()
+    assert abs(share - 0.3) < 4 * (0.3 * 0.7 / found.size) ** 0.5
+    zeros = (found == 0).reshape(64, -1)
+    assert np.abs(np.corrcoef(zeros) - np.eye(64)).max() < 0.45 and len(np.unique(zeros, axis=0)) == 64
+
+
 @pytest.mark.parametrize("text", ["", "q_proj,x_proj", "lm_head", "all", "q,v"])
 def test_unknown_targets_are_refused_by_name(text):
     with pytest.raises(UserError, match="target_modules") as e:
@@ -208,5 +219,5 @@ def test_modules_that_the_model_lacks_are_refused(checkpoint, name, targets, abs
     with pytest.raises(
         UserError, match=rf"a {cfg.family} model has no {absent}; use all-linear, or some of .*o_proj"
     ) as e:
-        lora.table(cfg, Lora(2, 16, targets), head="lm")
+        lora.adapter_table(cfg, Lora(2, 16, targets), head="lm")
     assert "\n" not in str(e.value)

@@ -28,6 +28,7 @@ GIB = 2**30
         ({"dry_run": True, "rollout_tokens_per_s": 5.0}, "is for a described machine; add --machine"),
         ({"dry_run": True, "machine": "H100", "rollout_tokens_per_s": -1.0}, "must be above 0"),
         ({"dry_run": True, "machine": "8xB300"}, "no such machine"),
+        ({"dry_run": True, "machine": ""}, "no such machine"),
     ],
 )
 def test_what_cannot_be_is_said(switches, said):
@@ -35,9 +36,13 @@ def test_what_cannot_be_is_said(switches, said):
         described_machine.read_request(switches, "jppo.train", [])
 
 
+def test_nothing_is_asked_for_by_default():
+    assert described_machine.read_request({}, "jppo.train", []) == described_machine.DryRun()
+
+
 def test_a_file_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(UserError, match="cannot be written: Is a directory; name another file"):
-        described_machine.Request(json=str(tmp_path)).write({})
+        described_machine.DryRun(json=str(tmp_path)).write({})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,7 @@ def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch
     monkeypatch.setattr(preview, "of_estimate", report)
     checks.dry_run_of_one_model(
         typed(settings.sft_default()),
-        described_machine.Request(machines.parse_machine("4x8xH100")),
+        described_machine.DryRun(machines.parse_machine("4x8xH100")),
         lambda c, request: SimpleNamespace(mesh=None),
         lambda c, task: (Estimate({}, moments), 3),
         lambda task, micro_batches: ([], {"sft gradient": micro_batches, "sft step": 1}),

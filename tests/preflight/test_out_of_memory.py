@@ -7,8 +7,8 @@ import pytest
 
 from jppo import train
 from jppo.learner import ppo
-from jppo.preflight import out_of_memory
-from jppo.preflight.out_of_memory import OutOfMemory
+from jppo.preflight import preview
+from jppo.preflight.preview import OutOfMemory
 from tests.make import typed
 
 
@@ -33,11 +33,11 @@ def test_an_update_without_room_names_its_stage_and_changes_that_fit(small_run, 
 
 
 def test_where_nothing_can_be_compiled_the_first_change_is_said(small_run, greedy, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "_fitting", lambda *_: None)
+    monkeypatch.setattr(preview, "_fitting", lambda *_: None)
     with pytest.raises(OutOfMemory, match=r"try --config\.model\.remat=full, spread the models by mesh\.fsdp"):
         train.train(small_run)
 
 
 def test_other_errors_of_xla_stay_as_they_are(small_run):
-    with pytest.raises(Exception, match="dot_general"), out_of_memory.explained(typed(small_run)):
+    with pytest.raises(Exception, match="dot_general"), preview.memory_explained(typed(small_run)):
         jnp.dot(jnp.zeros((2, 3)), jnp.zeros((2, 3)))

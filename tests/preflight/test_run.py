@@ -33,7 +33,7 @@ def ample(monkeypatch):
 @pytest.fixture
 def unmeasured(monkeypatch):
     """No estimate of memory, which takes a compiler's time."""
-    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [MemoryBudget("here", {"all": 1}, 2)]))
+    monkeypatch.setattr(run.preview, "look_up_sizes", lambda *_: ([], ESTIMATE, [MemoryBudget("here", {"all": 1}, 2)]))
 
 
 def all_of(c, *, server):
@@ -146,7 +146,7 @@ def unwritable(c, tmp_path, monkeypatch):
 
 
 def old_clock(c, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.resources, "package_time", lambda: 1e11)
+    monkeypatch.setattr(run.machine, "package_time", lambda: 1e11)
     return "clock"
 
 
@@ -167,7 +167,9 @@ def full_disk(c, tmp_path, monkeypatch):
 
 
 def small_memory(c, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.preview, "look", lambda *_: ([], ESTIMATE, [MemoryBudget("here", {"all": 2**31}, 1)]))
+    monkeypatch.setattr(
+        run.preview, "look_up_sizes", lambda *_: ([], ESTIMATE, [MemoryBudget("here", {"all": 2**31}, 1)])
+    )
     return "memory"
 
 

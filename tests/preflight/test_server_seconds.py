@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jppo.forecast import machines
-from jppo.preflight.server_seconds import IPC, WAKE_S, ServerWork, publish_seconds, server_rates, server_seconds
+from jppo.preflight.programs import IPC, WAKE_S, ServerWork, publish_seconds, server_rates, server_seconds
 
 # Qwen2.5-7B in bfloat16, four servers on two GPUs each: docs/scaling.md, publishing a large model.
 WORK = ServerWork(
@@ -13,6 +13,7 @@ WORK = ServerWork(
     overlaps=False, prompts=16 * 1024,
 )  # fmt: skip
 HOST = machines.parse_machine("8xH100")
+NETWORK = HOST.chip.shares["network"].value
 
 
 def work(**changes):
@@ -26,6 +27,13 @@ def work(**changes):
         ({}, 15.23 / 8 / 25 + 2 * 15.23 * 0.26 / 4 + 15.23 / 2 / 25),
         # one checksum, a stream to each server, 76 buckets of 192 MiB
         ({"via": "tcp"}, 15.23 / 8 / 25 + 15.23 * 0.26 / 4 + 15.23 * 0.63 + 76 * 0.006 + 15.23 / 2 / 25),
+        # checksum, comparison and verification by four threads, a hundredth of the bytes to each of four servers
+        (
+            {"via": "tcp", "changes": True, "apart": True},
+            15.23 / 8 / 25
+            + 15.23 * (0.26 / 4 + 1 / 1.7 / 4 + 1 / 2.2 / 4 + 0.01 * 4 / (8 * 50 * NETWORK) + 1 / 2 / 25)
+            + 76 * 0.006,
+        ),
         ({"via": "nccl"}, 15.23 / 8 + 76 * 0.006),
         ({"via": "ipc"}, 15.23 * 7 / 60 + 76 * 0.006),
         ({"weights": 10_000_000}, 0.01 / 8 / 25 + 2 * 0.01 * 0.26 / 4 + 0.01 / 2 / 25),  # adapters

@@ -68,30 +68,6 @@ def test_the_last_block_counts_and_without_one_there_is_no_answer():
     assert code(RIGHT, ASSERTS, time_s=4, memory_bytes=2**29) == (0.0, {"exact": 0.0, "answered": 0.0}, None)
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [
-        "bomb = [0] * 10**9",
-        "import socket\nsocket.socket()",
-        "import _socket\n_socket.socket()",
-        "import urllib.request\nurllib.request.urlopen('http://127.0.0.1')",
-        "import os\nos.fork()",
-        "import subprocess\nsubprocess.run(['true'])",
-        "open({elsewhere!r}, 'w')",
-        "import os\nos.open({elsewhere!r}, os.O_CREAT)",
-        "import os\nos.mkdir({elsewhere!r})",
-        "import os\nos.symlink('/tmp', 'way')\nopen('way/' + {elsewhere!r}[5:], 'w')",
-        "import os\nos.remove({keep!r})",
-        "while True: print('x' * 10**6)",  # more than a file may hold
-    ],
-)
-def test_harm_is_stopped_and_is_no_right_answer(harm, tmp_path):
-    elsewhere, keep = tmp_path / "made", tmp_path / "keep"
-    keep.write_text("1")
-    assert score(harm.format(elsewhere=str(elsewhere), keep=str(keep)) + "\n" + RIGHT) == 0.0
-    assert not elsewhere.exists() and keep.exists()
-
-
 def test_a_loop_without_end_is_wrong_and_leaves_nothing_running():
     begun = time.monotonic()
     assert score("import time\nwhile True: time.sleep(4711.25)", time_s=1.0) == 0.0

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.rewards import earned, pool_tasks
-from jppo.rewards.function import FunctionPart
-from jppo.rewards.parts import ConversationPart, sample_of
+from jppo.rewards import earned, pool_worker
+from jppo.rewards.graders import FunctionPart
+from jppo.rewards.parts import ConversationPart, RewardSum, parse_weights, sample_of
 from jppo.rewards.pool import Pool
-from jppo.rewards.reward_sum import RewardSum, parse_weights
 from jppo.runlog import trajectories
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 from tests.make import bytes_as_text
@@ -154,12 +153,12 @@ def test_a_wrong_result_is_an_error_of_its_sample(graded, returned, said):
 
 
 def test_numbers_under_the_names_of_forms_stay_extra_values():
-    found = pool_tasks.answer_of({"score": 1, "steps": 3, "turns": np.float32(2), "spans": None}, SAMPLE)
+    found = pool_worker.answer_of({"score": 1, "steps": 3, "turns": np.float32(2), "spans": None}, SAMPLE)
     assert found == {"score": 1.0, "parts": {"steps": 3.0, "turns": 2.0}, "error": None}
 
 
 def test_blank_texts_are_no_steps_and_arrays_are_lists():
-    found = pool_tasks.answer_of({"steps": np.float32([0.5, 0.25])}, SAMPLE)
+    found = pool_worker.answer_of({"steps": np.float32([0.5, 0.25])}, SAMPLE)
     assert found["score"] == 0.75 and found["earned"] == ("characters", ((2, 0.5), (9, 0.25)))
     assert json.loads(json.dumps(found))["earned"] == ["characters", [[2, 0.5], [9, 0.25]]]
 

@@ -1,4 +1,3 @@
-import json
 import math
 
 import numpy as np
@@ -53,17 +52,6 @@ def test_strict_gsm8k(response, truth, score):
 def test_gsm8k_tells_no_answer_from_a_wrong_one():
     assert gsm8k("18", "18").parts["answered"] == 0.0
     assert gsm8k("#### 17", "18").parts["answered"] == 1.0
-
-
-def test_all_reference_solutions_score_1(shared):
-    graded = 0
-    for split in ("train", "test"):
-        for line in (shared / f"data/gsm8k/{split}.jsonl").read_text().splitlines():
-            answer = json.loads(line)["answer"]
-            truth = answer.split("####")[1].strip().replace(",", "")
-            assert gsm8k(answer, truth).score == 1.0
-            graded += 1
-    assert graded == 8792
 
 
 def test_exact_ignores_white_space_around():

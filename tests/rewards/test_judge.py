@@ -11,8 +11,7 @@ import pytest
 
 from jppo.rewards.judge import client
 from jppo.rewards.judge.client import JudgeClient
-from jppo.rewards.judge.part import JudgePart, ScoreCache
-from jppo.rewards.judge.prompts import PRESETS, Rubric, make_rubric, read_score
+from jppo.rewards.judge.part import PRESETS, JudgePart, Rubric, ScoreCache, make_rubric, read_score
 from jppo.settings import UserError
 from tests.make import sample
 

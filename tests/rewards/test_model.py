@@ -19,11 +19,11 @@ import transformers
 from jppo.data import tokenizer
 from jppo.learner import sharding, state
 from jppo.models import hf
+from jppo.rewards.model import by_jax
 from jppo.rewards.model.by_jax import JaxRewardModel, row_lengths
-from jppo.rewards.model.by_torch import TransformersRewardModel
-from jppo.rewards.model.by_vllm import VllmRewardModel
 from jppo.rewards.model.classifier import Texts, choose_engine, converted, read_classifier, without_padding
 from jppo.rewards.model.part import ModelPart, Normalizer, ScoringError
+from jppo.rewards.model.process import TransformersRewardModel, VllmRewardModel
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError
 from jppo.types import Prompt
@@ -210,7 +210,9 @@ def test_sharded_over_a_mesh_the_scores_are_the_same(made, quick_compilation):
     assert scorer.score(texts) == pytest.approx([logit(model, ids) for ids in texts], abs=1e-4)
 
 
-def test_few_shapes_are_compiled(made, quick_compilation):
+def test_few_shapes_are_compiled(made, quick_compilation, monkeypatch):
+    traced, real = [], by_jax._scores  # a function is traced once for each program
+    monkeypatch.setattr(by_jax, "_scores", lambda *given: traced.append(given[-2].shape) or real(*given))
     path, _ = made("qwen2")
     what, _ = opened(path)
     assert row_lengths(300) == [64, 128, 256, 300]
@@ -218,7 +220,7 @@ def test_few_shapes_are_compiled(made, quick_compilation):
     scorer = JaxRewardModel(what, batch_size=2, max_length=100)
     for length in (1, 5, 63, 64, 65, 99, 100):
         scorer.score([[7] * length] * (1 + length % 3))
-    assert scorer._scores._cache_size() == 2
+    assert traced == [(2, 64), (2, 100)]
     with pytest.raises(ValueError, match="101 tokens"):
         scorer.score([[7] * 101])
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jppo.rewards.function import OverlongPart, overlong
+from jppo.rewards.graders import OverlongPart, overlong
 from jppo.rewards.parts import ConversationPart, Sample
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt

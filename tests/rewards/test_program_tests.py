@@ -143,6 +143,8 @@ def test_at_least_one_assert_must_run(tests, right):
         ("import sys\nsys._getframe().f_back", ("_getframe", "f_back")),
         ("import builtins as b\nb.eval = 1", ("builtins",)),
         ("from ctypes import CDLL", ("ctypes",)),
+        ("exec_ = __import__", ("__import__",)),
+        ("from sys import exc_info\nexc_info()", ("exc_info",)),
         ("import sys\nsys.modules['x']", ("sys.modules",)),
         ("import __main__", ("__main__",)),
         ("getattr(os, '_exit')(0)", ("_exit",)),

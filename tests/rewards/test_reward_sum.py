@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jppo.rewards.parts import ConversationPart, Part, failed
-from jppo.rewards.reward_sum import RewardSum, parse_weights
+from jppo.rewards.parts import ConversationPart, Part, RewardSum, failed, parse_weights
 from jppo.settings import UserError
 from jppo.types import Exchange, Reward
 from tests.make import sample

@@ -14,11 +14,10 @@ from jppo import settings, train
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.by_torch import TransformersRewardModel
 from jppo.rewards.model.classifier import Texts, converted, read_classifier
 from jppo.rewards.model.part import StepPart
-from jppo.rewards.parts import Sample
-from jppo.rewards.reward_sum import RewardSum, parse_weights
+from jppo.rewards.model.process import TransformersRewardModel
+from jppo.rewards.parts import RewardSum, Sample, parse_weights
 from jppo.settings import UserError
 from jppo.types import Prompt
 from tests.rewards.test_model import WORDS, edit, load_tokenizer, make_model

@@ -86,6 +86,7 @@ INFO = {
     "device": "cpu",
     "dtype": "float32",
     "experts": False,
+    "kept": False,
 }
 
 

@@ -55,7 +55,7 @@ def answer(path, body):
     asked = dict(pair.split("=") for pair in query.split("&")) if query else {}
     method = body.get("method") if route == "/collective_rpc" else None
     info = dict(logprobs_mode="processed_logprobs", device="cuda", chunked_prefill=True, dtype=GIVEN["--dtype"])
-    info |= dict(max_model_len=int(GIVEN["--max-model-len"]), experts=False)
+    info |= dict(max_model_len=int(GIVEN["--max-model-len"]), experts=False, kept=False)
     if route == "/sleep":
         held(ASLEEP, "sleep")
     elif route == "/wake_up":

@@ -16,7 +16,7 @@ from jppo.rollout.vllm import buckets, layout, tcp
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
 from jppo.settings import UserError, default
-from jppo.settings.rules_servers import publish_via
+from jppo.settings.rules_rollout import publish_via
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole
 
@@ -158,19 +158,6 @@ def test_a_tensor_that_is_overwritten_before_it_is_sent_waits_too(made, fakes, m
         until(lambda: sampler.members[0].blank)
     sampler.load(changed(2).items(), version=9)
     assert has(fakes[0], changed(2))
-
-
-def test_the_only_server_may_wait_for_the_next_publish_too(made, fakes):
-    sampler, source = made(1), [lambda: iter(changed(1).items())]
-    sampler.load(Repeatable(lambda: source[0]()), version=8)
-    source[0] = overwritten
-    fakes[0].answers["/health"] = (503, None)
-    until(lambda: not sampler.members[0].up)
-    stages(fakes[0])
-    fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.members[0].blank)
-    sampler.load(changed(2).items(), version=9)
-    assert whole(sampler.generate(PROMPTS, SAMPLING, version=9)) and has(fakes[0], changed(2))
 
 
 def test_weights_of_all_hosts_cannot_be_sent_again_and_the_last_server_ends_the_run(made, fakes):

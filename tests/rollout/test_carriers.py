@@ -194,7 +194,7 @@ def test_bytes_that_change_on_the_way_are_refused(way, monkeypatch):
         self._call("cuMemcpyDtoD_v2", to, origin, nbytes - 1)
 
     if way.carrier == "ipc":
-        monkeypatch.setattr(type(cuda_ipc.Gpu(0)), "copy", one_byte_less)
+        monkeypatch.setattr(type(cuda_ipc.CudaDevice(0)), "copy", one_byte_less)
     monkeypatch.setattr(publish.Buffers, "write", spoiled_file)
     monkeypatch.setattr(buckets, "describe", spoiled_bucket)
     if way.carrier == "nccl":

@@ -15,8 +15,7 @@ import pytest
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import attached_key
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault, attached_key
 from jppo.rollout.servers.guard import Guard, Key, foreign, new_key
 from jppo.settings import UserError
 from tests.rollout import nobody

@@ -5,7 +5,7 @@ import ssl
 
 import pytest
 
-from jppo.rollout.servers import http
+from jppo.rollout.servers import endpoint
 
 TLS = ssl.create_default_context()
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -34,7 +34,7 @@ def asked(answer, *, path="/v1/x", body=b"{}", headers=None):
         async with server:
             port = server.sockets[0].getsockname()[1]
             try:
-                return await http.post(f"http://127.0.0.1:{port}{path}", body, tls=TLS, headers=headers or {})
+                return await endpoint.post(f"http://127.0.0.1:{port}{path}", body, tls=TLS, headers=headers or {})
             finally:
                 await over.wait()
 
@@ -85,13 +85,13 @@ def test_what_is_sent():
     ],
 )
 def test_half_an_answer_is_none(answer):
-    with pytest.raises((http.Broken, OSError)):
+    with pytest.raises((endpoint.Broken, OSError)):
         asked(answer)
 
 
 def test_nobody_there_is_an_oserror():
     with pytest.raises(OSError):
-        asyncio.run(http.post("http://127.0.0.1:1/", b"", tls=TLS, headers={}))
+        asyncio.run(endpoint.post("http://127.0.0.1:1/", b"", tls=TLS, headers={}))
 
 
 @pytest.mark.filterwarnings("error")
@@ -110,7 +110,7 @@ def test_a_request_that_is_given_up_leaves_nothing_open():
             port = server.sockets[0].getsockname()[1]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await http.post(f"http://127.0.0.1:{port}/", b"{}", tls=TLS, headers={})
+                    await endpoint.post(f"http://127.0.0.1:{port}/", b"{}", tls=TLS, headers={})
             assert await asyncio.wait_for(hung.wait(), 5)  # the server saw its end
 
     asyncio.run(run())

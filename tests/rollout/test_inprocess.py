@@ -16,13 +16,14 @@ from jppo.learner import packing, score, sharding, state
 from jppo.models import config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
-from jppo.rollout import continuous_batching, conversations
+from jppo.rollout import continuous_batching, protocol
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
-from jppo.rollout.protocol import RolloutError, greedy, sample_seed
+from jppo.rollout.protocol import RolloutError, greedy, require_kept, sample_seed
 from jppo.settings import UserError
-from jppo.types import Prompt
+from jppo.types import OVERFLOW, Prompt
 from tests.learner.test_compilations import compilations
+from tests.make import read_lines
 from tests.models.conftest import SHAPES, config_of
 
 PROMPT, RESPONSE, LONGEST = 9, 12, 21
@@ -53,7 +54,7 @@ def model_of(name, mesh_shape=(1, 1, 1)):
     return cfg, mesh, jax.device_put(values, what.shardings)
 
 
-def engine_of(cfg, mesh, rows, ends=ENDS, cut=False, dtype="float32", experts=False):
+def engine_of(cfg, mesh, rows, ends=ENDS, cut=False, dtype="float32", experts=False, kept=0):
     """A sampler without weights."""
     settings = InprocessSettings(
         cfg=cfg,
@@ -66,6 +67,7 @@ def engine_of(cfg, mesh, rows, ends=ENDS, cut=False, dtype="float32", experts=Fa
         of_cache=sharding.cache_sharding(mesh, cfg.num_kv_heads),
         cut=cut,
         experts=experts,
+        kept=kept,
     )
     return InprocessEngine(settings).ready(eos_token_ids=ends, decode=spell)
 
@@ -108,7 +110,7 @@ def whole(cfg, values, tokens):
 
 def by_a_loop(cfg, values, prompts, sampling, ends=ENDS):
     """Every response, by whole forward passes over all rows and the key of each sample and position."""
-    ends = () if sampling.ignore_eos else ends
+    ends = (*(() if sampling.ignore_eos else ends), *sampling.stop_ids)
     B = len(prompts) * sampling.n
     tokens = np.zeros((20, LONGEST), np.int32)
     asked = [p for p in prompts for _ in range(sampling.n)]
@@ -184,7 +186,7 @@ def test_samples_that_are_asked_for_in_another_order_are_the_same(made):
     async def late(ask, prompt, **how):
         for _ in range(10 - len(prompt.ids)):
             await asyncio.sleep(0.001)
-        return await conversations.one_turn(str)(ask, prompt, **how)
+        return await protocol.one_turn(str)(ask, prompt, **how)
 
     later = InprocessSampler(sampler.settings, eos_token_ids=ENDS, decode=str, talk=late)
     later.hold(made()[2], version=7)
@@ -201,7 +203,7 @@ def test_a_talk_may_ask_again(made):
         )
         more = [*prompt.ids.tolist(), *first.tokens, 5]
         second = await ask(more, sampling=dataclasses.replace(sampling, max_tokens=4), seed=seed, near=near)
-        return conversations.respond(dataclasses.replace(prompt, ids=np.array(more)), second, text="")
+        return protocol.respond(dataclasses.replace(prompt, ids=np.array(more)), second, text="")
 
     talking = InprocessSampler(sampler.settings, eos_token_ids=(), decode=str, talk=twice)
     talking.hold(values, version=7)
@@ -242,20 +244,22 @@ def test_what_is_cut_is_not_sampled(made, top_p, top_k, min_p):
 
 
 @pytest.mark.parametrize("turns", [2, 32])
-def test_stop_texts_end_a_response_where_the_text_first_holds_one(monkeypatch, turns):
+def test_stop_texts_and_ids_end_a_response_where_it_first_holds_one(monkeypatch, turns):
     """However seldom the host looks; across tokens too, beside end tokens and where these are ignored."""
     monkeypatch.setattr(continuous_batching, "TURNS", turns)
     cfg, mesh, values = model_of(NAME)
     sampler = engine_of(cfg, mesh, rows=4)
     sampler.hold(values, version=7)
-    for changes in ({}, {"ignore_eos": True}, {"temperature": 0.0}):
+    by_id = 0
+    for changes in ({}, {"ignore_eos": True}, {"temperature": 0.0}, {"stop_ids": tuple(range(20, 40))}):
         sampling = dataclasses.replace(SAMPLING, stop=("7 1", "77", " 5 "), n=3, **changes)
         found, why = sampler.generate(ask(6), sampling, version=7), set()
         assert responses(found) == by_a_loop(cfg, values, ask(6), sampling)
         for t in found:
             tokens = t.tokens[t.sampled].tolist()
             assert t.text == spell(tokens)
-            stopped = any(text in t.text for text in sampling.stop)
+            stopped = any(text in t.text for text in sampling.stop) or tokens[-1] in sampling.stop_ids
+            by_id += tokens[-1] in sampling.stop_ids
             ended = tokens[-1] in ENDS and not sampling.ignore_eos
             assert t.finish == ("stop" if stopped or ended else "length")
             assert t.finish == "stop" or len(tokens) == RESPONSE
@@ -265,6 +269,7 @@ def test_stop_texts_end_a_response_where_the_text_first_holds_one(monkeypatch, t
         if sampling.ignore_eos:
             assert why == {(True, False), (False, False)}
             assert any(set(t.tokens[t.sampled].tolist()) & set(ENDS) for t in found)
+    assert by_id > 1
 
 
 def scored(cfg, mesh, weights, trajectories, temperature, field="logprob"):
@@ -275,8 +280,10 @@ def scored(cfg, mesh, weights, trajectories, temperature, field="logprob"):
     )  # fmt: skip
     if any(t.experts is not None for t in trajectories):
         plan = dataclasses.replace(plan, experts=(cfg.num_layers, cfg.experts.active))
+    if any(t.kept is not None for t in trajectories):
+        plan = dataclasses.replace(plan, kept=max(t.kept.shape[1] for t in trajectories))
     how = dict(temperature=temperature, chunk_tokens=64, with_entropy=False, compare=True)
-    logprob = score.make_logprob(Decoder(cfg), cfg, **how)
+    logprob = score.make_logprob(Decoder(cfg), cfg, mesh=mesh, **how)
     found = {}
     for packed in packing.pack(trajectories, range(len(trajectories)), plan):
         rows = sharding.put_rows(packed, mesh)
@@ -320,7 +327,7 @@ LATENT = "deepseek3-grouped"
 def test_a_policy_with_adapters_samples_as_it_is_scored(name, targets):
     cfg, mesh, values = model_of(name)
     how = lora.Lora(rank=2, alpha=8.0, targets=targets)
-    entries, rng = lora.table(cfg, how, head="lm"), np.random.default_rng(2)
+    entries, rng = lora.adapter_table(cfg, how, head="lm"), np.random.default_rng(2)
     learned = params.tree(entries, lambda entry: jnp.asarray(rng.normal(0, 0.3, entry.shape), jnp.float32))
     adapted = lora.join(learned, lora.Base(values, how.scale))
     sampler = engine_of(cfg, mesh, rows=4)
@@ -384,8 +391,61 @@ def test_with_replay_ties_of_the_router_leave_only_the_rounding_of_bfloat16():
     theirs = np.concatenate([t.logprob[t.sampled] for t in found])
     alone = scored(cfg, mesh, values, [dataclasses.replace(t, experts=None) for t in found], 0.8)
     mismatch, without = (np.abs(theirs - x).mean() for x in (scored(cfg, mesh, values, found, 0.8), alone))
-    print(differs.mean(), mismatch, without)
     assert mismatch < without / 5
+
+
+@pytest.mark.parametrize(
+    "cut, mesh_shape",
+    [
+        (dict(top_p=0.7), (1, 1, 1)),
+        pytest.param(dict(top_k=20), (1, 4, 2), marks=pytest.mark.slow),
+        pytest.param(dict(min_p=0.1), (1, 1, 1), marks=pytest.mark.slow),
+        (dict(top_p=0.7, top_k=20, min_p=0.1), (1, 4, 2)),
+    ],
+    ids=str,
+)
+def test_over_the_kept_tokens_the_trainer_scores_as_the_engine_sampled(cut, mesh_shape):
+    cfg, mesh, values = model_of(NAME, mesh_shape)
+    sampler = engine_of(cfg, mesh, rows=8, cut=True, kept=83)
+    sampler.hold(values, version=0)
+    how = dataclasses.replace(SAMPLING, n=4, kept=83, **cut)
+    found = sampler.generate(ask(8), how, version=0)
+    theirs = np.concatenate([t.logprob[t.sampled] for t in found])
+    sizes = np.concatenate([(t.kept != -1).sum(1)[t.sampled] for t in found])
+    assert sizes.max() > 1 and (sizes == 20).all() if cut == dict(top_k=20) else len(set(sizes)) > 3
+    np.testing.assert_allclose(scored(cfg, mesh, values, found, 0.8), theirs, atol=2e-4)
+    alone = scored(cfg, mesh, values, [dataclasses.replace(t, kept=None) for t in found], 0.8)
+    assert (theirs - alone).mean() > 0.05
+    plain = sampler.generate(ask(8), dataclasses.replace(SAMPLING, n=4, kept=83), version=0)
+    assert all((t.kept == -1).all() for t in plain), "nothing was removed"
+    np.testing.assert_array_equal(found[0].kept[~found[0].sampled], -1)
+
+
+def test_more_kept_tokens_than_are_returned_are_marked():
+    cfg, mesh, values = model_of(NAME)
+    found = {}
+    for most in (5, 83):
+        sampler = engine_of(cfg, mesh, rows=8, cut=True, kept=most)
+        sampler.hold(values, version=0)
+        found[most] = sampler.generate(ask(8), dataclasses.replace(SAMPLING, top_p=0.8, kept=most), version=0)
+    for few, many in zip(found[5], found[83], strict=True):
+        np.testing.assert_array_equal(few.tokens, many.tokens)
+        size = (many.kept != -1).sum(1)
+        np.testing.assert_array_equal(few.kept[:, 0] == OVERFLOW, size > 5)
+        here = size <= 5
+        np.testing.assert_array_equal(few.kept[here], many.kept[here, : few.kept.shape[1]])
+    assert {bool((t.kept[:, 0] == OVERFLOW).any()) for t in found[5]} == {True}
+
+
+def test_a_token_outside_of_its_kept_tokens_is_an_error():
+    kept = [np.array([3, 8], np.int32), np.array([], np.int32), np.array([OVERFLOW], np.int32)]
+    require_kept([8, 5, 6], kept, 2, "engine X")
+    with pytest.raises(RolloutError, match=r"engine X sampled token 9, which is not among its 2 kept tokens \[3, 8\]"):
+        require_kept([9, 5, 6], kept, 2, "engine X")
+    with pytest.raises(RolloutError, match="the kept tokens of 3 samples in place of 2"):
+        require_kept([8, 5], kept, 2, "engine X")
+    with pytest.raises(RolloutError, match="returned 2 kept tokens of a sample, and 1 were requested"):
+        require_kept([8, 5, 6], kept, 1, "engine X")
 
 
 def test_rows_and_parameters_lie_in_their_shards(made):
@@ -457,6 +517,8 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
     sampler.hold(jax.tree.map(lambda x: x * np.float32("nan"), values), version=3)
     with pytest.raises(RolloutError, match="version 3 give no finite numbers"):
         sampler.generate(ask(1), greedy(2), version=3)
+    with pytest.raises(RolloutError, match="give no finite numbers"):  # of one token
+        sampler._batcher(sampler._programs.prepare(values))._answer(np.ones(2, int), np.array([-1.0, np.nan]), "stop")
     sampler.close()
     sampler.close()
     with pytest.raises(RolloutError, match="version 3 of the weights was requested, but the engine has none"):
@@ -497,13 +559,13 @@ def test_a_training_samples_from_what_it_learned(small_run, engine, mesh, own):
     train.train(small_run)
     assert not engine.asked  # the other engine was not there
     run = pathlib.Path(small_run.trainer.run_dir)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     assert [m["step"] for m in lines] == [0, 1, 2]
     assert all(m["rollout/logp_gap_max"] < 1e-4 for m in lines[1:])
     # one temperature for all: before the first update old, new and reference are the same, and the ratio is 1
     assert all(abs(lines[1][name]) < 1e-5 for name in ("actor/ppo_kl", "actor/kl_loss"))
     assert abs(lines[1]["actor/ratio_mean"] - 1) < 1e-5 and lines[2]["actor/kl_loss"] > 1e-4
-    texts = [[json.loads(x)["response"] for x in (run / f"samples/step_{i}.jsonl").open()] for i in (1, 2)]
+    texts = [[row["response"] for row in read_lines(run / f"samples/step_{i}.jsonl")] for i in (1, 2)]
     assert len(texts[0]) == 8 and texts[0] != texts[1]
 
 

@@ -1,7 +1,9 @@
 """Servers that join and leave a run, against fakes; test_real_vllm.py has real ones."""
 
+import io
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,9 +11,9 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.rollout.make import attached
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
-from jppo.rollout.servers import engine, membership, repair
+from jppo.rollout.servers import fleet, repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.servers.membership import make_lookup
+from jppo.rollout.servers.repair import address_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError, texts
 from tests.rollout import test_buckets
@@ -30,7 +32,7 @@ def servers():
 @pytest.fixture
 def run(tmp_path, settings, monkeypatch):
     """A maker of samplers whose servers are looked up in a file; returns the sampler and the file's writer."""
-    for module, name in ((repair, "POLL_S"), (repair, "PROBE_S"), (membership, "LOOKUP_S"), (engine, "LOOKUP_S")):
+    for module, name in ((repair, "POLL_S"), (repair, "PROBE_S"), (repair, "LOOKUP_S"), (fleet, "LOOKUP_S")):
         monkeypatch.setattr(module, name, 0.05)
     file, engines = tmp_path / "servers.txt", []
 
@@ -57,11 +59,19 @@ def run(tmp_path, settings, monkeypatch):
         started.close()
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What the events on stderr were so far. `capfd` loses what a thread writes while it is read."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(repair, "sys", SimpleNamespace(stderr=stderr))
+    return stderr.getvalue
+
+
 def urls(sampler):
     return [member.endpoint.url for member in sampler.members if member.up]
 
 
-def test_a_server_that_joins_gets_the_weights_before_it_is_asked(run, servers, capfd):
+def test_a_server_that_joins_gets_the_weights_before_it_is_asked(run, servers, said):
     sampler, write = run(servers[:1])
     write(servers[:3])
     until(lambda: len(urls(sampler)) == 3)
@@ -71,7 +81,7 @@ def test_a_server_that_joins_gets_the_weights_before_it_is_asked(run, servers, c
     assert not servers[3].asked and sampler.metrics()["rollout/servers"] == 3.0
     sampler.load(TENSORS.items(), version=8)
     assert [server.version for server in servers] == ["8", "8", "8", "default"]
-    assert f"the server at {servers[1].url} joins after" in capfd.readouterr().err
+    assert f"the server at {servers[1].url} joins after" in said()
 
 
 def test_requests_at_a_server_that_leaves_are_asked_elsewhere(run, servers):
@@ -125,26 +135,26 @@ def test_all_servers_are_replaced_during_a_generation(run, servers):
     until(lambda: sorted(urls(sampler)) == sorted(server.url for server in servers[2:]))
 
 
-def test_a_file_that_cannot_be_read_changes_nothing(run, servers, capfd):
+def test_a_file_that_cannot_be_read_changes_nothing(run, servers, said):
     sampler, write = run(servers[:1])
-    for bad in ("http://127.0.0.1\nftp://elsewhere\n", "http://me:secret@127.0.0.1:1\n"):
+    for times, bad in enumerate(("http://127.0.0.1\nftp://elsewhere\n", "http://me:secret@127.0.0.1:1\n"), 1):
         run.file.write_text(bad)
-        until(lambda: "is no address" in capfd.readouterr().err)
+        until(lambda times=times: said().count("is no address") == times)
     run.file.unlink()
-    until(lambda: "No such file" in capfd.readouterr().err)
+    until(lambda: "No such file" in said())
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     write(servers[:2])
     until(lambda: len(urls(sampler)) == 2)
 
 
-def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers, capfd):
+def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers, said):
     sampler, _ = run(servers[:2])
     (_, good), held = servers[1].answers[GENERATE], threading.Event()
     servers[1].answers[GENERATE] = (200, lambda body: held.wait(20) and good(body))
     pending = sampler.start(PROMPTS, SAMPLING)
     whole_file = run.file.read_text()
     run.file.write_text("")
-    until(lambda: "names no server" in capfd.readouterr().err)
+    until(lambda: "names no server" in said())
     before = sampler.members
     run.file.write_text(whole_file)
     held.set()
@@ -167,37 +177,36 @@ def test_a_publish_does_not_wait_for_a_server_that_loads_to_join(run, servers):
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=8))
 
 
-def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, servers, capfd):
+def test_a_server_that_is_unsuitable_does_not_join_and_is_named_once(run, servers, said):
     sampler, write = run(servers[:1])
     servers[1].answers["/is_paused"] = (200, {"is_paused": True})
     write(servers[:2])
     until(lambda: servers[1].asked.count("/is_paused") > 3)
     assert urls(sampler) == [servers[0].url]
-    assert capfd.readouterr().err.count(f"the server at {servers[1].url} is paused") == 1
+    assert said().count(f"the server at {servers[1].url} is paused") == 1
     servers[1].answers["/is_paused"] = (200, {"is_paused": False})
     until(lambda: len(urls(sampler)) == 2)
 
 
-def test_an_address_that_no_server_can_have_is_told_and_the_others_continue(run, servers, capfd):
+def test_an_address_that_no_server_can_have_is_told_and_the_others_continue(run, servers, said):
     sampler, _ = run(servers[:1])
     strange = ("http://[::1", "http://h:x", "http://127.0.0.1:80000", "http://a..b:80", "http://xn--:80")
     run.file.write_text("\n".join([servers[0].url, *strange]))
-    told = []
-    until(lambda: told.append(capfd.readouterr().err) or "".join(told).count("it joins when it answers") == 5)
+    until(lambda: said().count("it joins when it answers") == 5)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
 
 
-def test_a_server_that_takes_shorter_requests_does_not_join(run, servers, capfd):
+def test_a_server_that_takes_shorter_requests_does_not_join(run, servers, said):
     sampler, write = run(servers[:1])
     servers[1].answers["jppo_info"] = (200, {"results": [INFO | {"max_model_len": 8}]})
     write(servers[:2])
-    until(lambda: "has max_model_len=8, and the others 64 or more; it joins" in capfd.readouterr().err)
+    until(lambda: "has max_model_len=8, and the others 64 or more; it joins" in said())
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     servers[1].answers["jppo_info"] = (200, {"results": [INFO]})
     until(lambda: len(urls(sampler)) == 2)
 
 
-def test_a_server_that_hangs_does_not_delay_the_others(run, servers, capfd):
+def test_a_server_that_hangs_does_not_delay_the_others(run, servers, said):
     sampler, write = run(servers[:1], health_s=0.5)
     fine = servers[1].answers.pop("/is_paused")  # it hangs from now on
     write(servers[:2])
@@ -206,7 +215,7 @@ def test_a_server_that_hangs_does_not_delay_the_others(run, servers, capfd):
     until(lambda: len(urls(sampler)) == 3, 2.0)
     write(servers[1:])
     until(lambda: servers[0].url not in urls(sampler), 2.0)
-    until(lambda: f"the server at {servers[1].url} did not answer /is_paused within 0.5 s" in capfd.readouterr().err)
+    until(lambda: f"the server at {servers[1].url} did not answer /is_paused within 0.5 s" in said())
     servers[1].answers["/is_paused"] = fine
     until(lambda: len(urls(sampler)) == 3)
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
@@ -254,7 +263,7 @@ def test_a_start_waits_for_the_first_server(run, servers, settings):
 def test_a_name_is_looked_up_in_dns(monkeypatch):
     answers = [(socket.AF_INET, 1, 6, "", ("10.0.0.2", 8000)), (socket.AF_INET6, 1, 6, "", ("fd00::1", 8000, 0, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port, **_: answers if name == "vllm.svc" else 1 / 0)
-    find = make_lookup(texts.lookup_place("dns://vllm.svc:8000"))
+    find = address_lookup(texts.lookup_place("dns://vllm.svc:8000"))
     assert find() == ["http://10.0.0.2:8000", "http://[fd00::1]:8000"]
 
 

@@ -16,7 +16,7 @@ import pytest
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, device_carriers, nccl
+from jppo.rollout.vllm import buckets, device_carriers
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
 from tests.rollout.conftest import INFO
@@ -104,9 +104,10 @@ def works(fake, engines):
     def state(body):
         if body["kwargs"].get("abandon"):
             on_all(lambda engine: engine.start_weight_update())
-        errors = [engine.staging.error for engine in fake.engines]
-        groups = [engine.group for engine in fake.engines]
-        return {"results": [{"ok": not e, "error": e, "group": g} for e, g in zip(errors, groups, strict=True)]}
+        from jppo.rollout.vllm.weight_engine import Receiver
+
+        workers = [types.SimpleNamespace(weight_transfer_engine=engine) for engine in fake.engines]
+        return {"results": [Receiver.jppo_transfer(worker) for worker in workers]}
 
     fake.answers |= {
         "/start_weight_update": (200, lambda _: on_all(lambda engine: engine.start_weight_update())),
@@ -142,7 +143,7 @@ def made(fakes, settings, monkeypatch, engine, library):
 
 
 def communicator(library):
-    return nccl.Communicator(0, nccl=library, cuda=library)
+    return device_carriers.Communicator(0, nccl=library, cuda=library)
 
 
 def source(engine, by, dtype=np.float32):
@@ -203,7 +204,7 @@ def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(librar
     worker.init_transfer_engine(worker.parse_init_info(about))
     joins.join()
     name, tensor = next(iter(engine.tensors.items()))
-    entries = layout.pack(layout.in_order([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
+    entries = layout.pack_bytes(layout.in_order([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
     began = time.monotonic()
     worker.update_weights({"version": 8, "entries": entries})  # and the trainer sends nothing
     assert time.monotonic() - began < 1.5 and worker.group == ""
@@ -220,12 +221,16 @@ def test_the_library_of_these_tests_sees_a_wrong_order(library, fault):
     address = data.ctypes.data
 
     def calls(one, rank, *, warm=True, count=64, root=0):
-        comm = nccl._P()
+        comm = device_carriers._P()
         try:
-            one._call("ncclCommInitRank", ctypes.byref(comm), 2, nccl.UniqueId.from_buffer_copy(unique_id), rank)
+            one._call(
+                "ncclCommInitRank", ctypes.byref(comm), 2, device_carriers.UniqueId.from_buffer_copy(unique_id), rank
+            )
             if warm:
-                one._call("ncclAllReduce", address, address, 1, nccl.FLOAT32, nccl.SUM, comm, None)
-            one._call("ncclBroadcast", address, address, count, nccl.UINT8, root, comm, None)
+                one._call(
+                    "ncclAllReduce", address, address, 1, device_carriers.FLOAT32, device_carriers.SUM, comm, None
+                )
+            one._call("ncclBroadcast", address, address, count, device_carriers.UINT8, root, comm, None)
         except RolloutError as e:
             failed.append(str(e))
 
@@ -251,8 +256,8 @@ def test_a_join_that_ends_after_the_trainer_gave_up_leaves_its_communicator(libr
     thread.start()
     time.sleep(0.1)
     trainer.abort()
-    comm = nccl._P()
-    other._call("ncclCommInitRank", ctypes.byref(comm), 2, nccl.UniqueId.from_buffer_copy(unique_id), 1)
+    comm = device_carriers._P()
+    other._call("ncclCommInitRank", ctypes.byref(comm), 2, device_carriers.UniqueId.from_buffer_copy(unique_id), 1)
     thread.join()
     assert failed == ["rollout.publish_via='nccl': the servers joined after the trainer had given up"]
     with pytest.raises(RolloutError, match="ncclBroadcast failed"):
@@ -267,7 +272,7 @@ def test_a_failure_beside_a_refusal_gives_the_communicator_up_too():
         raise RolloutError("the broadcast failed")
 
     def beside(number):
-        return nccl.alongside(fail, timeout_s=5.0, give_up=lambda: gave_up.append(number))
+        return device_carriers.alongside(fail, timeout_s=5.0, give_up=lambda: gave_up.append(number))
 
     with pytest.raises(RolloutError, match="refused"), beside(1):
         raise RolloutError("refused")
@@ -278,4 +283,4 @@ def test_a_failure_beside_a_refusal_gives_the_communicator_up_too():
 
 def test_without_the_library_the_setting_is_refused():
     with pytest.raises(UserError, match=r"publish_via='nccl': .*; install JAX for CUDA"):
-        nccl.Communicator(0, nccl="/nowhere/libnccl.so.2")
+        device_carriers.Communicator(0, nccl="/nowhere/libnccl.so.2")

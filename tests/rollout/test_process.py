@@ -20,9 +20,17 @@ from jppo.rollout.make import require_routing, server_threads, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
-from jppo.rollout.sglang import arguments as sglang
-from jppo.rollout.vllm.arguments import LORA_RANKS, check_vllm, environment, flags, install_for_cpu, program
-from jppo.rollout.vllm.unserved import require_latent
+from jppo.rollout.sglang import client as sglang
+from jppo.rollout.vllm.arguments import (
+    LORA_RANKS,
+    check_vllm,
+    environment,
+    flags,
+    install_for_cpu,
+    program,
+    require_attention,
+    require_options,
+)
 from jppo.settings import UserError, default, rules_rollout
 from tests.make import typed
 from tests.models.conftest import config_of
@@ -136,7 +144,7 @@ def test_check_ports():
     check_ports(0, 8)
 
 
-def test_flags_and_environment_of_both_builds(settings):
+def test_flags_and_environment_of_both_builds(settings, monkeypatch):
     cpu, gpu = flags(settings(), "cpu"), flags(settings(), "gpu")
     assert "--no-enable-chunked-prefill" in cpu and "--no-enable-chunked-prefill" not in gpu
     assert gpu[gpu.index("--gpu-memory-utilization") + 1] == "0.4"
@@ -144,8 +152,11 @@ def test_flags_and_environment_of_both_builds(settings):
     for given in (cpu, gpu):
         assert given[given.index("--logprobs-mode") + 1] == "processed_logprobs"
         assert given[given.index("--load-format") + 1] == "dummy"
-    assert environment(settings(), "cpu")["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in environment(settings(), "gpu")
+    names = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
+    assert names.items() <= environment(settings(), "cpu").items()
+    assert not names.keys() & environment(settings(), "gpu").keys()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "ACTIVE")
+    assert environment(settings(), "cpu")["GOMP_SPINCOUNT"] == "ACTIVE"
 
 
 @pytest.mark.parametrize("dtype, value", [("float32", "ieee"), ("bfloat16", None)])
@@ -326,6 +337,25 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
             flags(settings(engine_args=wrong), "cpu")
 
 
+def test_quantisation_is_vllms_and_on_a_cpu_by_channel(settings):
+    given = flags(settings(quantization="fp8_per_block"), "gpu")
+    assert given[given.index("--quantization") + 1] == "fp8_per_block"
+    assert "--quantization" not in flags(settings(), "gpu")
+    require_options(settings(quantization="fp8_per_channel"), "cpu")
+    with pytest.raises(UserError, match="fp8_per_channel only"):
+        require_options(settings(quantization="fp8_per_block"), "cpu")
+
+
+def test_speculation_on_a_cpu_has_jppos_worker_and_no_replay(settings):
+    ngram = "--speculative-config '{}'"
+    given = flags(settings(engine_args=ngram), "cpu")
+    assert given[given.index("--worker-cls") + 1].endswith("kept.SpeculationWorker")
+    assert "--worker-cls" not in flags(settings(engine_args=ngram), "gpu") + flags(settings(), "cpu")
+    for name in ("kept", "experts"):
+        with pytest.raises(UserError, match="of speculated samples; remove speculation"):
+            require_options(settings(engine_args=ngram, **{name: True}), "gpu")
+
+
 def test_gated_delta_nets_on_a_cpu_cache_no_prefixes(settings):
     """vLLM's cache of them needs chunked prefill, which a CPU has not."""
     delta = settings(delta=("qwen3_next", True))
@@ -333,16 +363,25 @@ def test_gated_delta_nets_on_a_cpu_cache_no_prefixes(settings):
     assert "--no-enable-prefix-caching" not in flags(settings(), "cpu") + flags(delta, "gpu")
 
 
+@pytest.mark.parametrize("sizes, odd", [((8,), 8), ((16, 32), 16), ((64, 512), None), ((), None)])
+def test_heads_that_vllm_on_a_cpu_cannot_compute_are_refused_before_the_start(settings, sizes, odd):
+    require_attention(settings(head_sizes=sizes), "gpu")
+    with (
+        contextlib.nullcontext() if odd is None else pytest.raises(UserError, match=rf"has heads of {odd} .*inprocess")
+    ):
+        require_attention(settings(head_sizes=sizes), "cpu")
+
+
 def test_latent_attention_on_a_cpu_has_its_kernels_or_is_refused(settings):
     latent = (512, 64)
     given = flags(settings(latent=latent), "cpu")
     assert given[given.index("--attention-backend") + 1] == "CPU_MLA"
     assert "--attention-backend" not in flags(settings(), "cpu") + flags(settings(latent=latent), "gpu")
-    require_latent(settings(latent=latent), "cpu")
+    require_attention(settings(latent=latent), "cpu")
     small = settings(latent=(20, 64))
-    require_latent(small, "gpu")
+    require_attention(small, "gpu")
     with pytest.raises(UserError, match=r"kv_lora_rank=512 and .* this model has 20 and 64; .*inprocess.* GPU$") as e:
-        require_latent(small, "cpu")
+        require_attention(small, "cpu")
     assert "\n" not in str(e.value)
 
 
@@ -482,7 +521,7 @@ def test_room_for_adapters(settings):
         ({}, "cpu", 1),
         ({}, "gpu", 8),
         ({"rollout.tensor_model_parallel_size": 4}, "gpu", 2),
-        ({"rollout.tensor_model_parallel_size": 16}, "gpu", 1),
+        ({"rollout.tensor_model_parallel_size": 16}, "gpu", 0),
         ({"rollout.devices": "8, 9"}, "gpu", 2),
         ({"rollout.servers": 3}, "gpu", 3),
         ({"rollout.name": "inprocess"}, "gpu", 1),
@@ -494,7 +533,11 @@ def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count):
     c.update_from_flattened_dict(changes)
     devices = [types.SimpleNamespace(platform=platform, process_index=i // 8) for i in range(16)]
     mesh = types.SimpleNamespace(devices=np.array(devices, object))
-    assert with_servers(typed(c), mesh).rollout.servers == count
+    if count:
+        assert with_servers(typed(c), mesh).rollout.servers == count
+    else:
+        with pytest.raises(UserError, match="parallel_size=16 must be at most 8"):
+            with_servers(typed(c), mesh)
     for device in devices:
         device.platform = "tpu"
     if c.rollout.name == "vllm" and not c.rollout.urls:

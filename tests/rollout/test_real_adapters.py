@@ -22,7 +22,7 @@ def random_adapters(cfg, seed):
     """What a training would have learned."""
     rng = np.random.default_rng(seed)
     return lora.params.tree(
-        lora.table(cfg, HOW, head="lm"), lambda e: rng.normal(size=e.shape).astype(np.float32) * 0.1
+        lora.adapter_table(cfg, HOW, head="lm"), lambda e: rng.normal(size=e.shape).astype(np.float32) * 0.1
     )
 
 

@@ -22,8 +22,9 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments, buckets, publish
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
-from jppo.types import Prompt
+from jppo.types import OVERFLOW, Prompt
 from tests.rollout import nobody
+from tests.rollout.test_delta import published_share
 
 pytestmark = [
     pytest.mark.vllm,
@@ -173,6 +174,7 @@ def served(request, settings, tmp_path_factory):
             publish_via="file" if request.param == "untied" else "tcp",
             latent=latent,
             experts=request.param == "experts",
+            kept=True,
         ),
         urls=[],
         limits=LIMITS,
@@ -210,6 +212,30 @@ def test_the_experts_of_every_token_are_returned_from_the_cache_too(served):
     for _ in range(2):  # the second time, prompts are in the prefix cache
         for t in sampler.generate(PROMPTS, dataclasses.replace(SAMPLING, experts=True), version=1):
             np.testing.assert_array_equal(np.sort(t.experts[:-1]), chosen(model, t))
+
+
+@pytest.mark.parametrize("cut", [dict(top_p=0.7), dict(top_k=20), dict(min_p=0.1), dict(top_p=0.9, top_k=20)], ids=str)
+def test_log_probs_are_over_the_kept_tokens(served, cut):
+    """transformers' softmax over the returned ids alone; and where nothing is cut, or too much is left, none are."""
+    import torch
+
+    sampler, _, model, _ = served
+    how = dataclasses.replace(SAMPLING, kept=VOCAB, **cut)
+    found, few = (sampler.generate(PROMPTS, one, version=1) for one in (how, dataclasses.replace(how, kept=3)))
+    for t, cut_short in zip(found, few, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor(t.tokens[None].astype(np.int64))).logits[0, :-1].numpy() / how.temperature
+        for at in np.flatnonzero(t.sampled):
+            ids = t.kept[at][t.kept[at] >= 0]
+            left = logits[at - 1][ids]
+            expected = logits[at - 1][t.tokens[at]] - np.log(np.exp(left - left.max()).sum()) - left.max()
+            assert t.logprob[at] == pytest.approx(expected, abs=1e-3)
+            assert left.min() >= np.sort(logits[at - 1])[-len(ids)] - 1e-4, "the likeliest are kept"
+            assert (cut_short.kept[at, 0] == OVERFLOW) == (len(ids) > 3)
+    assert len({(row != -1).sum() for t in found for row in t.kept[t.sampled]}) > 1 or cut == dict(top_k=20)
+    [plain] = sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, kept=20), version=1)
+    assert (plain.kept == -1).all()
+    assert sampler.generate(PROMPTS[:1], GREEDY, version=1)[0].kept is None
 
 
 def test_an_end_token_is_kept_and_ends_the_response(served):
@@ -397,6 +423,33 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
     assert gap(old, first.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
 
 
+def test_changes_alone_reach_the_served_model(served, settings, monkeypatch):
+    """A fiftieth of every tensor, the tied one too, over and over: the server patches its own copy."""
+    first, config, old, _ = served
+    if not config.tie_word_embeddings:
+        pytest.skip("this one takes files")
+    monkeypatch.setenv("JPPO_SERVER_TOKEN", first.members[0].server.key.token)
+    attached = start_vllm(
+        "model", "run", settings=settings(publish_via="tcp", publish_delta=True),
+        urls=[first.members[0].endpoint.url], limits=LIMITS, publish_dir="",
+    ).ready(eos_token_ids=[2], decode=str)  # fmt: skip
+    try:
+        model, tensors = random_weights(config, 4)
+        attached.load(tensors.items(), version=4)
+        assert published_share(attached) == 1
+        for version in (5, 6, 7):
+            for tensor in tensors.values():  # the model's own memory
+                tensor.reshape(-1)[version::50] *= -2
+            attached.load(tensors.items(), version=version)
+            assert published_share(attached) < 0.04
+        found = attached.generate(PROMPTS, SAMPLING, version=7)
+        assert gap(model, found) < 1e-3 and gap(random_weights(config, 4)[0], found) > 0.1
+        attached.load(random_weights(config, 1)[1].items(), version=1)
+    finally:
+        attached.close()
+    assert gap(old, first.generate(PROMPTS, SAMPLING, version=1)) < 1e-3
+
+
 def test_another_user_gets_no_route_of_it(served):
     sampler, _, _, _ = served
     member = sampler.members[0]
@@ -462,6 +515,83 @@ def test_a_broken_server_is_started_again_and_nothing_is_lost(served):
         sampler.generate(PROMPTS, SAMPLING, version=1)
     sampler.close()
     wait_for_none(leader)
+
+
+@pytest.mark.slow
+def test_speculated_samples_have_the_policys_distribution_and_its_log_probs(tmp_path, settings, monkeypatch):
+    """Prompts that repeat themselves, so that drafts are accepted; entropies by transformers."""
+    import torch
+
+    flags = arguments.flags  # the server counts
+    monkeypatch.setattr(arguments, "flags", lambda *a: [flag for flag in flags(*a) if flag != "--disable-log-stats"])
+
+    config = make_model(tmp_path / "model", "tied")
+    ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+    option = f"--speculative-config '{json.dumps(ngram)}'"
+    how = settings(max_model_len=384, max_num_seqs=64, start_timeout_s=180.0, engine_args=option)
+    prompts = [Prompt(str(i), "", "", np.tile(RNG.integers(3, 12, 8), 18).astype(np.int32), "", {}) for i in range(3)]
+    engine = start_vllm(
+        str(tmp_path / "model"), str(tmp_path / "run"), settings=how, urls=[], limits=LIMITS, publish_dir=""
+    )
+    try:
+        sampler = engine.ready(eos_token_ids=[2], decode=str)
+        for version in (1, 2):
+            model, tensors = random_weights(config, version)
+            sampler.load(tensors.items(), version=version)
+            for cut in ({}, dict(top_p=0.7), dict(top_k=20)):
+                sampling = dataclasses.replace(SAMPLING, n=32, max_tokens=40, ignore_eos=True, seed=version, **cut)
+                found, excess, variance = sampler.generate(prompts, sampling, version=version), 0.0, 0.0
+                for t in found:
+                    with torch.no_grad():
+                        logits = model(torch.tensor(t.tokens[None].astype(np.int64))).logits[0].numpy()
+                    for at in np.flatnonzero(t.sampled):
+                        p = left(logits[at - 1], sampling)
+                        assert t.logprob[at] == pytest.approx(np.log(p[t.tokens[at]]), abs=1e-3)
+                        assert t.version[at] == version
+                        logp = np.log(p[p > 0])
+                        mean = (p[p > 0] * logp).sum()
+                        excess += np.log(p[t.tokens[at]]) - mean
+                        variance += (p[p > 0] * logp**2).sum() - mean**2
+                assert abs(excess) < 4 * variance**0.5, cut
+        said = sampler.members[0].endpoint._sent("GET", "/metrics").text.splitlines()
+        counted = [float(line.split()[-1]) for line in said if "num_accepted_tokens_total" in line and line[0] != "#"]
+        assert counted[0] > 200
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_weights_are_quantised_at_every_publish(tmp_path, settings, shared):
+    """Log-probs are close to the published model's but not equal; with bfloat16 they are closer."""
+    import ml_dtypes
+    import torch
+    import transformers
+
+    source = str(shared / "models/stories260k-hd32")
+    how = settings(
+        max_model_len=128, max_num_seqs=64, start_timeout_s=180.0, dtype="bfloat16", quantization="fp8_per_channel"
+    )
+    torch.manual_seed(0)
+    model, other = (transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16) for _ in range(2))
+    model, other = model.float().eval(), other.float().eval()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1 * p.std() * torch.randn_like(p)).copy_(p.bfloat16().float())
+    prompts = [Prompt(str(i), "", "", np.array([1, 5 + i], np.int32), "", {}) for i in range(4)]
+    engine = start_vllm(source, str(tmp_path / "run"), settings=how, urls=[], limits=LIMITS, publish_dir="")
+    try:
+        sampler = engine.ready(eos_token_ids=[2], decode=str)
+        for version in (1, 2):
+            tensors = {k: x.numpy() for k, x in model.state_dict().items() if k != "lm_head.weight"}
+            sampler.load([(k, x.astype(ml_dtypes.bfloat16)) for k, x in tensors.items()], version=version)
+            sampling = dataclasses.replace(SAMPLING, temperature=1.0, n=4, max_tokens=40, ignore_eos=True)
+            found = sampler.generate(prompts, sampling, version=version)
+            each, far = ([np.abs(logps(m, t, 1.0) - t.logprob[t.sampled]) for t in found] for m in (model, other))
+            assert 0.05 < np.concatenate(each).mean() < min(0.375, np.concatenate(far).mean() / 2)
+            assert np.quantile(np.concatenate(each), 0.95) < 1.5
+            model, other = other, model
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow

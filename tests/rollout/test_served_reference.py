@@ -19,8 +19,8 @@ from jppo import settings, train
 from jppo.data.tokenizer import load_tokenizer
 from jppo.preflight import models_and_data
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.vllm import served_reference
-from jppo.rollout.vllm.served_reference import ROUTE, ServedReference
+from jppo.rollout.vllm import client
+from jppo.rollout.vllm.client import ROUTE, ServedReference
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Trajectory
@@ -49,7 +49,7 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def fake(fakes, tokenizer, monkeypatch):
-    monkeypatch.setattr(served_reference, "PAUSE_S", 0.0)
+    monkeypatch.setattr(client, "PAUSE_S", 0.0)
     answers = fakes[0].answers
     answers["/v1/models"] = (200, {"data": [{"id": "teacher", "max_model_len": 64}]})
     answers["/detokenize"] = (200, lambda body: {"prompt": tokenizer.decode(body["tokens"])})

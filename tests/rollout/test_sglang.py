@@ -19,9 +19,8 @@ from jppo.models import hf
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.sglang import publish
-from jppo.rollout.sglang.arguments import OURS, check_sglang, flags
-from jppo.rollout.sglang.client import GENERATE, Sglang, start_sglang
+from jppo.rollout.sglang import client
+from jppo.rollout.sglang.client import GENERATE, OURS, Sglang, check_sglang, flags, start_sglang
 from jppo.run.inputs import read_inputs, read_test, require_publishable
 from jppo.settings import UserError, check
 from jppo.types import Prompt
@@ -192,7 +191,7 @@ def test_several_servers_share_the_work_and_a_killed_one_comes_back_with_the_sam
     while not (sampler.restarts and all(m.up and not m.mending for m in sampler.members)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    told = [body["weight_version"] for route, body in posted(tmp_path, 1) if route == publish.LOAD]
+    told = [body["weight_version"] for route, body in posted(tmp_path, 1) if route == client.LOAD]
     assert told == ["3", "4", "4"]
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
     assert sum(route == GENERATE for route, _ in posted(tmp_path, 1)) >= 12
@@ -242,16 +241,16 @@ def test_a_publish_that_is_not_the_model_is_refused_before_a_server_hears_of_it(
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=1)) == before
     sampler.load(weights(2).items(), version=2)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=2)) != before
-    assert [body["weight_version"] for route, body in posted(tmp_path) if route == publish.LOAD] == ["1", "2"]
+    assert [body["weight_version"] for route, body in posted(tmp_path) if route == client.LOAD] == ["1", "2"]
 
 
 def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(start):
     sampler = start()
     sampler.load(weights(1).items(), version=1)
     path = pathlib.Path(sampler._publisher.whole(weights(2).items(), 2).path)
-    (path / publish.FILE).write_bytes(b"")
+    (path / client.FILE).write_bytes(b"")
     with pytest.raises(RolloutError, match=r"answered /update_weights_from_disk with 400.*Failed to update weights"):
-        sampler.weights.deliver(publish.Directory(path, 2))
+        sampler.weights.deliver(client.Directory(path, 2))
 
 
 def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
@@ -323,6 +322,11 @@ def test_answers_that_cannot_be():
             speaks.part(wrong, SAMPLING)
     with pytest.raises(UserError, match="at token 4, which is no end token here; add it to eos_token_id"):
         speaks.part(reply([4], {"type": "stop", "matched": 4}), SAMPLING)
+    further = dataclasses.replace(SAMPLING, stop_ids=(4,))
+    assert speaks.request([1], further, 0, "")[1]["sampling_params"]["stop_token_ids"] == [END, 4]
+    assert speaks.part(reply([4], {"type": "stop", "matched": 4}), further).finish == "stop"
+    with pytest.raises(UserError, match="SGLang ignores these tokens too"):
+        speaks.request([1], dataclasses.replace(further, ignore_eos=True), 0, "")
 
 
 @pytest.mark.parametrize(
@@ -387,7 +391,7 @@ def test_a_training(small_run, python, quick_compilation):
     loads = [
         json.loads(line.partition(" ")[2])
         for line in (run / "server-0.log").read_text().splitlines()
-        if line.startswith(publish.LOAD)
+        if line.startswith(client.LOAD)
     ]
     assert [body["weight_version"] for body in loads] == ["0", "1"]
 

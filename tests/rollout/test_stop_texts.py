@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jppo.rollout.stop_texts import SPOILED, begun, cut_at
+from jppo.rollout.protocol import SPOILED, begun, cut_at
 
 
 def first(tokens, decode, stop):

@@ -76,6 +76,10 @@ def test_a_wrong_token_gets_no_byte_of_them(sender, bucket):
         with tcp._connected(address) as connection:
             connection.sendall(b"0" * 32)
             assert connection.makefile("rb").read() == tcp.NO
+        with tcp._connected(address) as connection:  # one that ends in its middle is read no further
+            connection.sendall(address.token[:5].encode())
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.makefile("rb").read() == tcp.NO
         assert tcp.receive(address, bucket[0])
 
 

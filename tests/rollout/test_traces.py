@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from jppo import traces, train
-from jppo.rewards.parts import sample_of
-from jppo.rewards.reward_sum import RewardSum, parse_weights
+from jppo.rewards.parts import RewardSum, parse_weights, sample_of
 from jppo.runlog.make import require_loggers
 from jppo.settings import UserError, check
 from jppo.types import Reward

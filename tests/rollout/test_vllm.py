@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
+from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.settings import UserError
-from jppo.types import Prompt
+from jppo.types import OVERFLOW, Prompt
 
 SAMPLING = dataclasses.replace(greedy(8), temperature=0.7, n=2, seed=5)
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([10 + i, 3, 4], np.int32), "", {}) for i in range(3)]
@@ -185,11 +186,47 @@ def test_an_answer_without_the_experts_of_every_token(attach, fakes, answer, sai
         sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, experts=True), version=7)
 
 
-def test_a_server_without_experts_is_refused_for_replay(fakes, settings):
+def test_the_kept_tokens_of_an_answer_in_parts_are_those_of_its_tokens(attach, fakes):
+    """No ids: the whole vocabulary; more than were requested: marked."""
+    sampler, asked = attach(1), []
+
+    def answer(body):
+        asked.append(body["sampling_params"].get("extra_args"))
+        first, last = [5, 6], [[6, 9], [], [1, 2, 7]]
+        if len(asked) == 1:
+            sampler.weights.updates += 1
+            return {"choices": [choice(first, [-1.0] * 2, finish="abort") | {"sampling_mask": [[4, 5], [6]]}]}
+        return {"choices": [choice([9, 8, 7], [-1.0] * 3) | {"sampling_mask": last}]}
+
+    fakes[0].answers[GENERATE] = (200, answer)
+    [t] = sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, kept=2), version=7)
+    assert t.tokens.tolist()[3:] == [5, 6, 9, 8, 7] and asked == [{"kept": 2}] * 2
+    rows = [[-1, -1]] * 3 + [[4, 5], [6, -1], [6, 9], [-1, -1], [OVERFLOW, -1]]
+    assert t.kept.tolist() == rows and t.kept.dtype == np.int32
+    for mask, said in (
+        (None, "kept tokens of none samples in place of 3"),
+        ([[9]], "kept tokens of 1 samples in place of 3"),
+        ([[9], [9], [7]], "sampled token 8, which is not among its 1 kept tokens"),
+        ([[9], ["x"], [7]], "sampling mask cannot be read"),
+    ):
+        fakes[0].answers[GENERATE] = (200, {"choices": [choice([9, 8, 7], [-1.0] * 3) | {"sampling_mask": mask}]})
+        with pytest.raises(RolloutError, match=said):
+            sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, kept=2), version=7)
+
+
+@pytest.mark.parametrize(
+    "replayed, said",
+    [
+        (["experts"], r"returns no experts.*--worker-cls jppo.rollout.vllm.kept.RoutingWorker"),
+        (["kept"], r"returns no kept tokens.*--worker-cls jppo.rollout.vllm.kept.KeptWorker"),
+        (["experts", "kept"], r"returns no experts.*--scheduler-cls jppo.rollout.vllm.kept.KeptRoutingScheduler"),
+    ],
+)
+def test_a_server_that_returns_less_is_refused_for_replay(fakes, settings, replayed, said):
     limits = ServerLimits(5.0, 5.0, 2)
-    how = settings(experts=True)
+    how = settings(**dict.fromkeys(replayed, True))
     engine = start_vllm("model", "run", settings=how, urls=[fakes[0].url], limits=limits, publish_dir="")
-    with pytest.raises(UserError, match=r"returns no experts.*--worker-cls jppo.rollout.vllm.routing.RoutingWorker"):
+    with pytest.raises(UserError, match=said):
         engine.ready(eos_token_ids=[2], decode=str)
     engine.close()
 
@@ -238,6 +275,13 @@ def test_a_server_with_the_wrong_settings(attach, fakes, info, said):
         attach(1)
 
 
+@pytest.mark.parametrize("results", [[], None, {"ok": True}])
+def test_a_call_without_a_result_of_a_worker_is_a_fault(fakes, results):
+    fakes[0].answers["jppo_info"] = (200, {"results": results})
+    with pytest.raises(RolloutError, match="answered jppo_info with"):
+        Endpoint(fakes[0].url, timeout_s=5.0, why=str).call("jppo_info")
+
+
 def test_no_model_is_refused_before_any_server(settings, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         start_vllm(
@@ -247,12 +291,22 @@ def test_no_model_is_refused_before_any_server(settings, tmp_path):
 
 def test_a_quantised_model_is_served_with_plain_weights(tmp_path):
     config = {"model_type": "gpt_oss", "num_hidden_layers": 1, "quantization_config": {"quant_method": "mxfp4"}}
+    config |= {"swiglu_limit": 7.0, "rms_norm_eps": 1e-05, "attention_bias": True}  # as published
     (tmp_path / "config.json").write_text(json.dumps(config))
     option, folder = arguments.model_options(str(tmp_path), str(tmp_path / "run"))
     assert option == "--hf-config-path"
     del config["quantization_config"]
     assert json.loads((pathlib.Path(folder) / "config.json").read_text()) == config
     assert arguments.model_options(folder, str(tmp_path / "run")) == []
+
+
+def test_a_multimodal_model_is_served_as_its_text_model(tmp_path):
+    text = {"model_type": "gemma3_text", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    _, folder = arguments.model_options(str(tmp_path), str(tmp_path / "run"))
+    served = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    assert served.items() >= text.items()
+    assert served["architectures"] == ["Gemma3ForCausalLM"]
 
 
 @pytest.mark.parametrize(

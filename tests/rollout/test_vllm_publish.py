@@ -133,7 +133,7 @@ def test_a_full_file_that_ends_before_the_next_tensors_place_is_copied(little_ro
     buffers = Buffers("", spare=[str(tmp_path)])
     parcel = buffers.write(tensors.items())
     layout.check(parcel.path, parcel.entries, {name: tensor.shape for name, tensor in tensors.items()})
-    assert pathlib.Path(parcel.path).stat().st_size >= layout.size(parcel.entries)
+    assert pathlib.Path(parcel.path).stat().st_size >= layout.size_of(parcel.entries)
     buffers.close()
 
 

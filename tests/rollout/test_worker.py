@@ -59,7 +59,7 @@ def load(worker, tmp_path, *, version, name="w"):
 def send(worker, path, tensors, version):
     with open(path, "wb") as file:
         entries = layout.write(file.fileno(), tensors)
-    return worker.jppo_check(path=str(path), version=version, entries=layout.pack(entries))
+    return worker.jppo_check(path=str(path), version=version, entries=layout.pack_bytes(entries))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import os
@@ -6,6 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jppo.runlog import checkpoint, checkpoint_arrays
 from jppo.runlog.checkpoint import Checkpoints
-from jppo.runlog.restore import restore
+from jppo.runlog.checkpoint_arrays import restore
 from jppo.settings import UserError
 from jppo.types import TrainState
 
@@ -302,6 +305,24 @@ def test_a_checkpoint_of_the_same_step_is_replaced_by_what_is_known_later(tmp_pa
     assert restored.meta == {"pending": None} and (tmp_path / "1/hf").is_dir()
     assert checkpoints.best() == {"step": 1, "metric": "val/score", "value": 0.5}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "best.json"] and capsys.readouterr().out == ""
+
+
+def test_a_failed_save_leaves_nothing_though_its_threads_still_write(tmp_path):
+    ended = time.monotonic() + 1
+
+    def write_on(path):
+        while path.is_dir() and time.monotonic() < ended:
+            with contextlib.suppress(FileNotFoundError):
+                (path / str(time.monotonic_ns())).touch()
+
+    def full(path):
+        path.mkdir()
+        threading.Thread(target=write_on, args=[path]).start()
+        raise OSError("no room")
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {}, export=full)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_stands_until_the_one_of_the_same_step_is_complete(tmp_path, capsys):

@@ -6,9 +6,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from jppo.runlog.diagnosis import RULES, Diagnosis
+from jppo.runlog.diagnosis import FIRST_STEPS, RULES, Diagnosis, Past
 from jppo.settings import default
-from jppo.settings.table import values
+from jppo.settings.table import by_name
 
 LINES = (pathlib.Path(__file__).parent / "quickstart.jsonl").read_text().splitlines()
 STEPS = [(row.pop("step"), row) for row in map(json.loads, LINES)]
@@ -139,6 +139,13 @@ def test_a_resumed_run_knows_what_was_and_what_was_told(name):
     assert [f for step, m in STEPS for f in later.feed(step, m | fault(step, m))] == []
 
 
+def test_the_first_steps_are_as_many_as_are_named():
+    past = Past()
+    for step in range(3 * FIRST_STEPS):
+        past.add({"x": float(step)})
+    assert past.first("x") == np.median(np.arange(FIRST_STEPS)) and past.count("x") == 3 * FIRST_STEPS
+
+
 def test_memory_of_the_process_before_does_not_count():
     doctor = Diagnosis()
     for _ in range(60):
@@ -157,7 +164,7 @@ def test_nothing_and_what_is_no_number_are_no_fault():
 
 
 def test_remedies_name_real_settings():
-    known = values(default())
+    known = by_name(default())
     for _, remedy in RULES.values():
         named = [w.strip(".,;:").split("=")[0] for w in remedy.split() if w.count(".") >= 1]
         named = [w for w in named if w.split(".")[0] in default()]

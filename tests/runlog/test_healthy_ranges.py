@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from jppo.runlog import healthy_ranges
+from jppo.runlog import diagnosis
 
 NAN = float("nan")
 
@@ -27,19 +27,19 @@ NAN = float("nan")
     ],
 )
 def test_a_value_is_judged_by_its_range(name, value, expected):
-    assert healthy_ranges.verdict(name, value) == expected
+    assert diagnosis.verdict(name, value) == expected
 
 
 def test_a_trend_is_told_from_noise():
     noise = np.random.default_rng(0).normal(0, 0.02, (200, 10))
-    rising = [healthy_ranges.trend(0.02 * np.arange(10) + row) for row in noise]
-    level = [healthy_ranges.trend(0.5 + row) for row in noise]
+    rising = [diagnosis.trend(0.02 * np.arange(10) + row) for row in noise]
+    level = [diagnosis.trend(0.5 + row) for row in noise]
     assert rising.count("rising") > 190 and "falling" not in rising
     assert level.count(None) > 160  # two standard errors, both ways
-    assert healthy_ranges.trend([-0.1 * t for t in range(5)]) == "falling"
-    assert healthy_ranges.trend([0.7] * 10) is None
-    assert healthy_ranges.trend([0.1, 0.2, 0.3]) is None, "too few to tell"
-    assert healthy_ranges.trend([0.1, 0.2, NAN, 0.4, 0.5]) is None
+    assert diagnosis.trend([-0.1 * t for t in range(5)]) == "falling"
+    assert diagnosis.trend([0.7] * 10) is None
+    assert diagnosis.trend([0.1, 0.2, 0.3]) is None, "too few to tell"
+    assert diagnosis.trend([0.1, 0.2, NAN, 0.4, 0.5]) is None
 
 
 def test_the_slope_is_that_of_least_squares():
@@ -48,14 +48,14 @@ def test_the_slope_is_that_of_least_squares():
     (slope, _), (residual,), *_ = np.linalg.lstsq(design, values, rcond=None)
     error = math.sqrt(residual / 8 * np.linalg.inv(design.T @ design)[0, 0])
     for shift, expected in ((0.0, "rising"), (slope - 1.9 * error, None), (slope + 2.1 * error, "falling")):
-        assert healthy_ranges.trend(values - shift * np.arange(10)) == expected
+        assert diagnosis.trend(values - shift * np.arange(10)) == expected
 
 
 def test_a_step_has_the_verdicts_of_what_it_has():
     metrics = {"critic/score/mean": 0.5, "actor/ppo_kl": 0.5, "actor/entropy": 1.0}
-    assert healthy_ranges.verdicts(metrics, [0.1, 0.2, 0.3, 0.4, 0.5]) == {
+    assert diagnosis.verdicts(metrics, [0.1, 0.2, 0.3, 0.4, 0.5]) == {
         "critic/score/mean": "good",
         "actor/ppo_kl": "bad",
     }
-    assert healthy_ranges.verdicts(metrics, [0.5, 0.4, 0.3, 0.2, 0.1])["critic/score/mean"] == "bad"
-    assert healthy_ranges.verdicts({"val/score": 1.0}, [0.1, 0.2, 0.3, 0.4]) == {}
+    assert diagnosis.verdicts(metrics, [0.5, 0.4, 0.3, 0.2, 0.1])["critic/score/mean"] == "bad"
+    assert diagnosis.verdicts({"val/score": 1.0}, [0.1, 0.2, 0.3, 0.4]) == {}

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from jppo import train
-from jppo.runlog.lock import FILE, own
+from jppo.runlog.durable_files import FILE, own
 from jppo.settings import UserError
 
 HOLDER = """
 import pathlib, subprocess, sys, time
-from jppo.runlog.lock import own
+from jppo.runlog.durable_files import own
 with own(pathlib.Path(sys.argv[1])):
     child = subprocess.Popen(["sleep", "60"])  # such as a server that outlives a killed trainer for a moment
     print(child.pid, flush=True)

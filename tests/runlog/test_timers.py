@@ -4,7 +4,7 @@ import time
 import pytest
 import rich.console
 
-from jppo.runlog.progress import Display
+from jppo.runlog.console import Display
 from jppo.runlog.timers import Count, Laps, Timers
 
 

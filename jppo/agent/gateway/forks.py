@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jppo import descendants
+from jppo import child_process
 from jppo.registry import resolve
 
 CRASHED, NOT_FOUND = 70, 127  # exit codes: an uncaught exception, of a function or here; a command that cannot start
@@ -30,7 +30,7 @@ _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 def main(channel: socket.socket, work: Callable[[], int]) -> None:
     """Forks until the socket is closed."""
-    descendants.inherit_orphans()
+    child_process.inherit_orphans()
     wakes, wake = os.pipe()
     for end in (wakes, wake):
         os.set_blocking(end, False)
@@ -40,7 +40,7 @@ def main(channel: socket.socket, work: Callable[[], int]) -> None:
         with contextlib.suppress(ConnectionError):  # the trainer has ended with messages unread: as at a closed socket
             _fork_for_each(channel, wakes, work)
     finally:
-        descendants.kill_all()
+        child_process.kill_all()
 
 
 def _fork_for_each(channel: socket.socket, wakes: int, work: Callable[[], int]) -> None:
@@ -82,20 +82,20 @@ def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], chann
         signal.set_wakeup_fd(-1)
         channel.close()
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-        descendants.inherit_orphans()
-        descendants.end_with_parent(server, signal.SIGTERM)
+        child_process.inherit_orphans()
+        child_process.end_with_parent(server, signal.SIGTERM)
         for i, file in enumerate(files):
             os.dup2(file, i)
             os.close(file)
         if (program := os.fork()) == 0:
-            descendants.end_with_parent(me, signal.SIGKILL)
+            child_process.end_with_parent(me, signal.SIGKILL)
             _become(work, env)
         code = _code_of(program)
-        descendants.kill_all()
+        child_process.kill_all()
     except BaseException:
         traceback.print_exc()
     finally:
-        descendants.end_like(code)
+        child_process.end_like(code)
 
 
 def _code_of(program: int) -> int:

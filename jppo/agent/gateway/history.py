@@ -17,7 +17,7 @@ import numpy as np
 
 from jppo.agent.gateway.request import Choice, Message, Request
 from jppo.agent.turn_tokens import Chat, Spoken
-from jppo.rollout.protocol import Answer, of_tokens
+from jppo.rollout.protocol import Answer, kept_array, of_tokens
 from jppo.types import Exchange, Trajectory
 
 
@@ -235,6 +235,7 @@ def trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callab
         here = slice(turn.begin, turn.end)
         sampled[here], logprob[here], version[here] = True, turn.answer.logprob, turn.answer.version
     trained |= {id(turn) for turn in own}
+    known = any(turn.answer.kept is not None for turn in own)
     return Trajectory(
         uid=uid,
         tokens=np.asarray(ids, np.int32),
@@ -246,6 +247,7 @@ def trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callab
         server=leaf.answer.server,
         finish=leaf.answer.finish if n >= leaf.room else "stop",  # the agent's own max_tokens truncates no branch
         experts=of_tokens(np.concatenate(experts) if experts else None, n),
+        kept=kept_array([ids for turn in own for ids in turn.answer.kept or []] if known else None, sampled),
     )
 
 

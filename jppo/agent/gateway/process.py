@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jppo import interpreter
+from jppo import child_process
 from jppo.errors import expanded
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
@@ -67,7 +67,7 @@ def environment(url: str, key: str) -> dict[str, str]:
 
 def _inherited() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
-    return kept | {"PYTHONPATH": interpreter.python_path()}
+    return kept | {"PYTHONPATH": child_process.python_path()}
 
 
 class Program:

@@ -50,8 +50,9 @@ function addChart(runs, into, { title, metrics, health, dots, ...more }) {
   const lines = linesOf(runs, metrics, { dots });
   if (!lines.length) return;
   const range = health ? ` · usual range ${health[0]} to ${health[1]}` : more.fixed ? ` · drawn from ${more.fixed[0]} to ${more.fixed[1]}` : "";
+  const error = lines.some((line) => line.error) ? " · ± and band: standard error" : "";
   const named = metrics.filter((name) => runs.some((run) => run.curves.series[name])).join(", ");
-  const chart = makeChart({ title, about: title === named ? "" : named + range, lines, health, open: openSamples, ...more });
+  const chart = makeChart({ title, about: title === named ? "" : named + range + error, lines, health, open: openSamples, ...more });
   chart.names = `${title} ${named}`.toLowerCase();
   charts.push(chart);
   into.append(chart.card);

@@ -133,7 +133,7 @@ function makeChart({ title, about, lines, health, fixed, log, open }) {
     const i = view.at === null ? line.mean.length - 1 : nearest(line.axis, view.at);
     const covers = line.axis.steps[i] <= view.at && view.at < line.axis.steps[i] + line.axis.width;
     let text = said(line.mean[i]);
-    if (line.error && line.error[i] !== null && line.error[i] !== undefined) text += ` ± ${said(line.error[i])}`;
+    if (line.error && line.error[i] !== null && line.error[i] !== undefined) text += ` ± ${said(Number(line.error[i].toPrecision(2)))}`;
     const range = line.low && line.low[i] !== line.high[i] ? ` ${said(line.low[i])} to ${said(line.high[i])}` : "";
     const where = view.at !== null && !covers ? ` at ${whole(line.axis.steps[i])}` : "";
     return element("span", {}, dot(line.colour), line.name ? `${line.name} ` : null, element("b", {}, text), element("span", { class: "soft" }, range + where));

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jppo.interpreter import executable, python_path
+from jppo.child_process import executable, python_path
 from jppo.models import families, hf, tensorfile
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError

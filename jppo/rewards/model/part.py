@@ -1,7 +1,7 @@
 """A reward model as a part of the reward: batches, normalisation, clipping; scores of responses or of steps.
 
-A `Scorer` computes the scores: `by_jax.py` for families that jppo supports, `by_torch.py` for all others in
-transformers, `by_vllm.py` for classifiers served by vLLM. All take token ids, so the text and its end are the same
+A `Scorer` computes the scores: `by_jax.py` for families that jppo supports, `process.py` for all others in
+transformers, `process.py` for classifiers served by vLLM. All take token ids, so the text and its end are the same
 for each.
 """
 

@@ -1,14 +1,31 @@
-"""A reward model in a process: it starts in the background, and is restarted once after a crash."""
+"""Reward models in processes of their own, so that the trainer imports no torch; restarted once after a crash.
 
+`TransformersRewardModel` is a model of any transformers family (`torch_worker.py`). `VllmRewardModel` is one that vLLM
+serves as a classifier, on a socket file.
+"""
+
+import atexit
+import contextlib
+import json
 import os
 import pathlib
+import select
+import shutil
+import signal
+import socket
+import struct
 import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
-from jppo.interpreter import python_path
-from jppo.rewards.model.classifier import refused
+import httpx
+
+from jppo.child_process import executable, python_path
+from jppo.rewards.model.classifier import Classifier, refused, without_padding
 from jppo.rewards.model.part import ScoringError
 
 _LOG_LINES = 8
@@ -74,3 +91,267 @@ class ScorerProcess:
             lines = file.read().decode(errors="replace").splitlines()
         last = [line[:300] for line in lines if line.strip()][-_LOG_LINES:]
         return "\n  ".join([f"{self._log} says:", *last])
+
+
+class _Gone(Exception):
+    """The process no longer answers."""
+
+
+class TransformersRewardModel(ScorerProcess):
+    """Starts `torch_worker.py` and sends it batches; a crash fails the current batch, and one crash is survived.
+
+    `python` is an interpreter with torch and transformers ('' is the trainer's own), `device` is a torch device,
+    `threads` are torch threads. The constructor does not wait; `wait_ready` does.
+    """
+
+    def __init__(
+        self,
+        what: Classifier,
+        *,
+        log: pathlib.Path,
+        python: str = "",
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int = 1,
+        timeout_s: float = 600.0,
+    ):
+        self._timeout_s = timeout_s
+        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.torch_worker"]
+        kind = "token" if what.steps else "sequence"
+        super().__init__(
+            what.path,
+            command=[*program, what.directory, str(os.getpid()), device, dtype, str(threads), kind],
+            env={"OMP_NUM_THREADS": str(threads)},
+            log=log,
+        )
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        """Implements Scorer.score."""
+        return self._scores(ids=ids)
+
+    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Returns the log-odds of each text at its places, by a token classifier."""
+        return self._scores(ids=ids, places=places)
+
+    def _scores(self, **asked: Sequence[Sequence[int]]) -> list[Any]:
+        with self._turn:
+            self._ensure()
+            answer = self._ask({name: [list(one) for one in some] for name, some in asked.items()})
+        if "error" in answer:
+            raise ScoringError(f"the reward model failed: {answer['error']}")
+        scores: list[Any] = answer["scores"]
+        return scores
+
+    def close(self) -> None:
+        """Implements Scorer.close."""
+        with self._state:
+            self._closed, process, self._process = True, self._process, None
+            if process is not None:
+                process.kill()
+                process.wait()
+        if process is not None:
+            with self._turn:  # waiting callers have seen the end
+                _close_pipes(process)
+
+    def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self._command, env=self._env, stdin=pipe, stdout=pipe, stderr=log, bufsize=0, start_new_session=True
+        )
+
+    def _wait(self) -> None:
+        if self._ready:
+            return
+        answer = self._ask(None)
+        if "refused" in answer:
+            self._starts = STARTS  # it would be refused again
+            self._end()
+            self._why = answer["refused"]
+            raise ScoringError(self._why)
+        self._ready = True
+
+    def _ask(self, message: Any) -> Any:
+        """Sends `message`, if any, and returns the next reply."""
+        process = self._process
+        try:
+            if process is None:
+                raise _Gone("is closed")
+            if message is not None:
+                body = json.dumps(message).encode()
+                _write(process, struct.pack("<Q", len(body)) + body)
+            deadline = time.monotonic() + self._timeout_s
+            (size,) = struct.unpack("<Q", self._read(process, 8, deadline))
+            return json.loads(self._read(process, size, deadline))
+        except _Gone as e:
+            code = self._end()
+            said = "is closed" if self._closed else str(e) or f"ended with code {code}"
+            self._why = self._log_end()
+            raise ScoringError(f"the reward model's process {said}; {self._why}") from e
+
+    def _read(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
+        assert process.stdout is not None
+        pieces: list[bytes] = []
+        while size:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([process.stdout], [], [], left)[0]:
+                raise _Gone(f"did not answer within {self._timeout_s:g} s")
+            piece = os.read(process.stdout.fileno(), min(size, 1 << 20))
+            if not piece:
+                raise _Gone
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+    def _end(self) -> int | None:
+        """Ends the process and returns its exit code."""
+        with self._state:
+            process, self._process = self._process, None
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)  # an ending process has its own exit code
+        process.kill()
+        _close_pipes(process)
+        return process.wait()
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    assert process.stdin is not None
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[process.stdin.write(view) :]
+    except OSError as e:
+        raise _Gone from e
+
+
+_POLL_S = 0.2
+_STOP_S = 15.0  # longer than the launcher takes
+_NAME = "reward-model"
+# Variables that would override the cache's size, and ask for a key on a socket that its permissions protect.
+DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY")
+
+
+class VllmRewardModel(ScorerProcess):
+    """Starts vLLM and calls its classification route; a crash fails the current batch, and one crash is survived.
+
+    `build` is the platform of the interpreter's vLLM, 'cpu' or 'gpu'. vLLM scores the last token that `without_padding`
+    leaves. The constructor does not wait; `wait_ready` does.
+    """
+
+    def __init__(
+        self,
+        what: Classifier,
+        *,
+        build: str,
+        batch_size: int,
+        max_length: int,
+        log: pathlib.Path,
+        python: str = "",
+        dtype: str = "float32",
+        threads: int = 1,
+        gpu_memory_utilization: float = 0.2,
+        start_timeout_s: float = 300.0,
+        timeout_s: float = 600.0,
+    ):
+        self._what, self._start_timeout_s = what, start_timeout_s
+        self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
+        self._socket = os.path.join(self._folder, "vllm.sock")
+        arguments = [
+            *("--model", what.directory, "--served-model-name", _NAME, "--uds", self._socket),
+            *("--runner", "pooling", "--convert", "classify"),
+            *("--dtype", dtype, "--max-model-len", str(max_length), "--max-num-seqs", str(batch_size)),
+            *("--max-num-batched-tokens", str(max(max_length, 4096))),
+            *("--enforce-eager", "--disable-uvicorn-access-log", "--disable-log-stats"),
+        ]
+        env = {"VLLM_NO_USAGE_STATS": "1"}
+        if build == "gpu":
+            arguments += ["--gpu-memory-utilization", str(gpu_memory_utilization)]
+        else:
+            arguments += ["--kv-cache-memory-bytes", str(2**27)]
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(threads)}
+        # Run by name, because the launcher is a separate program: it ends vLLM with us and removes the folder.
+        launcher = [sys.executable, "-m", "jppo.rollout.servers.launch", str(os.getpid()), self._folder]
+        program = [executable(python, "reward.model.python"), "-m", "vllm.entrypoints.openai.api_server"]
+        self._client = httpx.Client(
+            transport=httpx.HTTPTransport(uds=self._socket), base_url="http://reward-model", timeout=timeout_s
+        )
+        super().__init__(what.path, command=[*launcher, *program, *arguments], env=env, log=log)
+
+    def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        """Implements Scorer.score."""
+        kept = [without_padding(one, self._what.pad_token_id) for one in ids]
+        with self._turn:
+            self._ensure()
+            try:
+                body = {"model": _NAME, "input": kept, "use_activation": False}  # the logit itself
+                reply = self._client.post("/classify", json=body)
+            except httpx.HTTPError as e:
+                raise self._failed(f"broke off ({type(e).__name__} {e})") from e
+            if reply.status_code >= 500:
+                raise self._failed(f"answered {reply.status_code}: {reply.text[:300]}")
+        if reply.status_code != 200:
+            raise ScoringError(f"the reward model's vLLM answered {reply.status_code}: {reply.text[:300]}")
+        found = {item["index"]: item["probs"] for item in reply.json()["data"]}
+        if sorted(found) != list(range(len(kept))) or any(len(logits) != 1 for logits in found.values()):
+            raise ScoringError("the reward model's vLLM did not answer with one score for each text")
+        return [float(found[i][0]) for i in range(len(kept))]
+
+    def close(self) -> None:
+        """Implements Scorer.close."""
+        with self._state:
+            self._closed = True
+        self._end()
+        with self._turn:
+            self._client.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        pathlib.Path(self._socket).unlink(missing_ok=True)
+        env = {name: value for name, value in self._env.items() if name not in DROPPED}
+        atexit.register(self.close)
+        return subprocess.Popen(
+            self._command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self._ready:
+            process = self._process
+            if process is None or process.poll() is not None:
+                raise self._failed("did not start")
+            if time.monotonic() > deadline:
+                raise self._failed(f"was not ready after {self._start_timeout_s:g} s")
+            with contextlib.suppress(httpx.HTTPError):
+                self._ready = _listens(self._socket) and self._client.get("/health").status_code == 200
+            if not self._ready:
+                time.sleep(_POLL_S)
+
+    def _failed(self, what: str) -> ScoringError:
+        """Ends the server, to be restarted for the next batch, and returns the error."""
+        self._end()
+        return ScoringError(f"the reward model's vLLM {what}; {self._log_end()}")
+
+    def _end(self) -> None:
+        with self._state:
+            process, self._process = self._process, None
+        atexit.unregister(self.close)
+        if process is None:
+            return
+        process.terminate()  # the launcher forwards it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0

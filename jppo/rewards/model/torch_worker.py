@@ -1,4 +1,4 @@
-"""The worker process of `by_torch.py`: a transformers sequence or token classifier in torch.
+"""The worker process of `process.py`: a transformers sequence or token classifier in torch.
 
     python -m jppo.rewards.model.torch_worker DIRECTORY PARENT_PID DEVICE DTYPE THREADS KIND
 

@@ -1,28 +1,110 @@
-"""The publish at a run's servers: all of them get the same weights, or none does.
+"""The protocol of a kind of server, and the publish: all of a run's servers get the same weights, or none does.
 
     for each offer: every server gets a part of the weights and checks it; one refusal ends it, with no server changed
     pause -> take: every server loads and labels the weights -> resume
 
-A `Publisher` makes a `Delivery` of the trainer's tensors: `vllm/publish.py`, `sglang/publish.py`. A server that breaks
-off is left to `repair.py`; a repaired server and one that joins get the current weights by `catch_up`.
+A `ServerApi` has the routes for requests and pauses. A `Publisher` makes a `Delivery` of the trainer's tensors:
+`vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to `repair.py`; a repaired server and one that
+joins get the current weights by `catch_up`.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from jppo.rollout.protocol import RolloutError
+from jppo.rollout.protocol import Kept, RolloutError
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.member import Member
-from jppo.rollout.servers.router import Router
-from jppo.rollout.servers.server_api import ServerApi
+from jppo.rollout.servers.member import Member, Router
+from jppo.settings import UserError
+from jppo.types import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A server's answer to one request; `finish` may be 'abort': a weight update interrupted it."""
+
+    tokens: list[int]
+    logprob: list[float]
+    version: list[str]  # per token, as the server names the weights
+    finish: str
+    server: str = ""
+    experts: np.ndarray | None = None  # as in Answer
+    kept: Kept | None = None  # as in Answer
+
+
+class ServerApi(Protocol):
+    """The HTTP interface of one kind of server. Unexpected answers are ServerFaults."""
+
+    @property
+    def how(self) -> str:
+        """Returns the command that starts a suitable server."""
+
+    @property
+    def resume_route(self) -> str:
+        """Returns the route that ends a pause, for `curl -X POST`."""
+
+    def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
+        """Returns the route and the body of a request for one answer."""
+
+    def part(self, reply: Any, sampling: Sampling) -> Completion:
+        """Parses the reply to a request with this `sampling`."""
+
+    def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
+        """Returns the served model's name and length; UserError if the server is unsuitable for training."""
+
+    def paused(self, endpoint: Endpoint) -> bool:
+        """Whether requests would wait."""
+
+    def version(self, endpoint: Endpoint) -> int | None:
+        """Returns the version of its weights; None: not from this trainer."""
+
+    def working(self, endpoint: Endpoint, requests: int) -> bool:
+        """Whether it is sampling for so many requests, or as many as it can; False if it does not say."""
+
+    def pause(self, endpoint: Endpoint, mode: str) -> None:
+        """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep."""
+
+    def resume(self, endpoint: Endpoint) -> None:
+        """Ends a pause; caches of the old weights are dropped."""
+
+    def sleep(self, endpoint: Endpoint, level: int) -> None:
+        """Frees device memory, with no requests in flight. Level 1 keeps the weights elsewhere, 2 drops them."""
+
+    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+        """Allocates the memory of 'weights' or of the 'kv_cache' again."""
+
+
+def end_ids(sampling: Sampling, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns the tokens that end a response."""
+    return (*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_ids)
+
+
+def sampling_params(sampling: Sampling, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters of one answer that all kinds of servers name alike."""
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(end_ids(sampling, eos_token_ids)),
+        "stop": list(sampling.stop),
+        "skip_special_tokens": True,  # as in a trajectory's text
+        "spaces_between_special_tokens": True,
+    }
+
 
 POLL_S = 0.05
 Step = Callable[[Endpoint], None]
@@ -80,6 +162,9 @@ class Publisher(Protocol):
 
     def refused(self) -> None:
         """Abandons the last delivery."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns counters of the deliveries since the last call."""
 
     def close(self) -> None:
         """Frees the files."""
@@ -266,3 +351,15 @@ async def _drained(members: Sequence[Member]) -> None:
     """Returns when no request is in flight at the members."""
     while any(member.under_way for member in members):
         await asyncio.sleep(POLL_S)
+
+
+def wants_token(endpoint: Endpoint, api: ServerApi) -> bool:
+    """Whether the server wants a token; otherwise warns, and it gets none."""
+    try:
+        guarded = endpoint.guarded()
+    except RolloutError as e:
+        raise UserError(f"{e}; {api.how}") from e
+    if not guarded:
+        said = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
+        print(f"rollout: warning: the server at {endpoint.url} {said}; {api.how}", file=sys.stderr, flush=True)
+    return guarded

@@ -1,8 +1,9 @@
-"""All servers of a run as one: requests go to any of them (`router.py`), and all have equal weights (`delivery.py`).
+"""All servers of a run as one: requests go to any of them (`member.py`), and all have equal weights (`delivery.py`).
 
 A failed request is repeated with its own seed, so nothing is lost or counted twice. A failed server is repaired
 (`repair.py`). Everything runs on one event loop in its own thread, also between training steps: a server that dies then
-is restarted while the trainer learns.
+is restarted while the trainer learns. `ServerEngine` is the start of such servers, or the attachment to running ones;
+the `client.py` of each kind calls it.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import functools
 import itertools
 import pathlib
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,17 +21,26 @@ import numpy as np
 
 from jppo import traces
 from jppo.process import allow_files
-from jppo.rollout import conversations
-from jppo.rollout.protocol import Answer, Done, RolloutError, Served, Talk, joined, sample_seed
-from jppo.rollout.servers.delivery import Delivery, Publisher, ServedWeights
-from jppo.rollout.servers.endpoint import TRIES, Busy, ServerFault, wait_s
-from jppo.rollout.servers.member import Cut, Member, ServerLimits
-from jppo.rollout.servers.membership import Lookup, Membership
-from jppo.rollout.servers.process import stop_all
-from jppo.rollout.servers.repair import Repairs
-from jppo.rollout.servers.router import Router
-from jppo.rollout.servers.server_api import Completion, ServerApi
-from jppo.rollout.stop_texts import begun, cut_at
+from jppo.rollout import protocol
+from jppo.rollout.protocol import (
+    Answer,
+    Done,
+    Kept,
+    RolloutError,
+    Served,
+    Talk,
+    begun,
+    cut_at,
+    joined,
+    require_kept,
+    sample_seed,
+)
+from jppo.rollout.servers import guard
+from jppo.rollout.servers.delivery import Completion, Delivery, Publisher, ServedWeights, ServerApi, wants_token
+from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, Taken, attached_key, wait_s
+from jppo.rollout.servers.member import Cut, Member, Router, ServerLimits
+from jppo.rollout.servers.process import Server, stop_all
+from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 
@@ -64,7 +75,7 @@ class Fleet(Served):
         self._publisher = publisher
         self._limits = limits
         self._decode = decode
-        self._talk = talk or conversations.one_turn(decode)
+        self._talk = talk or protocol.one_turn(decode)
         self._router = Router(members)
         threads = 2 * len(members) + 1 if joining is None else THREADS
         self._waiting = ThreadPoolExecutor(threads, thread_name_prefix="jppo-repair")  # may wait for a delivery
@@ -98,7 +109,7 @@ class Fleet(Served):
         only: Collection[int] | None = None,
     ) -> Future[list[Trajectory]]:
         """Like `Sampler.start`; does not block."""
-        return self._run(conversations.converse(self.ask, self._talk, prompts, sampling, done, only))
+        return self._run(protocol.converse(self.ask, self._talk, prompts, sampling, done, only))
 
     def probe(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
         """Samples as many answers per server as there are prompts, without tools or environments.
@@ -106,9 +117,9 @@ class Fleet(Served):
         Samples of the next steps that wait for a server do not delay it.
         """
         ask = functools.partial(self.ask, urgent=True)
-        count, one_turn = len(prompts) * len(self.members), conversations.one_turn(lambda _: "")
+        count, one_turn = len(prompts) * len(self.members), protocol.one_turn(lambda _: "")
         asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
-        return self._run(conversations.converse(ask, one_turn, asked, sampling, None)).result()
+        return self._run(protocol.converse(ask, one_turn, asked, sampling, None)).result()
 
     def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
         """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
@@ -132,13 +143,14 @@ class Fleet(Served):
             self.weights.sleep(self._limits.sleep_level)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the number of working servers, and of restarts and repeated requests since the last call."""
+        """Returns the number of working servers; since the last call, restarts, repeated requests and sent bytes."""
         now, before = (self.restarts, self.asked_again), self._reported
         self._reported = now
         return {
             "rollout/servers": float(sum(member.up for member in self.members)),
             "rollout/restarts": float(now[0] - before[0]),
             "rollout/asked_again": float(now[1] - before[1]),
+            **self._publisher.metrics(),
         }
 
     def close(self) -> None:
@@ -182,6 +194,7 @@ class Fleet(Served):
         logprob: list[float] = []
         version: list[int] = []
         experts: np.ndarray | None = None
+        kept: Kept | None = [] if sampling.kept else None
         failures, sure = 0, False
         while True:
             left = sampling.max_tokens - len(tokens)
@@ -196,14 +209,16 @@ class Fleet(Served):
                 tokens, logprob = tokens + part.tokens, logprob + part.logprob
                 version += map(int, part.version)
                 experts = joined(experts, part.experts)
+                kept = None if kept is None else kept + (part.kept or [])
                 end = cut_at(tokens, self._decode, sampling.stop, new=len(part.tokens)) if cut else None
                 if end is not None:
                     experts = None if experts is None else experts[: len(ids) + end - 1]
-                    return Answer(tokens[:end], logprob[:end], version[:end], "stop", part.server, experts)
+                    kept = None if kept is None else kept[:end]
+                    return Answer(tokens[:end], logprob[:end], version[:end], "stop", part.server, experts, kept)
                 if part.finish == "stop":
-                    return Answer(tokens, logprob, version, "stop", part.server, experts)
+                    return Answer(tokens, logprob, version, "stop", part.server, experts, kept)
                 if len(tokens) == sampling.max_tokens:
-                    return Answer(tokens, logprob, version, "length", part.server, experts)
+                    return Answer(tokens, logprob, version, "length", part.server, experts, kept)
                 if part.finish == "abort" and self.weights.updates == updates and not self._router.held:
                     raise ServerFault("a response ended with 'abort' without an update: did another client pause it?")
             except Cut:
@@ -233,6 +248,8 @@ class Fleet(Served):
             if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
                 count = "none" if part.experts is None else len(part.experts)
                 raise ServerFault(f"{member.endpoint.url} returned the experts of {count} tokens in place of {read}")
+            if sampling.kept:
+                require_kept(part.tokens, part.kept, sampling.kept, member.endpoint.url)
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
             if not isinstance(e, Cut | Busy):
@@ -251,3 +268,121 @@ class Fleet(Served):
 
     def _broken(self, member: Member, fault: ServerFault) -> None:
         self._loop.call_soon_threadsafe(functools.partial(self._repairs.suspect, member, fault, sure=True))
+
+
+class ServerEngine:
+    """Servers that are starting."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        urls: Sequence[str] | Lookup,
+        publisher: Publisher,
+        speak: Callable[[Sequence[int]], ServerApi],
+        limits: ServerLimits,
+        *,
+        start_timeout_s: float,
+    ):
+        self.servers = servers
+        self._lookup: Lookup | None = None
+        self._urls: Sequence[str] = ()
+        if callable(urls):
+            self._lookup = urls
+        else:
+            self._urls = urls
+        self._publisher = publisher
+        self._speak = speak
+        self._limits = limits
+        self._start_timeout_s = start_timeout_s
+        self._fleet: Fleet | None = None
+        for server in servers:
+            server.start()
+
+    def ready(
+        self, *, eos_token_ids: Sequence[int], decode: Callable[[list[int]], str], talk: Talk | None = None
+    ) -> Fleet:
+        """Waits for the servers, checks each, and returns the fleet; `talk` None means one turn."""
+        for started in self.servers:
+            started.wait_ready()
+        api, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
+        attach = functools.partial(self._attach, attached_key(), api)
+        joining = None if self._lookup is None else (self._lookup, attach)
+        if self.servers:
+            own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
+            members = [self._member(server, endpoint, api) for server, endpoint in own]
+        elif joining:
+            members = self._first(*joining)
+        else:
+            members = [attach(url) for url in self._urls]
+        self._fleet = Fleet(
+            members,
+            api,
+            self._publisher,
+            self._limits,
+            start_timeout_s=self._start_timeout_s,
+            decode=decode,
+            talk=talk,
+            joining=joining,
+        )
+        return self._fleet
+
+    def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
+        try:
+            return Member(endpoint, server, *api.inspect(endpoint), self._limits.connections)
+        except RolloutError as e:
+            raise UserError(f"{e}; {api.how}") from e
+
+    def _attach(self, key: guard.Key, api: ServerApi, url: str, ours: bool = False) -> Member:
+        endpoint = Endpoint(url, timeout_s=self._limits.request_timeout_s, why=str)
+        if wants_token(endpoint.within(self._limits.health_timeout_s), api):
+            endpoint.move(url, key.leased())
+        _require_awake(endpoint.within(self._limits.health_timeout_s), api, ours=ours)
+        return self._member(None, endpoint, api)
+
+    def _first(self, lookup: Lookup, attach: Callable[[str], Member]) -> list[Member]:
+        """Waits for the first servers of a look-up; others join later."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while True:
+            members, why = [], "it names none"
+            try:
+                for url in lookup():
+                    try:
+                        members.append(attach(url))
+                    except (RolloutError, UserError) as e:
+                        why = str(e)
+            except (OSError, ValueError) as e:
+                why = str(e)
+            if members:
+                return members
+            if time.monotonic() > deadline:
+                waited = f"within rollout.start_timeout_s={self._start_timeout_s:g}"
+                raise UserError(f"no server of rollout.urls answered {waited}; {why}")
+            time.sleep(LOOKUP_S)
+
+    def close(self) -> None:
+        """Stops the servers that were started here; may be called twice."""
+        if self._fleet is not None:
+            self._fleet.close()
+            return
+        stop_all(self.servers)
+        self._publisher.close()
+
+
+def _require_awake(endpoint: Endpoint, api: ServerApi, *, ours: bool) -> None:
+    deadline = time.monotonic() + guard.LEASE_S + 2 * guard.TICK_S  # of a trainer that was killed just now
+    while True:
+        try:
+            paused = api.paused(endpoint)
+            break
+        except Taken as e:
+            if time.monotonic() > deadline:
+                raise UserError(str(e)) from e
+            time.sleep(guard.TICK_S)
+        except RolloutError as e:
+            raise UserError(f"{e}; {api.how}") from e
+    if paused and not ours:
+        raise UserError(
+            f"the server at {endpoint.url} is paused: requests would wait for ever; if no other trainer"
+            f' uses it, resume it with `curl -X POST -H "Authorization: Bearer ${guard.TOKEN}"'
+            f" {endpoint.url}{api.resume_route}`"
+        )

@@ -1,26 +1,39 @@
-"""Rollouts by SGLang behind the `Sampler` protocol: servers started here, or attached to by URL.
+"""Rollouts by SGLang behind the `Sampler` protocol: servers started here, or attached to by URL; and their weights.
 
-As in `client.py`, token ids go in and come out, with one request and seed per sample. Differences: an answer has one
-version for all of its tokens, so no update may overlap a request; weights come from a directory.
+As in `vllm/client.py`, token ids go in and come out, with one request and seed per sample. Differences: an answer has
+one version for all of its tokens, so no update may overlap a request; a whole policy comes as a model directory.
+
+    write the directory -> pause -> load, set and check the version name (take) -> resume
+
+SGLang has no route that checks a directory without loading it, and it silently keeps old values for missing tensors. So
+names and shapes are compared with the first publish here, before any server loads them; the agreement of log-probs
+checks every publish. Two directories are written alternately, like the files of `vllm/publish.py`.
 """
 
 import dataclasses
 import json
 import math
+import os
 import pathlib
-from collections.abc import Sequence
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
+from jppo import child_process, tensorheader
+from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
+from jppo.rollout.servers.delivery import Completion, Offers, end_ids, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.servers.membership import Lookup
-from jppo.rollout.servers.process import Server, check_ports
-from jppo.rollout.servers.server_api import Completion, sampling_params
-from jppo.rollout.sglang import arguments
-from jppo.rollout.sglang import publish as folders
-from jppo.rollout.vllm.arguments import ServerSettings
+from jppo.rollout.servers.process import Server, ServerProgram, check_ports
+from jppo.rollout.servers.repair import Lookup
+from jppo.rollout.vllm import layout
+from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program, triton
+from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder
 from jppo.settings import UserError
 from jppo.types import Sampling
 
@@ -39,6 +52,10 @@ class Sglang:
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
         """Sends every field, so no default of the server applies."""
+        if sampling.ignore_eos and sampling.stop_ids:
+            raise UserError(
+                f"stop_ids={sampling.stop_ids} with ignore_eos: SGLang ignores these tokens too; leave ignore_eos out"
+            )
         return GENERATE, {
             "input_ids": list(ids),
             "sampling_params": {
@@ -73,7 +90,7 @@ class Sglang:
             raise ServerFault(f"SGLang gave the log-probs {logprob[:8]}...")
         if finish == "stop":
             self._require_end(matched, tokens, sampling)
-        ends = not sampling.ignore_eos and tokens[-1:] and tokens[-1] in self.eos_token_ids
+        ends = tokens[-1:] and tokens[-1] in end_ids(sampling, self.eos_token_ids)
         if finish == "length" and (ends or any(stop in text for stop in sampling.stop)):
             finish = "stop"  # SGLang checks the length first
         return Completion(tokens, logprob, version, finish)
@@ -85,16 +102,16 @@ class Sglang:
             info = endpoint.get("/server_info")
             name, longest = model["id"], min(model["max_model_len"], info["max_total_num_tokens"])
             heeds = info["enable_deterministic_inference"]
-            folders.named(endpoint)
+            named(endpoint)
         except (KeyError, IndexError, TypeError) as e:
             raise ServerFault(f"the server at {endpoint.url} does not answer as SGLang would: no {e}") from e
         if not heeds:
             raise UserError(f"the server at {endpoint.url} ignores seeds; {self.how}")
-        return name, longest - arguments.ROOM
+        return name, longest - ROOM
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait: no route reports it, but one samples a token and gives up."""
-        endpoint.get(folders.INFO)
+        endpoint.get(INFO)
         try:
             endpoint.within(AWAKE_S).see(AWAKE)
         except ServerFault:
@@ -103,7 +120,7 @@ class Sglang:
 
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version that it loaded last."""
-        has = folders.named(endpoint)
+        has = named(endpoint)
         return int(has) if has.isdecimal() else None
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
@@ -134,7 +151,7 @@ class Sglang:
             return
         if not isinstance(matched, int) or tokens[-1] != matched:
             raise ServerFault(f"SGLang ended a response at {matched!r}, but its last tokens are {tokens[-8:]}")
-        if matched not in self.eos_token_ids:
+        if matched not in (*self.eos_token_ids, *sampling.stop_ids):
             raise UserError(
                 f"SGLang ended a response at token {matched}, which is no end token here; add it to eos_token_id in the"
                 " generation_config.json of model.path"
@@ -149,7 +166,7 @@ def start_sglang(
     urls: Sequence[str] | Lookup,
     limits: ServerLimits,
     publish_dir: str,
-) -> Engine:
+) -> ServerEngine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
     config = pathlib.Path(model_dir) / "config.json"
     if not config.is_file():
@@ -159,24 +176,205 @@ def start_sglang(
             f"{config}: quantization_config: the trainer publishes plain weights only; set rollout.name=vllm"
         )
     if not urls:
-        arguments.check_sglang(settings.python)
-        arguments.flags(settings)  # may refuse engine_args
+        check_sglang(settings.python)
+        flags(settings)  # may refuse engine_args
         check_ports(settings.port, settings.servers)
 
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
         return Sglang(eos_token_ids, how_to_start(model_dir, settings))
 
-    publisher = folders.Publisher(publish_dir, config)
+    publisher = Publisher(publish_dir, config)
     servers = [
-        Server(arguments.program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
+        Server(program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
         for i in range(0 if urls else settings.servers)
     ]
-    return Engine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
+    return ServerEngine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
 
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     """Returns the start command of a server for `rollout.urls`."""
-    variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings).items())
-    options = " ".join(arguments.flags(settings))
-    command = f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} --model-path {model_dir} {options}"
+    variables = " ".join(f"{name}={value}" for name, value in environment(settings).items())
+    options = " ".join(flags(settings))
+    command = f"{guard.TOKEN}=... {variables} python -m {MODULE} --model-path {model_dir} {options}"
     return f"start it with `{command}`, and set {guard.TOKEN} alike here"
+
+
+MODULE = "jppo.rollout.sglang.guarded"
+ROOM = 2  # tokens of its context that SGLang never fills
+
+# Options that engine_args may not set, and the settings that do.
+OURS = {
+    **dict.fromkeys(("--model-path", "--model", "--served-model-name", "--host", "--load-format"), "jppo"),
+    **dict.fromkeys(("--enable-deterministic-inference", "--weight-version", "--skip-tokenizer-init"), "jppo"),
+    "--port": "rollout.port",
+    "--enable-memory-saver": "rollout.sleep_level",
+    "--dtype": "rollout.dtype",
+    "--context-length": "data.max_prompt_length and data.max_response_length",
+    "--max-running-requests": "rollout.max_num_seqs",
+    "--disable-cuda-graph": "rollout.enforce_eager",
+    "--mem-fraction-static": "rollout.gpu_memory_utilization",
+    **dict.fromkeys(("--tp-size", "--tensor-parallel-size", "--tp"), "rollout.tensor_model_parallel_size"),
+}
+
+# Run in the server's interpreter without importing SGLang, which would take seconds.
+_PROBE = """
+import importlib.metadata, importlib.util
+print(importlib.metadata.version("sglang") if importlib.util.find_spec("sglang") else "")
+"""
+
+
+def check_sglang(python: str) -> str:
+    """Returns the version of the interpreter's SGLang; UserError if it has none."""
+    executable = child_process.executable(python)
+    probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
+    if probe.returncode != 0:
+        raise UserError(f"rollout.python={executable} does not run: {probe.stderr.strip()[-300:]}")
+    if not probe.stdout.strip():
+        raise UserError(
+            f"SGLang is not installed for {executable}; run `{executable} -m pip install sglang`, in a separate"
+            " environment, or set rollout.python to an interpreter that has it"
+        )
+    return probe.stdout.strip()
+
+
+def flags(settings: ServerSettings) -> list[str]:
+    """Returns the options that make its tokens, log-probs and weights match the trainer's."""
+    always = [
+        "--enable-deterministic-inference",  # required for seeds
+        *("--load-format", "dummy"),  # the trainer is the only source of weights
+        *("--dtype", settings.dtype),
+        *("--context-length", str(settings.max_model_len + ROOM)),
+        *("--max-running-requests", str(settings.max_num_seqs)),
+        *("--mem-fraction-static", str(settings.gpu_memory_utilization)),
+        *("--tp-size", str(settings.tensor_model_parallel_size)),
+    ]
+    if settings.enforce_eager:
+        always.append("--disable-cuda-graph")
+    if settings.sleeps:
+        always.append("--enable-memory-saver")
+    return [*always, *engine_args(settings.engine_args, OURS)]
+
+
+def environment(settings: ServerSettings) -> dict[str, str]:
+    """Returns SGLang's additional environment variables."""
+    return {
+        "PYTHONPATH": child_process.python_path(),
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise a paused server is unhealthy
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the tokens of ROOM, which never occur
+        "HF_HUB_OFFLINE": "1",
+        **triton(settings.dtype),
+    }
+
+
+def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> ServerProgram:
+    """Returns the SGLang program number `index` of a run."""
+    env = {**os.environ, **environment(settings), **devices(index, settings)}
+    env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs must be at the sampling temperature
+    start = [MODULE, "--model-path", model_dir]
+    return make_program(index, start, flags(settings), env, run_dir=run_dir, settings=settings, folder=folder)
+
+
+LOAD = "/update_weights_from_disk"
+INFO = "/model_info"
+FILE = "model.safetensors"
+HEAD_ROOM = 1 << 20  # bytes reserved for the header, which is known after all tensors are written
+
+
+@dataclasses.dataclass(frozen=True)
+class Directory:
+    """A whole policy in one of the two directories."""
+
+    path: pathlib.Path
+    version: int
+    model: None = None
+    whole: bool = True
+    alone: bool = False
+
+    def offers(self) -> Offers:
+        """Yields nothing: no route checks without loading."""
+        yield from ()
+
+    def take(self, endpoint: Endpoint) -> None:
+        """Loads it on the server and checks the version name."""
+        body = {
+            "model_path": str(self.path),
+            "load_format": "safetensors",  # otherwise the start option applies, which is 'dummy'
+            "weight_version": str(self.version),
+            "flush_cache": True,
+            "abort_all_requests": False,  # the pause has handled them
+        }
+        answered = endpoint.post(LOAD, body)
+        if not isinstance(answered, dict) or answered.get("success") is not True:
+            raise RolloutError(f"the server at {endpoint.url} did not load version {self.version}: {answered}")
+        if (has := named(endpoint)) != str(self.version):
+            raise ServerFault(f"the server at {endpoint.url} was given version {self.version} but reports {has!r}")
+
+
+class Publisher:
+    """Writes whole policies as directories: two, in shared memory or in `publish_dir`, with the model's `config`."""
+
+    def __init__(self, publish_dir: str, config: pathlib.Path):
+        if not publish_dir and os.path.isdir(SHARED_MEMORY):
+            publish_dir = SHARED_MEMORY
+        self.folder = make_folder(publish_dir)
+        self._folders = [pathlib.Path(self.folder) / name for name in ("a", "b")]
+        for folder in self._folders:
+            folder.mkdir()
+            shutil.copy(config, folder)
+        self._first: dict[str, tuple[int, ...]] = {}
+
+    def whole(self, tensors: Iterable[tuple[str, np.ndarray]], version: int) -> Directory:
+        """Writes a whole policy; RolloutError if its tensors differ from the first publish."""
+        path, entries = self._write(tensors)
+        shapes = {entry.name: entry.shape for entry in entries}
+        self._first = self._first or shapes
+        if differ := sorted(name for name in {*shapes, *self._first} if shapes.get(name) != self._first.get(name)):
+            name = differ[0]
+            raise RolloutError(
+                f"version {version} of the weights differs from the first published model: {name} has shape"
+                f" {_said(shapes.get(name))} instead of {_said(self._first.get(name))}; no server received it"
+            )
+        return Directory(path, version)
+
+    def adapter(self, save: Callable[[pathlib.Path], object], version: int) -> Directory:
+        """Refuses: SGLang only loads whole policies."""
+        raise UserError("rollout.lora_sync='adapter' needs rollout.name=vllm; use rollout.lora_sync=merge")
+
+    def metrics(self) -> dict[str, float]:
+        """Returns nothing: files are on this machine, or in a folder that servers share."""
+        return {}
+
+    def refused(self) -> None:
+        """Does nothing: the next write creates a new file."""
+
+    def close(self) -> None:
+        """Removes the directories."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[pathlib.Path, list[layout.TensorEntry]]:
+        """Writes into the directory that was not written last."""
+        self._folders.reverse()
+        folder = self._folders[0]
+        try:
+            (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
+            with (folder / FILE).open("wb") as file:
+                entries = layout.write(file.fileno(), tensors, start=HEAD_ROOM, align=1)
+                head = tensorheader.make_header(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
+                if len(head) > HEAD_ROOM:
+                    raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")
+                file.write(head)
+        except OSError as e:
+            raise UserError(
+                f"the weights cannot be written to {self.folder}: {e}; set rollout.publish_dir to a folder with"
+                " room for two copies"
+            ) from e
+        return folder, entries
+
+
+def named(endpoint: Endpoint) -> str:
+    """Returns the name of a server's weights."""
+    return str(endpoint.get_field(INFO, "weight_version"))
+
+
+def _said(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))

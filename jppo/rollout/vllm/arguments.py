@@ -1,4 +1,4 @@
-"""The start command, options and environment of vLLM servers for training."""
+"""The start command, options and environment of vLLM servers for training, and what vLLM 0.32 cannot serve."""
 
 import dataclasses
 import json
@@ -8,8 +8,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jppo import interpreter
+from jppo import child_process
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.process import HOST, ServerProgram
 from jppo.settings import UserError
@@ -17,7 +18,7 @@ from jppo.settings import UserError
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"
 RECEIVER = "jppo.rollout.vllm.weight_engine.Receiver"  # an extension with an engine for vLLM's weight transfer
-ROUTING = "jppo.rollout.vllm.routing"
+REPLAY = "jppo.rollout.vllm.kept"  # module of workers and schedulers for replay
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM
 
 # Options that engine_args may not set, and the settings that do.
@@ -27,9 +28,11 @@ OURS = {
     "--weight-transfer-config": "rollout.publish_via",
     **dict.fromkeys(("--enable-chunked-prefill", "--no-enable-chunked-prefill"), "jppo"),
     "--enable-return-routed-experts": "rollout.routing_replay",
+    "--return-sampling-mask": "rollout.mask_replay",
     "--port": "rollout.port",
     "--enable-sleep-mode": "rollout.sleep_level",
     "--dtype": "rollout.dtype",
+    **dict.fromkeys(("--quantization", "-q", "--quantization-config"), "rollout.quantization"),
     "--max-model-len": "data.max_prompt_length and data.max_response_length",
     "--max-num-seqs": "rollout.max_num_seqs",
     "--enforce-eager": "rollout.enforce_eager",
@@ -42,6 +45,7 @@ OURS = {
 # For latent attention on a CPU. vLLM 0.32 would choose a kernel without float32 where the processor has AMX. Without
 # YaRN, its rotary kernel rotates the queries wrongly and raises nothing: log-probs are off by 0.5 nats.
 LATENT = ("--attention-backend", "CPU_MLA", "--compilation-config", '{"custom_ops":["-rotary_embedding"]}')
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 LATENT_SIZES = (512, 64)  # kv_lora_rank and qk_rope_head_dim of that backend: those of DeepSeek's models
 
 MEDIA = (
@@ -89,10 +93,14 @@ class ServerSettings:
     sleeps: bool = False  # frees its GPU memory while the trainer learns
     lora_rank: int = 0  # of the adapters; 0: whole weights only
     delta: tuple[str, bool] | None = None  # the family, and whether its projections are one; None: no gated delta nets
+    head_sizes: tuple[int, ...] = ()  # of the model's attention, unless it is latent
     latent: tuple[int, int] | None = None  # kv_lora_rank and qk_rope_head_dim; None: no latent attention
     publish_via: str = "file"  # otherwise by vLLM's routes of weight transfer
+    publish_delta: bool = False  # by tcp: only what has changed, to servers that have the last publish
     cache_given: bool = False  # kv_cache_memory_bytes on a GPU too, in place of what gpu_memory_utilization leaves
     experts: bool = False  # answers have the experts of each token
+    quantization: str = "none"  # of linear layers
+    kept: bool = False  # answers have the kept tokens of each sample
 
 
 def install_for_cpu(executable: str) -> str:
@@ -103,7 +111,7 @@ def install_for_cpu(executable: str) -> str:
 
 def check_vllm(python: str, setting: str = "rollout.python") -> str:
     """Returns the platform of the vLLM of `setting`'s interpreter, 'cpu' or 'gpu'; UserError without a working one."""
-    executable = interpreter.executable(python, setting)
+    executable = child_process.executable(python, setting)
     probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if probe.returncode != 0:
         raise UserError(f"{setting}={executable} does not run: {probe.stderr.strip()[-300:]}")
@@ -146,6 +154,8 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
     ]
     if settings.publish_via != "file":
         always += ["--weight-transfer-config", '{"backend":"jppo"}']
+    if settings.quantization != "none":
+        always += ["--quantization", settings.quantization]
     if settings.enforce_eager:
         always.append("--enforce-eager")
     if settings.lora_rank:
@@ -164,10 +174,9 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         if settings.cache_given:  # and vLLM does not measure what else its passes need
             always += ["--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)]
         return [*always, *more]
-    experts = ("--worker-cls", f"{ROUTING}.RoutingWorker", "--scheduler-cls", f"{ROUTING}.RoutingScheduler")
     return [
         *always,
-        *(experts if settings.experts else ()),
+        *_replay(settings),
         "--no-enable-chunked-prefill",  # with it, a seeded request ends the server on a CPU
         *("--max-num-batched-tokens", str(max(settings.max_model_len, 4096))),
         *("--kv-cache-memory-bytes", str(settings.kv_cache_memory_bytes)),
@@ -176,6 +185,18 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         *(() if settings.delta is None else ("--no-enable-prefix-caching",)),
         *more,
     ]
+
+
+def _replay(settings: ServerSettings) -> Sequence[str]:
+    """Returns the options of a server on a CPU that returns experts or kept tokens, or speculates."""
+    if speculates(settings.engine_args):
+        return ("--worker-cls", f"{REPLAY}.SpeculationWorker")
+    named = {
+        (True, False): "Routing", (False, True): "Kept", (True, True): "KeptRouting",
+    }.get((settings.experts, settings.kept))  # fmt: skip
+    return () if named is None else (
+        "--worker-cls", f"{REPLAY}.{named}Worker", "--scheduler-cls", f"{REPLAY}.{named}Scheduler",
+    )  # fmt: skip
 
 
 def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
@@ -193,6 +214,11 @@ def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
     return words
 
 
+def speculates(text: str) -> bool:
+    """Whether `rollout.engine_args` has an option of speculation."""
+    return any(word.startswith(("--spec-", "--spec_", "--speculative", "-sc")) for word in engine_args(text))
+
+
 def triton(dtype: str) -> dict[str, str]:
     """Returns the variable without which Triton's float32 products are TF32, in attention and experts."""
     return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
@@ -201,7 +227,7 @@ def triton(dtype: str) -> dict[str, str]:
 def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     """Returns vLLM's additional environment variables."""
     variables = {
-        "PYTHONPATH": interpreter.python_path(),
+        "PYTHONPATH": child_process.python_path(),
         "VLLM_SERVER_DEV_MODE": "1",  # for the routes that pause and load
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
@@ -214,28 +240,45 @@ def environment(settings: ServerSettings, build: str) -> dict[str, str]:
     if build == "cpu":
         threads = str(settings.omp_threads)
         one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # ready sooner, and smaller
+        spins = os.environ.get("GOMP_SPINCOUNT", "20000")  # threads that spin longer hold cores that others need
         variables |= {"VLLM_ENABLE_V1_MULTIPROCESSING": one_process, "OMP_NUM_THREADS": threads}
+        if "OMP_WAIT_POLICY" not in os.environ:
+            variables["GOMP_SPINCOUNT"] = spins
     return variables
 
 
 # What vLLM 0.32 computes with in a gpt_oss model, whatever these fields of its config.json say.
 _FIXED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "attention_bias": True}
 
+_TEXT_MODELS = {  # vLLM's classes of the text models of multimodal ones
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+
 
 def model_options(model_dir: str, run_dir: str) -> list[str]:
     """Returns the options of a model; UserError if vLLM would compute another one.
 
-    A quantised checkpoint is served with plain weights, as all that are published, by a config.json in `run_dir`.
+    A quantised checkpoint is served with plain weights, as all that are published, and a multimodal one as its text
+    model alone, by a config.json in `run_dir`.
     """
     file = pathlib.Path(model_dir) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    whole = json.loads(file.read_text()) if file.is_file() else {}
+    text: Any = whole.get("text_config")
+    multimodal, config = isinstance(text, dict) and text.get("model_type") in _TEXT_MODELS, whole
+    if multimodal:
+        shared = {key: whole[key] for key in ("tie_word_embeddings", "dtype", "quantization_config") if key in whole}
+        config = text | shared | {"architectures": [_TEXT_MODELS[text["model_type"]]]}
     if config.get("model_type") == "gpt_oss":
         turns = [("sliding", "full")[i % 2] + "_attention" for i in range(config["num_hidden_layers"])]
         for key, value in (_FIXED | {"layer_types": turns}).items():
             if config.get(key) not in (None, value):
                 said = f"{file}: {key}={config[key]!r}: vLLM computes a gpt_oss model with {value!r}"
                 raise UserError(f"{said}; set rollout.name=inprocess")
-    if config.pop("quantization_config", None) is None:
+    if config.pop("quantization_config", None) is None and not multimodal:
         return []
     folder = pathlib.Path(run_dir).absolute() / "served_config"
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,7 +312,7 @@ def make_program(
     folder: str | None,
 ) -> ServerProgram:
     """Returns a server program: `start` is its module and model, `folder` that of its weights."""
-    executable = interpreter.executable(settings.python)
+    executable = child_process.executable(settings.python)
 
     def command(port: int, name: str) -> list[str]:
         place = ("--host", HOST, "--port", str(port), "--served-model-name", name)
@@ -303,3 +346,72 @@ def _visible() -> list[str]:
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         visible = ",".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
     return visible.split(",")
+
+
+def require_served(settings: ServerSettings, build: str) -> None:
+    """Raises UserError for what this vLLM cannot serve."""
+    for require in (require_attention, require_delta_nets, require_returns_kept, require_options):
+        require(settings, build)
+
+
+def require_attention(settings: ServerSettings, build: str) -> None:
+    """Raises UserError for attention that this vLLM cannot compute, which it would say at the first request."""
+    sizes = settings.latent
+    if build == "cpu" and (odd := [size for size in settings.head_sizes if size not in HEAD_SIZES]):
+        raise UserError(
+            f"vLLM's attention on a CPU takes heads of {', '.join(map(str, HEAD_SIZES))}, and this model has heads of"
+            f" {odd[0]} (head_dim, or hidden_size / num_attention_heads in config.json); set rollout.name=inprocess or"
+            " serve it on a GPU"
+        )
+    if build == "cpu" and sizes is not None and sizes != LATENT_SIZES:
+        raise UserError(
+            f"vLLM's latent attention on a CPU takes kv_lora_rank={LATENT_SIZES[0]} and qk_rope_head_dim="
+            f"{LATENT_SIZES[1]}, and this model has {sizes[0]} and {sizes[1]}; set rollout.name=inprocess or"
+            " serve it on a GPU"
+        )
+
+
+def require_returns_kept(settings: ServerSettings, build: str) -> None:
+    """Raises UserError where vLLM does not return the kept tokens of every sample."""
+    if not settings.kept:
+        return
+    if build != "cpu":
+        raise UserError(
+            "rollout.mask_replay=True: jppo reads the kept tokens from vLLM on a CPU and from the in-process engine;"
+            " on a GPU vLLM's own --return-sampling-mask refuses greedy requests. Set rollout.name=inprocess, or set it"
+            " to False with algorithm.old_logprob=correction and algorithm.rollout_is=token"
+        )
+
+
+def require_options(settings: ServerSettings, build: str) -> None:
+    """Raises UserError for replay with speculation, and for a quantisation that vLLM on a CPU does not have."""
+    replay = [f"rollout.{n}_replay=True" for n, on in (("mask", settings.kept), ("routing", settings.experts)) if on]
+    if replay and speculates(settings.engine_args):
+        raise UserError(
+            f"{replay[0]}: vLLM does not return the kept tokens or experts of speculated samples; remove speculation"
+            f" from rollout.engine_args={settings.engine_args!r}"
+        )
+    if build == "cpu" and settings.quantization not in ("none", "fp8_per_channel"):
+        raise UserError(
+            f"rollout.quantization={settings.quantization!r}: vLLM on a CPU quantises by fp8_per_channel only; set it"
+            " to that or to none"
+        )
+
+
+def require_delta_nets(settings: ServerSettings, build: str) -> None:
+    """Raises UserError where vLLM on a CPU cannot serve the model's gated delta nets."""
+    if settings.delta is None or build != "cpu":
+        return
+    family, joined = settings.delta
+    if settings.dtype != "bfloat16":
+        raise UserError(
+            f"rollout.dtype={settings.dtype}: vLLM on a CPU computes the gated delta nets of a {family} model in"
+            " bfloat16 only; use rollout.dtype=bfloat16 or rollout.name=inprocess"
+        )
+    executable = child_process.executable(settings.python)
+    sought = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torchvision') is None)"
+    if not joined and subprocess.run([executable, "-c", sought], check=False, timeout=120).returncode:
+        raise UserError(
+            f"vLLM's module of {family} models imports torchvision, which {executable} lacks; install that of"
+            " its torch, or use rollout.name=inprocess"
+        )

@@ -3,12 +3,16 @@
     for each bucket: gather it -> every server stages it (offers) -> every server checks the whole
     pause -> load and set the version (take) -> resume
 
+With `rollout.publish_delta`, a server that proves by its digest to have the last publish gets the changes of a bucket
+(`delta.py`); one that refuses them, and any other server, gets all bytes.
+
 `weight_engine.py` is the server's side. On the host are at most `BUCKET` bytes, or the largest tensor, and the tensors
 that `hf_write.hf_tensors` has in flight.
 """
 
 import contextlib
 import dataclasses
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
-from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.vllm import layout, tcp
+from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.vllm import delta, layout, tcp
 from jppo.rollout.vllm.layout import TensorEntry
 from jppo.rollout.vllm.publish import Buffers, Publisher, accept
 from jppo.settings import UserError
@@ -76,12 +81,38 @@ class Tcp:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pass:
+    """One iteration over the tensors, for all servers or for `only` some."""
+
+    only: frozenset[str] | None = None
+    base: str = ""  # digest of the weights that changes are of
+    based: set[str] = dataclasses.field(default_factory=set)  # servers that have these weights
+    refused: dict[str, RolloutError] = dataclasses.field(default_factory=dict)  # by servers that then need all
+
+    def ask(self, endpoint: Endpoint) -> None:
+        """Notes whether all workers of a server have the base; those of an older jppo do not answer with theirs."""
+        if {worker.get("base") for worker in endpoint.call("jppo_transfer")} == {self.base}:
+            self.based.add(endpoint.url)
+
+    def begin(self, endpoint: Endpoint) -> None:
+        """Begins an empty publish on a server of this pass."""
+        if self.only is None or endpoint.url in self.only:
+            endpoint.call("jppo_transfer", abandon=True)  # of a publish that ended early
+            endpoint.post("/start_weight_update")
+
+
+@dataclasses.dataclass(frozen=True)
 class Streamed:
-    """A whole policy that is sent as it is gathered; `tensors` are iterated for each delivery."""
+    """A whole policy that is sent as it is gathered; `tensors` are iterated for each delivery.
+
+    With a `copy` of the last publish, the first delivery sends changes to the servers that have the same weights.
+    """
 
     tensors: Iterable[tuple[str, Any]]
     version: int
     carrier: Carrier
+    copy: delta.Copy | None = None
+    sizes: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # of each request: bytes sent, of tensors
     model: None = None
     whole: bool = True
     _begun: list[bool] = dataclasses.field(default_factory=list)  # an iterator cannot be begun again
@@ -92,25 +123,27 @@ class Streamed:
         return self.carrier.alone
 
     def offers(self) -> Offers:
-        """Yields: begin, each bucket, the check of the whole."""
+        """Yields: begin, each bucket, the check of the whole; then all of it again where changes were refused."""
         source = iter(self.tensors)
-        if source is self.tensors and self._begun:  # perhaps other hosts still gather with it
+        once = source is self.tensors
+        if once and self._begun:  # perhaps other hosts still gather with it
             raise WeightsGone("the weights were gathered from all hosts and not kept", another_comes=False)
+        copy = None if self._begun else self.copy  # a later delivery may overlap the next publish
         self._begun.append(True)
-        yield _begin
+        first = Pass(base=copy.digest if copy is not None else "")
+        yield first.begin
         yield from self.carrier.joins()
-        sent: list[TensorEntry] = []
-        try:
-            for bucket in _buckets(source):
-                with self.carrier.offer(bucket) as (entries, where):
-                    yield self._update({"entries": layout.pack(entries), **where})
-                sent += entries
-                del bucket  # before the next one is gathered
-        except (RuntimeError, ValueError) as e:  # of JAX, for an array that the trainer's update has overwritten
-            if "deleted" not in str(e):
-                raise
-            raise WeightsGone("the trainer is updating the published weights", another_comes=True) from e
-        yield self._update({"digest": layout.digest(sent)})
+        if first.base:
+            yield first.ask
+        yield from self._send(source, copy, first)
+        if first.refused:
+            error = next(iter(first.refused.values()))
+            if once:
+                raise error
+            print(f"{error}; all weights are sent instead of their changes", file=sys.stderr, flush=True)
+            again = Pass(only=frozenset(first.refused))
+            yield again.begin
+            yield from self._send(iter(self.tensors), None, again)
 
     def take(self, endpoint: Endpoint) -> None:
         """Loads the staged tensors on the server."""
@@ -118,25 +151,88 @@ class Streamed:
         accept(endpoint, self.version, "jppo_transfer")
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
-    def _update(self, what: Mapping[str, Any]) -> Step:
+    def _send(self, source: Iterator[tuple[str, Any]], copy: delta.Copy | None, run: Pass) -> Offers:
+        sent: list[TensorEntry] = []
+        try:
+            for bucket in _buckets(source):
+                with (
+                    self.carrier.offer(bucket) as (entries, where),
+                    self._changes(bucket, entries, copy, run) as changes,
+                ):
+                    yield self._update(run, {"entries": layout.pack_bytes(entries), **where}, _nbytes(entries), changes)
+                sent += entries
+                del bucket  # before the next one is gathered
+        except (RuntimeError, ValueError) as e:  # of JAX, for an array that the trainer's update has overwritten
+            if "deleted" not in str(e):
+                raise
+            raise WeightsGone("the trainer is updating the published weights", another_comes=True) from e
+        digest = layout.digest(sent)
+        yield self._update(run, {"digest": digest}, 0, None)
+        if copy is not None:
+            copy.digest = digest
+
+    @contextlib.contextmanager
+    def _changes(
+        self, bucket: Tensors, entries: list[TensorEntry], copy: delta.Copy | None, run: Pass
+    ) -> Iterator[tuple[Mapping[str, Any], int] | None]:
+        """Updates the copy; within the block offers the changes, if a server can use them, and returns their bytes."""
+        if copy is None or not run.based:
+            if copy is not None:
+                copy.replace(entries, [tensor for _, tensor in bucket])
+            yield None
+            return
+        with self.carrier.offer(copy.changes(entries, [tensor for _, tensor in bucket])) as (changes, where):
+            what = {
+                "entries": layout.pack_bytes(entries),
+                "base": run.base,
+                "changes": layout.pack_bytes(changes),
+                **where,
+            }
+            yield what, _nbytes(changes)
+
+    def _update(
+        self, run: Pass, whole: Mapping[str, Any], nbytes: int, changes: tuple[Mapping[str, Any], int] | None
+    ) -> Step:
         def update(endpoint: Endpoint) -> None:
+            url = endpoint.url
+            if url in run.refused or (run.only is not None and url not in run.only):
+                return
+            what, sent = changes if changes is not None and url in run.based else (whole, nbytes)
             endpoint.post(UPDATE, {"update_info": {"version": self.version, **what}})
-            accept(endpoint, self.version, "jppo_transfer")
+            self.sizes.append((sent, nbytes))
+            try:
+                accept(endpoint, self.version, "jppo_transfer")
+            except ServerFault:
+                raise
+            except RolloutError as e:
+                if url not in run.based:
+                    raise
+                run.refused[url] = e
 
         return update
 
 
 class StreamPublisher(Publisher):
-    """Sends whole policies by a carrier; adapters still go by path."""
+    """Sends whole policies by a carrier, as `changes` where servers have the last one; adapters still go by path."""
 
-    def __init__(self, buffers: Buffers, carrier: Carrier):
+    def __init__(self, buffers: Buffers, carrier: Carrier, *, changes: bool = False):
         super().__init__(buffers)
         self._carrier = carrier
+        self._copy = delta.Copy() if changes else None
+        self._sizes: list[tuple[int, int]] = []
 
     def whole(self, tensors: Iterable[tuple[str, Any]], version: int) -> Delivery:
         """Gathers nothing yet."""
         self._forget(0)
-        return Streamed(tensors, version, self._carrier)
+        return Streamed(tensors, version, self._carrier, self._copy, self._sizes)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the megabytes sent to servers since the last call, and what they would be without changes."""
+        sizes = [self._sizes.pop(0) for _ in range(len(self._sizes))]  # other threads append
+        return {
+            "rollout/published_mb": sum(sent for sent, _ in sizes) / 1e6,
+            "rollout/published_whole_mb": sum(whole for _, whole in sizes) / 1e6,
+        }
 
     def close(self) -> None:
         """Ends all transfers."""
@@ -144,9 +240,8 @@ class StreamPublisher(Publisher):
         super().close()
 
 
-def _begin(endpoint: Endpoint) -> None:
-    endpoint.call("jppo_transfer", abandon=True)  # of a publish that ended early
-    endpoint.post("/start_weight_update")
+def _nbytes(entries: Sequence[TensorEntry]) -> int:
+    return sum(entry.nbytes for entry in entries)
 
 
 def _buckets(tensors: Iterator[tuple[str, Any]]) -> Iterator[Tensors]:

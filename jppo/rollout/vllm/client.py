@@ -1,10 +1,14 @@
-"""Rollouts by vLLM behind the `Sampler` protocol: servers started here, or attached to by URL.
+"""Rollouts by vLLM behind the `Sampler` protocol: servers started here, or attached to by URL; and a served reference.
 
     engine = start_vllm(...)      returns at once; the servers import and load while the trainer compiles
     sampler = engine.ready()      waits for them and checks them
 
 Token ids go in and token ids come out. Every sample is a request with its own seed, so samples depend neither on how a
 batch is split nor on repeated requests. `fleet.py` routes the requests.
+
+The reference of the KL, or a teacher, may be on any running `vllm serve MODEL` (`ref.url`), with nothing of jppo: a
+prompt and its response are sent as the token ids of one prompt, which vLLM answers with a log-prob per token, always at
+temperature 1.
 """
 
 import base64
@@ -14,24 +18,26 @@ import math
 import pathlib
 import shlex
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from jppo.rollout.protocol import RolloutError
+from jppo.rollout.protocol import Kept, RolloutError
 from jppo.rollout.servers import guard
+from jppo.rollout.servers.delivery import Completion, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.engine import Engine
+from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.servers.membership import Lookup
 from jppo.rollout.servers.process import Server, check_ports
-from jppo.rollout.servers.server_api import Completion, sampling_params
-from jppo.rollout.vllm import arguments, buckets, device_carriers, unserved
+from jppo.rollout.servers.repair import Lookup
+from jppo.rollout.vllm import arguments, buckets, device_carriers
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.publish import Buffers, Publisher
 from jppo.settings import UserError
-from jppo.types import Sampling
+from jppo.types import OVERFLOW, Sampling, Trajectory
 
 GENERATE = "/inference/v1/generate"
 ADAPTER = "/v1/load_lora_adapter"
@@ -47,6 +53,7 @@ class Vllm:
     dtype: str  # compute dtype, and the dtype of published weights
     publish_via: str = "file"
     experts: bool = False  # answers must have the experts of each token
+    kept: bool = False  # answers must have the kept tokens of each sample
     resume_route: str = "/resume"
 
     def request(self, ids: Sequence[int], sampling: Sampling, seed: int, model: str) -> tuple[str, dict[str, Any]]:
@@ -64,6 +71,7 @@ class Vllm:
                 "include_stop_str_in_output": True,
                 "detokenize": bool(sampling.stop),  # stop texts need decoded text
                 "logprobs": 0,  # of the sampled token only
+                **({"extra_args": {"kept": sampling.kept}} if sampling.kept else {}),
             },
         }
 
@@ -85,7 +93,8 @@ class Vllm:
             raise ServerFault(
                 f"vLLM gave {len(tokens)} tokens with {len(version)} versions and the log-probs {logprob[:8]}..."
             )
-        return Completion(tokens, logprob, version, finish, experts=experts)
+        kept = _kept(choice.get("sampling_mask"), tokens, sampling.kept) if sampling.kept else None
+        return Completion(tokens, logprob, version, finish, experts=experts, kept=kept)
 
     def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
         """Checks the routes, the worker and the settings that training needs."""
@@ -95,11 +104,11 @@ class Vllm:
             routes = endpoint.get("/openapi.json")["paths"]
             found = [
                 info[name]
-                for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype", "experts")
+                for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype", "experts", "kept")
             ]
         except (KeyError, IndexError, TypeError) as e:
             raise ServerFault(f"the server at {endpoint.url} does not answer as vLLM would: no {e}") from e
-        mode, device, chunked, length, dtype, experts = found
+        mode, device, chunked, length, dtype, experts, kept = found
         for fit, fault in (
             *((route in routes, f"has no {route}") for route in self.needed),
             (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
@@ -110,6 +119,7 @@ class Vllm:
             ),
             (not (device == "cpu" and chunked), "prefills in chunks on a CPU"),
             (experts or not self.experts, "returns no experts, which rollout.routing_replay needs"),
+            (kept or not self.kept, "returns no kept tokens of every sample, which rollout.mask_replay needs"),
         ):
             if not fit:
                 raise UserError(f"the server at {endpoint.url} {fault}; {self.how}")
@@ -162,6 +172,16 @@ def _experts(encoded: str | None) -> np.ndarray | None:
     return found.astype(np.int16)
 
 
+def _kept(ids: Any, tokens: Sequence[int], most: int) -> Kept | None:
+    """Reads up to `most` kept tokens of each sample in an answer; an interrupted one without tokens has none."""
+    if ids is None:
+        return None if tokens else []
+    try:
+        return [np.array(one if len(one) <= most else [OVERFLOW], np.int32) for one in ids]
+    except (ValueError, TypeError, OverflowError) as e:
+        raise ServerFault(f"vLLM's sampling mask cannot be read: {e}") from e
+
+
 def start_vllm(
     model_dir: str,
     run_dir: str,
@@ -171,14 +191,14 @@ def start_vllm(
     limits: ServerLimits,
     publish_dir: str,
     publish_host: str = "",
-) -> Engine:
+) -> ServerEngine:
     """Starts the servers on `model_dir` (config, tokenizer) or attaches to those at `urls`, if any; does not block."""
     routes = [GENERATE, *([ADAPTER] if settings.lora_rank else [])]
     model = ["--model", model_dir, *arguments.model_options(model_dir, run_dir)]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
         how = how_to_start(model, settings)
-        return Vllm(eos_token_ids, how, routes, settings.dtype, settings.publish_via, settings.experts)
+        return Vllm(eos_token_ids, how, routes, settings.dtype, settings.publish_via, settings.experts, settings.kept)
 
     servers: list[Server] = []
     build = "gpu"
@@ -188,14 +208,14 @@ def start_vllm(
                 f"no config.json in {model_dir!r}: vLLM needs a folder with the model's config and tokenizer"
             )
         build = arguments.check_vllm(settings.python)
-        unserved.require_latent(settings, build)
-        unserved.require_delta_nets(settings, build)
+        arguments.require_served(settings, build)
         check_ports(settings.port, settings.servers)
     spare = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
     buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare)
     publisher = Publisher(buffers)
     if settings.publish_via == "tcp":
-        publisher = buckets.StreamPublisher(buffers, buckets.Tcp(publish_host, limits.request_timeout_s))
+        carrier = buckets.Tcp(publish_host, limits.request_timeout_s)
+        publisher = buckets.StreamPublisher(buffers, carrier, changes=settings.publish_delta)
     elif settings.publish_via == "nccl":
         publisher = buckets.StreamPublisher(buffers, device_carriers.on_first_gpu())
     elif settings.publish_via == "ipc":
@@ -205,7 +225,7 @@ def start_vllm(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
-    return Engine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
+    return ServerEngine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
 
 
 def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
@@ -218,3 +238,71 @@ def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
 
     on_cpu = "" if settings.sleeps else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
     return f"start it on a GPU with `{command('gpu')}`{on_cpu}, and set {guard.TOKEN} alike here"
+
+
+ROUTE = "/v1/completions"
+CONCURRENT = 64  # requests
+TRIES, PAUSE_S = 3, 1.0  # the pause doubles after each try
+LOWEST = -9998.0  # vLLM writes -9999 for minus infinity
+
+
+class ServedReference:
+    """The server at `url`, checked for a `longest` sequence and for the token ids of `tokenizer`."""
+
+    def __init__(self, url: str, *, longest: int, tokenizer: Any, timeout_s: float):
+        self._endpoint = Endpoint(url, timeout_s=timeout_s, why=lambda: "")
+        ids = sorted(tokenizer.get_vocab().values())
+        try:
+            model = self._endpoint.get("/v1/models")["data"][0]
+            self.model, most = str(model["id"]), int(model["max_model_len"])
+            text = self._endpoint.post("/detokenize", {"model": self.model, "tokens": ids})["prompt"]
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise ServerFault(f"ref.url={url} does not answer as vLLM would: no {e}") from e
+        except RolloutError as e:
+            raise RolloutError(f"ref.url: {e}; start vLLM there, or correct the address") from e
+        if most <= longest:
+            raise UserError(
+                f"ref.url={url}: the server's max_model_len={most} must be above data.max_prompt_length +"
+                f" data.max_response_length={longest}; start it with --max-model-len {longest + 1}"
+            )
+        if text != tokenizer.decode(ids):
+            raise UserError(
+                f"ref.url={url}: {self.model} reads the policy's token ids, and decodes them to other text than the"
+                " tokenizer of model.path; serve a model with that tokenizer"
+            )
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Returns the log-prob of every token of each trajectory, [n] f32 with 0 first, and metrics.
+
+        A failed request is repeated and counted; RolloutError names the prompt after the last try.
+        """
+        with ThreadPoolExecutor(CONCURRENT) as pool:
+            found = list(pool.map(self._one, trajectories))
+        return [logprob for logprob, _ in found], {"ref/retries": float(sum(tries for _, tries in found))}
+
+    def _one(self, t: Trajectory) -> tuple[np.ndarray, int]:
+        body = {"model": self.model, "prompt": t.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+        for tries in range(TRIES):
+            try:
+                return _parsed(self._endpoint.post(ROUTE, body), t), tries
+            except ServerFault as e:
+                if tries + 1 == TRIES:
+                    raise RolloutError(
+                        f"ref.url has no log-probs for prompt {t.uid} after {TRIES} tries: {e}; start the server again"
+                        " and repeat the command, which resumes"
+                    ) from e
+            time.sleep(PAUSE_S * 2**tries)
+        raise AssertionError
+
+
+def _parsed(reply: Any, t: Trajectory) -> np.ndarray:
+    """Reads the log-probs of the tokens that were sent."""
+    try:
+        _, *others = reply["choices"][0]["prompt_logprobs"]
+        found = [one[str(token)]["logprob"] for token, one in zip(t.tokens[1:], others, strict=True)]
+        logprob = np.array([0.0, *found], np.float32)
+    except (KeyError, IndexError, TypeError, ValueError) as e:
+        raise ServerFault(f"vLLM's answer has no log-prob of each of {len(t.tokens)} tokens ({e!r})") from e
+    if not np.all((logprob > LOWEST) & (logprob <= 0)):
+        raise ServerFault(f"vLLM's log-probs are from {logprob.min()} to {logprob.max()}, which none should be")
+    return logprob

@@ -40,7 +40,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Gpu:
+class CudaDevice:
     """A GPU of this process, by its number, in the context that JAX and torch use, too."""
 
     def __init__(self, number: int, *, library: str = "libcuda.so.1"):

@@ -1,11 +1,16 @@
 """Carriers of buckets from the trainer's GPUs: to servers on other GPUs by NCCL, on the same ones by CUDA IPC.
 
-`nccl.py` and `cuda_ipc.py` call the libraries; neither has run on GPUs yet.
+NCCL is called without torch, in the library that JAX's CUDA wheels bring along or the system's; `cuda_ipc.py` calls the
+driver. Neither has run on GPUs yet: tests/rollout/test_nccl.py has a library that checks all ranks' calls.
 """
 
 import base64
 import contextlib
+import ctypes
 import functools
+import importlib.util
+import pathlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +21,131 @@ import numpy as np
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Step
 from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.vllm import buckets, cuda_ipc, layout, nccl
+from jppo.rollout.vllm import buckets, cuda_ipc, layout
 from jppo.rollout.vllm.layout import TensorEntry
 from jppo.settings import UserError
+
+ID_BYTES = 128
+UINT8, FLOAT32, SUM = 1, 7, 0  # of ncclDataType_t and ncclRedOp_t
+ROOT = 0  # the trainer's rank
+
+_P = ctypes.c_void_p
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId; passed by value."""
+
+    _fields_ = (("internal", ctypes.c_byte * ID_BYTES),)
+
+
+_NCCL: dict[str, tuple[Any, ...]] = {
+    "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
+    "ncclCommInitRank": (ctypes.POINTER(_P), ctypes.c_int, UniqueId, ctypes.c_int),
+    "ncclAllReduce": (_P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P),
+    "ncclBroadcast": (_P, _P, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _P, _P),
+    "ncclCommAbort": (_P,),
+}
+_CUDA: dict[str, tuple[Any, ...]] = {"cudaSetDevice": (ctypes.c_int,), "cudaStreamSynchronize": (_P,)}
+
+
+def find(pattern: str) -> str:
+    """Returns the path of a library in the `nvidia` wheels, or its name, for the system's search path."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    found = [path for folder in folders for path in sorted(pathlib.Path(folder).glob(f"*/lib/{pattern}"))]
+    return str(found[-1]) if found else pattern.rstrip("*.")
+
+
+class Communicator:
+    """The trainer's rank, 0, in one communicator with the servers' workers; every call is on CUDA's default stream.
+
+    It is joined once: a thread that is late uses the communicator that it began with, never the next one.
+    """
+
+    def __init__(self, device: int, *, nccl: str = "", cuda: str = ""):
+        """`device` is the GPU's number; no rank is joined yet."""
+        try:
+            self._lib = ctypes.CDLL(nccl or find("libnccl.so.2"))
+            self._cuda = ctypes.CDLL(cuda or find("libcudart.so*"))
+        except OSError as e:
+            raise UserError(
+                f"rollout.publish_via='nccl': {e}; install JAX for CUDA, which brings NCCL, or set it to tcp"
+            ) from e
+        for library, functions in ((self._lib, _NCCL), (self._cuda, _CUDA)):
+            for name, arguments in functions.items():
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, ctypes.c_int
+        self._lib.ncclGetErrorString.restype = ctypes.c_char_p
+        self._device, self._comm = device, _P()
+        self._left, self._lock = False, threading.Lock()
+
+    def unique_id(self) -> bytes:
+        """Returns the id of a new communicator, for all its ranks."""
+        made = UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(made))
+        return bytes(made)
+
+    def join(self, unique_id: bytes, ranks: int, one: int) -> None:
+        """Joins with all other ranks, then sums `one`, the address of a float32, as vLLM's workers do first."""
+        self._cuda.cudaSetDevice(self._device)
+        comm = _P()
+        self._call("ncclCommInitRank", ctypes.byref(comm), ranks, UniqueId.from_buffer_copy(unique_id), ROOT)
+        with self._lock:
+            self._comm, left = comm, self._left
+        if left:
+            self.abort()
+            raise RolloutError("rollout.publish_via='nccl': the servers joined after the trainer had given up")
+        self._call("ncclAllReduce", one, one, 1, FLOAT32, SUM, comm, None)
+        self.wait()
+
+    def broadcast(self, address: int, nbytes: int) -> None:
+        """Sends memory of the GPU to all ranks; returns before it is sent."""
+        self._call("ncclBroadcast", address, address, nbytes, UINT8, ROOT, self._comm, None)
+
+    def wait(self) -> None:
+        """Returns when everything is sent."""
+        if error := self._cuda.cudaStreamSynchronize(None):
+            raise RolloutError(f"rollout.publish_via='nccl': CUDA's error {error} while weights were sent")
+
+    def abort(self) -> None:
+        """Leaves the communicator, which ends calls that wait for others; may be called twice."""
+        with self._lock:
+            comm, self._comm, self._left = self._comm, _P(), True
+        if comm:
+            self._lib.ncclCommAbort(comm)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._cuda.cudaSetDevice(self._device)  # it is the thread's
+        if error := getattr(self._lib, name)(*arguments):
+            said = (self._lib.ncclGetErrorString(error) or b"").decode()
+            raise RolloutError(f"rollout.publish_via='nccl': {name} failed with {error} ({said})")
+
+
+@contextlib.contextmanager
+def alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[], None]) -> Any:
+    """Runs `work` in a thread during the block; if it fails or is late, gives up, and raises if the block does not."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=run, name="nccl", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(timeout_s)
+        if thread.is_alive():
+            failed.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
+        if failed:
+            give_up()
+            thread.join(timeout_s)
+    if failed:
+        raise failed[0]
+
 
 WAIT_S = 10.0  # after the servers have answered, until the trainer's calls must have ended too
 
@@ -31,7 +158,7 @@ class Nccl:
 
     alone = True
 
-    def __init__(self, make: Callable[[], nccl.Communicator], device: jax.Device):
+    def __init__(self, make: Callable[[], Communicator], device: jax.Device):
         self._make, self._communicator, self._device = make, make(), device
         self._joined: dict[str, int] = {}  # the servers, and their numbers of workers
         self._id = ""
@@ -62,14 +189,14 @@ class Nccl:
         def enter() -> None:
             communicator.join(made, ranks, one.unsafe_buffer_pointer())
 
-        with nccl.alongside(enter, timeout_s=WAIT_S, give_up=self.close):
+        with alongside(enter, timeout_s=WAIT_S, give_up=self.close):
             yield join
         self._joined, self._id = workers, unique_id
 
     @contextlib.contextmanager
     def offer(self, bucket: buckets.Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:
         """Gathers the tensors on the device and broadcasts them during the block."""
-        (entries, arrays), communicator = gathered(bucket, self._device), self._communicator
+        (entries, arrays), communicator = on_trainer(bucket, self._device), self._communicator
 
         def send() -> None:
             for array in arrays:
@@ -77,7 +204,7 @@ class Nccl:
                     communicator.broadcast(array.unsafe_buffer_pointer(), array.nbytes)
             communicator.wait()
 
-        with nccl.alongside(send, timeout_s=WAIT_S, give_up=self.close):
+        with alongside(send, timeout_s=WAIT_S, give_up=self.close):
             yield entries, {}
 
     def close(self) -> None:
@@ -95,7 +222,7 @@ class Ipc:
 
     alone = True
 
-    def __init__(self, gpus: Sequence[tuple[jax.Device, cuda_ipc.Gpu]]):
+    def __init__(self, gpus: Sequence[tuple[jax.Device, cuda_ipc.CudaDevice]]):
         self._gpus = gpus
         self._buffers: dict[str, tuple[int, int, str]] = {}  # by GPU: bytes, address, handle
 
@@ -109,8 +236,8 @@ class Ipc:
         entries: list[TensorEntry] = []
         try:
             for device, gpu in self._gpus:
-                entries, arrays = gathered(bucket, device)
-                address = self._room(gpu, layout.size(entries))
+                entries, arrays = on_trainer(bucket, device)
+                address = self._room(gpu, layout.size_of(entries))
                 for entry, array in zip(entries, arrays, strict=True):
                     if entry.nbytes:
                         gpu.copy(address + entry.offset, array.unsafe_buffer_pointer(), entry.nbytes)
@@ -126,7 +253,7 @@ class Ipc:
                 with contextlib.suppress(cuda_ipc.CudaError):  # the process frees it
                     gpu.free(had[1])
 
-    def _room(self, gpu: cuda_ipc.Gpu, nbytes: int) -> int:
+    def _room(self, gpu: cuda_ipc.CudaDevice, nbytes: int) -> int:
         """Returns the address of a buffer for so many bytes; no server has it open."""
         nbytes = max(nbytes, buckets.BUCKET)
         size, address, _ = self._buffers.get(gpu.uuid, (0, 0, ""))
@@ -144,7 +271,7 @@ def on_first_gpu() -> Nccl:
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         raise UserError(f"rollout.publish_via='nccl' sends from a GPU, and JAX runs on a {device.platform}; use tcp")
-    return Nccl(functools.partial(nccl.Communicator, device.local_hardware_id), device)
+    return Nccl(functools.partial(Communicator, device.local_hardware_id), device)
 
 
 def on_gpus() -> Ipc:
@@ -153,12 +280,12 @@ def on_gpus() -> Ipc:
         devices = jax.local_devices()
         if devices[0].platform != "gpu":
             raise cuda_ipc.CudaError(f"JAX runs on a {devices[0].platform}")
-        return Ipc([(device, cuda_ipc.Gpu(device.local_hardware_id)) for device in devices])
+        return Ipc([(device, cuda_ipc.CudaDevice(device.local_hardware_id)) for device in devices])
     except cuda_ipc.CudaError as e:
         raise UserError(f"rollout.publish_via='ipc' shares memory of GPUs: {e}; set it to file or tcp") from e
 
 
-def gathered(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[TensorEntry], list[jax.Array]]:
+def on_trainer(bucket: buckets.Tensors, device: jax.Device) -> tuple[list[TensorEntry], list[jax.Array]]:
     """Returns the entries of a bucket, and its tensors on one device."""
     arrays: list[jax.Array] = jax.block_until_ready([jax.device_put(tensor, device) for _, tensor in bucket])
     sums = [int(_checksum(array)) if array.nbytes else 0 for array in arrays]

@@ -20,7 +20,7 @@ import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16")
 ALIGN = 64  # bytes
-THREADS = 4  # for checksums
+THREADS = min(16, max(4, os.cpu_count() or 1))  # for checksums and comparisons
 UNDER_WAY = 1 << 26  # bytes of tensors being written while the next ones are made
 PIECE = 1 << 20  # bytes per read: checksummed and written while in the processor's cache
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
@@ -177,12 +177,12 @@ class Staging:
         self.buckets, self.complete = [], False
 
 
-def size(entries: Sequence[TensorEntry]) -> int:
+def size_of(entries: Sequence[TensorEntry]) -> int:
     """Returns the bytes from the first tensor's start to the last one's end."""
     return max((entry.offset + entry.nbytes for entry in entries), default=0)
 
 
-def pack(entries: Sequence[TensorEntry]) -> list[list[Any]]:
+def pack_bytes(entries: Sequence[TensorEntry]) -> list[list[Any]]:
     """Returns the entries as JSON."""
     return [list(dataclasses.astuple(entry)) for entry in entries]
 

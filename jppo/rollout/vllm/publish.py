@@ -89,7 +89,7 @@ class Parcel:
 
     def check_args(self) -> dict[str, Any]:
         """Returns the arguments of `jppo_check` besides the version, as JSON."""
-        return {"entries": layout.pack(self.entries), "path": self.path}
+        return {"entries": layout.pack_bytes(self.entries), "path": self.path}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +205,10 @@ class Publisher:
         last = self._adapters[-1].name if self._adapters else None
         self._adapters.append(path)
         return Adapter(path, version, last)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns nothing: files are on this machine, or in a folder that servers share."""
+        return {}
 
     def refused(self) -> None:
         """Abandons the last written file, which a server may still read."""

@@ -222,7 +222,7 @@ def receive(address: Address, entries: Sequence[TensorEntry], memory: mmap.mmap 
             _fill(connection, memoryview(answer), deadline)
             if answer != YES:
                 raise WeightsRefused(f"the trainer at {where} rejects the token: it has published again, or ended")
-            size = layout.size(entries)
+            size = layout.size_of(entries)
             data = memory if memory is not None and len(memory) >= size else _memory(size)
             with memoryview(data) as view:
                 for entry in entries:

@@ -20,7 +20,7 @@ import torch
 from vllm.distributed.weight_transfer import base, factory, nccl_common
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from jppo.rollout.vllm import cuda_ipc, layout, tcp, worker
+from jppo.rollout.vllm import cuda_ipc, delta, layout, tcp, worker
 from jppo.rollout.vllm.layout import Staging
 
 WORDS = {2: torch.int16, 4: torch.int32}
@@ -46,6 +46,8 @@ class Update(base.WeightTransferUpdateInfo):
     address: Mapping[str, Any] | None = None  # over a socket
     handles: Mapping[str, str] | None = None  # by CUDA IPC: of each GPU of the trainer, by its UUID
     digest: str | None = None
+    base: str | None = None  # the digest of the weights that the changes at `address` are of; None: whole tensors
+    changes: Sequence[Sequence[Any]] = ()  # the entries of their bytes
 
 
 class StagedEngine(base.WeightTransferEngine[Init, Update]):
@@ -62,8 +64,9 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self.staging = Staging(self._expected)
         self.group = ""  # the id of the communicator
         self._communicator: Any = None
-        self._gpu: cuda_ipc.Gpu | None = None
-        self._memory: list[mmap.mmap] = []  # of the last publish, for the next one
+        self._gpu: cuda_ipc.CudaDevice | None = None
+        self.base = delta.LoadedWeights()
+        self._memory: list[mmap.mmap] = []  # of an earlier publish, for the next one
 
     def init_transfer_engine(self, init_info: Init) -> None:
         """Joins the trainer and the other workers."""
@@ -90,11 +93,14 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
 
     def finish_weight_update(self) -> None:
         """Loads a complete publish."""
-        if buckets := self.staging.take():
-            self._memory = [data for _, data in buckets if isinstance(data, mmap.mmap)]
+        if staged := self.staging.take():
+            buckets = self.base.apply(staged)
+            loaded = list(buckets)
             self.staging.error = worker.load(
                 self.model, self.model_config.hf_config.model_type, buckets, self._tied, self._reload
             )
+            self.base.hold(loaded if self.staging.error is None else [])
+            self._memory = []
 
     def shutdown(self) -> None:
         """Drops an unfinished publish and leaves the communicator."""
@@ -107,12 +113,19 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             communicator.destroy()
 
     def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
+        if update_info.base is not None and update_info.address is not None:
+            changes = layout.unpack(update_info.changes)
+            sent = tcp.receive(tcp.Address(**update_info.address), changes)
+            return self.base.check(update_info.base, entries, changes, memoryview(sent))
+        if any(isinstance(data, delta.Changes) for _, data in self.staging.buckets):
+            raise layout.WeightsRefused("a bucket of whole tensors came into a publish of changes")
+        self._memory += self.base.release()
         if update_info.address is not None:
             return tcp.receive(tcp.Address(**update_info.address), entries, worker.unused(self._memory))
         if update_info.handles is None and self._communicator is None:
             raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
         try:
-            data = torch.empty(layout.size(entries), dtype=torch.uint8, device=self.device)
+            data = torch.empty(layout.size_of(entries), dtype=torch.uint8, device=self.device)
             parts = [(data[e.offset : e.offset + e.nbytes], e) for e in entries if e.nbytes]
             if update_info.handles is not None:
                 self._copy(update_info.handles, data)
@@ -123,7 +136,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
             return data if torch.accelerator.get_memory_info()[0] > 2 * len(data) else data.cpu()
         except torch.OutOfMemoryError as e:
             raise layout.WeightsRefused(
-                f"the GPU has no room for a bucket of {layout.size(entries)} bytes, {entries[0].name} to"
+                f"the GPU has no room for a bucket of {layout.size_of(entries)} bytes, {entries[0].name} to"
                 f" {entries[-1].name} ({e}); lower rollout.gpu_memory_utilization or set rollout.publish_via to tcp"
             ) from e
 
@@ -157,7 +170,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
     def _copy(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
         """Copies the trainer's buffer on this GPU and waits for it."""
         try:
-            gpu = self._gpu = self._gpu or cuda_ipc.Gpu(self.device.index or 0)
+            gpu = self._gpu = self._gpu or cuda_ipc.CudaDevice(self.device.index or 0)
             if gpu.uuid not in handles:
                 raise cuda_ipc.CudaError(f"the server is on GPU {gpu.uuid}, the trainer on {', '.join(handles)}")
             torch.accelerator.synchronize()  # memory that torch uses again
@@ -193,9 +206,18 @@ class Receiver(worker.WeightLoader):
         return {**super().jppo_info(), "buckets": True}
 
     def jppo_transfer(self, *, abandon: bool = False) -> dict[str, Any]:
-        """Returns the first refusal of the publish under way; `abandon` ends one that its trainer left."""
+        """Returns the first refusal of the publish under way; `abandon` ends one that its trainer left.
+
+        `base` is the digest of the loaded weights that changes may be of.
+        """
         if abandon:
             self._weight_update_active = False
             self.weight_transfer_engine.start_weight_update()
-        error = self.weight_transfer_engine.staging.error
-        return {"ok": error is None, "error": error, "group": self.weight_transfer_engine.group}
+        engine = self.weight_transfer_engine
+        error = engine.staging.error
+        return {"ok": error is None, "error": error, "group": engine.group, "base": engine.base.digest}
+
+    def jppo_load(self, *, version: int, path: str) -> dict[str, Any]:
+        """Also forgets the weights that were loaded from buckets."""
+        self.weight_transfer_engine.base.release()
+        return super().jppo_load(version=version, path=path)

@@ -39,6 +39,7 @@ class WeightLoader:
             "device": str(self.vllm_config.device_config.device_type),
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "experts": hasattr(self, "returns_experts") or bool(self.vllm_config.aux_output_config.enabled),
+            "kept": bool(getattr(self, "returns_kept", False)),
         }
 
     def jppo_check(self, *, version: int, entries: Sequence[Sequence[Any]], path: str) -> dict[str, Any]:

@@ -1,16 +1,36 @@
-"""The processes below this one: it inherits orphans of any session, and kills all that are left.
+"""Processes below this one: other Python interpreters, with the PYTHONPATH by which they find jppo; and their ends.
 
-Linux; elsewhere orphans are not inherited. Standard library only: forks and workers without jax import it.
+A process inherits orphans of any session, and kills all that are left: on Linux; elsewhere orphans are not inherited.
+Standard library only: forks and workers without jax import it.
 """
 
 import contextlib
 import ctypes
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import time
 from typing import NoReturn
+
+import jppo
+from jppo.errors import UserError
+
+
+def executable(python: str, setting: str = "rollout.python") -> str:
+    """Resolves an interpreter, '' for this one; UserError if `setting` names none."""
+    found = shutil.which(os.path.expanduser(python)) if python else sys.executable
+    if found is None:
+        raise UserError(f"{setting}={python!r} is not a program; set it to the path of a Python")
+    return found
+
+
+def python_path() -> str:
+    """Returns a PYTHONPATH with which another interpreter finds jppo."""
+    package = str(pathlib.Path(jppo.__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+
 
 KILL_S = 5.0  # for killed processes to end
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36

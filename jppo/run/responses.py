@@ -1,0 +1,166 @@
+"""A batch of responses for a custom loop: sampled ones, or given tokens with targets and a mask of their own.
+
+Arrays of a batch are [N, L], as in `types.Batch`: column k of row i is about emitting the k-th token of response i,
+which begins with its first sampled token; columns after its end are 0.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jppo.errors import UserError
+from jppo.learner import batch, packing, sharding, update
+from jppo.types import Array, Batch, Counts, Reward, Rows, Trajectory, given_text
+
+# Fields that a loop may set; `weight` multiplies the loss of each token.
+FIELDS = ("mask", "old_logprob", "ref_logprob", "value", "weight", "advantage", "returns")
+
+
+@dataclasses.dataclass(frozen=True)
+class Responses:
+    """N responses and what a loop knows of their tokens. Immutable: `replace` returns another batch."""
+
+    trajectories: tuple[Trajectory, ...]
+    data: Batch
+    targets: np.ndarray | None = None  # [N, E] i32, of every entry, where they are not the next tokens
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an array of the batch by its name in `FIELDS`, or `rollout_logprob`."""
+        if name not in (*FIELDS, "rollout_logprob"):
+            raise AttributeError(f"a batch of responses has no {name!r}; it has {', '.join(FIELDS)}, rollout_logprob")
+        return getattr(self.data, name)
+
+    def __getitem__(self, rows: Any) -> "Responses":
+        """Returns the batch of some rows, by indices, a slice or a mask."""
+        index = np.arange(len(self))[rows].reshape(-1)
+        if not len(index):
+            raise UserError("no row of the batch is selected; a batch has one response at least")
+        data: dict[str, Any] = {
+            name: None if x is None else np.asarray(x)[index] for name, x in vars(self.data).items()
+        }
+        targets = None if self.targets is None else self.targets[index]
+        return Responses(tuple(self.trajectories[i] for i in index), Batch(**data), targets)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Returns the columns of each response, [N]."""
+        entries = [len(t.tokens) - 1 for t in self.trajectories]
+        return np.subtract(entries, self.data.first)
+
+    def replace(self, **fields: Any) -> "Responses":
+        """Returns the batch with other arrays for some of `FIELDS`.
+
+        An array is [N], one number for all tokens of a response, or [N, L], or a list of N arrays with one number for
+        each column of their response.
+        """
+        for name in fields.keys() - {*FIELDS}:
+            raise UserError(f"{name!r} is no array of a batch; use one of {', '.join(FIELDS)}")
+        made = {name: self._filled(name, x) for name, x in fields.items()}
+        if "mask" in made:
+            made["mask"] = made["mask"].astype(np.bool_)
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, **made))
+
+    def _filled(self, name: str, x: Any) -> np.ndarray:
+        shape, lengths = np.asarray(self.data.mask).shape, self.lengths
+        inside = np.arange(shape[1]) < lengths[:, None]
+        if isinstance(x, list | tuple) and len(x) == len(self) and all(np.ndim(row) == 1 for row in x):
+            wrong = [i for i, row in enumerate(x) if len(row) != lengths[i]]
+            if wrong:
+                i = wrong[0]
+                raise UserError(
+                    f"{name}[{i}] has {len(x[i])} numbers, and response {i} has {lengths[i]} tokens; give one for each"
+                )
+            out = np.zeros(shape, np.float32)
+            out[inside] = np.concatenate([np.asarray(row, np.float32) for row in x])
+            return out
+        found = np.asarray(x, np.float32)
+        if found.shape == (len(self),):
+            found = np.broadcast_to(found[:, None], shape)
+        if found.shape != shape:
+            raise UserError(
+                f"{name} has the shape {list(found.shape)}; it must be [{len(self)}], {list(shape)} or a list of"
+                f" {len(self)} arrays with one number for each token"
+            )
+        return np.where(inside, found, np.float32(0))
+
+    def mini(self, plan: packing.Plan, mesh: Mesh, of: "Responses") -> batch.Mini:
+        """Packs the batch for one gradient, whose means are over the tokens and sequences of `of`."""
+        how = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=np.arange(len(self)))
+        data = self.data
+        if data.old_logprob is None:  # of a loss that does not read it
+            data = dataclasses.replace(data, old_logprob=np.zeros(np.shape(data.mask), np.float32))
+        (made,) = batch.mini_batches(data, self.trajectories, **how)
+        micros = [dataclasses.replace(one, rows=self._aimed(one.rows)) for one in made.micros]
+        return dataclasses.replace(made, micros=micros, counts=made.counts if of is self else of.counts())
+
+    def counts(self) -> Counts:
+        """Returns the denominators of means over the batch."""
+        mask = np.asarray(self.data.mask)
+        tokens, sequences = max(int(mask.sum()), 1), max(int(mask.any(1).sum()), 1)
+        return Counts(tokens=np.asarray(tokens, np.float32), sequences=np.asarray(sequences, np.float32))
+
+    def logprob_of(self, mini: batch.Mini, sums: Sequence[dict[str, Any]]) -> np.ndarray | None:
+        """Returns the log-probs among the sums of the micro-batches of `mini`, [N, L]; None without them."""
+        if not sums or update.TOKENS not in sums[0]:
+            return None
+        pairs = [(m.rows, np.asarray(one[update.TOKENS])) for m, one in zip(mini.micros, sums, strict=True)]
+        return batch.unpack(self.data, pairs)
+
+    def micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
+        """Packs the batch for passes without a gradient."""
+        made = batch.micros(self.data, self.trajectories, plan=plan, mesh=mesh)
+        if self.targets is None:
+            return made
+        aimed = [self._aimed(one.host) for one in made]
+        return [batch.Micro(rows, sharding.put_rows(rows, mesh)) for rows in aimed]
+
+    def _aimed(self, rows: Rows) -> Rows:
+        """Puts the given targets in the place of the next tokens."""
+        if self.targets is None:
+            return rows
+        sequence, position = np.asarray(rows.sequence), np.asarray(rows.position)
+        there = sequence >= 0
+        found = self.targets[np.where(there, sequence, 0), np.where(there, position, 0)]
+        return dataclasses.replace(rows, targets=np.where(there, found, rows.targets).astype(np.int32))
+
+
+def of_samples(samples: Sequence[Trajectory], columns: int) -> Responses:
+    """Makes the batch of responses, [N, columns]."""
+    nothing = [Reward(math.nan, {}, None) for _ in samples]
+    return Responses(
+        tuple(samples), batch.flatten(samples, nothing, np.arange(len(samples)), shape=(len(samples), columns))
+    )
+
+
+def trajectory_of(inputs: Any, targets: Any, row: int, vocabulary: int) -> Trajectory:
+    """Returns given tokens as a response: entry t is about emitting targets[t] after reading inputs[: t + 1]."""
+    found = [np.asarray(x) for x in (inputs, targets)]
+    for name, x in zip(("inputs", "targets"), found, strict=True):
+        if x.ndim != 1 or not np.issubdtype(x.dtype, np.integer) or not len(x):
+            raise UserError(f"{name}[{row}] has shape {list(x.shape)} and dtype {x.dtype}; give a list of token ids")
+        if x.min() < 0 or x.max() >= vocabulary:
+            worst = int(x.min() if x.min() < 0 else x.max())
+            raise UserError(f"{name}[{row}] has token {worst}; the model's are 0 to {vocabulary - 1}")
+    if len(found[0]) != len(found[1]):
+        raise UserError(
+            f"inputs[{row}] has {len(found[0])} tokens and targets[{row}] {len(found[1])}; give one target for each"
+        )
+    tokens = np.append(found[0], found[1][-1])
+    return given_text(tokens, np.arange(len(tokens)) > 0)
+
+
+def aims(trajectories: Sequence[Trajectory], targets: Sequence[Array]) -> np.ndarray | None:
+    """Returns the targets of every entry, [N, E] i32; None where all are the next tokens."""
+    if all(np.array_equal(t.tokens[1:], x) for t, x in zip(trajectories, targets, strict=True)):
+        return None
+    out = np.zeros((len(targets), max(map(len, targets))), np.int32)
+    for row, x in zip(out, targets, strict=True):
+        row[: len(x)] = x
+    return out
