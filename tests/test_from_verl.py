@@ -1,6 +1,7 @@
 """verl's command lines become jppo's: every key is accounted for, and what is printed passes jppo's own check."""
 
 import contextlib
+import json
 import re
 import shlex
 
@@ -277,6 +278,46 @@ def test_float16_training_is_not_supported(key, capsys):
 )
 def test_models_that_see_are_not_supported(words, capsys):
     assert "not supported: jppo's models read text" in refusal(capsys, *words)
+
+
+MODEL = "actor_rollout_ref.model.path"
+
+
+@pytest.mark.parametrize(
+    "name", ("zai-org/GLM-4.5-Air", "ByteDance-Seed/Seed-OSS-36B-Instruct", "XiaomiMiMo/MiMo-7B-RL", "DeepSeek-V3.2")
+)
+def test_a_published_model_of_a_family_that_jppo_lacks_is_not_supported(name, capsys):
+    assert "not supported: jppo has no" in refusal(capsys, f"{MODEL}={name}")
+
+
+def test_a_model_on_this_machine_is_read(tmp_path, capsys):
+    (tmp_path / "GLM-4-Llama").mkdir()
+    config = tmp_path / "GLM-4-Llama" / "config.json"
+    llama = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    llama |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    config.write_text(json.dumps(llama))
+    found, _ = said(capsys, f"{MODEL}={config.parent}", "actor_rollout_ref.rollout.name=sglang")
+    assert found["model.path"] == str(config.parent) and found["rollout.name"] == "sglang"
+    config.write_text('{"model_type": "seed_oss"}')
+    assert "model_type='seed_oss' is not supported" in refusal(capsys, f"{MODEL}={config.parent}")
+
+
+@pytest.mark.parametrize(
+    "word", (f"{MODEL}=Qwen/Qwen3-30B-A3B-Base", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4")
+)
+def test_sglang_does_not_sample_from_experts(word):
+    """jppo refuses to publish them to SGLang."""
+    found = translate([word, "actor_rollout_ref.rollout.name=sglang"])
+    assert "rollout.name" not in found.settings  # vllm
+    assert [line.said for line in found.lines if line.kind == "missing"] == ["actor_rollout_ref.rollout.name=sglang"]
+    dense = translate([f"{MODEL}=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "actor_rollout_ref.rollout.name=sglang"])
+    assert dense.settings["rollout.name"] == "sglang" and {line.kind for line in dense.lines} == {"same"}
+
+
+def test_steps_of_a_decay_are_read_where_the_rate_decays():
+    steps = "actor_rollout_ref.actor.optim.lr_decay_steps=512"
+    assert translate([steps]).lines[0].kind == "needless"  # verl's default is a constant rate
+    assert translate([steps, "model_engine=veomni"]).lines[0].kind == "missing"
 
 
 def test_what_jppo_refuses_is_said_in_its_own_words(capsys):

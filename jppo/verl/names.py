@@ -139,11 +139,6 @@ def _all_read(look: Look) -> int | None:
     return longest(look) if reward_model(look) and not look("RM.max_length") else None
 
 
-def _schedule(key: str) -> Callable[[Look], Any]:
-    """Makes the schedule that an engine has by default."""
-    return lambda look: None if look(key) else {"veomni": "cosine", "torchtitan": "linear"}.get(layout.engine(look))
-
-
 def _offloaded(place: str, name: str) -> Callable[[Look], Any]:
     """Makes the offload of FSDP2's policy."""
     return lambda look: True if look(f"{place}.offload_policy") and look(f"{place}.{name}") is not True else None
@@ -188,11 +183,6 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "rollout.engine_args": (engine_args, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
       "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel, a longer context --hf-overrides"),
     **{
-        f"{section}.lr_scheduler_type": (_schedule(f"{optim}.lr_scheduler_type"), "model_engine A.strategy",
-          "cosine by default with VeOmni, linear with TorchTitan")
-        for section, optim in (("actor", "A.optim"), ("critic", "critic.optim"))
-    },
-    **{
         f"model.{setting}": (of_adapter(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
         for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
     },
@@ -212,7 +202,7 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
     "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "filled", "in_turns", "interval", "loss_mode",
-    "off", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
+    "off", "schedule", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),

@@ -15,6 +15,7 @@ from jppo.verl.correction import loss_mode, normalized, old_logprob, rejected, r
 from jppo.verl.distillation import estimator, teacher_clamp
 from jppo.verl.name import Look, Moot, Unfit, adapts, commas, lora_rank, need, off_or, on_each
 from jppo.verl.overrides import read_value
+from jppo.verl.refusals import unlike_llama
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections
@@ -30,17 +31,28 @@ _ENGINES = {"sglang_async": "sglang", "vllm_async": "vllm", "hf": "inprocess"}
 
 def engine(value: str, look: Look) -> str:
     name = _ENGINES.get(value, value)
-    if served_by(look) != name:
-        why = "vllm is taken, for" if name == "sglang" else "vllm is taken in place of this engine"
-        raise Unfit(f"{why} log-probs over the tokens that top_p and top_k keep" if name == "sglang" else why)
+    if why := _unserved(name, look):
+        raise Unfit(f"vllm is taken{why}")
     return name
 
 
 def served_by(look: Look) -> str:
     """Returns the engine that samples: vllm in place of one that jppo lacks, or that could not do what is asked."""
     name = _ENGINES.get(look("R.name"), look("R.name"))
-    kept = (look("R.top_p") or 1.0) < 1 or (look("R.top_k") or -1) > 0
-    return name if name in ("vllm", "inprocess") or (name == "sglang" and not kept) else "vllm"
+    return "vllm" if _unserved(name, look) else name
+
+
+def _unserved(name: str, look: Look) -> str:
+    """Why vllm samples in place of an engine, or ''."""
+    if name in ("vllm", "inprocess"):
+        return ""
+    if name != "sglang":
+        return " in place of this engine"
+    if (look("R.top_p") or 1.0) < 1 or (look("R.top_k") or -1) > 0:
+        return ", for log-probs over the tokens that top_p and top_k keep"
+    if unlike_llama(look):
+        return ": publishing experts, latent attention or gated delta nets to SGLang is untested"
+    return ""
 
 
 def loggers(value: Any, _: Look) -> str:
