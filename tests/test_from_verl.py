@@ -237,6 +237,25 @@ def test_hosts_of_a_launchers_script(capsys):
     assert (config["trainer.node_rank"], config["trainer.coordinator_address"]) == (-1, "")
 
 
+@pytest.mark.parametrize(
+    "words, shares, lacking",
+    [
+        ("trainer.nnodes=3", (8, -1, 4, 2), ["trainer.nnodes=3"]),
+        ("trainer.n_gpus_per_node=6", (2, -1, 3, 2), ["trainer.n_gpus_per_node=6"]),
+        ("trainer.nnodes=2 actor_rollout_ref.rollout.tensor_model_parallel_size=16", (-1, 1, 1, 8),
+         ["actor_rollout_ref.rollout.tensor_model_parallel_size=16"]),
+        ("trainer.nnodes=3 actor_rollout_ref.actor.fsdp_config.fsdp_size=8", (8, -1, 4, 2), []),
+        ("trainer.n_gpus_per_node=1", (-1, 1, 1, 1), []),
+    ],
+)  # fmt: skip
+def test_devices_that_share_parameters_or_a_server(words, shares, lacking):
+    """A width is a multiple of the devices that share it, and a server is on one host."""
+    found = translate(words.split())
+    names = ("mesh.fsdp", "mesh.data", "rollout.servers", "rollout.tensor_model_parallel_size")
+    assert tuple(found.settings[name] for name in names) == shares
+    assert [line.said for line in found.lines if line.kind == "missing"] == lacking
+
+
 def test_tools_by_the_agent_loop(capsys):
     loop = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
     tools = "actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/agent_calculator.yaml"

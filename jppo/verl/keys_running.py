@@ -75,7 +75,7 @@ ROLLOUT = (
     same("R.dtype", "rollout.dtype", "bfloat16", "dtype"),
     same("R.gpu_memory_utilization", "rollout.gpu_memory_utilization", 0.5),
     same("R.enforce_eager", "rollout.enforce_eager", False),
-    same("R.tensor_model_parallel_size", "rollout.tensor_model_parallel_size", 2),
+    same("R.tensor_model_parallel_size", "rollout.tensor_model_parallel_size", 2, "group"),
     same("R.max_num_seqs", "rollout.max_num_seqs", 256),
     same("R.max_concurrent_requests", "rollout.max_concurrent_requests", convert="off"),
     same("R.prompt_length", "data.max_prompt_length"),

@@ -157,11 +157,13 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "actor.max_tokens_per_device": (_room, "", "nothing is said of micro-batches"),
     "mesh.data": (layout.data, _MESH, "the devices that are left, where not all share the parameters"),
     "mesh.fsdp": (layout.fsdp, _MESH, "of fsdp_size, the devices beside those of one sequence and of experts; -1 where"
-      " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters"),
+      " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters. A power of"
+      " two, for a model's width must be a multiple"),
     "mesh.expert": (layout.expert, _MESH, "of expert_model_parallel_size, the devices beside sequence and tensor, which"
       " shard the experts, too"),
     "trainer.nnodes": (lambda look: layout.hosts(look)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of those"
       " that train and those that sample"),
+    "rollout.tensor_model_parallel_size": (layout.group, _HOSTS, "at most the devices of a host"),
     "rollout.servers": (layout.servers, _HOSTS, "a host's devices that sample over rollout.tensor_model_parallel_size"),
     "rollout.devices": (layout.devices, _HOSTS, "the last devices of a host, where others train"),
     "rollout.mode": (lambda look: "async" if layout.asynchronous(look) else "sync", _ASYNC,

@@ -109,6 +109,12 @@ def answered(look: Look) -> bool:
     return bool(look("TURNS.tool_config_path"))
 
 
+def group(value: int, look: Look) -> int:
+    if value > layout.group(look):
+        raise Unfit(f"a server is on one host: rollout.tensor_model_parallel_size={layout.group(look)}")
+    return value
+
+
 def served_experts(value: int, look: Look) -> str:
     need(value if value != 1 else None)
     if (look("R.data_parallel_size") or 1) > 1:
@@ -327,8 +333,8 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "batch": lambda _, look: layout.batch(look),
     "expert": lambda _, look: layout.expert(look),
     "fsdp": lambda _, look: layout.fsdp(look),
-    "hosts": lambda _, look: layout.hosts(look)[0],
-    "servers": lambda _, look: layout.servers(look),
+    "hosts": lambda value, look: layout.shared(value, look) and layout.hosts(look)[0],
+    "servers": lambda value, look: layout.shared(value, look) and layout.servers(look),
     "steps": lambda _, look: layout.steps(look) or -1,
     "titan": lambda value, look: layout.fsdp(
         need(look, value is not None and layout.engine(look) == "torchtitan", "read only with model_engine=torchtitan")
@@ -356,7 +362,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
 }
 _NAMED = (
     adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path,
-    engine, estimator, filter_metric, filtered, filtering, function, in_turns, interval, loggers, loss_mode, master,
+    engine, estimator, filter_metric, filtered, filtering, function, group, in_turns, interval, loggers, loss_mode, master,
     micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer, ref_offload, rejected,
     rejection, resume, reward_parts, schedule, served_experts, teacher_clamp, tokens, top_k, train_dtype, trainer_mode,
     unless_greedy, warmup_steps, weighted, weights, with_model,
