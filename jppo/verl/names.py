@@ -183,7 +183,7 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
         for name in ("param_offload", "optimizer_offload")
     },
     "rollout.engine_args": (engine_args, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
-      "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel, a longer context --hf-overrides"),
+      "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel"),
     **{
         f"model.{setting}": (of_adapter(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
         for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))

@@ -128,9 +128,6 @@ def engine_args(look: Look) -> str | None:
     words = [server_args(given, look, name)] if (given := look(f"R.engine_kwargs.{name}")) else []
     if (look("R.expert_parallel_size") or 1) > 1 and (look("R.data_parallel_size") or 1) == 1 and name == "vllm":
         words.append("--enable-expert-parallel")
-    if positions := look("M.override_config.max_position_embeddings"):
-        option = "--hf-overrides" if name == "vllm" else "--json-model-override-args"
-        words.append(f"{option} {shlex.quote(json.dumps({'max_position_embeddings': positions}))}")
     return " ".join(words) or None
 
 
