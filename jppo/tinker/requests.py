@@ -29,10 +29,10 @@ SCHEME = "tinker://"
 
 
 def field(body: Body, name: str, kind: type, default: Any = None) -> Any:
-    """Returns a field of this type; without a default it must be there."""
+    """Returns a field of this type; without a default it must be there. A null float is the client's NaN."""
     value = body.get(name, default)
     right = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if name in body and body[name] is None:
+    if name in body and body[name] is None and kind is not float:
         value, right = default, default is not None
     if (not right and (name in body or default is None)) or (isinstance(value, bool) and kind is not bool):
         raise BadRequest(f"{name}={str(body.get(name))[:60]!r} must be of type {kind.__name__}")
@@ -132,7 +132,7 @@ def prompt(body: Body, longest: int, vocabulary: int) -> np.ndarray:
             raise BadRequest("prompt has an image or audio; jppo reads text only: send tokens")
         tokens += field(chunk, "tokens", list)
     if not 1 <= len(tokens) <= longest:
-        raise BadRequest(f"the prompt has {len(tokens)} tokens; it must have 1 to data.max_prompt_length={longest}")
+        raise BadRequest(f"the prompt has {len(tokens)} tokens; it must have 1 to {longest}: see data.max_prompt_length")
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise BadRequest(f"the prompt has a token outside of 0 to {vocabulary - 1}; take the model's tokenizer")
     return np.asarray(tokens, np.int32)
