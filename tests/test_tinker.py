@@ -171,10 +171,11 @@ def test_a_checkpoint_can_be_loaded_by_the_next_request(post, model):
 
 def test_results_are_json_where_a_gradient_is_not_finite(post, model):
     """NaN is none of RFC 8259's numbers; the ratio overflows at a log-prob of -1e5 in float32."""
-    session, id = model
-    one = lambda name, x, dtype, number: wire.write(  # noqa: E731
-        (1, name), (2, wire.write((1, np.array([x], dtype).tobytes()), (3, number)))
-    )
+    id = model[1]
+
+    def one(name, x, dtype, number):
+        return wire.write((1, name), (2, wire.write((1, np.array([x], dtype).tobytes()), (3, number))))
+
     arrays = [one("target_tokens", 4, "<i8", wire.INT64)]
     arrays += [one(name, x, "<f4", wire.FLOAT32) for name, x in (("logprobs", -1e5), ("advantages", 1.0))]
     chunk = wire.write((1, wire.write((1, np.array([3], "<i4").tobytes()))))
