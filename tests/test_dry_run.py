@@ -207,7 +207,7 @@ def test_the_command_prints_settings_sizes_and_memory_and_starts_nothing(
 ):
     small_run.algorithm.use_kl_in_reward = True
     command(train.main, monkeypatch, small_run)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     said, end = json.JSONDecoder().raw_decode(out)
     assert said == json.loads(settings.dump(small_run))
     report = out[end:]
@@ -215,6 +215,9 @@ def test_the_command_prints_settings_sizes_and_memory_and_starts_nothing(
     assert "actor            1 epoch(s) x 1 mini-batches of 4 = 1 optimizer steps a step; up to 1 micro" in report
     for part in ("policy's optimizer", "critic", "reference", "sum of gradients", "vLLM: cache", "published weights"):
         assert f"\n  {part} " in report, part
+    compiled = [line.removeprefix("compiling ") for line in err.splitlines() if line.startswith("compiling ")]
+    assert compiled[0] == "log-probs" and "critic step" in compiled
+    assert all(f"\n  {name} " in report for name in compiled), "each program, before it is compiled"
     assert not (tmp_path / "run").exists()
 
 

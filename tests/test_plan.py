@@ -118,7 +118,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     monkeypatch.setattr(compilers, "present", lambda machine: True)
     monkeypatch.setattr(plan, "read_inputs", lambda c: None)
     monkeypatch.setattr(plan, "search", lambda *_, **__: rows)
-    plan.main(["--config=mine.py", "--config.model.remat=dots", "--machine=8xH100"])
+    plan.main(["--config=mine.py", "--config.model.remat", "dots", "--machine", "8xH100", "--json=plan.json"])
     out = capsys.readouterr().out.splitlines()
     assert out[2].split()[:3] == ["5", "10.0", "fits"] and "does not fit" in out[4]
     assert out[5].endswith("mesh.tensor=8: mesh.tensor=8 must divide 28")
