@@ -196,7 +196,8 @@ def main(argv: list[str] | None = None) -> None:
         compilers.rerun(machine, "jppo.plan", argv)
     began, rate = time.monotonic(), switches["rollout_tokens_per_s"]
     print(f"{machine}\n{HEAD}", flush=True)
-    found = search(c, read_inputs(c), machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True))
+    inputs = read_inputs(c, weights=False)
+    found = search(c, inputs, machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True))
     print("\n".join(map(candidate_line, found)))
     print(f"{len(found)} settings compiled in {time.monotonic() - began:.0f} s; {NOTE}")
     DryRun(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(candidate_dict, found))})

@@ -116,7 +116,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     switches = {"machine": "8xH100", "json": str(tmp_path / "plan.json"), "rollout_tokens_per_s": 0.0}
     monkeypatch.setattr(settings, "parse", lambda *_, **__: (config, switches))
     monkeypatch.setattr(compilers, "present", lambda machine: True)
-    monkeypatch.setattr(plan, "read_inputs", lambda c: None)
+    monkeypatch.setattr(plan, "read_inputs", lambda *_, **__: None)
     monkeypatch.setattr(plan, "search", lambda *_, **__: rows)
     plan.main(["--config=mine.py", "--config.model.remat", "dots", "--machine", "8xH100", "--json=plan.json"])
     out = capsys.readouterr().out.splitlines()
