@@ -272,6 +272,12 @@ def test_what_is_refused(m, batch, folder, tmp_path):
         "of the policy, or value of the critic": lambda: m.forward_backward(batch, lambda logprob, value: value),
         "it must return the loss of every token": lambda: m.forward_backward(batch, lambda logprob: logprob.sum()),
         "'clip' is no option of a loss": lambda: m.forward_backward(batch, "ppo", clip=0.1),
+        "'lr' is no option of a loss like this": lambda: m.forward_backward(batch, "ppo", lr=1.0),
+        "'shuffle' is no option": lambda: m.forward_backward(batch, "ppo", shuffle=True),
+        "'clip_ratio' is no option of a loss like this; use loss_agg_mode": lambda: m.forward_backward(
+            batch, "importance_sampling", clip_ratio=0.1
+        ),
+        "loss=3 is not known": lambda: m.forward_backward(batch, 3),
         "actor.clip_ratio=-1": lambda: m.forward_backward(batch, "ppo", clip_ratio=-1.0),
         r"advantage has the shape \[3\]": lambda: batch.replace(advantage=np.zeros(3)),
         r"advantage\[0\] has 9 numbers": lambda: batch.replace(advantage=[np.zeros(9)] * len(batch)),

@@ -27,9 +27,9 @@ def require_sampling(given: Mapping[str, Any], most: Mapping[str, int], vocabula
             raise UserError(f"sample({name}=...) is no option; use {', '.join(OPTIONS)}")
         if name in RANGES:
             low, high = RANGES[name][0], most.get(name, RANGES[name][1])
-            kind = numbers.Integral if isinstance(low, int) else numbers.Real
-            if not isinstance(value, kind) or isinstance(value, bool) or not low <= value <= high:
-                whole = "a whole number " if kind is numbers.Integral else ""
+            integer = isinstance(low, int)
+            if not _is_number(value, integer) or not low <= value <= high:
+                whole = "a whole number " if integer else ""
                 raise UserError(f"{name}={value} must be {whole}from {low} to {high}; correct it")
         elif name == "ignore_eos":
             if not isinstance(value, bool):
@@ -38,12 +38,16 @@ def require_sampling(given: Mapping[str, Any], most: Mapping[str, int], vocabula
             raise UserError(f"{name}={value!r} must be a list; write [{value!r}]")
         else:
             for one in value:
-                text = isinstance(one, str) and one and name == "stop"
-                token = isinstance(one, numbers.Integral) and 0 <= one < vocabulary and name == "stop_ids"
-                if not (text or token) or isinstance(one, bool):
+                text = name == "stop" and isinstance(one, str) and one
+                token = name == "stop_ids" and _is_number(one, True) and 0 <= one < vocabulary
+                if not text and not token:
                     raise UserError(
                         f"stop={str(one)[:60]!r} is neither a text nor a token from 0 to {vocabulary - 1}; correct it"
                     )
+
+
+def _is_number(value: Any, integer: bool) -> bool:
+    return isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
 
 
 def make_prompts(c: Settings, tokenizer: Any, given: Sequence[PromptLike], vocabulary: int) -> list[Prompt]:
