@@ -40,7 +40,7 @@ from jppo.types import Array, Params, Rows, Trajectory, given_text
 def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTask:
     """Reads the pairs and the model config."""
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
-    if c.model.init == "pretrained":
+    if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="lm")
     tokenizer = read_tokenizer(c, cfg)
     if tokenizer.eos_token_id is None:

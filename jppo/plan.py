@@ -15,7 +15,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jppo import settings
@@ -173,6 +173,16 @@ def candidate_dict(one: Candidate) -> dict[str, Any]:
     return dict(changes=one.changes, fits=one.fits, reason=one.reason, **said)
 
 
+def without_options(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """Yields the words of a command line without these options and their values, NAME=VALUE or NAME VALUE."""
+    expects = False  # a value: the last word was one of the options, without one
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        value, expects = expects and not word.startswith("--"), name in names and not equals
+        if not value and name not in names:
+            yield word
+
+
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
@@ -186,7 +196,8 @@ def main(argv: list[str] | None = None) -> None:
         compilers.rerun(machine, "jppo.plan", argv)
     began, rate = time.monotonic(), switches["rollout_tokens_per_s"]
     print(f"{machine}\n{HEAD}", flush=True)
-    found = search(c, read_inputs(c), machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True))
+    inputs = read_inputs(c, weights=False)
+    found = search(c, inputs, machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True))
     print("\n".join(map(candidate_line, found)))
     print(f"{len(found)} settings compiled in {time.monotonic() - began:.0f} s; {NOTE}")
     DryRun(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(candidate_dict, found))})
@@ -196,10 +207,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{machine.name}: none of {len(found)} settings fits a device of {machine.chip.memory / GIB:.1f} GiB; take"
             " more or larger devices, or train adapters by model.lora_rank"
         )
-    ours = ("--machine", "--json", "--rollout_tokens_per_s")
-    given = [word for word in argv if word.split("=")[0] not in ours]
-    kept = [word for word in given if word.split("=")[0].removeprefix("--config.") not in best.changes]
-    words = [*map(shlex.quote, kept), *auto.as_arguments(best.changes).split()]
+    ours = {"--machine", "--json", "--rollout_tokens_per_s"} | {f"--config.{name}" for name in best.changes}
+    words = [*map(shlex.quote, without_options(argv, ours)), *auto.as_arguments(best.changes).split()]
     print(f"best: python -m jppo.train {' '.join(words)}")
 
 

@@ -38,7 +38,7 @@ from jppo.types import Prompt, Trajectory, given_text
 def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
     """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
-    if c.model.init == "pretrained":
+    if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)

@@ -46,7 +46,7 @@ def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
     """Reads the demonstrations and the model config."""
     longest = c.data.longest_row
     _, cfg = hf.read_config(c.model.path, longest=longest)
-    if c.model.init == "pretrained":
+    if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="lm")
     tokenizer = read_tokenizer(c, cfg)
     found = read_demonstrations(

@@ -23,9 +23,17 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
 fi
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-quiet=-q  # the progress of downloads on a terminal, errors elsewhere
-[ -t 1 ] || quiet=-qq
-pip() { "$python" -m pip $quiet "$@"; }
+# pip prints its errors only; a line every 30 s shows that it still works. $$ is this script, also in ( ).
+pip() {
+    (seconds=0; while sleep 1 && kill -0 $$; do
+        seconds=$((seconds + 1))
+        [ $((seconds % ${EVERY_S:-30})) != 0 ] || echo "installing, $seconds s, $(du -sm "$venv" | cut -f1) MB in $venv"
+    done) &
+    ticker=$!
+    "$python" -m pip -qq "$@" && status=0 || status=$?
+    kill "$ticker"
+    return "$status"
+}
 
 # PCI devices of Google's that are TPUs, as in JAX's hardware_utils.py
 has_tpu() {

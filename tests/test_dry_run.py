@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from jppo import settings, sft, train
+from jppo.forecast import machines
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
 from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.recipe import plan_of_run
 from jppo.models import decoder
 from jppo.preflight import gpus, memory, memory_budget, preview, programs
+from jppo.preflight.described_machine import DryRun
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed, write_lines
@@ -207,7 +209,7 @@ def test_the_command_prints_settings_sizes_and_memory_and_starts_nothing(
 ):
     small_run.algorithm.use_kl_in_reward = True
     command(train.main, monkeypatch, small_run)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     said, end = json.JSONDecoder().raw_decode(out)
     assert said == json.loads(settings.dump(small_run))
     report = out[end:]
@@ -215,6 +217,9 @@ def test_the_command_prints_settings_sizes_and_memory_and_starts_nothing(
     assert "actor            1 epoch(s) x 1 mini-batches of 4 = 1 optimizer steps a step; up to 1 micro" in report
     for part in ("policy's optimizer", "critic", "reference", "sum of gradients", "vLLM: cache", "published weights"):
         assert f"\n  {part} " in report, part
+    compiled = [line.removeprefix("compiling ") for line in err.splitlines() if line.startswith("compiling ")]
+    assert compiled[0] == "log-probs" and "critic step" in compiled
+    assert all(f"\n  {name} " in report for name in compiled), "each program, before it is compiled"
     assert not (tmp_path / "run").exists()
 
 
@@ -251,6 +256,23 @@ def test_fine_tuning_has_its_own(tuning, quick_compilation, monkeypatch, capsys,
     c.data.train_files = "none.jsonl"
     with pytest.raises(UserError, match=r"none\.jsonl"):
         sft.dry_run(typed(c))
+
+
+def test_a_forecast_for_another_machine_needs_no_weights(small_run, tuning, monkeypatch):
+    class Compiles(Exception):
+        """All files were read."""
+
+    def mesh(self, c):
+        raise Compiles
+
+    monkeypatch.setattr(DryRun, "mesh", mesh)
+    there = DryRun(machines.parse_machine("H100"))
+    small_run.model.init = tuning.model.init = "pretrained"
+    for dry_run, c in ((preview.dry_run, small_run), (sft.dry_run, tuning)):
+        with pytest.raises(Compiles):
+            dry_run(typed(c), there)
+        with pytest.raises(UserError, match="safetensors"):
+            dry_run(typed(c))
 
 
 @pytest.mark.parametrize("fault", ["permission", "run folder", "disk", "resume", "weights"])

@@ -113,6 +113,15 @@ def test_a_command_that_is_cut_short_is_one_line(command):
     assert (code, said) == (2, []) and error.startswith("error: ") and error.count("\n") == 1
 
 
+def test_setup_prints_progress_and_returns_pips_code(tmp_path):
+    (tmp_path / "python").write_text("#!/bin/sh\nsleep 2.5\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    setup = (LAUNCH.parent / "setup.sh").read_text()
+    function = setup[setup.index("pip() {") : setup.index("\n}\n", setup.index("pip() {")) + 3]
+    code, said, error = run("sh", "-c", f"venv={tmp_path}; python=$venv/python\n{function}pip install x", EVERY_S="1")
+    assert (code, error) == (3, "") and said[0].startswith("installing, 1 s, ")
+
+
 @pytest.mark.parametrize(
     "vendor, device, found", [("0x1ae0", "0x0063", 0), ("0x1ae0", "0x0042", 1), ("0x10de", "0x0063", 1)]
 )

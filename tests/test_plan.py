@@ -116,9 +116,9 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     switches = {"machine": "8xH100", "json": str(tmp_path / "plan.json"), "rollout_tokens_per_s": 0.0}
     monkeypatch.setattr(settings, "parse", lambda *_, **__: (config, switches))
     monkeypatch.setattr(compilers, "present", lambda machine: True)
-    monkeypatch.setattr(plan, "read_inputs", lambda c: None)
+    monkeypatch.setattr(plan, "read_inputs", lambda *_, **__: None)
     monkeypatch.setattr(plan, "search", lambda *_, **__: rows)
-    plan.main(["--config=mine.py", "--config.model.remat=dots", "--machine=8xH100"])
+    plan.main(["--config=mine.py", "--config.model.remat", "dots", "--machine", "8xH100", "--json=plan.json"])
     out = capsys.readouterr().out.splitlines()
     assert out[2].split()[:3] == ["5", "10.0", "fits"] and "does not fit" in out[4]
     assert out[5].endswith("mesh.tensor=8: mesh.tensor=8 must divide 28")

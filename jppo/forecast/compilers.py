@@ -52,11 +52,12 @@ def install_compiler(platform: str) -> None:
     new = where.with_name(f"{platform}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(new)]
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(new)]
     subprocess.run([*command, *requirements(platform)], check=True)
     shutil.rmtree(where, ignore_errors=True)
     new.rename(where)
     (where / READY).write_text(_installed(platform))
+    print(f"the compiler is in {where}")
 
 
 def _installed(platform: str) -> str:

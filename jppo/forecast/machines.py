@@ -94,7 +94,7 @@ class Chip:
     link: float  # of a GPU to the others of its host; of a TPU along one torus axis, one way
     network: float  # of a device to other hosts (GPU) or slices (TPU)
     source: str  # of the figures
-    generation: str  # of its shares in shares.py
+    generation: str  # of its shares in SHARES
 
     @property
     def shares(self) -> dict[Kind, Share]:

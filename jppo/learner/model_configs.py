@@ -29,14 +29,14 @@ class ModelConfigs:
     total_steps: int = 0
 
 
-def read_models(c: Settings) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
-    """Reads the configs of policy, critic and reference and checks that their weights exist."""
+def read_models(c: Settings, *, weights: bool = True) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
+    """Reads the configs of policy, critic and reference and checks the headers of their `weights`."""
 
     def read(path: str, head: Head, init: str) -> ModelConfig:
         _, cfg = hf.read_config(path, longest=c.data.longest_row)
         if head == "value":
             cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
-        if init == "pretrained":
+        if weights and init == "pretrained":
             hf.check_weights(path, cfg, head=head)
         return cfg
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.preflight.programs import announce
 from jppo.runlog import durable_files
 from jppo.settings import Settings, UserError
 
@@ -58,6 +59,7 @@ def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, An
         other = settings.changed(c, changes)
         settings.check(other)
         tried += 1
+        announce(f"trying {as_arguments(changes)}")
         if fits(other):
             return changes
     raise UserError(

@@ -19,7 +19,7 @@ from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.preflight import auto
 from jppo.preflight.memory_budget import MemoryBudget, device_budgets
-from jppo.preflight.programs import Estimate
+from jppo.preflight.programs import Estimate, announce
 from jppo.settings import Common, Settings, UserError
 
 C = TypeVar("C", bound=Common)
@@ -120,6 +120,7 @@ def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C]
         what = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}"
     for changes in [*shares(found, over), *remedies(c)]:
         other = settings.changed(c, changes)
+        announce(f"it does not fit; trying {auto.as_arguments(changes)}")
         tried = estimate(other)
         if tried is not None and estimate_fits(other, machine, tried):
             raise UserError(f"{machine.name}: {what}; {auto.as_arguments(changes)} fits: {tried.peak / GIB:.1f} GiB")

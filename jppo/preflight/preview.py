@@ -237,7 +237,7 @@ def dry_run(c: Settings, request: DryRun = HERE) -> str:
     """Reports on a PPO run with these settings."""
     process.share_gpu(c)
     process.take_little()
-    inputs = read_inputs(c)
+    inputs = read_inputs(c, weights=request.machine is None)
     mesh = request.mesh(c)
     if request.machine is None:
         return report_here(request, *here(c, inputs, mesh))

@@ -4,9 +4,12 @@ Servers' seconds of a step (sleep, wake, weights, checks) are bytes divided by a
 published; none has been measured with jppo on a GPU.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -194,6 +197,25 @@ def _itemsize(x: Any) -> int:
     return int(np.dtype(x.dtype).itemsize)
 
 
+_ANNOUNCED = ContextVar("_ANNOUNCED", default=False)
+
+
+@contextlib.contextmanager
+def announced() -> Iterator[None]:
+    """Prints each program on stderr before it is compiled, for a command that else prints nothing for minutes."""
+    token = _ANNOUNCED.set(True)
+    try:
+        yield
+    finally:
+        _ANNOUNCED.reset(token)
+
+
+def announce(said: str) -> None:
+    """Prints a line on stderr within `announced`."""
+    if _ANNOUNCED.get():
+        print(said, file=sys.stderr, flush=True)
+
+
 def account(
     name: str,
     gradients: int,
@@ -208,6 +230,7 @@ def account(
 
     `masked` is the share of its rows' `entries` that are in the mask.
     """
+    announce(f"compiling {name}")
     found = accounts.of_program(fn.lower(*args), _axes(args), share=masked)
     return ProgramMemory(name, gradients, found.temporaries + found.results, brought, found, useful, entries)
 

@@ -8,6 +8,7 @@ from jppo import settings
 from jppo.errors import escaped
 from jppo.preflight import described_machine
 from jppo.preflight.described_machine import DryRun
+from jppo.preflight.programs import announced
 from jppo.runlog.watchdog import ending
 from jppo.settings import Common
 
@@ -30,7 +31,9 @@ def run(
     request = described_machine.read_request(switches, name, argv)
     if switches["dry_run"]:
         print(settings.dump(c), flush=True)
-        print(escaped(dry_run(c, request)), end="")
+        with announced():
+            report = dry_run(c, request)
+        print(escaped(report), end="")
         return
     with ending(c.trainer.run_dir, within_s=c.trainer.stop_timeout_s):
         train(c)

@@ -34,10 +34,10 @@ class Inputs(ModelConfigs):
         return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=_tool_rewards(self.agent))
 
 
-def read_inputs(c: Settings) -> Inputs:
-    """Reads and checks all files before a device or a server is used."""
+def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
+    """Reads and checks all files before a device or a server is used; a forecast needs no `weights`."""
     require_optimizers(c)
-    policy, critic, reference = read_models(c)
+    policy, critic, reference = read_models(c, weights=weights)
     require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     if reference is not None and c.ref.path != "policy":

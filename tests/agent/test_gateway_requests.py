@@ -302,9 +302,11 @@ def served():
 
 
 def requested(port, connection=None):
-    connection = connection or client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("POST", "/v1/reward", body=b"1234", headers={"Authorization": "Bearer right"})
-    return json.loads(connection.getresponse().read())
+    with contextlib.ExitStack() as ends:
+        if connection is None:
+            connection = ends.enter_context(contextlib.closing(client.HTTPConnection("127.0.0.1", port, timeout=10)))
+        connection.request("POST", "/v1/reward", body=b"1234", headers={"Authorization": "Bearer right"})
+        return json.loads(connection.getresponse().read())
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
@@ -315,9 +317,9 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
     with subprocess.Popen([sys.executable, "-c", FLOOD, str(served), head], stdout=subprocess.PIPE, text=True) as flood:
         assert flood.stdout.readline() == "held\n"
         try:
-            kept = client.HTTPConnection("127.0.0.1", served, timeout=10)
-            for _ in range(5):
-                assert requested(served) == requested(served, kept) == {"read": 4}
+            with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
+                for _ in range(5):
+                    assert requested(served) == requested(served, kept) == {"read": 4}
             assert len(os.listdir("/proc/self/fd")) - before < 650
         finally:
             flood.kill()
@@ -325,14 +327,14 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
 
 def test_a_head_without_a_key_has_a_time_and_one_with_a_key_has_not(served, monkeypatch):
     monkeypatch.setattr(gateway, "HEAD_S", 0.3)
-    kept = client.HTTPConnection("127.0.0.1", served, timeout=10)
-    assert requested(served, kept) == {"read": 4}
-    with socket.create_connection(("127.0.0.1", served)) as slow:
-        slow.settimeout(5)
-        began = time.monotonic()
-        with contextlib.suppress(OSError):
-            for _ in range(50):
-                slow.sendall(b"G")
-                time.sleep(0.05)
-        assert time.monotonic() - began < 2
-    assert requested(served, kept) == {"read": 4}
+    with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
+        assert requested(served, kept) == {"read": 4}
+        with socket.create_connection(("127.0.0.1", served)) as slow:
+            slow.settimeout(5)
+            began = time.monotonic()
+            with contextlib.suppress(OSError):
+                for _ in range(50):
+                    slow.sendall(b"G")
+                    time.sleep(0.05)
+            assert time.monotonic() - began < 2
+        assert requested(served, kept) == {"read": 4}

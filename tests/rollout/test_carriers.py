@@ -94,7 +94,6 @@ def way(request, fakes, settings, monkeypatch):
     monkeypatch.setattr(repair, "POLL_S", 0.05)
     monkeypatch.setattr(repair, "PROBE_S", 0.05)
     monkeypatch.setattr(buckets, "BUCKET", 4000 if carrier in ON_DEVICES else 2000)
-    monkeypatch.setattr(device_carriers, "WAIT_S", 3.0)
     new = request.getfixturevalue("engine") if carrier in ON_DEVICES else None
     if carrier == "nccl":
         lib = request.getfixturevalue("library")

@@ -123,7 +123,6 @@ def works(fake, engines):
 def made(fakes, settings, monkeypatch, engine, library):
     """A sampler over two fakes, of two workers and of one; version 7 was published."""
     monkeypatch.setattr(buckets, "BUCKET", 4000)
-    monkeypatch.setattr(device_carriers, "WAIT_S", 3.0)
     for fake, count in zip(fakes, (2, 1), strict=True):
         serve(fake)
         works(fake, [engine(rank) for rank in range(count)])
@@ -192,7 +191,7 @@ def test_a_gpu_without_room_names_the_bucket_and_the_remedy(made, fakes, engine,
 
 @pytest.mark.vllm
 def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(library, engine, monkeypatch):
-    """The library alone lets a rank wait for two seconds."""
+    """The library alone lets a rank wait for ten seconds."""
     from jppo.rollout.vllm import layout, weight_engine
 
     monkeypatch.setattr(weight_engine, "BROADCAST_S", 0.3)
@@ -207,7 +206,7 @@ def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(librar
     entries = layout.pack_bytes(layout.in_order([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
     began = time.monotonic()
     worker.update_weights({"version": 8, "entries": entries})  # and the trainer sends nothing
-    assert time.monotonic() - began < 1.5 and worker.group == ""
+    assert time.monotonic() - began < 5 and worker.group == ""
     assert worker.staging.error.startswith("a broadcast by NCCL did not end within 0.3 s: the trainer was killed")
     worker.start_weight_update()
     assert worker.staging.error is None

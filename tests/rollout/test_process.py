@@ -132,10 +132,13 @@ def test_check_vllm_finds_packages_that_break_its_import(site):
 
 
 def test_check_ports():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+    with contextlib.ExitStack() as held, socket.socket() as taken:
+        for port in range(20001, 32000, 2):  # below the ports that systems give, which other programs take meanwhile
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server(("127.0.0.1", port - 1))).close()
+                taken.bind(("127.0.0.1", port))
+                break
         taken.listen()
-        port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
             check_ports(port, 1)
         with pytest.raises(UserError, match=f"rollout.port={port - 1}: port {port} "):

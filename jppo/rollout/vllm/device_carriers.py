@@ -123,7 +123,7 @@ class Communicator:
 
 @contextlib.contextmanager
 def alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[], None]) -> Any:
-    """Runs `work` in a thread during the block; if it fails or is late, gives up, and raises if the block does not."""
+    """Runs `work` in a thread during the block; if either fails or `work` is late, gives up and raises."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -136,14 +136,16 @@ def alongside(work: Callable[[], None], *, timeout_s: float, give_up: Callable[[
     thread.start()
     try:
         yield
-    finally:
+    except BaseException:  # a server that has failed takes no part: `work` would wait for it
+        give_up()
         thread.join(timeout_s)
-        if thread.is_alive():
-            failed.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
-        if failed:
-            give_up()
-            thread.join(timeout_s)
+        raise
+    thread.join(timeout_s)
+    if thread.is_alive():
+        failed.append(RolloutError(f"rollout.publish_via='nccl': servers did not take part within {timeout_s:g} s"))
     if failed:
+        give_up()
+        thread.join(timeout_s)
         raise failed[0]
 
 
