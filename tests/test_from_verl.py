@@ -227,6 +227,13 @@ def test_a_reward_model_by_the_short_name(capsys):
     assert (config["reward.model.path"], config["reward.weights"]) == ("some/rm", "rm_score=1")
 
 
+def test_fp8_of_the_rollout_is_corrected(capsys):
+    fp8 = "actor_rollout_ref.rollout.quantization=fp8"
+    config, _ = said(capsys, fp8, "algorithm.rollout_correction.rollout_is=token")
+    assert config["rollout.quantization"] == "fp8_per_block" and config["rollout.dtype"] == "bfloat16"
+    assert translate([fp8]).lines[0].kind == "missing"
+
+
 def test_hosts_of_a_launchers_script(capsys):
     hosts = ["trainer.nnodes=2", "trainer.node_rank=1", "trainer.master_addr=10.0.0.1"]
     config, _ = said(capsys, *hosts)

@@ -57,7 +57,7 @@ def shared(value: int, look: Look) -> int:
     """Returns the number of hosts or of their devices; raises Unfit if not all can share the parameters."""
     size = sharing(look)
     if value & (value - 1) and size & (size - 1):
-        raise Unfit(f"{size & -size} of {size} devices share the parameters: not every model has a width that {size} divides")
+        raise Unfit(f"{size & -size} of {size} devices share the parameters: {size} must divide a model's width")
     return value
 
 

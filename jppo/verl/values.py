@@ -115,6 +115,13 @@ def group(value: int, look: Look) -> int:
     return value
 
 
+def quantized(value: str | None, look: Look) -> str:
+    """Returns vLLM's name of verl's fp8: weights in blocks of 128 by 128, activations as they come."""
+    if need(value) != "fp8" or served_by(look) != "vllm" or old_logprob(None, look) != "correction":
+        raise Unfit("only vLLM's fp8 is there, with rollout_correction.rollout_is")
+    return "fp8_per_block"
+
+
 def served_experts(value: int, look: Look) -> str:
     need(value if value != 1 else None)
     if (look("R.data_parallel_size") or 1) > 1:
@@ -358,9 +365,9 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "top_k_unless_greedy": lambda value, look: top_k(unless_greedy(value, look), look),
 }
 _NAMED = (
-    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path,
-    engine, estimator, filter_metric, filtered, filtering, function, group, in_turns, interval, loggers, loss_mode, master,
-    micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer, ref_offload, rejected,
+    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, engine,
+    estimator, filter_metric, filtered, filtering, function, group, in_turns, interval, loggers, loss_mode, master,
+    micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer, quantized, ref_offload, rejected,
     rejection, resume, reward_parts, schedule, served_experts, teacher_clamp, tokens, top_k, train_dtype, trainer_mode,
     unless_greedy, warmup_steps, weighted, weights, with_model,
 )  # fmt: skip
