@@ -326,7 +326,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "algorithm.kl_penalty": get("algorithm.kl_penalty"),
         "algorithm.kl_coef": float(get("algorithm.kl_ctrl.kl_coef")),
         "algorithm.old_logprob": "bypass" if bypass else "correction" if corrects else "decoupled",
-        "algorithm.filter_groups": bool(get("algorithm.filter_groups.enable", False)),
+        "algorithm.filter_groups": bool(get("algorithm.filter_groups.enable", False)) and not fully,
         "trainer.total_epochs": int(get("rollout.total_epochs") or get("trainer.total_epochs")),
         "trainer.total_training_steps": steps or -1,
         "trainer.val_before_train": bool(get("trainer.val_before_train")),

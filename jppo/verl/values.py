@@ -38,7 +38,7 @@ def engine(value: str, look: Look) -> str:
 
 def served_by(look: Look) -> str:
     """Returns the engine that samples: vllm in place of one that jppo lacks, or that could not do what is asked."""
-    name = _ENGINES.get(look("R.name"), look("R.name"))
+    name = _ENGINES.get(look("R.name"), str(look("R.name")))
     return "vllm" if _unserved(name, look) else name
 
 
