@@ -40,8 +40,9 @@ SAMPLE = "0a1608011208050000002c0100001a08000080bf000080be"
 
 def test_binary_messages_are_the_clients():
     asked = bytes.fromhex(ASKED.replace("\n", ""))
-    found = wire.read_gradient(asked)
-    assert (found.model_id, found.seq_id, found.loss, found.forward_only) == ("s:train:0", 300, "ppo", False)
+    found = wire.read_gradient(wire.read(asked))
+    assert wire.read_order(wire.read(asked)) == ("s:train:0", 300)
+    assert (found.loss, found.forward_only) == ("ppo", False)
     assert found.options == {"clip_low_threshold": 0.9}
     (datum,) = found.data
     assert datum.tokens.tolist() == [3, 300]
@@ -55,7 +56,7 @@ def test_binary_messages_are_the_clients():
     assert wire.write_samples([(np.array([5, 300]), np.array([-1.0, -0.25]), True)]) == bytes.fromhex(SAMPLE)
     for cut in range(1, len(asked)):
         with contextlib.suppress(BadRequest):  # a shorter message may be whole
-            wire.read_gradient(asked[:cut])
+            wire.read_gradient(wire.read(asked[:cut]))
 
 
 def write_model(path):
@@ -147,6 +148,46 @@ def test_requests_of_a_model_run_in_order_and_once(post, model):
     assert empty["category"] == "user" and "without a gradient" in empty["error"]
 
 
+def test_a_refused_request_takes_its_number(post, model):
+    """The client counts it, and sends the next one by the next number: two targets a position, then no checkpoint."""
+    id = model[1]
+    array = wire.write((1, np.zeros(4, "<i8").tobytes()), (3, wire.INT64), (4, 2), (4, 2))
+    chunk = wire.write((1, wire.write((1, np.array([3, 4], "<i4").tobytes()))))
+    datum = wire.write((1, chunk), (2, wire.write((1, "target_tokens"), (2, array))))
+    wrong = wire.write((1, id), (2, 1), (3, datum), (4, "cross_entropy"))
+    lost = dict(model_id=id, seq_id=2, path="tinker://none/weights/none", optimizer=False)
+    for path, body, text in (("forward_backward", wrong, "shape [2, 2]"), ("load_weights", lost, "no checkpoint")):
+        assert text in result(post, post(path, body).json())["error"]
+    assert b"loss:sum" in result(post, post("forward_backward", gradient(id, 3)).json())
+
+
+def test_a_checkpoint_can_be_loaded_by_the_next_request(post, model):
+    id = model[1]
+    late = dict(model_id=id, seq_id=2, path=f"tinker://{id}/weights/next", optimizer=True)
+    loaded = post("load_weights", late).json()
+    result(post, post("save_weights", dict(model_id=id, seq_id=1, path="next")).json())
+    assert result(post, loaded)["type"] == "load_weights"
+
+
+def test_results_are_json_where_a_gradient_is_not_finite(post, model):
+    """NaN is none of RFC 8259's numbers; the ratio overflows at a log-prob of -1e5 in float32."""
+    id = model[1]
+
+    def one(name, x, dtype, number):
+        return wire.write((1, name), (2, wire.write((1, np.array([x], dtype).tobytes()), (3, number))))
+
+    arrays = [one("target_tokens", 4, "<i8", wire.INT64)]
+    arrays += [one(name, x, "<f4", wire.FLOAT32) for name, x in (("logprobs", -1e5), ("advantages", 1.0))]
+    chunk = wire.write((1, wire.write((1, np.array([3], "<i4").tobytes()))))
+    datum = wire.write((1, chunk), *((2, x) for x in arrays))
+    result(post, post("forward_backward", wire.write((1, id), (2, 1), (3, datum), (4, "importance_sampling"))).json())
+    asked = post("optim_step", step(id, 2)).json()
+    result(post, asked)
+    raw = post("retrieve_future", dict(request_id=asked["request_id"])).text
+    found = json.loads(raw, parse_constant=pytest.fail)
+    assert found["metrics"]["actor/skipped:mean"] == 1.0 and "actor/grad_norm:mean" not in found["metrics"]
+
+
 def test_a_key_reaches_its_sessions_only(post, model):
     session, id = model
     assert post("create_session", {}, key="tml-" + "c" * 32).status_code == 401
@@ -181,7 +222,9 @@ def test_a_prompt_is_scored_by_its_samplers_weights(post, model):
     def scores(number, tokens, **more):
         asked = dict(sampling_session_id=sampler, seq_id=number, sampling_params=dict(max_tokens=1), **more)
         asked |= dict(prompt=dict(chunks=[dict(tokens=tokens)]), prompt_logprobs=True)
-        found = wire.read(result(post, post("asample", asked).json()))
+        future = post("asample", asked).json()
+        found = wire.read(result(post, future))
+        assert len(future["sample_sequence_ids"]) == len(found.get(1, []))  # as the client requires
         return np.frombuffer(found[2][0], "<f4"), found.get(1, [])
 
     def forward(number):
@@ -270,12 +313,13 @@ def test_wrong_requests_get_one_line(post, model):
         ("asample", sample | dict(prompt_logprobs_last_n=1), "prompt_logprobs_last_n (without prompt_logprobs)=1"),
         ("asample", sample | dict(prompt_logprobs=True, prompt_logprobs_last_n=2), "must be 1 to 1"),
         ("asample", sample | dict(prompt=dict(chunks=[dict(tokens=[3] * 17)])), "17 tokens; it must have 1 to"),
-        ("asample", sample | dict(prompt_logprobs=True, prompt=dict(chunks=[dict(tokens=[3] * 25)])), "1 to data."),
+        ("asample", sample | dict(prompt_logprobs=True, prompt=dict(chunks=[dict(tokens=[3] * 25)])), "1 to 16"),
         # A response was asked for, too, and there is no room for it.
-        ("asample", sample | dict(prompt_logprobs=True, prompt=dict(chunks=[dict(tokens=[3] * 20)])), "1 to data."),
+        ("asample", sample | dict(prompt_logprobs=True, prompt=dict(chunks=[dict(tokens=[3] * 20)])), "1 to 16"),
         ("asample", sample | dict(sampling_params=dict(max_tokens=99)), "max_tokens=99"),
         ("asample", sample | dict(sampling_params=dict(stop=[10**6])), "stop='1000000'"),
         ("asample", sample | dict(prompt=dict(chunks=[dict(tokens=[10**6])])), "token outside"),
+        ("asample", sample | dict(sampling_params=dict(temperature=None)), "temperature='None'"),
         ("optim_step", dict(model_id=id, seq_id=True), "seq_id='True'"),
         ("optim_step", b"[", "not valid JSON"),
         ("forward_backward", b"\x0a\xff", "no protobuf message"),
@@ -286,6 +330,9 @@ def test_wrong_requests_get_one_line(post, model):
         assert 400 <= found.status_code < 500 and text in detail and "\n" not in detail, (path, detail)
     failed = dict(model_id=id, seq_id=1, path="../../one")
     assert "must be a name" in result(post, post("save_weights", failed).json())["error"]
+    # The client sends NaN as null.
+    failed = dict(model_id=id, seq_id=2, adam_params=dict(learning_rate=None))
+    assert "learning_rate='None'" in result(post, post("optim_step", failed).json())["error"]
 
 
 @contextlib.contextmanager

@@ -130,6 +130,7 @@ def server_settings(c: Settings) -> ServerSettings:
         port=r.port,
         dtype=r.dtype,
         max_model_len=c.data.longest_row,
+        max_positions=max(c.model.max_position_embeddings, 0),
         max_num_seqs=r.max_num_seqs,
         enforce_eager=r.enforce_eager,
         gpu_memory_utilization=r.gpu_memory_utilization,

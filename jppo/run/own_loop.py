@@ -36,7 +36,7 @@ from jppo.rollout import make as rollout
 from jppo.run.inputs import read_tokenizer, require_publishable
 from jppo.run.own_engine import Engine, Kept
 from jppo.run.own_losses import Losses
-from jppo.run.own_prompts import PromptLike, make_prompts
+from jppo.run.own_prompts import PromptLike, make_prompts, require_sampling
 from jppo.run.own_settings import make_settings
 from jppo.run.own_state import load_state, save_state
 from jppo.run.responses import Responses, aims, of_samples, trajectory_of
@@ -117,12 +117,10 @@ class Model:
         """
         self._require_open()
         c, engine = self._parts.c, self._parts.engine
-        asked = make_prompts(c, self._parts.tokenizer, prompts)
-        how = rollout.sampling(c, self.step, self._sampled)
-        unknown = sampling.keys() - vars(how).keys()
-        if unknown:
-            raise UserError(f"sample({unknown.pop()}=...) is no option; use {', '.join(vars(how))}")
-        how = dataclasses.replace(how, **sampling | ({} if n is None else {"n": n}))
+        asked = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
+        sampling |= {} if n is None else {"n": n}
+        require_sampling(sampling, {}, self.vocab_size)
+        how = dataclasses.replace(rollout.sampling(c, self.step, self._sampled), **sampling)
         if weights is not None:
             engine.ensure(weights)
         elif engine.holds is not self:

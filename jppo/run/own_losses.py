@@ -37,6 +37,12 @@ OF_BATCH = {"old_logprob": "old_logprob", "ref_logprob": "ref_logprob", "advanta
 OF_BATCH |= {"returns": "returns", "old_value": "value"}
 ARGUMENTS = ("logprob", "entropy", "value", *OF_BATCH, "mask", "segment")
 VALUE = "value"
+# Options: settings of `actor` (of `critic` for "value") that losses read. A function has those of the mean.
+MEAN = ("loss_agg_mode", "loss_scale_factor")
+OF_POLICY = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "dro_beta",
+             "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "entropy_coeff",
+             "calculate_entropy", "use_kl_loss", "kl_loss_coef", "kl_loss_type", "kl_loss_max_clamp", "kl_topk",
+             "kl_log_prob_min_clamp", "router_aux_loss_coef", "router_z_loss_coef")  # fmt: skip
 
 
 def cross_entropy(logprob: Array) -> Array:
@@ -75,13 +81,14 @@ class Losses:
     def find(self, loss: str | Function | None, options: Mapping[str, Any]) -> Loss:
         """Returns the loss of this name or function; None is the one of the settings. `options` are of `actor`."""
         section = "critic" if loss == VALUE else "actor"
+        plain = callable(loss) or loss in FUNCTIONS
+        known = MEAN if plain else (*MEAN, "cliprange_value") if loss == VALUE else (*MEAN, *OF_POLICY)
+        for name in options.keys() - {*known}:
+            raise UserError(
+                f"{name!r} is no option of a loss like this; use {', '.join(known)}{did_you_mean(name, known)}"
+            )
         changes: dict[str, Any] = {f"{section}.{name}": value for name, value in options.items()}
         for name, value in changes.items():
-            if name not in table.TABLE or name == "actor.loss_mode":
-                raise UserError(
-                    f"{name.partition('.')[2]!r} is no option of a loss, which are the settings of `{section}`, such as"
-                    f" loss_agg_mode{did_you_mean(name, table.TABLE)}"
-                )
             setting = table.TABLE[name]
             if not (isinstance(value, setting.type) or (value is None and setting.optional) or type(value) is int):
                 raise UserError(f"{name}={value!r} is of type {type(value).__name__}; give a {setting.type.__name__}")
@@ -98,11 +105,11 @@ class Losses:
             return self._of_values(c)
         if loss in FUNCTIONS:
             return self._of_function(FUNCTIONS[loss], c)
-        if loss not in (None, "ppo") and loss not in parts.POLICY_LOSSES and ":" not in loss:
+        if loss not in (None, "ppo") and loss not in parts.POLICY_LOSSES and ":" not in str(loss):
             known = (*FUNCTIONS, "ppo", *parts.POLICY_LOSSES, VALUE)
             raise UserError(
                 f"loss={loss!r} is not known; it is one of {', '.join(map(repr, known))}, or a function of"
-                f" {', '.join(ARGUMENTS)}{did_you_mean(loss, known)}"
+                f" {', '.join(ARGUMENTS)}{did_you_mean(str(loss), known)}"
             )
         if loss is not None:
             c = changed(c, {"actor.loss_mode": "vanilla" if loss == "ppo" else loss})

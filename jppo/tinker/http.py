@@ -56,9 +56,9 @@ def serve(service: Service, keys: Sequence[str], host: str, port: int) -> http.s
         def _answer(self) -> None:
             try:
                 status, kind, body = self._found()
-            except BadRequest as e:
+            except (BadRequest, UserError) as e:
                 self.close_connection = self.close_connection or not self._read
-                status, kind, body = e.status, JSON, json.dumps({"detail": str(e)}).encode()
+                status, kind, body = getattr(e, "status", 400), JSON, json.dumps({"detail": str(e)}).encode()
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jppo.agent.gateway.request import BadRequest
+from jppo.run.own_prompts import require_sampling
 from jppo.tinker.wire import Datum, GradientRequest
 
 Body = Mapping[str, Any]
@@ -29,10 +30,10 @@ SCHEME = "tinker://"
 
 
 def field(body: Body, name: str, kind: type, default: Any = None) -> Any:
-    """Returns a field of this type; without a default it must be there."""
+    """Returns a field of this type; without a default it must be there. A null float is the client's NaN."""
     value = body.get(name, default)
     right = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if name in body and body[name] is None:
+    if name in body and body[name] is None and kind is not float:
         value, right = default, default is not None
     if (not right and (name in body or default is None)) or (isinstance(value, bool) and kind is not bool):
         raise BadRequest(f"{name}={str(body.get(name))[:60]!r} must be of type {kind.__name__}")
@@ -132,7 +133,9 @@ def prompt(body: Body, longest: int, vocabulary: int) -> np.ndarray:
             raise BadRequest("prompt has an image or audio; jppo reads text only: send tokens")
         tokens += field(chunk, "tokens", list)
     if not 1 <= len(tokens) <= longest:
-        raise BadRequest(f"the prompt has {len(tokens)} tokens; it must have 1 to data.max_prompt_length={longest}")
+        raise BadRequest(
+            f"the prompt has {len(tokens)} tokens; it must have 1 to {longest}: see data.max_prompt_length"
+        )
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         raise BadRequest(f"the prompt has a token outside of 0 to {vocabulary - 1}; take the model's tokenizer")
     return np.asarray(tokens, np.int32)
@@ -162,10 +165,6 @@ def sampling(body: Body, longest: int, vocabulary: int) -> dict[str, Any]:
         top_k=field(params, "top_k", int, -1),
         top_p=float(field(params, "top_p", float, 1.0)),
     )
-    bounds = {"n": (1, MOST_SAMPLES), "max_tokens": (1, longest), "temperature": (0.0, 100.0), "top_k": (-1, 2**31)}
-    for name, (low, high) in (bounds | {"top_p": (1e-9, 1.0)}).items():
-        if not low <= found[name] <= high:
-            raise BadRequest(f"{name}={found[name]} must be {low} to {high}; correct it or the server's settings")
     if params.get("seed") is not None:
         found["seed"] = field(params, "seed", int) % 2**31
     stop = params.get("stop")
@@ -173,13 +172,9 @@ def sampling(body: Body, longest: int, vocabulary: int) -> dict[str, Any]:
         found["ignore_eos"] = True
     elif stop is not None:
         texts = [stop] if isinstance(stop, str) else field(params, "stop", list)
-        found["stop"] = tuple(one for one in texts if isinstance(one, str) and one)
-        found["stop_ids"] = tuple(one for one in texts if type(one) is int and 0 <= one < vocabulary)
-        for one in texts:
-            if one not in (*found["stop"], *found["stop_ids"]):
-                raise BadRequest(
-                    f"stop={str(one)[:60]!r} is neither a text nor a token from 0 to {vocabulary - 1}; correct it"
-                )
+        found["stop"] = tuple(one for one in texts if isinstance(one, str))
+        found["stop_ids"] = tuple(one for one in texts if not isinstance(one, str))
+    require_sampling(found, {"n": MOST_SAMPLES, "max_tokens": longest}, vocabulary)
     return found
 
 

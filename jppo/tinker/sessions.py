@@ -6,6 +6,7 @@ Requests of a model run in the order of their numbers, from 1; a repeated number
 
 import collections
 import json
+import math
 import pathlib
 import secrets
 import shutil
@@ -45,7 +46,7 @@ class Service:
     def answer(self, owner: str, method: str, path: str, body: bytes) -> Answer:
         """Answers a request of a key; raises BadRequest."""
         if method == "POST" and path == "forward_backward":
-            return self._json(self.forward_backward(owner, wire.read_gradient(body)))
+            return self._json(self.forward_backward(owner, wire.read(body)))
         if method == "GET":
             return self._json(self._get(owner, path))
         if path.startswith("sessions/") and path.endswith("/finish"):
@@ -158,10 +159,11 @@ class Service:
         found = {"type": "get_info", "model_id": run.id, "model_name": self._name, "model_data": data}
         return found | {"is_lora": bool(self._rank), "lora_rank": self._rank or None}
 
-    def forward_backward(self, owner: str, asked: wire.GradientRequest) -> dict[str, Any]:
+    def forward_backward(self, owner: str, message: wire.Message) -> dict[str, Any]:
         """Adds a gradient, or with forward_only computes log-probs."""
 
         def make(model: Model) -> bytes:
+            asked = wire.read_gradient(message)
             name, options = requests.loss(asked)
             inputs, targets, arrays = requests.examples(asked.data, name)
             batch = model.examples(inputs, targets, **arrays)
@@ -177,14 +179,15 @@ class Service:
             rows = [logprob[i, : len(x)] for i, x in enumerate(targets)]
             return wire.write_gradient(rows, {} if total is None else {"loss:sum": total})
 
-        return self._ordered(owner, asked.model_id, asked.seq_id, make)
+        return self._ordered(owner, *wire.read_order(message), make)
 
     def optim_step(self, owner: str, body: Body) -> dict[str, Any]:
         """Applies the accumulated gradient by AdamW with the request's hyperparameters."""
 
         def make(model: Model) -> dict[str, Any]:
             found = model.optim_step(**requests.adam(body))
-            return {"metrics": {name.replace(":", "_") + ":mean": x for name, x in found.items()}}
+            finite = {name: x for name, x in found.items() if math.isfinite(x)}  # JSON has no others
+            return {"metrics": {name.replace(":", "_") + ":mean": x for name, x in finite.items()}}
 
         return self._of_model(owner, body, make)
 
@@ -210,21 +213,26 @@ class Service:
 
     def load_weights(self, owner: str, body: Body) -> dict[str, Any]:
         """Reads a checkpoint into a model, or into a new one where the request names a session."""
-        known = ("model_id", "seq_id", "session_id", "model_seq_id", "user_metadata", "path", "optimizer", "type")
-        requests.require_known("", body, (*known, "optimizer_config", "base_model"))
-        given, optimizer = field(body, "path", str), field(body, "optimizer", bool)
-        path = requests.checkpoint(self._folder, owner, given.removeprefix(requests.SCHEME))
-        if not given.startswith(requests.SCHEME) or not path.is_dir():
-            raise BadRequest(f"path={given[:160]!r} is no checkpoint of this key", status=404)
+
+        def source() -> tuple[pathlib.Path, bool]:
+            known = ("model_id", "seq_id", "session_id", "model_seq_id", "user_metadata", "path", "optimizer", "type")
+            requests.require_known("", body, (*known, "optimizer_config", "base_model"))
+            given, optimizer = field(body, "path", str), field(body, "optimizer", bool)
+            path = requests.checkpoint(self._folder, owner, given.removeprefix(requests.SCHEME))
+            if not given.startswith(requests.SCHEME) or not path.is_dir():
+                raise BadRequest(f"path={given[:160]!r} is no checkpoint of this key", status=404)
+            return path, optimizer
+
         if "session_id" in body:
             # The checkpoint decides the rank; `Model.load` refuses one of another model.
             asked = {"base_model": body.get("base_model") or self._name, "lora_config": {"rank": self._rank}}
             requests.require_model(asked | {"optimizer_config": body.get("optimizer_config")}, self._name, self._rank)
-            return self._begin(owner, body, None, (path, optimizer))
+            return self._begin(owner, body, None, source())
 
         def make(model: Model) -> dict[str, Any]:
+            path, optimizer = source()
             model.load(path, optimizer=optimizer)
-            return {"path": given, "type": "load_weights"}
+            return {"path": body["path"], "type": "load_weights"}
 
         return self._of_model(owner, body, make)
 
@@ -280,17 +288,17 @@ class Service:
         scores = bool(body.get("prompt_logprobs")) and how["n"] == how["max_tokens"] == 1  # as compute_logprobs asks
         longest = d.longest_row if scores else d.max_prompt_length
         prompt = requests.prompt(body, longest, self._base.vocab_size)
+        only = len(prompt) > d.max_prompt_length
         last = requests.scored(body, prompt)
         sampler = field(body, "sampling_session_id", str)
         with self._changed:
             session, kept = self._sampler(owner, sampler)
             id = f"{sampler}:{seq_id}"
             if id not in session.futures:
-                only = len(prompt) > d.max_prompt_length
                 group = (sampler, id if "seed" in how else "", last is None, only, *sorted(how.items()))
                 self._add(session, id, None, Sample(kept, prompt, how, last), group)
             told = self._told(session.futures[id], None)
-        return told | {"sample_sequence_ids": [f"{id}:{i}" for i in range(how["n"])]}
+        return told | {"sample_sequence_ids": [] if only else [f"{id}:{i}" for i in range(how["n"])]}
 
     def retrieve_future(self, owner: str, body: Body) -> Answer:
         """Returns the result of a request, or 408 after a while."""

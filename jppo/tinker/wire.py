@@ -9,6 +9,7 @@ import numpy as np
 from jppo.agent.gateway.request import BadRequest
 
 FLOAT32, INT64 = 1, 2
+Message = dict[int, list[Any]]  # the values of each field
 DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 LOGPROBS = "logprobs"
 
@@ -23,15 +24,13 @@ class Datum(NamedTuple):
 class GradientRequest(NamedTuple):
     """A request for a gradient, or with `forward_only` for log-probs."""
 
-    model_id: str
-    seq_id: int
     data: list[Datum]
     loss: str
     options: dict[str, float]
     forward_only: bool
 
 
-def read(data: bytes) -> dict[int, list[Any]]:
+def read(data: bytes) -> Message:
     """Returns the values of a message by field number: integers of varints, and bytes."""
     found, at = dict[int, list[Any]](), 0
     while at < len(data):
@@ -85,10 +84,17 @@ def _number(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def read_gradient(body: bytes) -> GradientRequest:
+def read_order(message: Message) -> tuple[str, int]:
+    """Returns the model and the number of a ForwardBackwardRequest."""
+    try:
+        return message[1][0].decode(), int(message[2][0])
+    except (KeyError, AttributeError, ValueError) as e:
+        raise BadRequest(f"the body is no ForwardBackwardRequest: {type(e).__name__} {e}") from e
+
+
+def read_gradient(message: Message) -> GradientRequest:
     """Reads a ForwardBackwardRequest; raises BadRequest for contents that jppo does not train on."""
     try:
-        message = read(body)
         options = dict[str, float]()
         for entry in map(read, message.get(7, [])):
             name, value = entry[1][0].decode(), read(entry[2][0])
@@ -96,8 +102,6 @@ def read_gradient(body: bytes) -> GradientRequest:
                 raise BadRequest(f"loss_fn_config[{name!r}] must be a number")
             options[name] = struct.unpack("<d", value[1][0])[0]
         return GradientRequest(
-            message[1][0].decode(),
-            message[2][0],
             [_datum(read(one), i) for i, one in enumerate(message.get(3, []))],
             message[4][0].decode(),
             options,
@@ -107,7 +111,7 @@ def read_gradient(body: bytes) -> GradientRequest:
         raise BadRequest(f"the body is no ForwardBackwardRequest: {type(e).__name__} {e}") from e
 
 
-def _datum(message: dict[int, list[Any]], row: int) -> Datum:
+def _datum(message: Message, row: int) -> Datum:
     tokens = []
     for chunk in map(read, message.get(1, [])):
         if 1 not in chunk:

@@ -340,6 +340,12 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
             flags(settings(engine_args=wrong), "cpu")
 
 
+def test_vllm_gets_the_longest_row(settings):
+    given = flags(settings(max_positions=64), "gpu")
+    assert given[given.index("--hf-overrides") + 1] == '{"max_position_embeddings": 64}'
+    assert "--hf-overrides" not in flags(settings(), "gpu")
+
+
 def test_quantisation_is_vllms_and_on_a_cpu_by_channel(settings):
     given = flags(settings(quantization="fp8_per_block"), "gpu")
     assert given[given.index("--quantization") + 1] == "fp8_per_block"
