@@ -112,7 +112,19 @@ def arguments(found: Translation, base: str, default: ConfigDict) -> list[str]:
     out = [f"--config.{name}={asked[name]}" for name in kept]
     config, _ = settings.parse([f"--config={file}", *out], "", default)
     settings.check(config)
+    _check_model(config)
     return out
+
+
+def _check_model(config: ConfigDict) -> None:
+    """Raises a UserError for a model that a run would refuse, if its config.json is on this machine."""
+    if (expanded(config.model.path) / "config.json").is_file():
+        from jppo.models import hf  # imports JAX
+        from jppo.run.inputs import require_publishable
+
+        _, policy = hf.read_config(config.model.path)
+        if "rollout" in config:
+            require_publishable(settings.typed(config), policy)
 
 
 def on_top(argv: list[str]) -> tuple[list[str], Translation]:
@@ -154,6 +166,12 @@ def commented(lines: Iterator[str]) -> str:
     return "\n".join(f"# {part}".rstrip() if part else "" for line in lines for part in line.split("\n"))
 
 
+def output_of(script: Script) -> tuple[str, list[str]]:
+    """Returns the command with the account of its arguments, and the lines of what is left out."""
+    command, found = command_of(script)
+    return f"{command}\n{commented(override_lines(found))}", left_out(found, script.notes)
+
+
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> Any:
     """Runs the command line."""
@@ -166,14 +184,12 @@ def main(argv: list[str] | None = None) -> Any:
         return
     if any(word.startswith(OWN) for word in argv):
         changes, found = on_top(argv)
-        command, lacking = "\n".join(changes), left_out(found, ())
+        out, lacking = "\n".join([*changes, commented(override_lines(found))]), left_out(found, ())
     else:
-        script = read_arguments(argv)
-        command, found = command_of(script)
-        lacking = left_out(found, script.notes)
+        out, lacking = output_of(read_arguments(argv))
     for line in lacking:
         print(escaped(f"left out: {line}").replace("\n", "\\n"), file=sys.stderr)
-    print(escaped(f"{command}\n{commented(override_lines(found))}"))
+    print(escaped(out))
     if lacking:
         sys.exit(LEFT_OUT)
 

@@ -15,7 +15,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import io
 import math
 import os
 import pathlib
@@ -30,7 +29,6 @@ from typing import Any
 
 from jppo import from_verl, settings
 from jppo.settings import UserError, table
-from jppo.verl.script import read_script
 
 STAND_INS = (
     "accelerate apt-get chmod conda curl deepspeed git hf huggingface-cli ifconfig ip kubectl ninja npu-smi nsys"
@@ -147,20 +145,14 @@ def scripts_of(root: pathlib.Path, work: pathlib.Path, match: str = "") -> Itera
 
 
 def _translate(result: Result, file: pathlib.Path, arguments: list[str]) -> None:
-    out, err = io.StringIO(), io.StringIO()
-    result.code = 0
     try:
-        script = read_script(str(file), arguments, os.environ)
+        script = from_verl.read_arguments([str(file), *arguments])
         found = [DATES.sub("#", word) for word in (script.main, *script.words)]
         result.same = found == [DATES.sub("#", word) for word in (result.main, *result.words)]
+        result.command, lacking = from_verl.output_of(script)
+        result.code, result.errors = (from_verl.LEFT_OUT if lacking else 0), "\n".join(lacking)
     except UserError as e:
-        result.errors = str(e)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            from_verl.main([str(file), *arguments])
-        except SystemExit as e:
-            result.code = int(e.code or 0)
-    result.command, result.errors = out.getvalue(), err.getvalue()
+        result.code, result.errors = 2, str(e)
 
 
 def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
@@ -334,7 +326,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "algorithm.kl_penalty": get("algorithm.kl_penalty"),
         "algorithm.kl_coef": float(get("algorithm.kl_ctrl.kl_coef")),
         "algorithm.old_logprob": "bypass" if bypass else "correction" if corrects else "decoupled",
-        "algorithm.filter_groups": bool(get("algorithm.filter_groups.enable", False)),
+        "algorithm.filter_groups": bool(get("algorithm.filter_groups.enable", False)) and not fully,
         "trainer.total_epochs": int(get("rollout.total_epochs") or get("trainer.total_epochs")),
         "trainer.total_training_steps": steps or -1,
         "trainer.val_before_train": bool(get("trainer.val_before_train")),

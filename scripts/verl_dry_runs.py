@@ -35,7 +35,8 @@ from jppo.settings import table
 LIMIT_S = 900
 AXES = ("data", "fsdp", "sequence", "tensor", "expert")
 SHORT, LONG = 1024, 8192
-TEMPLATE = (
+TEMPLATE = (  # reads the arguments of templates that verl's scripts set
+    "{% set _ = [enable_thinking, reasoning_effort, thinking] %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )

@@ -12,7 +12,7 @@ import pytest
 from jppo import settings, train
 from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import make_learner, make_mesh
-from jppo.models import config_reader, decoder
+from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
 from jppo.preflight.preview import dry_run, sampling_warnings
 from jppo.rollout import make as rollout
@@ -167,6 +167,16 @@ def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compila
     text = dry_run(typed(c))
     assert r"sampling         temperature 1, top_p 0.5; a response ends with '#\n' or 6 tokens" in text
     assert "warning: rollout.top_p=0.5: responses are drawn from a part" in text
+
+
+def test_rows_longer_than_config_json_allows(small_run):
+    c = typed(small_run)
+    bound = hf.read_config(c.model.path)[1].max_position_embeddings
+    small_run.data.max_prompt_length, small_run.data.max_response_length = bound, 1
+    with pytest.raises(UserError, match=rf"max_position_embeddings={bound}; .*raise model\.max_position_embeddings"):
+        read_inputs(typed(small_run))
+    small_run.model.max_position_embeddings = bound + 1
+    assert read_inputs(typed(small_run)).policy.max_position_embeddings == bound
 
 
 def test_a_stop_text_that_no_response_can_hold_is_refused(small_run, tmp_path):

@@ -1,6 +1,7 @@
 """verl's command lines become jppo's: every key is accounted for, and what is printed passes jppo's own check."""
 
 import contextlib
+import json
 import re
 import shlex
 
@@ -226,6 +227,13 @@ def test_a_reward_model_by_the_short_name(capsys):
     assert (config["reward.model.path"], config["reward.weights"]) == ("some/rm", "rm_score=1")
 
 
+def test_fp8_of_the_rollout_is_corrected(capsys):
+    fp8 = "actor_rollout_ref.rollout.quantization=fp8"
+    config, _ = said(capsys, fp8, "algorithm.rollout_correction.rollout_is=token")
+    assert config["rollout.quantization"] == "fp8_per_block" and config["rollout.dtype"] == "bfloat16"
+    assert translate([fp8]).lines[0].kind == "missing"
+
+
 def test_hosts_of_a_launchers_script(capsys):
     hosts = ["trainer.nnodes=2", "trainer.node_rank=1", "trainer.master_addr=10.0.0.1"]
     config, _ = said(capsys, *hosts)
@@ -234,6 +242,25 @@ def test_hosts_of_a_launchers_script(capsys):
     assert config["trainer.coordinator_address"] == "10.0.0.1:1234"
     config, _ = said(capsys, "trainer.nnodes=1", "trainer.node_rank=0", "trainer.master_addr=10.0.0.1")
     assert (config["trainer.node_rank"], config["trainer.coordinator_address"]) == (-1, "")
+
+
+@pytest.mark.parametrize(
+    "words, shares, lacking",
+    [
+        ("trainer.nnodes=3", (8, -1, 4, 2), ["trainer.nnodes=3"]),
+        ("trainer.n_gpus_per_node=6", (2, -1, 3, 2), ["trainer.n_gpus_per_node=6"]),
+        ("trainer.nnodes=2 actor_rollout_ref.rollout.tensor_model_parallel_size=16", (-1, 1, 1, 8),
+         ["actor_rollout_ref.rollout.tensor_model_parallel_size=16"]),
+        ("trainer.nnodes=3 actor_rollout_ref.actor.fsdp_config.fsdp_size=8", (8, -1, 4, 2), []),
+        ("trainer.n_gpus_per_node=1", (-1, 1, 1, 1), []),
+    ],
+)  # fmt: skip
+def test_devices_that_share_parameters_or_a_server(words, shares, lacking):
+    """A width is a multiple of the devices that share it, and a server is on one host."""
+    found = translate(words.split())
+    names = ("mesh.fsdp", "mesh.data", "rollout.servers", "rollout.tensor_model_parallel_size")
+    assert tuple(found.settings[name] for name in names) == shares
+    assert [line.said for line in found.lines if line.kind == "missing"] == lacking
 
 
 def test_tools_by_the_agent_loop(capsys):
@@ -277,6 +304,46 @@ def test_float16_training_is_not_supported(key, capsys):
 )
 def test_models_that_see_are_not_supported(words, capsys):
     assert "not supported: jppo's models read text" in refusal(capsys, *words)
+
+
+MODEL = "actor_rollout_ref.model.path"
+
+
+@pytest.mark.parametrize(
+    "name", ("zai-org/GLM-4.5-Air", "ByteDance-Seed/Seed-OSS-36B-Instruct", "XiaomiMiMo/MiMo-7B-RL", "DeepSeek-V3.2")
+)
+def test_a_published_model_of_a_family_that_jppo_lacks_is_not_supported(name, capsys):
+    assert "not supported: jppo has no" in refusal(capsys, f"{MODEL}={name}")
+
+
+def test_a_model_on_this_machine_is_read(tmp_path, capsys):
+    (tmp_path / "GLM-4-Llama").mkdir()
+    config = tmp_path / "GLM-4-Llama" / "config.json"
+    llama = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    llama |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    config.write_text(json.dumps(llama))
+    found, _ = said(capsys, f"{MODEL}={config.parent}", "actor_rollout_ref.rollout.name=sglang")
+    assert found["model.path"] == str(config.parent) and found["rollout.name"] == "sglang"
+    config.write_text('{"model_type": "seed_oss"}')
+    assert "model_type='seed_oss' is not supported" in refusal(capsys, f"{MODEL}={config.parent}")
+
+
+@pytest.mark.parametrize(
+    "word", (f"{MODEL}=Qwen/Qwen3-30B-A3B-Base", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4")
+)
+def test_sglang_does_not_sample_from_experts(word):
+    """jppo refuses to publish them to SGLang."""
+    found = translate([word, "actor_rollout_ref.rollout.name=sglang"])
+    assert "rollout.name" not in found.settings  # vllm
+    assert [line.said for line in found.lines if line.kind == "missing"] == ["actor_rollout_ref.rollout.name=sglang"]
+    dense = translate([f"{MODEL}=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "actor_rollout_ref.rollout.name=sglang"])
+    assert dense.settings["rollout.name"] == "sglang" and {line.kind for line in dense.lines} == {"same"}
+
+
+def test_steps_of_a_decay_are_read_where_the_rate_decays():
+    steps = "actor_rollout_ref.actor.optim.lr_decay_steps=512"
+    assert translate([steps]).lines[0].kind == "needless"  # verl's default is a constant rate
+    assert translate([steps, "model_engine=veomni"]).lines[0].kind == "missing"
 
 
 def test_what_jppo_refuses_is_said_in_its_own_words(capsys):

@@ -36,6 +36,7 @@ def test_every_row_of_a_setting_is_a_key_of_verl():
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff",
         "actor_rollout_ref.actor.optim.init_lr_ratio",  # of Automodel's YAML, as the critic's
+        "actor_rollout_ref.model.override_config.max_position_embeddings",  # of transformers' config
         "actor_rollout_ref.ref.model.path",
         "critic.optim.init_lr_ratio",
         "actor_rollout_ref.rollout.max_concurrent_requests",

@@ -102,7 +102,13 @@ def describe_servers(c: Settings, mesh: Mesh) -> str:
         return ""
     if sharding.platform(mesh) == "cpu":
         _, cfg = hf.read_config(c.model.path)
-        return f"{r.servers} server(s) a host, each with {server_threads(r, cfg)} thread(s)"
+        servers = f"{r.servers} server(s) a host, each with {server_threads(r, cfg)} thread(s)"
+        if r.dtype == "bfloat16" and r.name == "vllm" and settings.cpu_dtype() != "bfloat16":
+            servers += (
+                "; warning: rollout.dtype=bfloat16 takes many times as long as float32 on this CPU, which has no"
+                " instructions for it (avx512_bf16, amx_bf16)"
+            )
+        return servers
     return f"{r.servers} server(s) a host, each on {r.tensor_model_parallel_size} device(s)"
 
 
@@ -130,6 +136,7 @@ def server_settings(c: Settings) -> ServerSettings:
         port=r.port,
         dtype=r.dtype,
         max_model_len=c.data.longest_row,
+        max_positions=max(c.model.max_position_embeddings, 0),
         max_num_seqs=r.max_num_seqs,
         enforce_eager=r.enforce_eager,
         gpu_memory_utilization=r.gpu_memory_utilization,

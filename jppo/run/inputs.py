@@ -1,6 +1,7 @@
 """The inputs of a run, read before it starts anything: model configs, tokenizer, prompts, graders."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jppo.agent.make import Agent, make_agent
@@ -176,10 +177,18 @@ def read_tokenizer(c: Common, *models: ModelConfig) -> Any:
                 f"{c.model.path}: the tokenizer has {len(tokenizer)} tokens, the embedding of a model that reads them"
                 f" vocab_size={model.vocab_size}; use the tokenizer that the model was made with"
             )
-        if longest > model.max_position_embeddings:
+        given = c.model.max_position_embeddings
+        scaled = min((kind.rotary.longest or math.inf for kind in model.kinds), default=math.inf)
+        if given > scaled:
+            raise UserError(
+                f"model.max_position_embeddings={given} must be at most {scaled}, the context of the model's rope"
+                " scaling; lower it"
+            )
+        bound = given if given > 0 else model.max_position_embeddings
+        if longest > bound:
             raise UserError(
                 f"data.max_prompt_length+data.max_response_length={longest} must be within the model's"
-                f" max_position_embeddings={model.max_position_embeddings}; lower one of them"
+                f" max_position_embeddings={bound}; lower one of them, or raise model.max_position_embeddings"
             )
     return tokenizer
 

@@ -22,6 +22,8 @@ class Trunk(Section):
     compute_dtype: str = setting("float32", "Dtype of matrix products; sums, log-probs and losses are float32",
         choices=DTYPES)
     param_dtype: str = setting("float32", "Dtype of the parameters", choices=DTYPES)
+    max_position_embeddings: int = setting(-1, "Longest row that the models may read, in place of config.json's"
+        " max_position_embeddings. -1: config.json's", unit="tokens", bounds="[1,", off=-1)
     scan_layers: bool = setting(True, "One compiled layer in a scan. False compiles more slowly and runs faster on a"
         " CPU")
     remat: str = setting("none", "Activations recomputed in the backward pass. none: all are kept; dots: products and"

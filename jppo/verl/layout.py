@@ -29,19 +29,36 @@ def tensor(look: Look) -> int:
     return int(look("A.megatron.tensor_model_parallel_size") or 1)
 
 
+def _rest(look: Look) -> int:
+    return max(1, world(look) // (sequence(look) * tensor(look)))
+
+
 def expert(look: Look) -> int:
     """Returns the size of `mesh.expert`; verl's experts share the devices of data, sequence and tensor."""
-    rest = max(1, world(look) // (sequence(look) * tensor(look)))
-    return math.gcd(int(look("A.megatron.expert_model_parallel_size") or 1), rest)
+    return math.gcd(int(look("A.megatron.expert_model_parallel_size") or 1), _rest(look))
 
 
-def fsdp(look: Look) -> int:
-    """Returns the devices that share the parameters, beside those that share rows; -1 is all."""
+def sharing(look: Look) -> int:
+    """Returns the devices that share verl's parameters, beside those that share rows."""
     size = look("A.torchtitan.data_parallel_shard_size") if engine(look) == "torchtitan" else None
     size = look("A.fsdp_config.fsdp_size") if size is None else size * sequence(look)
     if engine(look) == "megatron" or size < 0 or size >= world(look):
-        return -1
+        return _rest(look) // expert(look)
     return int(max(1, size // (sequence(look) * expert(look))))
+
+
+def fsdp(look: Look) -> int:
+    """Returns the size of `mesh.fsdp`: a power of two, for the width of a model must be a multiple; -1 is all."""
+    size = sharing(look) & -sharing(look)
+    return -1 if size * expert(look) == _rest(look) else size
+
+
+def shared(value: int, look: Look) -> int:
+    """Returns the number of hosts or of their devices; raises Unfit if not all can share the parameters."""
+    size = sharing(look)
+    if value & (value - 1) and size & (size - 1):
+        raise Unfit(f"{size & -size} of {size} devices share the parameters: {size} must divide a model's width")
+    return value
 
 
 def data(look: Look) -> int:
@@ -53,23 +70,33 @@ def apart(look: Look) -> bool:
     return bool(look("rollout.nnodes") or look("R.nnodes"))
 
 
+def _sampling(look: Look) -> int:
+    """Returns the devices of one of verl's hosts that sample."""
+    place = "rollout" if look("rollout.nnodes") else "R"
+    own = look(f"{place}.n_gpus_per_node") if apart(look) else None
+    return int(own or look("trainer.n_gpus_per_node") or 1)
+
+
+def group(look: Look) -> int:
+    """Returns the devices of a server, which are on one host."""
+    return min(int(look("R.tensor_model_parallel_size") or 1), _sampling(look))
+
+
 def hosts(look: Look) -> tuple[int, int, int]:
     """Returns the hosts of the run, and of each the devices that train and those that sample, which may be the same."""
     nodes, trains = int(look("trainer.nnodes") or 1), int(look("trainer.n_gpus_per_node") or 1)
     if not apart(look):
         return nodes, trains, trains
-    place = "rollout" if look("rollout.nnodes") else "R"
-    samples = int(look(f"{place}.nnodes") * (look(f"{place}.n_gpus_per_node") or trains))
-    all_train, group = nodes * trains, int(look("R.tensor_model_parallel_size") or 1)
-    most = max(_HOST, trains)
+    samples = int((look("rollout.nnodes") or look("R.nnodes")) * _sampling(look))
+    all_train, most = nodes * trains, max(_HOST, trains)
     for count in range(-(-(all_train + samples) // most), all_train + 1):
-        if all_train % count == 0 and samples % count == 0 and (samples // count) % group == 0:
+        if all_train % count == 0 and samples % count == 0 and (samples // count) % group(look) == 0:
             return count, all_train // count, samples // count
     raise Unfit(f"{samples} devices that sample beside {all_train} that train do not fit hosts of {most}")
 
 
 def servers(look: Look) -> int:
-    return max(1, hosts(look)[2] // int(look("R.tensor_model_parallel_size") or 1))
+    return max(1, hosts(look)[2] // group(look))
 
 
 def devices(look: Look) -> str | None:

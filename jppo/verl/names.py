@@ -139,11 +139,6 @@ def _all_read(look: Look) -> int | None:
     return longest(look) if reward_model(look) and not look("RM.max_length") else None
 
 
-def _schedule(key: str) -> Callable[[Look], Any]:
-    """Makes the schedule that an engine has by default."""
-    return lambda look: None if look(key) else {"veomni": "cosine", "torchtitan": "linear"}.get(layout.engine(look))
-
-
 def _offloaded(place: str, name: str) -> Callable[[Look], Any]:
     """Makes the offload of FSDP2's policy."""
     return lambda look: True if look(f"{place}.offload_policy") and look(f"{place}.{name}") is not True else None
@@ -162,11 +157,13 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "actor.max_tokens_per_device": (_room, "", "nothing is said of micro-batches"),
     "mesh.data": (layout.data, _MESH, "the devices that are left, where not all share the parameters"),
     "mesh.fsdp": (layout.fsdp, _MESH, "of fsdp_size, the devices beside those of one sequence and of experts; -1 where"
-      " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters"),
+      " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters. A power of"
+      " two, for a model's width must be a multiple"),
     "mesh.expert": (layout.expert, _MESH, "of expert_model_parallel_size, the devices beside sequence and tensor, which"
       " shard the experts, too"),
     "trainer.nnodes": (lambda look: layout.hosts(look)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of those"
       " that train and those that sample"),
+    "rollout.tensor_model_parallel_size": (layout.group, _HOSTS, "at most the devices of a host"),
     "rollout.servers": (layout.servers, _HOSTS, "a host's devices that sample over rollout.tensor_model_parallel_size"),
     "rollout.devices": (layout.devices, _HOSTS, "the last devices of a host, where others train"),
     "rollout.mode": (lambda look: "async" if layout.asynchronous(look) else "sync", _ASYNC,
@@ -186,12 +183,7 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
         for name in ("param_offload", "optimizer_offload")
     },
     "rollout.engine_args": (engine_args, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
-      "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel, a longer context --hf-overrides"),
-    **{
-        f"{section}.lr_scheduler_type": (_schedule(f"{optim}.lr_scheduler_type"), "model_engine A.strategy",
-          "cosine by default with VeOmni, linear with TorchTitan")
-        for section, optim in (("actor", "A.optim"), ("critic", "critic.optim"))
-    },
+      "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel"),
     **{
         f"model.{setting}": (of_adapter(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
         for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
@@ -212,7 +204,7 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
     "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "filled", "in_turns", "interval", "loss_mode",
-    "off", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
+    "off", "schedule", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),

@@ -7,12 +7,30 @@ from typing import Any
 
 import yaml
 
+from jppo.errors import expanded
 from jppo.verl.distillation import untaught
 from jppo.verl.name import Look
 
 _SEES = re.compile(
     r"(?i)(?<![a-z])(vl|vlm|vla|vision|omni|llava\w*|internvl\w*|minicpm-?[vo]\w*|pixtral|audio|video)(?![a-z])"
 )
+
+
+_LACKING = re.compile(
+    r"(?i)(?<![a-z])(seed[-_]?oss|glm[-_]?\d|chatglm|mimo|hy[-_]?v?3|hunyuan|nemotron|minicpm|minimax|internlm|baichuan"
+    r"|ernie|deepseek[-_]v(3\.2|4))"
+)
+_UNLIKE_LLAMA = re.compile(
+    r"(?i)(?<![a-z])(\d+x\d+b|a\d+(\.\d+)?b|moe|\w*moe|mixtral|moonlight|kimi|gpt[-_]?oss|qwen3[-_]?next|qwen3[._]?5"
+    r"|deepseek[-_](v[23]|coder-v2|r1(?!-distill))|dsv[23])(?![a-z])"
+)
+
+
+def unlike_llama(look: Look) -> bool:
+    """Whether a model has experts, latent attention or gated delta nets, by its settings or its published name."""
+    experts = ("A.megatron.expert_model_parallel_size", "R.expert_parallel_size")
+    named = _UNLIKE_LLAMA.search(str(look("M.path")).rstrip("/").rpartition("/")[2])
+    return bool(named or look("R.enable_rollout_routing_replay") or any((look(key) or 1) > 1 for key in experts))
 
 
 def sees(key: str, value: Any, _: Look) -> str:
@@ -27,6 +45,14 @@ def sees(key: str, value: Any, _: Look) -> str:
     return ""
 
 
+def lacking(key: str, value: Any, _: Look) -> str:
+    """Why a key asks for a family of models that jppo lacks, by a published name, or ''."""
+    found = _LACKING.search(str(value).rstrip("/").rpartition("/")[2])
+    if key != "actor_rollout_ref.model.path" or not found or (expanded(str(value)) / "config.json").is_file():
+        return ""
+    return f"jppo has no {found[0]} models; docs/architecture.md lists its families"
+
+
 def halves(key: str, value: Any, _: Look) -> str:
     """Why a key asks for training in float16, or ''."""
     typed = "dtype" in key and not key.startswith(("actor_rollout_ref.rollout.", "reward."))
@@ -36,7 +62,7 @@ def halves(key: str, value: Any, _: Look) -> str:
     return ""
 
 
-REFUSED: tuple[Callable[[str, Any, Look], str], ...] = (sees, halves, untaught)
+REFUSED: tuple[Callable[[str, Any, Look], str], ...] = (sees, lacking, halves, untaught)
 
 
 def foreign_tools(path: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jppo.sandbox.shell import HIDDEN
 from jppo.settings import UserError
-from jppo.verl import overrides
+from jppo.verl import layout, overrides
 from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
 from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
 from jppo.verl.refusals import REFUSED, foreign_tools
@@ -18,6 +18,7 @@ DICTS = (  # keys whose value is a dict
     key_of("R.engine_kwargs.vllm"),
     key_of("R.engine_kwargs.sglang"),
 )
+OF_ENGINE = {"veomni": "cosine", "torchtitan": "linear"}  # schedules of verl's YAML
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
 
@@ -78,6 +79,10 @@ def translate(
         default = name.default if name and name.key == key else None
         return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
+    for optim in ("A.optim", "critic.optim"):
+        if schedule := OF_ENGINE.get(layout.engine(look)):
+            values.setdefault(key_of(f"{optim}.lr_scheduler_type"), schedule)
+            said.setdefault(key_of(f"{optim}.lr_scheduler_type"), "")
     overrides.interpolated(values, lambda key: look(today(rename(key))))
     _check(values, said, look)
     settings: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from jppo.verl.correction import loss_mode, normalized, old_logprob, rejected, r
 from jppo.verl.distillation import estimator, teacher_clamp
 from jppo.verl.name import Look, Moot, Unfit, adapts, commas, lora_rank, need, off_or, on_each
 from jppo.verl.overrides import read_value
+from jppo.verl.refusals import unlike_llama
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections
@@ -30,17 +31,28 @@ _ENGINES = {"sglang_async": "sglang", "vllm_async": "vllm", "hf": "inprocess"}
 
 def engine(value: str, look: Look) -> str:
     name = _ENGINES.get(value, value)
-    if served_by(look) != name:
-        why = "vllm is taken, for" if name == "sglang" else "vllm is taken in place of this engine"
-        raise Unfit(f"{why} log-probs over the tokens that top_p and top_k keep" if name == "sglang" else why)
+    if why := _unserved(name, look):
+        raise Unfit(f"vllm is taken{why}")
     return name
 
 
 def served_by(look: Look) -> str:
     """Returns the engine that samples: vllm in place of one that jppo lacks, or that could not do what is asked."""
-    name = _ENGINES.get(look("R.name"), look("R.name"))
-    kept = (look("R.top_p") or 1.0) < 1 or (look("R.top_k") or -1) > 0
-    return name if name in ("vllm", "inprocess") or (name == "sglang" and not kept) else "vllm"
+    name = _ENGINES.get(look("R.name"), str(look("R.name")))
+    return "vllm" if _unserved(name, look) else name
+
+
+def _unserved(name: str, look: Look) -> str:
+    """Why vllm samples in place of an engine, or ''."""
+    if name in ("vllm", "inprocess"):
+        return ""
+    if name != "sglang":
+        return " in place of this engine"
+    if (look("R.top_p") or 1.0) < 1 or (look("R.top_k") or -1) > 0:
+        return ", for log-probs over the tokens that top_p and top_k keep"
+    if unlike_llama(look):
+        return ": publishing experts, latent attention or gated delta nets to SGLang is untested"
+    return ""
 
 
 def loggers(value: Any, _: Look) -> str:
@@ -97,6 +109,19 @@ def answered(look: Look) -> bool:
     return bool(look("TURNS.tool_config_path"))
 
 
+def group(value: int, look: Look) -> int:
+    if value > layout.group(look):
+        raise Unfit(f"a server is on one host: rollout.tensor_model_parallel_size={layout.group(look)}")
+    return value
+
+
+def quantized(value: str | None, look: Look) -> str:
+    """Returns vLLM's name of verl's fp8: weights in blocks of 128 by 128, activations as they come."""
+    if need(value) != "fp8" or served_by(look) != "vllm" or old_logprob(None, look) != "correction":
+        raise Unfit("only vLLM's fp8 is there, with rollout_correction.rollout_is")
+    return "fp8_per_block"
+
+
 def served_experts(value: int, look: Look) -> str:
     need(value if value != 1 else None)
     if (look("R.data_parallel_size") or 1) > 1:
@@ -110,9 +135,6 @@ def engine_args(look: Look) -> str | None:
     words = [server_args(given, look, name)] if (given := look(f"R.engine_kwargs.{name}")) else []
     if (look("R.expert_parallel_size") or 1) > 1 and (look("R.data_parallel_size") or 1) == 1 and name == "vllm":
         words.append("--enable-expert-parallel")
-    if positions := look("M.override_config.max_position_embeddings"):
-        option = "--hf-overrides" if name == "vllm" else "--json-model-override-args"
-        words.append(f"{option} {shlex.quote(json.dumps({'max_position_embeddings': positions}))}")
     return " ".join(words) or None
 
 
@@ -315,8 +337,8 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "batch": lambda _, look: layout.batch(look),
     "expert": lambda _, look: layout.expert(look),
     "fsdp": lambda _, look: layout.fsdp(look),
-    "hosts": lambda _, look: layout.hosts(look)[0],
-    "servers": lambda _, look: layout.servers(look),
+    "hosts": lambda value, look: layout.shared(value, look) and layout.hosts(look)[0],
+    "servers": lambda value, look: layout.shared(value, look) and layout.servers(look),
     "steps": lambda _, look: layout.steps(look) or -1,
     "titan": lambda value, look: layout.fsdp(
         need(look, value is not None and layout.engine(look) == "torchtitan", "read only with model_engine=torchtitan")
@@ -343,9 +365,9 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "top_k_unless_greedy": lambda value, look: top_k(unless_greedy(value, look), look),
 }
 _NAMED = (
-    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path,
-    engine, estimator, filter_metric, filtered, filtering, function, in_turns, interval, loggers, loss_mode, master,
-    micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer, ref_offload, rejected,
+    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, engine,
+    estimator, filter_metric, filtered, filtering, function, group, in_turns, interval, loggers, loss_mode, master,
+    micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer, quantized, ref_offload, rejected,
     rejection, resume, reward_parts, schedule, served_experts, teacher_clamp, tokens, top_k, train_dtype, trainer_mode,
     unless_greedy, warmup_steps, weighted, weights, with_model,
 )  # fmt: skip

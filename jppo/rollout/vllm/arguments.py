@@ -87,6 +87,7 @@ class ServerSettings:
     kv_cache_memory_bytes: int  # on a CPU
     omp_threads: int  # on a CPU
     start_timeout_s: float
+    max_positions: int = 0  # in place of max_position_embeddings in config.json; 0: that
     tensor_model_parallel_size: int = 1  # GPUs per server
     devices: tuple[str, ...] = ()  # the GPUs of all servers; (): all visible ones
     engine_args: str = ""  # further options of the engine, as on a command line
@@ -152,6 +153,8 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         "--disable-uvicorn-access-log",
         "--disable-log-stats",
     ]
+    if settings.max_positions:
+        always += ["--hf-overrides", json.dumps({"max_position_embeddings": settings.max_positions})]
     if settings.publish_via != "file":
         always += ["--weight-transfer-config", '{"backend":"jppo"}']
     if settings.quantization != "none":
