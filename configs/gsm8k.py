@@ -3,7 +3,7 @@
     python -m jppo.data.gsm8k --out data/gsm8k
     python -m jppo.train --config=configs/gsm8k.py
 
-Hardware: one GPU of 80 GB, shared by the trainer and vLLM. Memory: the trainer takes 27 GiB of an H100 by --dry_run
+Hardware: one GPU of 80 GB, shared by the trainer and vLLM. Memory: the trainer takes 26 GiB of an H100 by --dry_run
 --machine=H100, forecast by the compiler, not measured. Without a network give local paths:
 `--config.model.path=DIR --config.data.train_files=FILE --config.data.val_files=FILE`; the data command takes
 the JSON lines of openai/grade-school-math with `--from DIR`.

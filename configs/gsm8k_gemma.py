@@ -6,7 +6,7 @@
 DIR is gemma-2-2b-it fine-tuned on GSM8K's solutions (python -m jppo.sft), as for verl's figure. Without the option
 the run starts from the published model.
 
-Hardware: two GPUs of 80 GB. Memory: the trainer takes 45 GiB of each H100 by --dry_run --machine=2xH100, forecast by
+Hardware: two GPUs of 80 GB. Memory: the trainer takes 44 GiB of each H100 by --dry_run --machine=2xH100, forecast by
 the compiler, not measured; sleeping servers keep some more. Attention is XLA's: no fused kernel on GPUs has a soft cap.
 Time: not measured. Expected, from verl's page of baselines (docs/algo/baseline.md): 52.06 % after fine-tuning, 64.02 %
 after PPO.

@@ -6,7 +6,7 @@
 The settings are from verl's run_qwen2_5-3b_gsm8k_grpo_lora.sh, with one server on one GPU. vLLM gets only the
 adapters (`rollout.lora_sync=adapter`).
 
-Hardware: one GPU of 80 GB. Memory: the trainer takes 13 GiB of an H100 by --dry_run --machine=H100, forecast by the
+Hardware: one GPU of 80 GB. Memory: the trainer takes 12 GiB of an H100 by --dry_run --machine=H100, forecast by the
 compiler, not measured, plus vLLM's share.
 Time: not measured. Expected, from verl's page of baselines (docs/algo/baseline.md): 86.1 % with adapters of rank 32.
 """

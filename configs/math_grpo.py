@@ -6,7 +6,7 @@
 `python -m jppo.data.math --from DIR --out data/math` makes data/math/train.parquet and data/math/test.parquet, as
 verl's examples/data_preprocess/math_dataset.py does. The settings are from verl's run_qwen2-7b_math.sh.
 
-Hardware: eight GPUs of 80 GB. Memory: the trainer takes 31 GiB of each H100 by --dry_run --machine=8xH100, forecast by
+Hardware: eight GPUs of 80 GB. Memory: the trainer takes 30 GiB of each H100 by --dry_run --machine=8xH100, forecast by
 the compiler, not measured; sleeping servers keep some more.
 Time: not measured. Expected, from verl's page of baselines (docs/algo/baseline.md): 89 % on GSM8K, trained on it
 alone.

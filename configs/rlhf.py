@@ -8,7 +8,7 @@ chat messages with a `data_source` and any text as an unused `ground_truth`; `--
 --config.data.val_files=FILE` selects other files. The critic starts from the reward model, whose scores it predicts.
 docs/examples/tinystories.md shows all stages on a small model.
 
-Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Memory: the trainer takes 28 GiB of an
+Hardware: one GPU of 80 GB, shared by the trainer, the reward model and vLLM. Memory: the trainer takes 27 GiB of an
 H100 by --dry_run --machine=H100, forecast by the compiler, not measured; the reward model needs 1 GiB more for its
 weights. Not run on a GPU: time and result are unknown. Expected: `reward/rm_score/mean` rises while
 `actor/reward_kl_penalty` stays near `algorithm.target_kl`. If the reward rises but the answers in samples/ get worse,

@@ -5,8 +5,9 @@
 The files hold pairs as docs/rewards.md describes them: `prompt` with `chosen` and `rejected`, or only these two as
 whole chats. It starts from the policy's chat model, so both have one tokenizer.
 
-Hardware: one GPU of 80 GB. Not run on a GPU: time and accuracy are
-unknown. The argument is the run's folder: --config=configs/rlhf_reward_model.py:runs/other
+Hardware: one GPU of 80 GB. Memory: 19 GiB of an H100 by --dry_run --machine=H100, forecast by the compiler, not
+measured. Not run on a GPU: time and accuracy are unknown. The argument is the run's folder:
+--config=configs/rlhf_reward_model.py:runs/other
 """
 
 import ml_collections

@@ -15,7 +15,7 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     """Settings for `arg`/model and the prompts in `arg`/data/sums; the run is in `arg`/sums/ppo."""
     config = settings.default()
     config.model.path = f"{arg}/model"
-    config.model.compute_dtype = "bfloat16"
+    config.model.compute_dtype = settings.cpu_dtype()
     config.model.scan_layers = False
 
     config.data.train_files = f"{arg}/data/sums/train.jsonl"
@@ -38,7 +38,7 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.critic.lr = 5e-5
 
     config.rollout.temperature = 0.7  # at 1.0 the model is almost never right, so that it has nothing to learn from
-    config.rollout.dtype = "bfloat16"
+    config.rollout.dtype = settings.cpu_dtype()
     config.rollout.omp_threads = 2
 
     config.trainer.run_dir = f"{arg}/sums/ppo"

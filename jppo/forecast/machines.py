@@ -1,9 +1,10 @@
 """Machines by their common names, with the vendors' figures: the one table of assumed rates.
 
-    parse("8xH100")       eight GPUs of one host
-    parse("4x8xH100")     four such hosts
-    parse("v5p-64")       a TPU slice; as Google counts, v4 and v5p by cores (two a chip), v5e and v6e by chips
-    parse("2xv6e-256")    two slices
+    8xH100       eight GPUs of one host
+    4x8xH100     four such hosts
+    v5p-64       a TPU slice; as Google counts, v4 and v5p by cores (two a chip), v5e and v6e by chips
+    2xv6e-256    two slices
+    v5litepod-8  Google's accelerator type of v5e-8
 
 Peak FLOP/s are in `jppo/learner/sharding.py`, by the kind of device. All figures are of one JAX device.
 """
@@ -218,7 +219,7 @@ def parse_machine(name: str) -> Machine:
     if chip is not None:
         hosts, gpus = ([1, 1] + counts)[-2:] if len(counts) > 1 else (1, counts[0] if counts else 1)
         return Machine(name, chip, hosts, gpus)
-    slice_ = re.fullmatch(r"(v\d+[ep]?)-(\d+)", found[3].lower())
+    slice_ = re.fullmatch(r"(v\d+[ep]?)-(\d+)", found[3].lower().replace("v5litepod", "v5e"))
     if slice_ is None or slice_[1] not in TPUS or len(counts) > 1:
         raise UserError(f"--machine={name}: no such machine; known are {known()}")
     tpu, size = TPUS[slice_[1]], int(slice_[2])

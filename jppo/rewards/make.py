@@ -15,7 +15,7 @@ from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
 from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart
 from jppo.rewards.judge.client import JudgeClient
-from jppo.rewards.judge.part import JudgePart, Rubric, make_rubric
+from jppo.rewards.judge.part import OPEN_ENDED, JudgePart, Rubric, make_rubric
 from jppo.rewards.model.by_jax import JaxRewardModel
 from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, converted, located, read_classifier
 from jppo.rewards.model.part import ModelPart, Normalizer, StepPart
@@ -118,6 +118,7 @@ def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
     computed = {part for part, weight in weights.general.items() if weight is not None}
     computed |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
     rules, judge = _RULES in computed, "judge_score" in computed and "{ground_truth}" in _rubric(c).scoring
+    judge = judge and bool(c.reward.judge.scoring_prompt or c.reward.judge.preset not in OPEN_ENDED)
     return ("ground_truth",) * (rules or judge) + ("data_source",) * (rules and not c.reward.grader)
 
 

@@ -102,7 +102,13 @@ def describe_servers(c: Settings, mesh: Mesh) -> str:
         return ""
     if sharding.platform(mesh) == "cpu":
         _, cfg = hf.read_config(c.model.path)
-        return f"{r.servers} server(s) a host, each with {server_threads(r, cfg)} thread(s)"
+        servers = f"{r.servers} server(s) a host, each with {server_threads(r, cfg)} thread(s)"
+        if r.dtype == "bfloat16" and r.name == "vllm" and settings.cpu_dtype() != "bfloat16":
+            servers += (
+                "; warning: rollout.dtype=bfloat16 takes many times as long as float32 on this CPU, which has no"
+                " instructions for it (avx512_bf16, amx_bf16)"
+            )
+        return servers
     return f"{r.servers} server(s) a host, each on {r.tensor_model_parallel_size} device(s)"
 
 

@@ -1,7 +1,7 @@
 """The console of a run: a live table with a progress bar on a terminal, one plain line per step elsewhere.
 
 Green is within the range of `diagnosis.py`, yellow and red are outside; without colour, a ! marks red alone. Between
-steps, a spinner or a line every 30 s shows what a command is doing.
+steps, a spinner or a line every 30 s, the first after 5 s, shows what a command is doing.
 """
 
 import collections
@@ -274,7 +274,7 @@ def _memory(metrics: Mapping[str, float]) -> list[str]:
     return [f"{where} {metrics[name]:.1f} GB" for where, name in MEMORY.items() if name in metrics]
 
 
-EVERY_S, REDRAW_S = 30.0, 0.25
+EVERY_S, FIRST_S, REDRAW_S = 30.0, 5.0, 0.25
 
 
 class Doing:
@@ -320,6 +320,8 @@ class Display:
             self._spinner = None
 
     def _print(self) -> None:
-        while not self._end.wait(self._every_s):
-            if self._timer.stage()[1] >= self._every_s / 2 and (line := self._timer.line()):
+        wait = min(FIRST_S, self._every_s)  # a command has been silent for its imports
+        while not self._end.wait(wait):
+            if self._timer.stage()[1] >= wait / 2 and (line := self._timer.line()):
                 print(line, file=sys.stderr, flush=True)
+            wait = self._every_s

@@ -6,7 +6,7 @@ else reads the frozen sections that it returns. Start with `table.py`.
 
 from jppo.errors import UserError, UserErrors
 from jppo.settings.checks import check, typed
-from jppo.settings.configfile import Parser, describe, exit_on_user_error, natural, parse, recipe
+from jppo.settings.configfile import Parser, cpu_dtype, describe, exit_on_user_error, natural, parse, recipe
 from jppo.settings.rules_rollout import cuts, has_branches
 from jppo.settings.table import (
     Common,
@@ -68,6 +68,7 @@ __all__ = [
     "check",
     "check_within",
     "config_of",
+    "cpu_dtype",
     "cuts",
     "default",
     "describe",

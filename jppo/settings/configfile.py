@@ -125,6 +125,14 @@ SWITCHES = ("dry_run", "machine", "json", "rollout_tokens_per_s")
 MEANINGS_AT = 52  # column of the meanings in --help; longer settings push theirs to the right
 
 
+def cpu_dtype(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Returns "bfloat16" where this machine's CPU has instructions for its products, otherwise "float32"."""
+    text = pathlib.Path(cpuinfo).read_text(errors="replace") if pathlib.Path(cpuinfo).is_file() else ""
+    features = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    known = set(features[1].split()) if features else set()
+    return "bfloat16" if known & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of a command without settings; raises its errors as a UserError of one line."""
 

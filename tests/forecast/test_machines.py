@@ -24,6 +24,7 @@ from jppo.settings import UserError
         ("2xA100-40GB", 1, 2, (), "NVIDIA A100-SXM4-40GB"),
         ("RTX-4090", 1, 1, (), "NVIDIA GeForce RTX 4090"),
         ("v5e-16", 1, 16, (4, 4), "TPU v5 lite"),
+        ("v5litepod-8", 1, 8, (2, 4), "TPU v5 lite"),
         ("v5p-8", 1, 4, (2, 2, 1), "TPU v5"),  # counted by cores, two a chip
         ("v5p-64", 1, 32, (2, 4, 4), "TPU v5"),
         ("v6e-8", 1, 8, (2, 4), "TPU v6 lite"),

@@ -17,6 +17,13 @@ JUDGE = {"reward.judge.api_type": "openai", "reward.judge.model": "m"}
         ({"reward.function": "mine.py"}, ()),
         (JUDGE | {"reward.judge.preset": "math"}, ("ground_truth", "data_source")),
         (JUDGE | {"reward.judge.preset": "math", "reward.weights": "judge_score=1"}, ("ground_truth",)),
+        (JUDGE | {"reward.judge.preset": "dialogue", "reward.weights": "judge_score=1"}, ()),
+        (
+            JUDGE
+            | {"reward.judge.preset": "dialogue", "reward.judge.scoring_prompt": "is {response} {ground_truth}?"}
+            | {"reward.weights": "judge_score=1"},
+            ("ground_truth",),
+        ),
         (JUDGE | {"reward.judge.scoring_prompt": "rate {response}", "reward.weights": "judge_score=1"}, ()),
         ({"reward.model.path": "classifier", "reward.weights": "rm_score=1"}, ()),
         (

@@ -15,8 +15,10 @@ import pytest
 
 import jppo
 from examples import arithmetic
+from jppo import settings as settings_room
+from jppo.learner.make import make_mesh
 from jppo.models import config_reader
-from jppo.rollout.make import require_routing, server_threads, with_servers
+from jppo.rollout.make import describe_servers, require_routing, server_threads, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import process
 from jppo.rollout.servers.process import Server, check_ports, telling
@@ -31,7 +33,7 @@ from jppo.rollout.vllm.arguments import (
     require_attention,
     require_options,
 )
-from jppo.settings import UserError, default, rules_rollout
+from jppo.settings import UserError, cpu_dtype, default, rules_rollout
 from tests.make import typed
 from tests.models.conftest import config_of
 
@@ -576,3 +578,26 @@ def test_a_server_on_a_cpu_takes_its_share_of_the_cores(config, monkeypatch, mod
     config.rollout.mode, config.rollout.servers = mode.replace("small", "sync"), servers
     config.rollout.omp_threads = given
     assert server_threads(typed(config).rollout, config_reader.parse_config(shape, path="here")) == threads
+
+
+CPUS = {  # what Linux says of one
+    "an old AMD EPYC": ("flags\t\t: fpu sse2 avx2 fma avx512f", "float32"),
+    "AMD's Zen 4": ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16", "bfloat16"),
+    "an Intel Xeon with AMX": ("flags\t\t: amx_bf16 avx512f amx_tile", "bfloat16"),
+    "an ARM server": ("Features\t: fp asimd sve bf16", "bfloat16"),
+    "no description": ("", "float32"),
+}
+
+
+@pytest.mark.parametrize("described, dtype", CPUS.values(), ids=CPUS)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_warned_of(config, tmp_path, monkeypatch, described, dtype):
+    (tmp_path / "cpuinfo").write_text(described)
+    (tmp_path / "config.json").write_text(json.dumps(arithmetic.MODEL))
+    config.model.path = str(tmp_path)
+    assert cpu_dtype(str(tmp_path / "cpuinfo")) == dtype
+    monkeypatch.setattr(settings_room, "cpu_dtype", lambda: dtype)
+    said = {}
+    for config.rollout.dtype in ("float32", "bfloat16"):
+        said[config.rollout.dtype] = describe_servers(typed(config), make_mesh(typed(config)))
+    assert "warning" not in said["float32"]
+    assert ("rollout.dtype=bfloat16 takes many times as long" in said["bfloat16"]) == (dtype == "float32")

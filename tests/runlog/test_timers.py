@@ -4,6 +4,7 @@ import time
 import pytest
 import rich.console
 
+from jppo.runlog import console
 from jppo.runlog.console import Display
 from jppo.runlog.timers import Count, Laps, Timers
 
@@ -67,9 +68,11 @@ def test_a_stage_says_how_far_it_is():
     assert timer.line() == ""
 
 
-def test_elsewhere_than_on_a_terminal_a_long_stage_is_a_line(capfd):
+@pytest.mark.parametrize("first_s, every_s", [(5.0, 0.05), (0.05, 30.0)])
+def test_elsewhere_than_on_a_terminal_a_long_stage_is_a_line(capfd, monkeypatch, first_s, every_s):
+    monkeypatch.setattr(console, "FIRST_S", first_s)
     timer = Timers()
-    with Display(timer, rich.console.Console(file=io.StringIO()), every_s=0.05), timer("start"):
+    with Display(timer, rich.console.Console(file=io.StringIO()), every_s=every_s), timer("start"):
         timer.part("loading the models")
         time.sleep(0.3)
     said = capfd.readouterr().err.splitlines()
