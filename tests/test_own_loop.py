@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 
 import jppo
 from examples import arithmetic
@@ -141,6 +143,23 @@ def test_samples_are_of_the_policy(m, batch):
     assert (batch.mask.sum(1) == [t.sampled.sum() for t in batch.trajectories]).all()
     assert [t.text for t in m.sample(PROMPTS, n=2, seed=3)] == [t.text for t in batch.trajectories]
     assert [t.tokens.tolist() for t in m.sample(PROMPTS, n=2)] != [t.tokens.tolist() for t in m.sample(PROMPTS, n=2)]
+
+
+def test_the_engine_samples_from_a_quantised_base(folder, tmp_path):
+    """Its log-probs are those of transformers with the exported model, whose base is decoded, after a step too."""
+    how = dict(engine=ENGINE, lora=4, model=dict(base_quantization="int8"), data=DATA, actor=ACTOR)
+    with jppo.open(str(folder), **how) as q:
+        for number in range(2):
+            b = q.batch(q.sample(PROMPTS, n=2))
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(q.export(tmp_path / str(number)))
+            for t in b.trajectories:
+                given = torch.tensor(t.tokens[None].astype(np.int64))
+                with torch.no_grad():
+                    found = theirs(given).logits[0, :-1].log_softmax(-1).gather(1, given[0, 1:, None])[:, 0]
+                np.testing.assert_allclose(t.logprob[t.sampled], found.numpy()[t.sampled[1:]], atol=1e-4)
+            q.forward_backward(b.replace(old_logprob=q.logprobs(b), advantage=np.arange(8.0)), "ppo")
+            q.optim_step(lr=0.1)
+            q.publish()
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cross_entropy", "importance_sampling", "gspo"])

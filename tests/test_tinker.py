@@ -335,6 +335,16 @@ def test_wrong_requests_get_one_line(post, model):
     assert "learning_rate='None'" in result(post, post("optim_step", failed).json())["error"]
 
 
+def test_a_fault_of_the_server_is_an_answer(post, model, capsys):
+    """A number that no float holds: without an answer the client would repeat the request for minutes."""
+    body = dict(session_id=model[0], sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", body).json()["sampling_session_id"]
+    asked = dict(sampling_session_id=sampler, seq_id=0, prompt=dict(chunks=[dict(tokens=[3])]))
+    found = post("asample", asked | dict(sampling_params=dict(temperature=10**400)))
+    assert found.status_code == 500 and found.json()["detail"].startswith("the server failed: OverflowError")
+    assert "Traceback" in capsys.readouterr().err
+
+
 @contextlib.contextmanager
 def served(folder, model, *arguments):
     """Runs the command in a folder; yields its address."""

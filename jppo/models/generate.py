@@ -21,6 +21,7 @@ from jppo.models.cache import Cache
 from jppo.models.config import ModelConfig
 from jppo.models.experts import Mix
 from jppo.models.lora import Weights
+from jppo.models.quantized import is_quantized
 from jppo.types import OVERFLOW, Params
 
 WIDE = ("scale", "correction", "a_log", "dt_bias")  # parameters that are used in f32
@@ -74,11 +75,13 @@ def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts
 
 
 def prepare(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
-    """Prepares the model for `fill` and `advance`: layer by layer, in the dtype of its products; `WIDE` unchanged."""
+    """Prepares the model for `fill` and `advance`: layers apart, kernels decoded, in `dtype`; `WIDE` unchanged."""
     variables = lora.variables(model)
     head = {} if cfg.tie_word_embeddings else {"lm_head": variables["params"]["lm_head"]}
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: x if path[-1].key in WIDE else x.astype(dtype), decoder.split_layers(variables, cfg) | head
+        lambda path, x: x if path[-1].key in WIDE else x.astype(dtype),
+        decoder.split_layers(variables, cfg) | head,
+        is_leaf=is_quantized,
     )
 
 

@@ -4,6 +4,7 @@ import hmac
 import http.server
 import json
 import threading
+import traceback
 from collections.abc import Sequence
 
 from jppo.agent.gateway.request import BadRequest
@@ -59,6 +60,12 @@ def serve(service: Service, keys: Sequence[str], host: str, port: int) -> http.s
             except (BadRequest, UserError) as e:
                 self.close_connection = self.close_connection or not self._read
                 status, kind, body = getattr(e, "status", 400), JSON, json.dumps({"detail": str(e)}).encode()
+            except (ConnectionError, TimeoutError):
+                raise  # the client has gone
+            except Exception as e:
+                traceback.print_exception(e)
+                detail = f"the server failed: {type(e).__name__}; see its output"
+                status, kind, body = 500, JSON, json.dumps({"detail": detail}).encode()
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))

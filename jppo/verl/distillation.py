@@ -8,14 +8,10 @@ from jppo.verl.name import Look, Unfit, need, off_or
 
 def estimator(value: str, look: Look) -> str:
     """Returns the estimator; those that compare samples have the score itself for one sample a prompt."""
+    if look("distillation.enabled") and not rewarded(look):
+        return "distill"
     alone = look("R.n") == 1 and value in ("grpo", "rloo", "opo")
-    return (
-        "distill"
-        if look("distillation.enabled") and not rewarded(look)
-        else "reinforce_no_baseline"
-        if alone
-        else value
-    )
+    return "reinforce_no_baseline" if alone else value
 
 
 _DISTILLED = "distillation.distillation_loss"

@@ -248,7 +248,6 @@ TRAINER = (
     *missing("the teacher is on the trainer's mesh, or by ref.url a server's",
       "distillation.nnodes distillation.n_gpus_per_node", off=(0,), only="distillation.nnodes"),
     *missing("the KL to a teacher has the clip range of actor.*", "distillation.*", only="distillation.enabled"),
-    *missing("every run samples anew", "skip.rollout.*", only="skip.rollout.enable"),
-    *missing("every run samples anew", "skip.rollout_tq.*", only="skip.rollout_tq.enable"),
-    *missing("every run samples anew", "skip.async_rollout.*", only="skip.async_rollout.enable"),
+    *(row for kind in ("rollout", "rollout_tq", "async_rollout")
+      for row in missing("every run samples anew", f"skip.{kind}.*", only=f"skip.{kind}.enable")),
 )  # fmt: skip

@@ -197,15 +197,16 @@ def interpolated(values: dict[str, Any], look: Any) -> None:
                 values[key] = found if values[key] == mark else values[key].replace(mark, str(found))
 
 
-_WORDS = {"null": None, "None": None, "true": True, "false": False}
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def read_value(text: str) -> Any:
     """Parses a value by Hydra's grammar: null, numbers, booleans, quoted or bare text, lists and dicts."""
     text = text.strip()
-    if text in _WORDS or text.lower() in ("true", "false"):
-        return _WORDS.get(text, text.lower() == "true") if text in _WORDS else text.lower() == "true"
+    if text in ("null", "None"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     if _NUMBER.fullmatch(text):
         return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
     if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:

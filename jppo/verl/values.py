@@ -180,8 +180,8 @@ def modules(value: Any, _: Look) -> str:
 
 
 def optimizer(value: str, _: Look) -> str:
-    name = {"adam": "adamw", "_adamw": "adamw"}.get(value if value == "adam" else value.lower(), value.lower())
-    name = "adamw" if name == "fusedadam" else name  # Transformer Engine's, with decoupled weight decay
+    others = ("adam", "_adamw", "fusedadam")  # FusedAdam is Transformer Engine's, with decoupled weight decay
+    name = "adamw" if value.lower() in others else value.lower()
     if value == "Adam" or name not in ("adamw", "sgd", "muon", "adafactor", "lion"):
         raise Unfit("adamw, muon, adafactor, lion and sgd are there, with decoupled weight decay; or PATH.py:NAME")
     return name
@@ -327,12 +327,10 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "commas": lambda value, _: commas(value),
     "prompt_column": lambda value, look: ".".join([commas(value), *(look("tuning.prompt_dict_keys") or ())]),
     "response_column": lambda value, look: ".".join([commas(value), *(look("tuning.response_dict_keys") or ())]),
-    "text": lambda value, _: "" if value is None else commas(value),
     "off": lambda value, _: -1 if value is False else off_or(value, -1),
     "lora_alpha": lambda value, look: need(value, adapts(look), "read only with lora_rank above 0"),
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
-    "or_none": lambda value, _: off_or(value, "none"),
     "at_least_0": lambda value, _: max(0, value or 0),
     "batch": lambda _, look: layout.batch(look),
     "expert": lambda _, look: layout.expert(look),
