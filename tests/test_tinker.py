@@ -188,6 +188,17 @@ def test_results_are_json_where_a_gradient_is_not_finite(post, model):
     assert found["metrics"]["actor/skipped:mean"] == 1.0 and "actor/grad_norm:mean" not in found["metrics"]
 
 
+def test_a_checkpoint_is_replaced_where_asked_only(post, model):
+    _, id = model
+    save, load = dict(model_id=id, path="one"), dict(model_id=id, optimizer=True)
+    path = result(post, post("save_weights", save | dict(seq_id=1)).json())["path"]
+    assert "exists; take another name" in result(post, post("save_weights", save | dict(seq_id=2)).json())["error"]
+    result(post, post("forward_backward", gradient(id, 3)).json())
+    result(post, post("optim_step", step(id, 4)).json())
+    assert result(post, post("save_weights", save | dict(seq_id=5, overwrite=True)).json())["path"] == path
+    assert result(post, post("load_weights", load | dict(seq_id=6, path=path)).json())["path"] == path
+
+
 def test_a_key_reaches_its_sessions_only(post, model):
     session, id = model
     assert post("create_session", {}, key="tml-" + "c" * 32).status_code == 401

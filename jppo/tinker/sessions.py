@@ -202,11 +202,14 @@ class Service:
             path = requests.checkpoint(self._folder, owner, f"{field(body, 'model_id', str)}/weights/{name}")
             if path.exists() and not field(body, "overwrite", bool, False):
                 raise BadRequest(f"path={name!r} exists; take another name, or overwrite=True")
-            part = path.with_name(f".{name}")
-            shutil.rmtree(part, ignore_errors=True)
+            part, former = path.with_name(f".{name}"), path.with_name(f".{name}.former")
+            for folder in (part, former):
+                shutil.rmtree(folder, ignore_errors=True)
             model.save(part)
-            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                path.rename(former)  # whole until the new one has its name
             part.rename(path)
+            shutil.rmtree(former, ignore_errors=True)
             return {"path": f"{requests.SCHEME}{body['model_id']}/weights/{name}", "type": "save_weights"}
 
         return self._of_model(owner, body, make)
