@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config, items):
     found = {item.nodeid: item for item in items}
     for name in found.keys() & slow:
         found[name].add_marker(pytest.mark.slow)
-    whole = not config.option.keyword and not any("::" in argument for argument in config.args)
+    some = config.option.keyword or getattr(config.option, "lf", False)  # of a file's tests
+    whole = not some and not any("::" in argument for argument in config.args)
     files = {item.nodeid.partition("::")[0] for item in items}
     gone = [name for name in slow if name not in found and name.partition("::")[0] in files]
     if whole and gone:
