@@ -79,10 +79,10 @@ def translate(
         default = name.default if name and name.key == key else None
         return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
-    for optim in ("A.optim", "critic.optim"):
-        if schedule := OF_ENGINE.get(layout.engine(look)):
-            values.setdefault(key_of(f"{optim}.lr_scheduler_type"), schedule)
-            said.setdefault(key_of(f"{optim}.lr_scheduler_type"), "")
+    if schedule := OF_ENGINE.get(layout.engine(look)):
+        for key in map(key_of, ("A.optim.lr_scheduler_type", "critic.optim.lr_scheduler_type")):
+            values.setdefault(key, schedule)
+            said.setdefault(key, "")
     overrides.interpolated(values, lambda key: look(today(rename(key))))
     _check(values, said, look)
     settings: dict[str, Any] = {}
