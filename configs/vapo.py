@@ -32,6 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.train_batch_size = 512  # group-sampling: 512 prompts, 16 responses each
     config.data.gen_batch_size = None
     config.rollout.n = 16
+    config.rollout.gpu_memory_utilization = 0.75  # DAPO has 0.8; the critic needs memory, too
 
     config.actor.lr = 1e-6  # AdamW, warm-up, then constant
     config.actor.ppo_mini_batch_size = 512

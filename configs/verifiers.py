@@ -4,8 +4,11 @@
     python -m examples.verifiers_env --out runs/verifiers/data taskset.id=NAME
     python -m jppo.train --config=configs/verifiers.py --config.model.path=MODEL
 
-docs/agents.md explains what runs. Hardware: as for MODEL. The argument is the run's folder:
---config=configs/verifiers.py:runs/other
+docs/agents.md explains what runs. The argument is the run's folder: --config=configs/verifiers.py:runs/other
+
+Hardware: as for MODEL; an H100 for one of 1.5B parameters. Memory: the trainer takes 31 GiB of it by --dry_run
+--machine=H100, forecast by the compiler, not measured. A CPU without instructions for bfloat16 wants
+--config.model.compute_dtype=float32 --config.rollout.dtype=float32.
 """
 
 import ml_collections
@@ -16,6 +19,9 @@ from jppo import settings
 def get_config(arg: str = "runs/verifiers") -> ml_collections.ConfigDict:
     """Settings for the tasks in `arg`/data; the model is yours."""
     config = settings.default()
+    config.model.compute_dtype = "bfloat16"
+    config.model.remat = "full"
+
     config.data.train_files = f"{arg}/data/train.jsonl"
     config.data.val_files = f"{arg}/data/test.jsonl"
     config.data.train_batch_size = 16
@@ -27,6 +33,8 @@ def get_config(arg: str = "runs/verifiers") -> ml_collections.ConfigDict:
     config.actor.lr = 1e-6
 
     config.rollout.n = 8
+    config.rollout.dtype = "bfloat16"
+    config.rollout.enforce_eager = False
     config.rollout.agent = "examples/verifiers_env.py:play"
     config.rollout.agent_reward = "reported"
 
