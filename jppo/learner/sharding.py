@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.config import ModelConfig
+from jppo.models.product import einsum
 from jppo.models.quantized import Quantized
 from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.sequence_parallel import ROWS as ROW_AXES
@@ -321,7 +322,7 @@ def make_product(mesh: Mesh, dtype: str) -> tuple[Callable[[], Any], int]:
     whole = NamedSharding(mesh, PartitionSpec())
     draw = jax.random.normal(jax.random.key(0), (rows, n), jnp.dtype(dtype))
     a, b = jax.device_put(draw, split), jax.device_put(draw[:n], whole)
-    multiply = jax.jit(jnp.dot, out_shardings=split)
+    multiply = jax.jit(lambda a, b: einsum("mk,kn->mn", a, b, jnp.dtype(dtype)), out_shardings=split)
     return lambda: jax.block_until_ready(multiply(a, b)), 2 * rows * n**2
 
 

@@ -69,10 +69,12 @@ def test_a_known_device_is_not_measured(monkeypatch):
     assert found == sharding.Peak(pytest.approx(4 * 989.4e12), "the maker's for 4 x NVIDIA H200, bfloat16")
 
 
-def test_a_product_goes_over_any_number_of_devices():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_goes_over_any_number_of_devices(dtype):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:3]).reshape(3, 1, 1), ("data", "fsdp", "tensor"))
-    multiply, flops = sharding.make_product(mesh, "float32")
-    assert multiply().shape == (2049, 2048) and flops == 2 * 2049 * 2048**2
+    multiply, flops = sharding.make_product(mesh, dtype)
+    out = multiply()
+    assert (out.shape, out.dtype, out.sharding.num_devices) == ((2049, 2048), dtype, 3) and flops == 2 * 2049 * 2048**2
 
 
 def test_memory_is_what_is_said(monkeypatch):
