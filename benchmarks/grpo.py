@@ -193,7 +193,9 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             f"--micro_batch={args.micro_batch} must divide the mini-batch of {work['mini_batch']} responses"
         )
-    result: dict[str, Any] = {**begin(), "task": args.task, "work": work}
+    paths = ("model", "train_files", "reward")
+    recipe = {name: value for name, value in work.items() if name not in paths}
+    result: dict[str, Any] = {**begin(), "task": args.task, "work": recipe}
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         result["contestants"] = {
