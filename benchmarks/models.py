@@ -170,7 +170,7 @@ def make_logprob(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> score.LogProb:
         make_decoder(c, cfg, mesh),
         cfg,
         temperature=c.rollout.temperature,
-        chunk_tokens=chunk_tokens(c.model, cfg),
+        chunk_tokens=chunk_tokens(c.model, cfg, mesh),
         with_entropy=False,
         mesh=mesh,
     )

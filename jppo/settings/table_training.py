@@ -52,8 +52,8 @@ class Model(Trunk):
         " lora_alpha. '': new ones", only="model.lora_rank")
     lora_dropout: float = setting(0.0, "Probability that an update zeroes an element of an adapter's input, as in peft."
         " The critic's adapters have none", bounds="[0,1)", only="model.lora_rank")
-    logprob_chunk_bytes: int = setting(2**29, "Size of the logits of one chunk; log-probs are computed chunk by chunk",
-        unit="bytes", bounds="[1,")
+    logprob_chunk_bytes: int = setting(-1, "Size of the logits of one chunk; log-probs are computed chunk by chunk, of"
+        " the tokens that need them. -1: 64 MiB on CPUs, otherwise 512 MiB", unit="bytes", bounds="[1,", off=-1)
     # fmt: on
 
 
