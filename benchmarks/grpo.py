@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     changes = [*GRPO, f"trainer.total_training_steps={args.steps}", *args.changes]
     work = work_of(make_config(args.run, args.task, changes), args.micro_batch)
-    if work["mini_batch"] % args.micro_batch:
+    if args.micro_batch < 1 or work["mini_batch"] % args.micro_batch:
         raise UserError(
             f"--micro_batch={args.micro_batch} must divide the mini-batch of {work['mini_batch']} responses"
         )
