@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jppo.learner import packing, sharding
+from jppo.learner import make, packing, sharding
 from jppo.settings import UserError
 
 
@@ -83,3 +83,13 @@ def test_rows_are_spread_over_data_and_fsdp():
     assert sharding.row_multiple(mesh) == 4
     rows = sharding.put_rows(packing.empty_rows((8, 5)), mesh)
     assert {shard.data.shape for shard in rows.inputs.addressable_shards} == {(2, 5)}
+
+
+@pytest.mark.parametrize(
+    ("size", "platform", "expected"),
+    [(-1, "cpu", 2**26), (-1, "cuda", 2**29), (-1, "tpu", 2**29), (2**20, "cpu", 2**20), (2**20, "cuda", 2**20)],
+)
+def test_a_chunk_of_logits_is_as_large_as_the_device_likes_it(size, platform, expected):
+    mesh = SimpleNamespace(devices=np.asarray([SimpleNamespace(platform=platform)]))
+    model, cfg = SimpleNamespace(logprob_chunk_bytes=size), SimpleNamespace(vocab_size=49_152)
+    assert make.chunk_tokens(model, cfg, mesh) == expected // (4 * 49_152)
