@@ -34,7 +34,6 @@ def get_config(arg: str = "runs/verifiers") -> ml_collections.ConfigDict:
 
     config.rollout.n = 8
     config.rollout.dtype = "bfloat16"
-    config.rollout.enforce_eager = False
     config.rollout.agent = "examples/verifiers_env.py:play"
     config.rollout.agent_reward = "reported"
 
