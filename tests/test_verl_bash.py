@@ -3,12 +3,13 @@
 import contextlib
 import os
 import pathlib
+import tempfile
 import time
 
 import pytest
 
 from jppo import from_verl
-from jppo.sandbox import choice
+from jppo.sandbox import choice, launcher
 from jppo.settings import UserError
 from jppo.verl.script import read_script
 from tests.make import one_line, script
@@ -147,6 +148,17 @@ def test_weaker_protections_confine_too(without, words, tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "probe", lambda: guards)
     test_a_script_changes_and_sees_nothing_outside(words, tmp_path, monkeypatch)
     assert words(f"mkdir -p logs; {PPO} a.b=$PWD c.d=$HOME > logs/x") == [f"a.b={os.getcwd()}", "c.d=/home/me"]
+
+
+def test_python_may_be_installed_below_tmp(words, monkeypatch):
+    readable = launcher.readable()
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.chmod(place, 0o755)
+        (pathlib.Path(place) / "seen").write_text("1")
+        monkeypatch.setattr(launcher, "readable", lambda: [*readable, place])
+        assert words(f"echo 2 > /tmp/x\n{PPO} a.b=$(< {place}/seen) c.d=$(< /tmp/x)") == ["a.b=1", "c.d=2"]
+        assert words(f"echo 3 > {place}/seen\n{PPO} a.b=$(< {place}/seen)") == ["a.b=1"]
+    assert not os.path.exists("/tmp/x")
 
 
 def test_a_machine_that_cannot_confine_says_how_to_do_it_by_hand(words, monkeypatch, tmp_path, capsys):

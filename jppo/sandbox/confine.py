@@ -92,7 +92,7 @@ def build_tree(
 def _show_processes(base: str) -> None:
     """Adds /proc, if the kernel lets it, with the names of open files that shells use, and /tmp."""
     for folder in ("/proc", "/tmp"):
-        os.mkdir(base + folder)
+        os.makedirs(base + folder, exist_ok=True)  # /tmp is there if Python is installed below it
     os.chmod(f"{base}/tmp", 0o777)
     try:
         kernel.mount("proc", f"{base}/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
