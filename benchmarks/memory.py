@@ -30,14 +30,12 @@ from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
 
 from jppo import settings
-from jppo.data.prompts import PromptSet
 from jppo.learner.make import compile_passes, make_learner, make_mesh
-from jppo.learner.model_configs import make_adapters
+from jppo.learner.model_configs import ModelConfigs, make_adapters
 from jppo.learner.recipe import make_recipe, plan_of_run
 from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
-from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 from jppo.train import update_models
@@ -59,21 +57,15 @@ def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict
     return change(c, changes)
 
 
-def make_inputs(c: ConfigDict, described: dict[str, Any]) -> Inputs:
-    """Makes the inputs of a run without files."""
+def make_inputs(c: ConfigDict, described: dict[str, Any]) -> ModelConfigs:
+    """Returns the models of a run."""
     cfg = config_reader.parse_config(described, path="memory.py")
-    return Inputs(
-        tokenizer=None,
-        end_tokens=(),
-        train=PromptSet([], overlong=0),
-        val=PromptSet([], overlong=0),
-        sources=(),
+    return ModelConfigs(
         policy=cfg,
         critic=cfg if make_recipe(settings.typed(c)).estimator.critic else None,
         reference=cfg if c.algorithm.use_kl_in_reward else None,
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c),
-        agent=None,
         total_steps=1,
     )
 

@@ -24,12 +24,11 @@ from ml_collections import ConfigDict
 from work import SHAPES, base_config, flat_batch, hf_config, make_batch, make_rows
 
 from jppo import settings
-from jppo.data.prompts import PromptSet
 from jppo.learner import batch, ppo
 from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.model_configs import ModelConfigs
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
-from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.train import update_models
 from jppo.types import Trajectory
@@ -74,9 +73,8 @@ def make_turn(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory]
 ) -> tuple[Callable[[], dict[str, tuple[float, float]]], dict[str, Any]]:
     """Makes a function that runs both stages and returns wall and CPU seconds of each; and the fill of rows."""
-    mesh, empty = make_mesh(settings.typed(c)), PromptSet([], overlong=0)
-    models: dict[str, Any] = dict(policy=cfg, critic=None, reference=None, adapters=None, critic_adapters=None)
-    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    mesh = make_mesh(settings.typed(c))
+    inputs = ModelConfigs(policy=cfg, total_steps=1)
     learner, now = make_learner(settings.typed(c), inputs, mesh)
     state = [now]
 

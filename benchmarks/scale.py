@@ -27,10 +27,9 @@ from throughput import make_config, stage_flops, step
 from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
 
 from jppo import settings
-from jppo.data.prompts import PromptSet
 from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.model_configs import ModelConfigs
 from jppo.models import config_reader
-from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 
@@ -52,9 +51,7 @@ def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]
         "actor.ppo_mini_batch_size": min(32, len(responses)),
     }
     c = make_config("none: the weights are random", "float32", [*(f"{k}={v}" for k, v in sizes.items()), *changes])
-    empty = PromptSet([], overlong=0)
-    models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
-    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    inputs = ModelConfigs(policy=cfg, critic=cfg, total_steps=1)
     learner, now = make_learner(settings.typed(c), inputs, make_mesh(settings.typed(c)))
     timer = Timers()
 

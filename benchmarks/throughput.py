@@ -44,9 +44,9 @@ from work import (
 )
 
 from jppo import settings
-from jppo.data.prompts import PromptSet
 from jppo.learner import sharding
 from jppo.learner.make import Learner, make_learner, make_mesh
+from jppo.learner.model_configs import ModelConfigs
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
@@ -54,7 +54,6 @@ from jppo.rollout.make import open_engine
 from jppo.rollout.make import sampling as made_sampling
 from jppo.rollout.publish import publish_policy
 from jppo.rollout.vllm.arguments import check_vllm
-from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.settings import UserError
 from jppo.train import update_models
@@ -138,9 +137,7 @@ def time_stages(
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Returns seconds by stage of whole steps, each after a matrix product, after a warm-up; and the packing."""
     mesh = make_mesh(settings.typed(c))
-    empty = PromptSet([], overlong=0)
-    models: dict[str, Any] = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
-    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    inputs = ModelConfigs(policy=cfg, critic=cfg, total_steps=1)
     multiply, flops = sharding.make_product(mesh, c.model.compute_dtype)
     timer, history, products = Timers(), [], []
     with contextlib.ExitStack() as stack:
@@ -236,7 +233,7 @@ def why_no_rollout(asked: bool) -> str | None:
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="of the model, separated by commas")
+    parser.add_argument("--shapes", default="S,M", help=f"of the model, of {', '.join(SHAPES)}")
     parser.add_argument("--repeats", type=int, default=5, help="of each stage; the median counts")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the products")
     parser.add_argument("--no-rollout", dest="rollout", action="store_false", help="leave vLLM out")

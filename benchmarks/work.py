@@ -1,4 +1,4 @@
-"""The measured work: models of two shapes, one ragged batch, and its FLOP."""
+"""The measured work: models of three shapes, one ragged batch, and its FLOP."""
 
 import ast
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ Lengths = Sequence[int] | np.ndarray  # the tokens of each response
 
 # layers, width, width of the MLP, query heads, key/value heads, vocabulary
 SHAPES = {"S": (4, 256, 704, 4, 2, 512), "M": (8, 512, 1408, 8, 2, 8192)}
+SHAPES |= {"135M": (30, 576, 1536, 9, 3, 49152)}  # SmolLM2-135M's
 
 
 def hf_config(layers: int, width: int, mlp: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:

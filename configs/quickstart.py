@@ -3,7 +3,7 @@
     make quickstart
 
 The starting model (configs/quickstart_sft.py) learned two-digit addition from a teacher that forgets the
-carry, so it solves about four problems in ten. PPO sees only whether an answer is right. About five
+carry, so it solves about four problems in ten. PPO sees which digits of an answer are right. About five
 minutes on two CPU cores; greedy accuracy on 1,000 held-out problems ends above 0.90. The argument is the
 run's folder:
 --config=configs/quickstart.py:runs/other
@@ -13,9 +13,13 @@ run's folder:
 trains it with three learning rates, once `make quickstart` has made data and model.
 """
 
+import pathlib
+
 import ml_collections
 
 from jppo import settings
+
+REWARD = pathlib.Path(__file__).resolve().parents[1] / "examples" / "arithmetic.py"
 
 
 def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
@@ -29,6 +33,8 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.data.train_batch_size = 512
     config.data.max_prompt_length = 6
     config.data.max_response_length = 4
+
+    config.reward.function = f"{REWARD}:compute_score"
 
     config.algorithm.lam = 0.95
     config.algorithm.use_kl_in_reward = True

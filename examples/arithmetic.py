@@ -3,7 +3,7 @@
 The task is to add two two-digit numbers without zeros: 81 * 81 = 6,561 problems such as `47+85=`, of which 1,000 are
 held out. The starting model learns from a sloppy teacher, who usually forgets the carry from the units. Its most likely
 answer is then right only without a carry: 36 / 81 = 44% of the problems. It still samples right answers often enough
-for PPO to reinforce them, also on unseen problems.
+for PPO to reinforce them, also on unseen problems. `compute_score` is the reward, by `reward.function`.
 
 The output is train.jsonl and test.jsonl (prompts), sft.jsonl (the teacher's demonstrations of the training problems)
 and model/ (the starting model's config and character tokenizer; fine-tuning creates its weights).
@@ -61,6 +61,21 @@ MIXTURE: dict[str, Any] = {
     "norm_topk_prob": True,
     "attention_bias": False,
 }
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns 1 for the right sum, otherwise 0, earned digit by digit.
+
+    Each right digit earns its share of 1 at once, and the first wrong character takes back what was earned before it.
+    So the critic learns what each digit is worth, while the sum is that of a reward of 1 or 0 at the end.
+    """
+    agrees = [written == true for written, true in zip(solution_str, ground_truth, strict=False)]
+    right, share = [*agrees, False].index(False), 1 / len(ground_truth)
+    amounts = [share] * right + [-right * share] * (right < len(solution_str))
+    spans = [(i, i + 1, amount) for i, amount in enumerate(amounts)]
+    return {"score": float(solution_str == ground_truth), "spans": spans}
 
 
 def problems() -> list[tuple[int, int]]:

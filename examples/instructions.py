@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from examples.instruction_checks import LANGUAGES
 from jppo.data.rows import write_sets
 from jppo.settings import Parser, UserError, exit_on_user_error, natural
+
+from .instruction_checks import LANGUAGES
 
 REQUESTS = (
     "Tell me about {topic}.",

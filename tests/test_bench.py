@@ -41,6 +41,19 @@ def tiny(bench):
     return config_reader.parse_config(bench.hf_config(2, 8, 12, 2, 1, 10), path="here")
 
 
+def test_the_measured_steps_run(bench, tiny, monkeypatch):
+    """Of `throughput`, `scale` and `prefix`, each once at a tiny shape: they use the trainer's own functions."""
+    scale, prefix = script("scale"), script("prefix")
+    monkeypatch.setitem(bench.SHAPES, "tiny", (1, 8, 12, 2, 1, 16))
+    c = bench.make_config("none: the weights are random", "float32", [])
+    seconds, packed = bench.time_stages(c, tiny, bench.make_batch(tiny, [16] * 64), rollout=False, repeats=1)
+    assert {"old_log_prob", "values", "update_actor", "update_critic"} <= seconds.keys() and packed["rows"]
+    run, about = scale.make_case("tiny", np.array([4] * 8), 4, [])
+    assert run().keys() == scale.TIMED.keys() and about["tokens"] == 64
+    found = prefix.measure("tiny", "4:2-4", samples=4, sequences=8, repeats=1)
+    assert all(len(x["update_actor"]["wall"]) == 1 for x in found["packings"].values())
+
+
 def test_flops_by_hand(bench, tiny):
     """Of 3 + 2 tokens; tests/models/test_cost.py counts other models product by product."""
     # Weights of a layer: q and o 8*8, k and v 8*4, three of the MLP 8*12; 480. A product and a sum for each.

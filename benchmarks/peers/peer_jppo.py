@@ -13,11 +13,10 @@ from work import base_config, change, flat_batch
 from worker import Parts, Stage, Work, serve, timed
 
 from jppo import settings
-from jppo.data.prompts import PromptSet
 from jppo.learner import batch, ppo
 from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.model_configs import ModelConfigs
 from jppo.models import hf
-from jppo.run.inputs import Inputs
 from jppo.runlog.timers import Timers
 from jppo.train import update_models
 from jppo.types import Batch, Trajectory
@@ -38,10 +37,9 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Prepares both models and compiles all programs."""
     c = base_config(work.model, work.dtype)
     c = change(c, ["model.init=pretrained", f"model.scan_layers={jax.default_backend() != 'cpu'}", *work.how["jppo"]])
-    mesh, empty = make_mesh(settings.typed(c)), PromptSet([], overlong=0)
+    mesh = make_mesh(settings.typed(c))
     _, cfg = hf.read_config(work.model)
-    models = dict(policy=cfg, critic=cfg, reference=None, adapters=None, critic_adapters=None)
-    inputs = Inputs(None, (), empty, empty, (), **models, agent=None, total_steps=1)
+    inputs = ModelConfigs(policy=cfg, critic=cfg, total_steps=1)
     learner, now = make_learner(settings.typed(c), inputs, mesh)
     trajectories = make_trajectories(work)
     data = flat_batch(trajectories, mesh)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jppo.learner import model_configs, packing, ppo, sharding, state, update
 from jppo.learner.make import Trained, make_apply, make_passes, shares_trunk
+from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.recipe import make_optimizer, plan_of_run
 from jppo.models import cost, hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
@@ -26,7 +27,6 @@ from jppo.preflight.programs import Estimate, ProgramMemory, account, global_siz
 from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
-from jppo.run.inputs import Inputs
 from jppo.settings import Common, Optimizer, Settings, Supervised, optimizers
 from jppo.types import Counts, Params, Rows, Scored
 
@@ -111,7 +111,7 @@ def update_moments(
     return opt, moments
 
 
-def estimate(c: Settings, inputs: Inputs, mesh: Any, *, entries: int) -> Estimate:
+def estimate(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
 
     def fit(cfg: ModelConfig) -> ModelConfig:
@@ -176,7 +176,7 @@ def of_one_model(
     return Estimate({"model": model, **further, **there, "batch": batch}, tuple(moments), away)
 
 
-def stored(c: Settings, inputs: Inputs, mesh: Any) -> int:
+def stored(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
     """Returns the bytes of a checkpoint: trained weights and optimizers."""
     policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor")
     if inputs.critic is None:
@@ -191,7 +191,7 @@ def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, 
     return global_size((trained.learned, opt))
 
 
-def _reference(c: Settings, inputs: Inputs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
+def _reference(c: Settings, inputs: ModelConfigs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
     """Returns the abstract reference, and whether it takes further memory: with LoRA it is the policy's base."""
     if inputs.reference is None:
         return None, False
@@ -227,7 +227,7 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
 
 def _scoring(
     c: Settings,
-    inputs: Inputs,
+    inputs: ModelConfigs,
     recipe: ppo.Recipe,
     passes: ppo.Passes,
     policy: Trained,

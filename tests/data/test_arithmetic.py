@@ -107,3 +107,22 @@ def test_a_bad_argument_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         arithmetic.main()
     assert e.value.code == 2 and capsys.readouterr().err.startswith("error: --sloppy=2.0")
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "by_character"),
+    [
+        ("146", 1, [1 / 3, 1 / 3, 1 / 3]),
+        ("136", 0, [1 / 3, -1 / 3]),  # the carry is forgotten: nothing can be earned any more
+        ("147", 0, [1 / 3, 1 / 3, -2 / 3]),
+        ("14", 0, [1 / 3, 1 / 3]),  # the rest of the score, -2/3, is earned at the end
+        ("1466", 0, [1 / 3, 1 / 3, 1 / 3, -1]),
+        ("46", 0, [0]),
+        ("", 0, []),
+    ],
+)
+def test_a_sum_is_earned_digit_by_digit(answer, score, by_character):
+    found = arithmetic.compute_score("arithmetic", answer, "146")
+    assert found["score"] == score
+    assert [(i, i + 1) for i in range(len(by_character))] == [span[:2] for span in found["spans"]]
+    assert [amount for *_, amount in found["spans"]] == pytest.approx(by_character)
