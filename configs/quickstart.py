@@ -13,13 +13,9 @@ run's folder:
 trains it with three learning rates, once `make quickstart` has made data and model.
 """
 
-import pathlib
-
 import ml_collections
 
 from jppo import settings
-
-REWARD = pathlib.Path(__file__).resolve().parents[1] / "examples" / "arithmetic.py"
 
 
 def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
@@ -34,7 +30,7 @@ def get_config(arg: str = "runs/quickstart") -> ml_collections.ConfigDict:
     config.data.max_prompt_length = 6
     config.data.max_response_length = 4
 
-    config.reward.function = f"{REWARD}:compute_score"
+    config.reward.function = __file__.rpartition("configs/")[0] + "examples/arithmetic.py:compute_score"
 
     config.algorithm.lam = 0.95
     config.algorithm.use_kl_in_reward = True
