@@ -21,10 +21,11 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
 
     config.data.train_files = f"{arg}/data/instructions/train.jsonl"
     config.data.val_files = f"{arg}/data/instructions/test.jsonl"
-    config.data.train_batch_size = 64
+    config.data.train_batch_size = 16  # with 4 responses each, of which a prompt is computed once
     config.data.max_prompt_length = 64
     config.data.max_response_length = 64
     config.data.row_lengths = 1
+    config.data.packing = "prefix"
 
     config.reward.function = "examples/instruction_checks.py:compute_score"
 
@@ -32,11 +33,13 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.algorithm.use_kl_in_reward = True
     config.algorithm.kl_coef = 0.001
 
-    config.actor.lr = 1e-5
-    config.actor.ppo_mini_batch_size = 32
-    config.actor.max_tokens_per_device = 1024  # a quarter of a mini-batch at a time, for less memory
-    config.critic.lr = 3e-5
+    config.actor.lr = 3e-5
+    config.actor.lr_warmup_steps = 3
+    config.actor.ppo_mini_batch_size = 16
+    config.actor.max_tokens_per_device = 2 * 320  # half of a mini-batch at a time, for less memory
+    config.critic.lr = 1e-4
 
+    config.rollout.n = 4
     config.rollout.temperature = 0.7  # at 1.0 the model often writes nonsense
     config.rollout.dtype = settings.cpu_dtype()
     config.rollout.omp_threads = 2

@@ -273,7 +273,7 @@ def test_a_config_passes_a_dry_run(task, algorithm, tiny_model, tmp_path, capsys
     out = capsys.readouterr().out
     said = json.loads(out[: out.index("\n}\n") + 3])
     assert said["data"]["train_batch_size"] * said["rollout"]["n"] == 64
-    assert said["actor"]["ppo_mini_batch_size"] == {"sums": 16, "instructions": 32}[task]
+    assert said["actor"]["ppo_mini_batch_size"] == 16
     assert said["algorithm"]["use_kl_in_reward"] and "reference " in out
     assert ("critic " in out) == (algorithm == "ppo")
 
