@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jppo.learner import model_configs, packing, ppo, sharding, state, update
 from jppo.learner.make import Trained, make_apply, make_passes, shares_trunk
-from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.recipe import make_optimizer, plan_of_run
 from jppo.models import cost, hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
@@ -111,7 +110,7 @@ def update_moments(
     return opt, moments
 
 
-def estimate(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
+def estimate(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
 
     def fit(cfg: ModelConfig) -> ModelConfig:
@@ -176,7 +175,7 @@ def of_one_model(
     return Estimate({"model": model, **further, **there, "batch": batch}, tuple(moments), away)
 
 
-def stored(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
+def stored(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any) -> int:
     """Returns the bytes of a checkpoint: trained weights and optimizers."""
     policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor")
     if inputs.critic is None:
@@ -191,7 +190,7 @@ def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, 
     return global_size((trained.learned, opt))
 
 
-def _reference(c: Settings, inputs: ModelConfigs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
+def _reference(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
     """Returns the abstract reference, and whether it takes further memory: with LoRA it is the policy's base."""
     if inputs.reference is None:
         return None, False
@@ -227,7 +226,7 @@ def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
 
 def _scoring(
     c: Settings,
-    inputs: ModelConfigs,
+    inputs: model_configs.ModelConfigs,
     recipe: ppo.Recipe,
     passes: ppo.Passes,
     policy: Trained,
