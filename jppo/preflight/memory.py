@@ -190,7 +190,9 @@ def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, 
     return global_size((trained.learned, opt))
 
 
-def _reference(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, policy: Trained) -> tuple[Params | None, bool]:
+def _reference(
+    c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, policy: Trained
+) -> tuple[Params | None, bool]:
     """Returns the abstract reference, and whether it takes further memory: with LoRA it is the policy's base."""
     if inputs.reference is None:
         return None, False
