@@ -5,7 +5,8 @@ idea is that of IFEval (arXiv 2311.07911): instructions that a short program can
 different.
 
 `compute_score` is the reward, by `reward.function`: the fraction of a prompt's instructions that the response follows,
-and 0 for a degenerate response. It does not see whether a response is about the topic or true. Standard library only.
+and 0 for a response that is no answer: a degenerate one, a copy of the prompt, or one that does not name its topic. It
+does not see whether a response is true. Standard library only.
 """
 
 import json
@@ -26,6 +27,7 @@ ENGLISH = "the and of to is in that it for was with as are be this by from they 
 _WORDS_OF = {name: frozenset(words.split()) for name, words in {**LANGUAGES, "English": ENGLISH}.items()}
 LEAST_WORDS = 3  # of a response that is not degenerate
 LEAST_DISTINCT = 0.5  # of its words
+COPIED_WORDS = 5  # in a row; the longest phrase that a prompt asks for has four
 
 
 def words(text: str) -> list[str]:
@@ -166,11 +168,35 @@ def degenerate(response: str) -> bool:
     return len(found) < LEAST_WORDS or len(set(found)) < LEAST_DISTINCT * len(found)
 
 
+def copied(response: str, asked: str) -> bool:
+    """Whether a response has COPIED_WORDS words in a row from its prompt, or speaks to the reader of "your answer".
+
+    A copied instruction follows itself: "Your answer must contain the word friend" contains the word friend.
+    """
+    own, theirs = ([word.lower() for word in words(text)] for text in (response, asked))
+    runs = ({tuple(each[i : i + COPIED_WORDS]) for i in range(len(each) - COPIED_WORDS + 1)} for each in (own, theirs))
+    return bool(set.intersection(*runs)) or re.search(r"\byour (answer|response)\b", response, re.I) is not None
+
+
+def off_topic(response: str, topic: str) -> bool:
+    """Whether a response does not name its topic by the word or its plural; the topic "" needs no name."""
+    return bool(topic) and re.search(rf"\b{re.escape(topic)}(?:e?s)?\b", response, re.I) is None
+
+
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """Returns the fraction of the instructions that are followed; `ground_truth` is JSON, [[kind, parameters], ...]."""
-    given = json.loads(ground_truth)
-    empty = degenerate(solution_str)
-    followed = [not empty and CHECKERS[kind](solution_str, parameters) for kind, parameters in given]
-    return {"score": sum(followed) / len(given), "followed_all": float(all(followed)), "degenerate": float(empty)}
+    """Returns the fraction of the instructions that are followed, and why a response is no answer.
+
+    `ground_truth` is JSON, [[kind, parameters], ...]; `extra_info` has the prompt's text, `asked`, and the word that
+    names its topic, `topic`, which is empty where an instruction may forbid it.
+    """
+    given, extra = json.loads(ground_truth), extra_info or {}
+    none = {
+        "degenerate": degenerate(solution_str),
+        "copied": copied(solution_str, extra.get("asked", "")),
+        "off_topic": off_topic(solution_str, extra.get("topic", "")),
+    }
+    followed = [not any(none.values()) and CHECKERS[kind](solution_str, parameters) for kind, parameters in given]
+    scores = {"score": sum(followed) / len(given), "followed_all": float(all(followed))}
+    return scores | {name: float(found) for name, found in none.items()}

@@ -44,6 +44,7 @@ KEYWORDS = ("world", "people", "water", "time", "life", "beautiful", "history", 
 PHRASES = ("That is all.", "Have a nice day.", "I hope this helps.", "Thank you for reading.")
 KEYS = ("name", "color", "size", "use", "place", "reason")
 NEW_KINDS = ("capitals", "title")  # only in the test
+UNNAMED = ("no_word", "no_letter", "language", "json_object")  # an answer to these need not name its topic
 
 Make = Callable[[np.random.Generator, str], dict[str, Any]]  # (rng, main word of the topic) -> parameters
 
@@ -144,9 +145,11 @@ def _row(rng: np.random.Generator, topics: Sequence[str], kind: str, partners: S
         shown = parameters | ({"keys": ", ".join(parameters["keys"])} if "keys" in parameters else {})
         asked.append(wordings[rng.integers(len(wordings))].format(**shown))
         given.append((name, parameters))
+    named = not set(kinds) & set(UNNAMED)
     return {
         "prompt": [{"role": "user", "content": " ".join(asked)}],
         "ground_truth": json.dumps(given),
+        "extra_info": {"asked": " ".join(asked), "topic": TOPICS[topic] if named else ""},
         "data_source": "instructions_new" if kind in NEW_KINDS else "instructions",
     }
 
