@@ -29,15 +29,14 @@ from jppo.preflight.programs import (
     Estimate,
     Executions,
     Outlook,
-    ServerWork,
     exchange_lines,
     global_size,
     make_outlook,
     program_lines,
     report_dict,
-    server_work,
     step_lines,
 )
+from jppo.preflight.server_seconds import ServerWork, server_work
 from jppo.rollout.make import describe_servers, with_servers
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
