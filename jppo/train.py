@@ -74,7 +74,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy, timer.part("micro-batches", len(micros)))
-    data, counted = add_reference(run, data, micros, trajectories, policy)
+    sources = [asked[i].data_source for i in index]
+    data, counted = add_reference(run, data, micros, trajectories, sources, policy)
     if learner.critic is not None:
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now), timer.part("micro-batches", len(micros)))

@@ -287,7 +287,11 @@ def test_what_is_none_unless_given_may_be_given(config):
             )
         ),
         ({"ref.url": "http://me:p4ss@h:1"}, ["ref.url has a password or a query", "leave it out"]),
+        ({"ref.url": "http://h:1,b=http://me:p4ss@h:2"}, ["ref.url has a password or a query", "leave it out"]),
         ({"ref.url": "h:8000"}, ["ref.url", "is no address", "http://127.0.0.1:8000"]),
+        ({"ref.url": "http://h:1,http://h:2"}, ["'http://h:1' is no address", "SOURCE=ADDRESS,SOURCE=ADDRESS"]),
+        ({"ref.url": "a=http://h,b=h:2"}, ["'b=h:2' is no address", "SOURCE=ADDRESS,SOURCE=ADDRESS"]),
+        ({"ref.url": "a=http://h:1,a=http://h:2"}, ["data source 'a' is given twice", "name it once"]),
         ({"algorithm.rollout_is_threshold": "2_0.5"}, ["'2_0.5'", "low_high"]),
         ({"algorithm.rollout_is_threshold": "0"}, ["'0'", "above 0"]),
         ({"algorithm.rollout_is_threshold": "x"}, ["'x'", "above 0"]),

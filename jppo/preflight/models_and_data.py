@@ -55,10 +55,10 @@ def models(c: Settings) -> Iterator[Finding]:
 
 
 def reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
-    """Asks the server of ref.url for its model."""
-    server = served_reference(c, inputs.tokenizer)
-    if server is not None:
-        yield Finding("teacher", "OK", f"{server.model} at {c.ref.url}")
+    """Asks the servers of ref.url for their models."""
+    servers = served_reference(c, inputs.tokenizer, {prompt.data_source for prompt in inputs.train.prompts})
+    if servers is not None:
+        yield Finding("teacher", "OK", str(servers))
 
 
 def tokenizer(c: Settings) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +26,8 @@ from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.servers.repair import Lookup, address_lookup
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.client import ServedReference, start_vllm
+from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.reference import ServedReferences
 from jppo.settings import Rollout, Settings, UserError, ValKwargs, parts, texts
 from jppo.settings.rules_rollout import publish_via
 from jppo.types import Sampling
@@ -62,14 +63,16 @@ def _sampling(c: Settings, how: Rollout | ValKwargs, entropy: int | list[int]) -
     )
 
 
-def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReference | None:
-    """Attaches to the reference of ref.url and checks it; None without one."""
+def served_reference(
+    c: Settings, tokenizer: Any, sources: Iterable[str], hosts: Hosts = ALONE
+) -> ServedReferences | None:
+    """Attaches to the servers of ref.url and checks them; None without one."""
     if not c.ref.url:
         return None
     if hosts.count > 1:
         raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
-    timeout_s = c.rollout.request_timeout_s
-    return ServedReference(c.ref.url, longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=timeout_s)
+    how: dict[str, Any] = dict(longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=c.rollout.request_timeout_s)
+    return ServedReferences(texts.by_source(c.ref.url), sources, **how)
 
 
 def with_servers(c: Settings, mesh: Mesh) -> Settings:

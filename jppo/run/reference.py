@@ -1,4 +1,4 @@
-"""The reference's log-probs of a step: of the model on the mesh, or of the server at `ref.url`."""
+"""The reference's log-probs of a step: of the model on the mesh, or of the servers at `ref.url`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,12 @@ from jppo.types import Batch, Trajectory
 
 
 def add_reference(
-    run: Run, data: Batch, micros: Any, trajectories: Sequence[Trajectory], policy: Weights
+    run: Run, data: Batch, micros: Any, trajectories: Sequence[Trajectory], sources: Sequence[str], policy: Weights
 ) -> tuple[Batch, dict[str, float]]:
-    """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of a server."""
+    """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of servers.
+
+    `sources`: each trajectory's data source.
+    """
     learner = run.learner
     if learner.reference is not None:
         with run.timer("ref"):
@@ -21,6 +24,6 @@ def add_reference(
             return found, {}
     if run.reference is not None:
         with run.timer("ref"):
-            logprobs, metrics = run.reference.logprobs(trajectories)
+            logprobs, metrics = run.reference.logprobs(trajectories, sources)
             return batch.with_reference(data, logprobs), metrics
     return data, {}

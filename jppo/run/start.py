@@ -26,7 +26,7 @@ from jppo.rewards.make import make_reward_sum
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.make import Source, describe_servers, open_engine, served_reference, with_servers
 from jppo.rollout.publish import PolicyPublisher, publish_base
-from jppo.rollout.vllm.client import ServedReference
+from jppo.rollout.vllm.reference import ServedReferences
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
 from jppo.run.hosts import require_alike, require_shareable
@@ -62,7 +62,7 @@ class Run(Opened):
     reward_sum: RewardSum
     publisher: PolicyPublisher
     match: Match
-    reference: ServedReference | None  # ref.url; None: on the mesh, or none
+    reference: ServedReferences | None  # ref.url; None: on the mesh, or none
     origin: dict[str, Any]  # identity for checkpoints that resume it
 
 
@@ -99,7 +99,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
         c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-        reference = served_reference(c, inputs.tokenizer, hosts)
+        sources = {prompt.data_source for prompt in inputs.train.prompts}
+        reference = served_reference(c, inputs.tokenizer, sources, hosts)
         if c.trainer.traces:
             stack.enter_context(traces.exporting())
         engine = hosts.together(lambda: open_engine(c, held.logs, hosts))  # it loads while JAX compiles

@@ -353,15 +353,14 @@ def check_secrets(config: Settings) -> None:
     r = config.rollout
     place = texts.lookup_place(r.urls)
     urls = [("rollout.urls", url) for url in texts.entries(r.urls) if place is None]
-    if config.ref.url:
-        urls.append(("ref.url", config.ref.url))
-    for name, url in urls:
+    for name, url in [*urls, *(("ref.url", entry) for entry in texts.entries(config.ref.url))]:
         if re.search("[@?#]", url):
             token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
             way = token if name == "rollout.urls" else "leave it out"
             raise UserError(f"{name} has a password or a query in it, and settings are printed and saved; {way}")
-        if not texts.is_url(url):
+        if name == "rollout.urls" and not texts.is_url(url):
             raise UserError(f"{name}: {url!r} is no address; write it like http://127.0.0.1:8000")
+    texts.by_source(config.ref.url)
     if len({url.rstrip("/") for url in texts.entries(r.urls)}) < len(texts.entries(r.urls)):
         raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
     if found := SECRET.search(r.engine_args):

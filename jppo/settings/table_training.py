@@ -310,7 +310,7 @@ class Ref(Section):
     path: str = setting("policy", "Reference model or teacher: an HF directory; policy: the initial policy; '': no"
         " reference")
     url: str = setting("", "Address of a vLLM server that has the reference, in place of path; for a KL of sampled"
-        " tokens. '': it is on the mesh")
+        " tokens. SOURCE=ADDRESS,...: one for each data source. '': it is on the mesh")
     param_offload: bool = setting(False, "Parameters in host memory while they are not used")
     # fmt: on
 

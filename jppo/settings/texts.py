@@ -178,6 +178,25 @@ def entries(urls: str) -> list[str]:
     return [url.strip() for url in urls.split(",") if url.strip()]
 
 
+def by_source(urls: str) -> dict[str, str]:
+    """Returns the address of each data source in SOURCE=ADDRESS,...; of one address alone, that of the source ''."""
+    given = entries(urls)
+    if len(given) == 1 and is_url(given[0]):
+        return {"": given[0]}
+    found: dict[str, str] = {}
+    for entry in given:
+        source, equals, url = entry.partition("=")
+        if not (source and equals and is_url(url)):
+            raise UserError(
+                f"ref.url: {entry!r} is no address; write http://127.0.0.1:8000, or SOURCE=ADDRESS,SOURCE=ADDRESS for"
+                " a teacher of each data source"
+            )
+        if source in found:
+            raise UserError(f"ref.url: data source {source!r} is given twice; name it once")
+        found[source] = url
+    return found
+
+
 def lookup_place(urls: str) -> pathlib.Path | Named | None:
     """Returns where addresses are looked up: the file of `file:PATH` or the name of `dns://NAME:PORT`; None for a list.
 

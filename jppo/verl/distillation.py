@@ -65,8 +65,8 @@ def untaught(key: str, value: Any, look: Look) -> str:
     models = key.removeprefix("distillation.teacher_models.")
     several = models != key and not models.startswith("teacher_model.")
     return (
-        "several teachers, one for each data source; distil from one after the other, with the data of each and"
-        " model.path=hf/ of the run before"
+        "several teachers; serve each by vLLM and set ref.url=SOURCE=ADDRESS,SOURCE=ADDRESS, which takes them by"
+        " data source"
         if several
         else ""
     )

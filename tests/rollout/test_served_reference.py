@@ -1,4 +1,4 @@
-"""The reference on a vLLM server, `ref.url`: exact log-probs, and servers that fail."""
+"""The reference on vLLM servers, `ref.url`: exact log-probs, a teacher of each data source, and servers that fail."""
 
 import contextlib
 import importlib.util
@@ -19,8 +19,8 @@ from jppo import settings, train
 from jppo.data.tokenizer import load_tokenizer
 from jppo.preflight import models_and_data
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.vllm import client
-from jppo.rollout.vllm.client import ROUTE, ServedReference
+from jppo.rollout.vllm import reference
+from jppo.rollout.vllm.reference import ROUTE, ServedReferences
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Trajectory
@@ -49,16 +49,30 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def fake(fakes, tokenizer, monkeypatch):
-    monkeypatch.setattr(client, "PAUSE_S", 0.0)
-    answers = fakes[0].answers
-    answers["/v1/models"] = (200, {"data": [{"id": "teacher", "max_model_len": 64}]})
-    answers["/detokenize"] = (200, lambda body: {"prompt": tokenizer.decode(body["tokens"])})
-    answers[ROUTE] = (200, reply)
+    monkeypatch.setattr(reference, "PAUSE_S", 0.0)
+    for one in fakes:
+        make_teacher(one.answers, tokenizer)
     return fakes[0]
 
 
+def make_teacher(answers, tokenizer):
+    answers["/v1/models"] = (200, {"data": [{"id": "teacher", "max_model_len": 64}]})
+    answers["/detokenize"] = (200, lambda body: {"prompt": tokenizer.decode(body["tokens"])})
+    answers[ROUTE] = (200, reply)
+
+
+class One:
+    """A server for all data sources."""
+
+    def __init__(self, url, **how):
+        self.servers = ServedReferences({"": url}, ["a"], **how)
+
+    def logprobs(self, trajectories):
+        return self.servers.logprobs(trajectories, ["a"] * len(trajectories))
+
+
 def attach(fake, tokenizer, longest=63):
-    return ServedReference(fake.url, longest=longest, tokenizer=tokenizer, timeout_s=5.0)
+    return One(fake.url, longest=longest, tokenizer=tokenizer, timeout_s=5.0)
 
 
 def test_every_sequence_has_its_own_log_probs(fake, tokenizer):
@@ -113,6 +127,23 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(fake, tokenizer):
     fake.answers["/v1/models"] = (404, {})
     with pytest.raises(RolloutError, match=r"^ref\.url: .* start vLLM there, or correct the address"):
         attach(fake, tokenizer)
+
+
+def test_each_data_source_has_its_own_teacher(fake, fakes, tokenizer):
+    """Of answers in any order; a source without a server, and a server without a source, are refused at the start."""
+    other, how = fakes[1], dict(longest=63, tokenizer=tokenizer, timeout_s=5.0)
+    other.answers[ROUTE] = (200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-0.125")))
+    urls = {"openai/gsm8k": fake.url, "math": other.url}
+    served = ServedReferences(urls, {"math", "openai/gsm8k"}, **how)
+    asked = [trajectory([i, *TOKENS]) for i in range(2, 12)]
+    found, _ = served.logprobs(asked, ["math", "openai/gsm8k", "math", "math", "math"] * 2)
+    assert [x[3].tolist() for x in found] == [-0.125, -3.0, -0.125, -0.125, -0.125] * 2
+    assert sorted(body["prompt"][0] for body in fake.bodies if body and "prompt" in body) == [3, 8]
+    assert str(served) == f"teacher at {fake.url} for openai/gsm8k, teacher at {other.url} for math"
+    with pytest.raises(UserError, match="without a server code; write one SOURCE=ADDRESS"):
+        ServedReferences(urls, {"math", "openai/gsm8k", "code"}, **how)
+    with pytest.raises(UserError, match="without prompts math; write one SOURCE=ADDRESS"):
+        ServedReferences(urls, {"openai/gsm8k"}, **how)
 
 
 def test_the_doctor_asks_the_server_and_the_mesh_has_no_reference(fake, small_run):
@@ -177,14 +208,14 @@ def test_a_run_learns_the_same_from_a_served_teacher(small_run, tmp_path, quick_
         return [line for line in map(json.loads, lines) if line["step"] > 0]
 
     with vllm_server(tmp_path / "teacher", tmp_path / "vllm.log") as url:
-        served = ServedReference(url, longest=16, tokenizer=load_tokenizer(str(tmp_path / "teacher")), timeout_s=60.0)
+        served = One(url, longest=16, tokenizer=load_tokenizer(str(tmp_path / "teacher")), timeout_s=60.0)
         asked = [trajectory(np.random.default_rng(i).integers(2, 14, 4 + i)) for i in range(12)]
         for t, found in zip(asked, served.logprobs(asked)[0], strict=True):
             ids = torch.tensor(t.tokens[None].astype(np.int64))
             with torch.no_grad():
                 right = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
             np.testing.assert_allclose(found[1:], right, atol=1e-3)
-        by_server = steps("served", url=url)
+        by_server = steps("served", url=f"arithmetic={url}")
     on_mesh = steps("mesh", path=str(tmp_path / "teacher"))
     for one, other in zip(by_server, on_mesh, strict=True):
         assert one["ref/retries"] == 0 and "ref/retries" not in other
