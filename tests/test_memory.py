@@ -126,6 +126,7 @@ def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, ch
         assert found.host.get(name, 0) == held(tree, "pinned_host"), name
         assert found.parts.get(name, 0) == held(tree, "device"), name
         assert (name in found.host) == bool(changes)
+    assert "prefill" not in {one.name for one in found.moments}  # only with rollout.name=inprocess
     waiting = sum(found.host.values())
     assert sum(bytes_ for name, bytes_ in room.parts.items() if name.endswith(", waiting")) == 8 * waiting
     zeros = learner.actor.zeros()

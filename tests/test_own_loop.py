@@ -281,6 +281,13 @@ def test_other_weights_in_the_engine_are_seen(m, batch):
     wrong = [dataclasses.replace(t, logprob=t.logprob - 0.1) for t in b.trajectories]
     with pytest.raises(Mismatch, match="do not have the same policy"):
         m.logprobs(m.batch(wrong))
+    m.sample(PROMPTS, top_k=2)  # the engine's log-probs are over two tokens from here on, as far as is known
+    m.sample(PROMPTS)
+    m.logprobs(m.batch(wrong))
+    m.publish()
+    wrong = [dataclasses.replace(t, logprob=t.logprob - 0.1) for t in m.sample(PROMPTS)]
+    with pytest.raises(Mismatch, match="do not have the same policy"):
+        m.logprobs(m.batch(wrong))
 
 
 def test_what_is_refused(m, batch, folder, tmp_path):

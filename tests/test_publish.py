@@ -86,6 +86,14 @@ def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
     assert served.adapters == [3] and served.loaded == []
 
 
+def test_merged_adapters_go_out_as_whole_weights(small_run, policy):
+    cfg, values = policy
+    small_run.model.lora_rank = 2
+    served, how = Served(), lora.Lora(2, 4.0, lora.parse_targets("all-linear"))
+    publish.publish_policy(small_run, learner_of(cfg, values), served, types.SimpleNamespace(step=3), how)
+    assert served.adapters == [] and set(served.loaded[0]) == {name for name, _ in hf_write.hf_tensors(values, cfg)}
+
+
 def test_an_array_keeps_nothing_of_what_was_fetched_of_it(policy):
     """A copy on the host that is kept by every parameter would be a second one of the model; a donation needs none."""
     cfg, values = policy

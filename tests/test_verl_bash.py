@@ -294,6 +294,10 @@ def test_the_fully_asynchronous_trainer():
         "rollout.sleep_level": 0, "actor.lr_warmup_steps": 2,  # of 4 updates each
     }  # fmt: skip
     assert {name: found.settings[name] for name in asked} == asked
+    for batches, prompts in (("null", 128), ("3", 3 * 128)):
+        words = [*given.split(), f"async_training.require_batches={batches}"]
+        more = translate(words, main="verl.experimental.fully_async_policy.fully_async_main")
+        assert more.settings["data.train_batch_size"] == prompts
     assert not found.settings.get("algorithm.filter_groups") and {line.kind for line in found.lines} <= {
         "same",
         "needless",

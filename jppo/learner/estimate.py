@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.algorithms import advantage as estimators
 from jppo.algorithms import correction, kl, masked, values
+from jppo.algorithms.advantage import energy
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.types import Array, Batch, Reward
@@ -197,7 +197,7 @@ def make_advantages(
             outcome = of_episodes(estimator.sequences, batch, total if batch.parts is None else batch.parts)
         if estimator.energy:
             assert batch.old_logprob is not None and batch.sum_pi_squared is not None
-            more += (estimators.energy(batch.old_logprob, batch.sum_pi_squared, weight), batch.group)
+            more += (energy(batch.old_logprob, batch.sum_pi_squared, weight), batch.group)
         advantage, returns = estimator.tokens(reward, value, outcome, mask, *more)
         advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
         metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them

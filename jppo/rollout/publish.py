@@ -1,6 +1,6 @@
 """The publish of a policy: its weights as named tensors for the rollout engine, after each update.
 
-    train.py -> PolicyPublisher -> hf_write.py: named tensors -> the engine's `load`, of servers servers/fleet.py
+    train.py -> PolicyPublisher -> hf_write.py: named tensors -> the engine's `load`, in servers/fleet.py
         -> servers/delivery.py: all servers or none -> vllm/publish.py with layout.py -> vllm/worker.py
 
 Without a file, `vllm/buckets.py` stands in for `vllm/publish.py`, and `weight_engine.py` for the worker. A publish runs

@@ -91,6 +91,17 @@ def test_each_stage_brings_the_models_that_it_reads(own, reference):
     assert found == model_configs.Brought(logprob=3, reference=reference, values=48, actor=both, critic=48)
 
 
+def test_a_line_names_the_offloaded_parts_that_there_are():
+    c, here = settings.default(), jax.devices()[0]
+    without = SimpleNamespace(critic=None, reference=None)
+    assert model_configs.describe_offload(typed(c), None, here) is None
+    c.critic.param_offload = c.ref.param_offload = True
+    assert model_configs.describe_offload(typed(c), without, here) is None
+    assert ": critic, reference" in model_configs.describe_offload(typed(c), None, here)
+    c.actor.optimizer_offload = True
+    assert ": policy's optimizer; on a CPU" in model_configs.describe_offload(typed(c), without, here)
+
+
 def watched(ours, drawn, sequences):
     """The most bytes in live arrays while a mini-batch of so many sequences is at work, and its micro-batches."""
     trajectories, scores = drawn(16)

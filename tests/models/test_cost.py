@@ -64,6 +64,23 @@ def test_latent_attention_costs_its_projections_and_pairs_of_two_sizes():
     assert cost.forward(sparse, [9], head_tokens=1) == expected - saved
 
 
+def test_every_layer_of_delta_nets_costs_the_same():
+    shape = dict(model_type="qwen3_5_text", linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=3)
+    shape |= dict(linear_value_head_dim=5, linear_conv_kernel_dim=4, layer_types=["linear_attention"] * 3)
+    one, three = (
+        config_reader.parse_config(
+            SHAPE | shape | {"num_hidden_layers": n, "layer_types": ["linear_attention"] * n}, path="here"
+        )
+        for n in (1, 3)
+    )
+    head = 2 * 10 * 8
+    # By 8: q and k of 3, v and the gate of 10, decay and rate of 2 heads; 3 products of 2 heads of 3 by 5.
+    assert cost.forward(one, [1], head_tokens=1) - head == 2 * (
+        8 * (3 + 3 + 10 + 10 + 2 + 2) + 10 * 8 + 3 * 2 * 15 + 3 * 8 * 12
+    )
+    assert cost.forward(three, [1], head_tokens=1) - head == 3 * (cost.forward(one, [1], head_tokens=1) - head)
+
+
 def test_a_window_saves_and_sequences_add_up():
     assert cost.attention(SLIDING, [9]) < cost.attention(QWEN, [9])
     assert cost.attention(SLIDING, [3]) == cost.attention(QWEN, [3])

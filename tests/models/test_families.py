@@ -44,8 +44,12 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     scalar = transformers.Gemma2Config().query_pre_attn_scalar
     assert config_reader.parse_config(gemma, path="config.json").query_scale == pytest.approx(scalar**-0.5)
     gemma4 = {k: v for k, v in hf_config("gemma4-experts").items() if k != "num_kv_shared_layers"}
-    shared = transformers.Gemma4TextConfig().num_kv_shared_layers
+    theirs = transformers.Gemma4TextConfig()
+    shared = theirs.num_kv_shared_layers
     assert config_reader.parse_config(gemma4, path="config.json").gemma4.shared_layers == shared
+    bare = {k: v for k, v in gemma4.items() if k not in ("use_double_wide_mlp", "attention_k_eq_v")}
+    found = config_reader.parse_config(bare, path="config.json").gemma4
+    assert (found.double_shared, found.joined) == (theirs.use_double_wide_mlp, theirs.attention_k_eq_v)
 
 
 @pytest.mark.parametrize(

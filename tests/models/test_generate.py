@@ -1,5 +1,6 @@
 """How a token is chosen: against the rule written as a loop, and against frequencies."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import generate, heads
+from jppo.models import config_reader, decoder, generate, heads
 from jppo.models.generate import SamplingRule
+from tests.models.conftest import config_of
 
 
 @functools.partial(jax.jit, static_argnames="cut")
@@ -100,3 +102,16 @@ def test_what_is_no_token_is_never_drawn(temperature):
         drawn = choice(temperature, 0.9 if cut else 1.0, 7 if cut else -1, 0.1 if cut else 0.0)
         token, logp = choose(logits, seeds, jnp.zeros(500, jnp.int32), drawn, cut=cut)
         assert int(token.max()) == 4 and np.isfinite(logp).all()
+
+
+@pytest.mark.parametrize("enough, turns, taken", [(1, 9, 2), (2, 9, 3), (3, 9, 7), (4, 9, 7), (3, 4, 4)])
+def test_rows_go_on_until_enough_of_them_are_free(enough, turns, taken):
+    """Rows of 2, 3 and 7 tokens to go."""
+    cfg = config_reader.parse_config(config_of("qwen3-tied"), path="config.json")
+    model = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
+    slots = generate.empty_slots(cfg, rows=3, length=9, dtype=jnp.float32)
+    slots = dataclasses.replace(slots, until=jnp.array([2, 3, 7], jnp.int32))
+    slots = generate.next_tokens(
+        generate.prepare(model, cfg, dtype=jnp.float32), cfg, slots, choice(), enough, ends=(), turns=turns, cut=False
+    )
+    assert slots.last.tolist() == [min(taken, until) for until in (2, 3, 7)]

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -102,3 +103,9 @@ def test_keys_are_repeated_no_more_than_is_needed():
     for parts, expected in ((1, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 0, 1, 1, 2, 2]), (4, [0] * 4 + [1] * 4 + [2] * 4)):
         assert sequence_parallel.repeated(x, 12, parts).reshape(-1).tolist() == expected
     assert sequence_parallel.repeated(x, 6, 4).shape[2] == 3  # 4 divides no number of copies that 6 query heads share
+
+
+@pytest.mark.parametrize("size, axes", [(8, "abc"), (4, "ab"), (6, "a"), (5, ""), (0, "abc")])
+def test_as_many_axes_divide_a_size_as_can(size, axes):
+    mesh = types.SimpleNamespace(shape=dict(a=2, b=2, c=2))
+    assert "".join(sequence_parallel.dividing(mesh, ("a", "b", "c"), size)) == axes

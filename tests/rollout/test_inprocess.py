@@ -13,17 +13,18 @@ import pytest
 
 from jppo import train
 from jppo.learner import packing, score, sharding, state
-from jppo.models import config_reader, decoder, heads, lora, params
+from jppo.models import cache, config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
 from jppo.rollout import continuous_batching, protocol
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
+from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import RolloutError, greedy, require_kept, sample_seed
 from jppo.settings import UserError
 from jppo.types import OVERFLOW, Prompt
 from tests.learner.test_compilations import compilations
-from tests.make import read_lines
+from tests.make import read_lines, typed
 from tests.models.conftest import SHAPES, config_of
 
 PROMPT, RESPONSE, LONGEST = 9, 12, 21
@@ -432,6 +433,7 @@ def test_more_kept_tokens_than_are_returned_are_marked():
         np.testing.assert_array_equal(few.tokens, many.tokens)
         size = (many.kept != -1).sum(1)
         np.testing.assert_array_equal(few.kept[:, 0] == OVERFLOW, size > 5)
+        assert (few.kept[size > 5, 1:] == -1).all()
         here = size <= 5
         np.testing.assert_array_equal(few.kept[here], many.kept[here, : few.kept.shape[1]])
     assert {bool((t.kept[:, 0] == OVERFLOW).any()) for t in found[5]} == {True}
@@ -600,3 +602,13 @@ def test_the_row_of_a_caller_that_has_gone_is_free(made, monkeypatch):
     answer = asyncio.run(ask_all())
     assert len(answer.tokens) == RESPONSE
     assert live[:2] == [2, 2] and live[-RESPONSE // 2 :] == [1] * (RESPONSE // 2) and len(live) <= 4 + RESPONSE // 2
+
+
+@pytest.mark.parametrize("room, rows", [(100, 16), (5, 5), (5.999, 5)])
+def test_rows_in_progress_are_as_many_as_the_cache_has_room_for(small_run, room, rows):
+    r = small_run.rollout
+    r.max_num_seqs, small_run.data.train_batch_size, mesh = 16, 32, sharding.make_mesh((1, 1, 1))
+    cfg = inprocess_settings(typed(small_run), mesh).cfg
+    row = cache.row_bytes(cfg, length=typed(small_run).data.longest_row, dtype=r.dtype)
+    r.kv_cache_memory_bytes = int(room * row)
+    assert inprocess_settings(typed(small_run), mesh).rows == rows

@@ -29,6 +29,7 @@ def logger(tmp_path, **kw):
 
 
 def test_each_step_is_on_disk_at_once(tmp_path):
+    tmp_path /= "a/new/folder"
     with logger(tmp_path) as log:
         log.log(1, {"a": jnp.float32(0.5), "n": 3, "np": np.float64(2.0)})
         assert read_metrics(tmp_path) == [{"step": 1, "a": 0.5, "n": 3, "np": 2.0}]

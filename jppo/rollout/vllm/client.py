@@ -4,7 +4,7 @@
     sampler = engine.ready()      waits for them and checks them
 
 Token ids go in and token ids come out. Every sample is a request with its own seed, so samples depend neither on how a
-batch is split nor on repeated requests. `fleet.py` routes the requests.
+batch is split nor on repeated requests. `servers/member.py` chooses a server for each.
 """
 
 import base64
