@@ -216,6 +216,12 @@ def test_a_value_is_what_it_means(given, setting, value, capsys):
     assert config[setting] == value
 
 
+def test_what_leaves_prompts_out_leaves_nothing_to_cut(capsys):
+    for leaves_out, cut in (("False", "left"), ("True", "error")):
+        config, _ = said(capsys, "data.truncation=left", f"data.filter_overlong_prompts={leaves_out}")
+        assert config["data.truncation"] == cut
+
+
 def test_a_rejection_rule_of_older_verl_is_a_band(capsys):
     place = "algorithm.rollout_correction.rollout_rs"
     config, _ = said(capsys, f"{place}=geometric", f"{place}_threshold=1.25")

@@ -21,7 +21,7 @@ DATA = (
     same("data.max_prompt_length", "data.max_prompt_length", 512),
     same("data.max_response_length", "data.max_response_length", 512),
     same("data.filter_overlong_prompts", "data.filter_overlong_prompts", False),
-    same("data.truncation", "data.truncation", "error"),
+    same("data.truncation", "data.truncation", "error", "cut_prompts"),
     same("data.shuffle", "data.shuffle", True),
     same("data.seed", "trainer.seed", why="jppo has one seed for everything"),
     same("data.prompt_key", "data.prompt_key"),

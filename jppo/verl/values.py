@@ -276,6 +276,11 @@ def filtering(value: Any, look: Look) -> Any:
     return need(value, enabled, "read only with algorithm.filter_groups.enable=True")
 
 
+def cut_prompts(value: str, look: Look) -> str:
+    alone = value == "error" or not look("data.filter_overlong_prompts")
+    return need(value, alone, "data.filter_overlong_prompts=True leaves out what it would cut")
+
+
 def filter_metric(value: str | None, look: Look) -> str:
     """Returns the part of the reward that a key of verl's rewards is here."""
     part = "function_score" if look("FUNCTION.path") else "rule_score"
@@ -363,7 +368,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "top_k_unless_greedy": lambda value, look: top_k(unless_greedy(value, look), look),
 }
 _NAMED = (
-    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, engine,
+    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, cut_prompts, engine,
     estimator, filter_metric, filtered, filtering, function, group, in_turns, interval, loggers, loss_mode, master,
     micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer, quantized, ref_offload, rejected,
     rejection, resume, reward_parts, schedule, served_experts, teacher_clamp, tokens, top_k, train_dtype, trainer_mode,
