@@ -11,7 +11,7 @@ does not see whether a response is true. Standard library only.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Parameters = Mapping[str, Any]
@@ -27,7 +27,8 @@ ENGLISH = "the and of to is in that it for was with as are be this by from they 
 _WORDS_OF = {name: frozenset(words.split()) for name, words in {**LANGUAGES, "English": ENGLISH}.items()}
 LEAST_WORDS = 3  # of a response that is not degenerate
 LEAST_DISTINCT = 0.5  # of its words
-COPIED_WORDS = 5  # in a row; the longest phrase that a prompt asks for has four
+COPIED_WORDS = 4  # in a row
+_YOURS = re.compile(r"\byour\b.{0,20}\b(answer|response)s?\b", re.I)
 
 
 def words(text: str) -> list[str]:
@@ -168,19 +169,25 @@ def degenerate(response: str) -> bool:
     return len(found) < LEAST_WORDS or len(set(found)) < LEAST_DISTINCT * len(found)
 
 
-def copied(response: str, asked: str) -> bool:
-    """Whether a response has COPIED_WORDS words in a row from its prompt, or speaks to the reader of "your answer".
+def copied(response: str, asked: Sequence[str]) -> bool:
+    """Whether a response has COPIED_WORDS words in a row from one of the texts that its prompt is made of.
 
-    A copied instruction follows itself: "Your answer must contain the word friend" contains the word friend.
+    A copied instruction follows itself: "Your answer must contain the word friend" contains the word friend. So a
+    response that speaks to the reader of "your answer" is a copy, too.
     """
-    own, theirs = ([word.lower() for word in words(text)] for text in (response, asked))
-    runs = ({tuple(each[i : i + COPIED_WORDS]) for i in range(len(each) - COPIED_WORDS + 1)} for each in (own, theirs))
-    return bool(set.intersection(*runs)) or re.search(r"\byour (answer|response)\b", response, re.I) is not None
+    runs = [_runs(text) for text in (response, *asked)]
+    return any(runs[0] & of_prompt for of_prompt in runs[1:]) or _YOURS.search(response) is not None
+
+
+def _runs(text: str) -> set[tuple[str, ...]]:
+    found = [word.lower() for word in words(text)]
+    return {tuple(found[i : i + COPIED_WORDS]) for i in range(len(found) - COPIED_WORDS + 1)}
 
 
 def off_topic(response: str, topic: str) -> bool:
     """Whether a response does not name its topic by the word or its plural; the topic "" needs no name."""
-    return bool(topic) and re.search(rf"\b{re.escape(topic)}(?:e?s)?\b", response, re.I) is None
+    found = {word.lower() for word in words(response.replace("_", " "))}
+    return bool(topic) and not found & {topic, f"{topic}s", f"{topic}es", f"{topic}'s", f"{topic}’s"}
 
 
 def compute_score(
@@ -188,14 +195,16 @@ def compute_score(
 ) -> dict[str, float]:
     """Returns the fraction of the instructions that are followed, and why a response is no answer.
 
-    `ground_truth` is JSON, [[kind, parameters], ...]; `extra_info` has the prompt's text, `asked`, and the word that
-    names its topic, `topic`, which is empty where an instruction may forbid it.
+    `ground_truth` is JSON, [[kind, parameters], ...]; `extra_info` has `asked`, the texts of the prompt without what an
+    answer must repeat, and `topic`, the word that names it, which is empty where an answer need not.
     """
     given, extra = json.loads(ground_truth), extra_info or {}
+    if not {"asked", "topic"} <= set(extra):
+        raise ValueError("the rows have no asked and topic; delete their folder and make them by examples.instructions")
     none = {
         "degenerate": degenerate(solution_str),
-        "copied": copied(solution_str, extra.get("asked", "")),
-        "off_topic": off_topic(solution_str, extra.get("topic", "")),
+        "copied": copied(solution_str, extra["asked"]),
+        "off_topic": off_topic(solution_str, extra["topic"]),
     }
     followed = [not any(none.values()) and CHECKERS[kind](solution_str, parameters) for kind, parameters in given]
     scores = {"score": sum(followed) / len(given), "followed_all": float(all(followed))}

@@ -44,7 +44,7 @@ KEYWORDS = ("world", "people", "water", "time", "life", "beautiful", "history", 
 PHRASES = ("That is all.", "Have a nice day.", "I hope this helps.", "Thank you for reading.")
 KEYS = ("name", "color", "size", "use", "place", "reason")
 NEW_KINDS = ("capitals", "title")  # only in the test
-UNNAMED = ("no_word", "no_letter", "language", "json_object")  # an answer to these need not name its topic
+UNNAMED = ("no_word", "language", "json_object")  # an answer to these need not name its topic
 
 Make = Callable[[np.random.Generator, str], dict[str, Any]]  # (rng, main word of the topic) -> parameters
 
@@ -138,18 +138,22 @@ def _row(rng: np.random.Generator, topics: Sequence[str], kind: str, partners: S
         others = [name for name in (CONTENTS if kind in FORMS else FORMS) if name in partners]
         kinds.append(others[rng.integers(len(others))])
     asked = [REQUESTS[rng.integers(len(REQUESTS))].format(topic=topic)]
+    kept = [*asked]  # without the phrase that an answer must repeat
     given: list[tuple[str, dict[str, Any]]] = []
+    named = not set(kinds) & set(UNNAMED)
     for name in kinds:
         wordings, parameters_of = KINDS[name]
         parameters = parameters_of(rng, TOPICS[topic])
         shown = parameters | ({"keys": ", ".join(parameters["keys"])} if "keys" in parameters else {})
-        asked.append(wordings[rng.integers(len(wordings))].format(**shown))
+        wording = wordings[rng.integers(len(wordings))]
+        asked.append(wording.format(**shown))
+        kept.append(wording.format(**shown | {"phrase": ""}))
         given.append((name, parameters))
-    named = not set(kinds) & set(UNNAMED)
+        named &= name != "no_letter" or parameters["letter"] not in TOPICS[topic]
     return {
         "prompt": [{"role": "user", "content": " ".join(asked)}],
         "ground_truth": json.dumps(given),
-        "extra_info": {"asked": " ".join(asked), "topic": TOPICS[topic] if named else ""},
+        "extra_info": {"asked": kept, "topic": TOPICS[topic] if named else ""},
         "data_source": "instructions_new" if kind in NEW_KINDS else "instructions",
     }
 

@@ -3,10 +3,11 @@
 Draws one-token faults (signs, bounds, masks, axes, off-by-one, swapped branches) from all of `jppo/`, writes each into
 a copy of the checkout, and runs there the quick tests of the room that execute the changed line, quickest first, until
 one fails. Which tests execute which lines is measured first, with `coverage`, over the whole quick suite (half an hour
-on two cores), and kept in --covered for the next time. A line that no test executes in its own process (a server's, a
-sandbox's) is given the room's files that name its module. Each run is a fork of a process that has imported the
+on two cores), and kept in --covered for the next time. A line that no test executes itself, since it runs at the import
+or in another process (a server's, a sandbox's), is given the room's files that name its module and the tests that
+execute other lines of it; a module of no room, all tests. Each run is a fork of a process that has imported the
 dependencies, and all share a cache of compiled programs. Prints a line a mutant, then the share that was caught by
-room, and those that live. Exit code 1 below --at-least.
+room, and those that live. --again FILE tries those of an earlier output that lived. Exit code 1 below --at-least.
 """
 
 import argparse
@@ -143,13 +144,18 @@ class Covered:
 
     def choose(self, mutant: Mutant, budget_s: float) -> list[str]:
         """Returns tests of the mutant's room that execute it, quickest first, up to budget_s together."""
-        own = room_files(room(mutant.path))
+        own = room_files(room(mutant.path)) or {test.split("::")[0] for test in self.tests}
         lines = self.lines.get(str(mutant.path), {})
         last = mutant.line + mutant.before.count("\n")
         numbers = {n for line in range(mutant.line, last + 1) for n in lines.get(str(line), [])}
+        if chosen := self._quickest(numbers, own, budget_s):
+            return chosen
+        named = named_in(own, mutant.path)
+        others = {n for found in lines.values() for n in found} or set(range(len(self.tests)))
+        return [*named, *self._quickest(others, own - {*named}, budget_s)]
+
+    def _quickest(self, numbers: set[int], own: set[str], budget_s: float) -> list[str]:
         numbers = {n for n in numbers if self.tests[n].split("::")[0] in own}
-        if not numbers:  # executed by no test in its own process
-            return named_in(own, mutant.path)
         chosen, spent = [], 0.0
         for n in sorted(numbers, key=lambda n: self.seconds[n]):
             spent += self.seconds[n]
@@ -168,10 +174,10 @@ def room_files(name: str) -> set[str]:
 
 
 def named_in(files: set[str], module: pathlib.Path) -> list[str]:
-    """Returns the files that name a module, the one that is called as it is first."""
+    """Returns those of the files that name a module, the one that is called as it is first."""
     name = module.parent.name if module.stem == "__init__" else module.stem
     found = [file for file in files if re.search(rf"\b{name}\b", (ROOT / file).read_text())]
-    return sorted(found or files, key=lambda file: (not file.endswith(f"/test_{name}.py"), file))
+    return sorted(found, key=lambda file: (not file.endswith(f"/test_{name}.py"), file))
 
 
 def measure(kept: pathlib.Path, jobs: int) -> None:
@@ -283,6 +289,7 @@ def main() -> None:
     parser.add_argument("--at-least", type=float, default=0.9, help="share that must be caught (default 0.9)")
     parser.add_argument("--only", default="", help="only modules whose path contains this")
     parser.add_argument("--covered", type=pathlib.Path, default=ROOT / ".covered.json", help="which test executes what")
+    parser.add_argument("--again", type=pathlib.Path, help="an output: only its mutants that lived")
     parser.add_argument("--budget_s", type=float, default=120, help="seconds of tests for one mutant (default 120)")
     parser.add_argument("--timeout_s", type=float, default=600, help="where a mutant counts as caught (default 600)")
     parser.add_argument("--jobs", type=int, default=2, help="how many are tried at once (default 2)")
@@ -294,6 +301,9 @@ def main() -> None:
     paths = [path for path in paths if path.parts[1] not in NOT_DRAWN and args.only in str(path)]
     every = [mutant for path in paths for mutant in mutants(path)]
     drawn = random.Random(args.seed).sample(every, min(args.mutants, len(every)))
+    if args.again is not None:
+        lived = set(re.findall(r"^lives: (.*)$", args.again.read_text(), re.M))
+        drawn = [mutant for mutant in drawn if str(mutant) in lived]
     for name in IMPORTED:
         importlib.import_module(name)
     done, alive = multiprocessing.SimpleQueue(), []

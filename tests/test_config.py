@@ -277,7 +277,7 @@ def test_what_is_none_unless_given_may_be_given(config):
             ["kl_penalty='full_forward'", "algorithm.gamma=0.0", "take kl"],
         ),
         *(
-            ({"ref.url": "http://h:1", "algorithm.use_kl_in_reward": True} | changes, ["ref.url='http://h:1'", *said])
+            ({"ref.url": "http://h:1", "algorithm.use_kl_in_reward": True} | changes, ["ref.url has", *said])
             for changes, said in (
                 ({"ref.path": "some/teacher"}, ["'some/teacher' names another", "leave one of them out"]),
                 ({"algorithm.use_kl_in_reward": False}, ["no KL to it is used", "use_kl_in_reward=True"]),
@@ -287,10 +287,12 @@ def test_what_is_none_unless_given_may_be_given(config):
             )
         ),
         ({"ref.url": "http://me:p4ss@h:1"}, ["ref.url has a password or a query", "leave it out"]),
-        ({"ref.url": "http://h:1,b=http://me:p4ss@h:2"}, ["ref.url has a password or a query", "leave it out"]),
-        ({"ref.url": "h:8000"}, ["ref.url", "is no address", "http://127.0.0.1:8000"]),
-        ({"ref.url": "http://h:1,http://h:2"}, ["'http://h:1' is no address", "SOURCE=ADDRESS,SOURCE=ADDRESS"]),
-        ({"ref.url": "a=http://h,b=h:2"}, ["'b=h:2' is no address", "SOURCE=ADDRESS,SOURCE=ADDRESS"]),
+        ({"ref.url": "a=http://h:1,b=http://me:p4ss@h:2"}, ["ref.url has a password or a query", "leave it out"]),
+        ({"ref.url": "me:p4ss@h:2"}, ["ref.url has a password or a query", "leave it out"]),
+        ({"ref.url": "h:8000"}, ["ref.url", "'h:8000' is no address", "http://127.0.0.1:8000"]),
+        ({"ref.url": "a=http://h,b=h:2"}, ["'b=h:2' is no address", "http://127.0.0.1:8000"]),
+        ({"ref.url": " , "}, ["ref.url=' , ' has no address", "leave it empty"]),
+        ({"ref.url": "a=http://h:1,http://h:2"}, ["'http://h:2' has no data source", "SOURCE=ADDRESS,SOURCE=ADDRESS"]),
         ({"ref.url": "a=http://h:1,a=http://h:2"}, ["data source 'a' is given twice", "name it once"]),
         ({"algorithm.rollout_is_threshold": "2_0.5"}, ["'2_0.5'", "low_high"]),
         ({"algorithm.rollout_is_threshold": "0"}, ["'0'", "above 0"]),
@@ -535,6 +537,22 @@ def test_a_command_may_do_without_a_file():
     ):
         with pytest.raises(settings.UserError, match=said):
             settings.parse([argument], "about", settings.default(), needs_file=False)
+
+
+@pytest.mark.parametrize(
+    "urls, found",
+    [
+        ("", {}),
+        (" http://h:1 ", {"": "http://h:1"}),
+        ("a=http://h:1", {"a": "http://h:1"}),
+        ("openai/gsm8k = http://h:1 , c#=https://h:2", {"openai/gsm8k": "http://h:1", "c#": "https://h:2"}),
+        ("a=b=http://h", {"a=b": "http://h"}),
+    ],
+)
+def test_addresses_by_data_source(config, urls, found):
+    assert texts.by_source(urls) == found
+    config.ref.url, config.algorithm.use_kl_in_reward = urls, bool(urls)
+    settings.check(config)
 
 
 @pytest.mark.parametrize(

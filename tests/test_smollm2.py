@@ -198,13 +198,16 @@ def test_degenerate_responses_have_no_score_whatever_they_follow():
     truth = json.dumps([["no_comma", {}], ["lowercase", {}]])
     for text in ("", "  \n", "moon", "moon moon moon", "the moon the moon the moon", "- - - !", "🌙🌙🌙"):
         assert degenerate(text)
-        assert compute_score("x", text, truth) == NOTHING | {"degenerate": 1.0}
+        assert compute_score("x", text, truth, ANY) == NOTHING | {"degenerate": 1.0}
     fine = "the moon goes around the earth and the sun lights the moon from one side"
-    assert compute_score("x", fine, truth) == NOTHING | {"score": 1.0, "followed_all": 1.0}
-    assert compute_score("x", fine.title(), truth) == NOTHING | {"score": 0.5}
+    assert compute_score("x", fine, truth, ANY) == NOTHING | {"score": 1.0, "followed_all": 1.0}
+    assert compute_score("x", fine.title(), truth, ANY) == NOTHING | {"score": 0.5}
     assert not degenerate(MOON) and not degenerate('{"name": "moon", "use": "light"}')
+    with pytest.raises(ValueError, match="no asked and topic; delete their folder"):
+        compute_score("x", fine, truth)
 
 
+ANY = {"asked": [], "topic": ""}
 NOTHING = {"score": 0.0, "followed_all": 0.0, "degenerate": 0.0, "copied": 0.0, "off_topic": 0.0}
 
 
@@ -212,31 +215,33 @@ NOTHING = {"score": 0.0, "followed_all": 0.0, "degenerate": 0.0, "copied": 0.0, 
     "response, why",
     [
         ("Cats are good friends. A friend needs a cat.", ""),
-        ("A friend of mine has one cat: tell me about cats? Yes.", ""),  # four words of the prompt in a row
+        ("A friend of mine asks: tell me about my _cats_.", ""),  # three words of the prompt in a row
+        ("Contain the word friend, cats!", "copied"),
+        ("Now tell me about cats, my friend.", "copied"),
+        ("A cat is my friend. Your whole answer is right.", "copied"),
+        ("My cat says: YOUR ANSWERS have a friend!", "copied"),
         ("Your answer must contain the word friend.", "copied off_topic"),
-        ("A cat: YOUR ANSWER MUST, contain the word friend!", "copied"),
-        ("A cat is my friend. Your answer is right.", "copied"),
         ("The concatenated category is a friend of catalogues.", "off_topic"),
         ("My friend has no time today.", "off_topic"),
     ],
 )
 def test_a_copy_of_the_prompt_or_another_topic_is_no_answer(response, why):
-    extra = {"asked": "Tell me about cats. Your answer must contain the word friend.", "topic": "cat"}
+    extra = {"asked": ["Tell me about cats.", "Your answer must contain the word friend."], "topic": "cat"}
     truth = json.dumps([["keyword", {"word": "friend"}]])
     found = compute_score("x", response, truth, extra)
     assert found == NOTHING | (dict.fromkeys(why.split(), 1.0) or {"score": 1.0, "followed_all": 1.0})
 
 
-def test_answers_that_follow_are_neither_copies_nor_off_topic():
-    """Every prompt leaves an answer that scores 1 possible: what it asks for is no copy, what it forbids no topic."""
+def test_what_a_prompt_asks_for_is_no_copy_and_what_it_forbids_no_topic():
     for row in instructions.make(seed=5, train=2000, test=1)["train"]:
-        extra = row["extra_info"]
-        assert extra["asked"] == asked(row)
+        extra, text = row["extra_info"], asked(row)
         for kind, parameters in json.loads(row["ground_truth"]):
-            assert kind not in ("no_word", "no_letter", "language", "json_object") or not extra["topic"]
-            values = [str(v) for v in parameters.values()]
-            assert not any(copied(f"Here is one thing more {value}", extra["asked"]) for value in values)
-        assert not extra["topic"] or re.search(rf"\b{extra['topic']}", extra["asked"])
+            if kind == "ending":  # the words before it as in the prompt
+                assert not copied(f"The last answer must be: {parameters['phrase']}", extra["asked"])
+            assert kind not in ("no_word", "language", "json_object") or not extra["topic"]
+            assert kind != "no_letter" or parameters["letter"] not in extra["topic"]
+        assert all(part.strip(' "') in text for part in extra["asked"]) and len(extra["asked"]) >= 2
+        assert re.search(rf"\b{extra['topic']}", text)
 
 
 def test_instructions_of_the_test_are_not_those_of_the_training():

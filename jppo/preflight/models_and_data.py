@@ -56,7 +56,7 @@ def models(c: Settings) -> Iterator[Finding]:
 
 def reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Asks the servers of ref.url for their models."""
-    servers = served_reference(c, inputs.tokenizer, {prompt.data_source for prompt in inputs.train.prompts})
+    servers = served_reference(c, inputs.tokenizer)
     if servers is not None:
         yield Finding("teacher", "OK", str(servers))
 

@@ -5,7 +5,7 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -63,16 +63,14 @@ def _sampling(c: Settings, how: Rollout | ValKwargs, entropy: int | list[int]) -
     )
 
 
-def served_reference(
-    c: Settings, tokenizer: Any, sources: Iterable[str], hosts: Hosts = ALONE
-) -> ServedReferences | None:
+def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReferences | None:
     """Attaches to the servers of ref.url and checks them; None without one."""
     if not c.ref.url:
         return None
     if hosts.count > 1:
         raise UserError(f"ref.url={c.ref.url!r} is for one host, and this run has {hosts.count}; set ref.path")
-    how: dict[str, Any] = dict(longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=c.rollout.request_timeout_s)
-    return ServedReferences(texts.by_source(c.ref.url), sources, **how)
+    urls, timeout_s = texts.by_source(c.ref.url), c.rollout.request_timeout_s
+    return ServedReferences(urls, longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=timeout_s)
 
 
 def with_servers(c: Settings, mesh: Mesh) -> Settings:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Set
 from typing import Any
 
 from jppo.agent.make import Agent, make_agent
@@ -16,6 +17,7 @@ from jppo.models.config import ModelConfig
 from jppo.rewards.make import needed_columns
 from jppo.samples.make import prompts_per_batch
 from jppo.settings import Common, Settings, UserError, stop_texts, template_arguments
+from jppo.settings.texts import by_source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     if c.data.sampler:
         how = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
         train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **how))
+    _require_teachers(c.ref.url, {p.data_source for p in train.prompts})
     val = read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     return Inputs(
@@ -71,6 +74,22 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         agent=agent,
         total_steps=total_steps(c, len(train.prompts)),
     )
+
+
+def _require_teachers(url: str, sources: Set[str]) -> None:
+    teachers = set(by_source(url))
+    if teachers <= {""}:
+        return
+    if missing := sources - teachers:
+        raise UserError(
+            f"ref.url has no address for data_source={min(missing)!r} of the training rows, only for"
+            f" {', '.join(sorted(teachers))}; add {min(missing)}=ADDRESS"
+        )
+    if unused := teachers - sources:
+        raise UserError(
+            f"ref.url has an address for {min(unused)!r}, and no training row has this data_source, only"
+            f" {', '.join(sorted(sources))}; leave it out"
+        )
 
 
 def total_steps(c: Common, examples: int) -> int:

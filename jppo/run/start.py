@@ -99,8 +99,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
         c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-        sources = {prompt.data_source for prompt in inputs.train.prompts}
-        reference = served_reference(c, inputs.tokenizer, sources, hosts)
+        reference = served_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:
             stack.enter_context(traces.exporting())
         engine = hosts.together(lambda: open_engine(c, held.logs, hosts))  # it loads while JAX compiles

@@ -81,8 +81,8 @@ def _mask_replay(config: Settings) -> None:
         )
     if config.ref.url:
         raise UserError(
-            f"{said} needs the reference's log-probs over the kept tokens, and a served reference (ref.url="
-            f"{config.ref.url!r}) gives them over all; set ref.path, or set it to False"
+            f"{said} needs the reference's log-probs over the kept tokens, and a served reference (ref.url) gives"
+            " them over all; set ref.path, or set it to False"
         )
 
 
@@ -353,7 +353,7 @@ def check_secrets(config: Settings) -> None:
     r = config.rollout
     place = texts.lookup_place(r.urls)
     urls = [("rollout.urls", url) for url in texts.entries(r.urls) if place is None]
-    for name, url in [*urls, *(("ref.url", entry) for entry in texts.entries(config.ref.url))]:
+    for name, url in [*urls, *(("ref.url", url) for _, url in texts.sources_and_addresses(config.ref.url))]:
         if re.search("[@?#]", url):
             token = "the servers' token belongs into JPPO_SERVER_TOKEN in the environment"
             way = token if name == "rollout.urls" else "leave it out"

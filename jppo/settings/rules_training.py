@@ -147,7 +147,7 @@ def _served_reference(config: Settings) -> None:
     a, actor, url = config.algorithm, config.actor, config.ref.url
     if not url:
         return
-    said = f"ref.url={url!r} has the reference on a server"
+    said = "ref.url has the reference on a server"
     if config.ref.path not in ("", "policy"):
         raise UserError(f"{said}, and ref.path={config.ref.path!r} names another; leave one of them out")
     if not a.use_kl_in_reward and not actor.use_kl_loss:

@@ -180,21 +180,30 @@ def entries(urls: str) -> list[str]:
 
 def by_source(urls: str) -> dict[str, str]:
     """Returns the address of each data source in SOURCE=ADDRESS,...; of one address alone, that of the source ''."""
-    given = entries(urls)
-    if len(given) == 1 and is_url(given[0]):
-        return {"": given[0]}
     found: dict[str, str] = {}
-    for entry in given:
-        source, equals, url = entry.partition("=")
-        if not (source and equals and is_url(url)):
+    given = sources_and_addresses(urls)
+    for source, url in given:
+        if not is_url(url):
+            raise UserError(f"ref.url: {url!r} is no address; write it like http://127.0.0.1:8000")
+        if len(given) > 1 and not source:
             raise UserError(
-                f"ref.url: {entry!r} is no address; write http://127.0.0.1:8000, or SOURCE=ADDRESS,SOURCE=ADDRESS for"
-                " a teacher of each data source"
+                f"ref.url: {url!r} has no data source, beside other addresses; write SOURCE=ADDRESS,SOURCE=ADDRESS"
             )
         if source in found:
             raise UserError(f"ref.url: data source {source!r} is given twice; name it once")
         found[source] = url
+    if urls and not found:
+        raise UserError(f"ref.url={urls!r} has no address; write it like http://127.0.0.1:8000, or leave it empty")
     return found
+
+
+def sources_and_addresses(urls: str) -> list[tuple[str, str]]:
+    """Splits SOURCE=ADDRESS,... at its commas and at each address's scheme; the source is '' where there is none."""
+    parts = (re.fullmatch(r"(.+?)\s*=\s*(https?://.*)", entry) for entry in entries(urls))
+    return [
+        (part[1], part[2]) if part is not None else ("", entry)
+        for part, entry in zip(parts, entries(urls), strict=True)
+    ]
 
 
 def lookup_place(urls: str) -> pathlib.Path | Named | None:

@@ -65,8 +65,8 @@ def untaught(key: str, value: Any, look: Look) -> str:
     models = key.removeprefix("distillation.teacher_models.")
     several = models != key and not models.startswith("teacher_model.")
     return (
-        "several teachers; serve each by vLLM and set ref.url=SOURCE=ADDRESS,SOURCE=ADDRESS, which takes them by"
-        " data source"
+        "several teachers; leave out distillation.teacher_models, serve each by vLLM, and set"
+        " ref.url=SOURCE=ADDRESS,SOURCE=ADDRESS with the data_source of its rows"
         if several
         else ""
     )

@@ -368,10 +368,10 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "top_k_unless_greedy": lambda value, look: top_k(unless_greedy(value, look), look),
 }
 _NAMED = (
-    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path, cut_prompts, engine,
-    estimator, filter_metric, filtered, filtering, function, group, in_turns, interval, loggers, loss_mode, master,
-    micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer, quantized, ref_offload, rejected,
-    rejection, resume, reward_parts, schedule, served_experts, teacher_clamp, tokens, top_k, train_dtype, trainer_mode,
-    unless_greedy, warmup_steps, weighted, weights, with_model,
+    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path,
+    cut_prompts, engine, estimator, filter_metric, filtered, filtering, function, group, in_turns, interval,
+    loggers, loss_mode, master, micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer,
+    quantized, ref_offload, rejected, rejection, resume, reward_parts, schedule, served_experts, teacher_clamp,
+    tokens, top_k, train_dtype, trainer_mode, unless_greedy, warmup_steps, weighted, weights, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}

@@ -66,7 +66,7 @@ def test_latent_attention_costs_its_projections_and_pairs_of_two_sizes():
 
 def test_every_layer_of_delta_nets_costs_the_same():
     shape = dict(model_type="qwen3_5_text", linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=3)
-    shape |= dict(linear_value_head_dim=5, linear_conv_kernel_dim=4, layer_types=["linear_attention"] * 3)
+    shape |= dict(linear_value_head_dim=5, linear_conv_kernel_dim=4)
     one, three = (
         config_reader.parse_config(
             SHAPE | shape | {"num_hidden_layers": n, "layer_types": ["linear_attention"] * n}, path="here"

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -61,18 +62,18 @@ def make_teacher(answers, tokenizer):
     answers[ROUTE] = (200, reply)
 
 
-class One:
+class ForAll:
     """A server for all data sources."""
 
     def __init__(self, url, **how):
-        self.servers = ServedReferences({"": url}, ["a"], **how)
+        self.servers = ServedReferences({"": url}, **how)
 
     def logprobs(self, trajectories):
         return self.servers.logprobs(trajectories, ["a"] * len(trajectories))
 
 
 def attach(fake, tokenizer, longest=63):
-    return One(fake.url, longest=longest, tokenizer=tokenizer, timeout_s=5.0)
+    return ForAll(fake.url, longest=longest, tokenizer=tokenizer, timeout_s=5.0)
 
 
 def test_every_sequence_has_its_own_log_probs(fake, tokenizer):
@@ -130,20 +131,52 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(fake, tokenizer):
 
 
 def test_each_data_source_has_its_own_teacher(fake, fakes, tokenizer):
-    """Of answers in any order; a source without a server, and a server without a source, are refused at the start."""
-    other, how = fakes[1], dict(longest=63, tokenizer=tokenizer, timeout_s=5.0)
+    other = fakes[1]
     other.answers[ROUTE] = (200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-0.125")))
     urls = {"openai/gsm8k": fake.url, "math": other.url}
-    served = ServedReferences(urls, {"math", "openai/gsm8k"}, **how)
+    served = ServedReferences(urls, longest=63, tokenizer=tokenizer, timeout_s=5.0)
     asked = [trajectory([i, *TOKENS]) for i in range(2, 12)]
     found, _ = served.logprobs(asked, ["math", "openai/gsm8k", "math", "math", "math"] * 2)
     assert [x[3].tolist() for x in found] == [-0.125, -3.0, -0.125, -0.125, -0.125] * 2
     assert sorted(body["prompt"][0] for body in fake.bodies if body and "prompt" in body) == [3, 8]
     assert str(served) == f"teacher at {fake.url} for openai/gsm8k, teacher at {other.url} for math"
-    with pytest.raises(UserError, match="without a server code; write one SOURCE=ADDRESS"):
-        ServedReferences(urls, {"math", "openai/gsm8k", "code"}, **how)
-    with pytest.raises(UserError, match="without prompts math; write one SOURCE=ADDRESS"):
-        ServedReferences(urls, {"openai/gsm8k"}, **how)
+
+
+@pytest.mark.parametrize(
+    "urls, said",
+    [
+        ("arithmetic=URL,code=URL", "no training row has this data_source, only arithmetic; leave it out"),
+        ("code=URL", "no address for data_source='arithmetic' of the training rows, only for code; add arithmetic="),
+    ],
+)
+def test_teachers_are_held_against_the_rows(small_run, urls, said):
+    small_run.ref.url, small_run.algorithm.use_kl_in_reward = urls.replace("URL", "http://127.0.0.1:9"), True
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_inputs(typed(small_run))
+
+
+def test_a_step_asks_for_each_sample_by_its_own_data_source(small_run, monkeypatch, quick_compilation):
+    """Samples, `n` of each prompt, go to the teacher of the row that their prompt is."""
+    file = pathlib.Path(small_run.data.train_files)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = [row | {"data_source": ("arithmetic", "b")[i % 2]} for i, row in enumerate(rows)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    right = {row["prompt"]: row["data_source"] for row in rows}
+    seen = []
+
+    class Teachers:
+        def logprobs(self, trajectories, sources):
+            seen.extend(zip([t.uid for t in trajectories], sources, strict=True))
+            return [np.zeros(len(t.tokens), np.float32) for t in trajectories], {"ref/retries": 0.0}
+
+    monkeypatch.setattr("jppo.run.start.served_reference", lambda *_: Teachers())
+    small_run.ref.url = "arithmetic=http://127.0.0.1:9,b=http://127.0.0.1:9"
+    small_run.algorithm.use_kl_in_reward, small_run.reward.grader, small_run.rollout.n = True, "arithmetic", 2
+    inputs = read_inputs(typed(small_run))
+    of_uid = {prompt.uid: right[prompt.messages] for prompt in inputs.train.prompts}
+    train.train(small_run)
+    assert {source for _, source in seen} == {"arithmetic", "b"}
+    assert [source for _, source in seen] == [of_uid[uid] for uid, _ in seen]
 
 
 def test_the_doctor_asks_the_server_and_the_mesh_has_no_reference(fake, small_run):
@@ -208,7 +241,7 @@ def test_a_run_learns_the_same_from_a_served_teacher(small_run, tmp_path, quick_
         return [line for line in map(json.loads, lines) if line["step"] > 0]
 
     with vllm_server(tmp_path / "teacher", tmp_path / "vllm.log") as url:
-        served = One(url, longest=16, tokenizer=load_tokenizer(str(tmp_path / "teacher")), timeout_s=60.0)
+        served = ForAll(url, longest=16, tokenizer=load_tokenizer(str(tmp_path / "teacher")), timeout_s=60.0)
         asked = [trajectory(np.random.default_rng(i).integers(2, 14, 4 + i)) for i in range(12)]
         for t, found in zip(asked, served.logprobs(asked)[0], strict=True):
             ids = torch.tensor(t.tokens[None].astype(np.int64))

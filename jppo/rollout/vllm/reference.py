@@ -5,7 +5,7 @@ prompt, which vLLM answers with a log-prob per token, always at temperature 1.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,28 +23,17 @@ LOWEST = -9998.0  # vLLM writes -9999 for minus infinity
 
 
 class ServedReferences:
-    """The servers of `ref.url`: one for all prompts, '', or one for each data source.
+    """The servers of `ref.url` by data source; that of '' is for all."""
 
-    `sources` are those of the prompts that are trained on.
-    """
-
-    def __init__(self, urls: Mapping[str, str], sources: Iterable[str], **how: Any):
-        missing = sorted(set() if "" in urls else {*sources} - {*urls})
-        unused = sorted({*urls} - {*sources, ""})
-        if missing or unused:
-            raise UserError(
-                f"ref.url has {', '.join(urls)}, and the data sources of the prompts are {', '.join(sorted(sources))}:"
-                f" {'without a server' if missing else 'without prompts'} {', '.join(missing or unused)}; write one"
-                " SOURCE=ADDRESS for each data source"
-            )
-        self._by_source = {source: ServedReference(url, **how) for source, url in urls.items()}
+    def __init__(self, urls: Mapping[str, str], *, longest: int, tokenizer: Any, timeout_s: float):
+        self._by_source = {
+            source: ServedReference(url, longest=longest, tokenizer=tokenizer, timeout_s=timeout_s)
+            for source, url in urls.items()
+        }
 
     def __str__(self) -> str:
-        return ", ".join(f"{one.model} at {one.url}{source and f' for {source}'}" for source, one in self.each())
-
-    def each(self) -> Iterable[tuple[str, "ServedReference"]]:
-        """Returns the servers, each with its data source."""
-        return self._by_source.items()
+        servers = self._by_source.items()
+        return ", ".join(f"{one.model} at {one.url}{source and f' for {source}'}" for source, one in servers)
 
     def logprobs(
         self, trajectories: Sequence[Trajectory], sources: Sequence[str]
