@@ -9,7 +9,7 @@ import pytest
 
 from jppo import from_verl, settings
 from jppo.settings import table
-from jppo.verl import names
+from jppo.verl import names, overrides
 from jppo.verl.overrides import read_value
 from jppo.verl.translate import translate
 from tests.make import ROOT, one_line
@@ -153,6 +153,17 @@ def test_verls_defaults_are_in_the_command(capsys):
     }
     assert {key: config[key] for key in verl} == verl
     assert "model.path, data.train_files, data.val_files: not given" in out
+
+
+def test_a_coefficient_that_verl_does_not_read_is_said(capsys):
+    for used in (False, True):
+        _, out = said(capsys, "algorithm.kl_ctrl.kl_coef=0.01", f"algorithm.use_kl_in_reward={used}")
+        assert ("kl_coef is read only with algorithm.use_kl_in_reward=True" in out) is not used
+
+
+def test_words_that_are_no_settings_are_left_out():
+    found, kept = overrides.read(["--x=1", "word", "=3", "a.b=2"])
+    assert (list(found), list(kept)) == (["a.b"], ["--x=1", "word", "=3"])
 
 
 def test_nothing_of_the_base_is_left_where_verl_says_otherwise(capsys):

@@ -136,6 +136,8 @@ def test_the_strongest_guards_are_found_and_pretending_weakens_them():
     assert without.spaces == "none" and without.landlock == here.landlock and without.seccomp == here.seccomp
     everything = {"landlock", "namespaces", "seccomp", "user", "cgroup", "folder quota"}
     assert choice.probe(frozenset(everything)) == Guards()
+    assert {guards.uid for guards in choice._candidates({"user"})} == {None}
+    assert (launcher.NOBODY in {guards.uid for guards in choice._candidates(())}) == (os.geteuid() == 0)
 
 
 @pytest.mark.parametrize(

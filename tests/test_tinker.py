@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import struct
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import jppo
 from examples import arithmetic
 from jppo.agent.gateway.request import BadRequest
+from jppo.tinker import __main__ as tinker_command
 from jppo.tinker import http, sessions, wire
 from tests import make
 
@@ -169,18 +171,48 @@ def test_a_checkpoint_can_be_loaded_by_the_next_request(post, model):
     assert result(post, loaded)["type"] == "load_weights"
 
 
-def test_results_are_json_where_a_gradient_is_not_finite(post, model):
-    """NaN is none of RFC 8259's numbers; the ratio overflows at a log-prob of -1e5 in float32."""
-    id = model[1]
+def token(old_logprob, advantage):
+    """A target of one token, sampled with that log-prob."""
 
     def one(name, x, dtype, number):
         return wire.write((1, name), (2, wire.write((1, np.array([x], dtype).tobytes()), (3, number))))
 
     arrays = [one("target_tokens", 4, "<i8", wire.INT64)]
-    arrays += [one(name, x, "<f4", wire.FLOAT32) for name, x in (("logprobs", -1e5), ("advantages", 1.0))]
-    chunk = wire.write((1, wire.write((1, np.array([3], "<i4").tobytes()))))
-    datum = wire.write((1, chunk), *((2, x) for x in arrays))
-    result(post, post("forward_backward", wire.write((1, id), (2, 1), (3, datum), (4, "importance_sampling"))).json())
+    arrays += [one(name, x, "<f4", wire.FLOAT32) for name, x in (("logprobs", old_logprob), ("advantages", advantage))]
+    return wire.write((1, wire.write((1, wire.write((1, np.array([3], "<i4").tobytes()))))), *((2, x) for x in arrays))
+
+
+@pytest.mark.parametrize("old_logprob, advantage, loss", [(-30.0, 1.0, -1.2), (0.0, -1.0, 0.8), (-30.0, -1.0, None)])
+def test_ppo_is_clipped_as_the_api_says(post, model, old_logprob, advantage, loss):
+    """By 0.8 and 1.2 unless the request has others, and not a second time where the ratio is large."""
+    body = wire.write((1, model[1]), (2, 1), (3, token(old_logprob, advantage)), (4, "ppo"))
+    raw = result(post, post("forward_backward", body).json())
+    at = raw.index(b"loss:sum") + len(b"loss:sum") + 1  # after the tag of a double
+    (found,) = struct.unpack("<d", raw[at : at + 8])
+    assert found > 1e6 if loss is None else found == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("given, name", [((), "the/model"), (("--name=small",), "small")])
+def test_clients_name_the_model_or_its_name(monkeypatch, given, name):
+    monkeypatch.setenv(tinker_command.KEYS, KEY)
+    monkeypatch.setattr(tinker_command, "open_model", lambda *_, **__: contextlib.nullcontext())
+    named = []
+
+    def service(model, name, *_, **__):
+        named.append(name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tinker_command, "Service", service)
+    with pytest.raises(KeyboardInterrupt):
+        tinker_command.main(["the/model", *given])
+    assert named == [name]
+
+
+def test_results_are_json_where_a_gradient_is_not_finite(post, model):
+    """NaN is none of RFC 8259's numbers; the ratio overflows at a log-prob of -1e5 in float32."""
+    id = model[1]
+    body = wire.write((1, id), (2, 1), (3, token(-1e5, 1.0)), (4, "importance_sampling"))
+    result(post, post("forward_backward", body).json())
     asked = post("optim_step", step(id, 2)).json()
     result(post, asked)
     raw = post("retrieve_future", dict(request_id=asked["request_id"])).text

@@ -106,6 +106,8 @@ def test_an_amount_is_on_the_token_that_completes_its_last_character(text, data)
     expected = tuple((len(text[:end].encode()) - 1, float(i)) for i, end in enumerate(ends))
     amounts = tuple((end, float(i)) for i, end in enumerate(ends))
     assert earned.at_characters(amounts, [*text.encode(), 0], bytes_as_text) == expected
+    beyond = earned.at_characters(((len(text) + 9, 1.0),), list(text.encode()), bytes_as_text)
+    assert beyond == ((len(text.encode()) - 1, 1.0),)  # on the last token
 
 
 def test_a_space_that_a_decoder_drops_at_the_start_does_not_shift_later_tokens():
