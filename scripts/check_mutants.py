@@ -1,13 +1,14 @@
 """Mutation check: do the tests of a room catch faults in it? scripts/check_mutants.py --mutants=200 --seed=7
 
 Draws one-token faults (signs, bounds, masks, axes, off-by-one, swapped branches) from all of `jppo/`, writes each into
-a copy of the checkout, and runs there the quick tests of the room that execute the changed line, quickest first, until
-one fails. Which tests execute which lines is measured first, with `coverage`, over the whole quick suite (half an hour
-on two cores), and kept in --covered for the next time. A line that no test executes itself, since it runs at the import
-or in another process (a server's, a sandbox's), is given the room's files that name its module and the tests that
-execute other lines of it; a module of no room, all tests. Each run is a fork of a process that has imported the
-dependencies, and all share a cache of compiled programs. Prints a line a mutant, then the share that was caught by
-room, and those that live. --again FILE tries those of an earlier output that lived. Exit code 1 below --at-least.
+a copy of the checkout, and runs there the quick tests of the room that execute the changed line, quickest first, and
+those of the file that is called as the module, until one fails. Which tests execute which lines is measured first, with
+`coverage`, over the whole quick suite (half an hour on two cores), and kept in --covered for the next time. A line that
+no test executes itself, since it runs at the import or in another process (a server's, a sandbox's), is given the
+room's files that name its module and the tests that execute other lines of it; a module of no room, all tests. Each run
+is a fork of a process that has imported the dependencies, and all share a cache of compiled programs. Prints a line a
+mutant, then the share that was caught by room, and those that live. --again FILE tries those of an earlier output that
+lived. Exit code 1 below --at-least.
 """
 
 import argparse
@@ -54,6 +55,7 @@ IMPORTED = (
     "hypothesis",
 )
 LEFT_OUT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.Import, ast.ImportFrom)
+UNSEEN = ("strict", "flush")  # arguments that change nothing in a right program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,8 @@ def nodes(tree: ast.AST) -> Iterator[ast.expr]:
         if field in ("annotation", "returns", "decorator_list", "bases"):
             continue
         for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.keyword) and child.arg in UNSEEN:
+                continue
             if isinstance(child, ast.AST) and not isinstance(child, LEFT_OUT):
                 if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
                     continue
@@ -148,9 +152,9 @@ class Covered:
         lines = self.lines.get(str(mutant.path), {})
         last = mutant.line + mutant.before.count("\n")
         numbers = {n for line in range(mutant.line, last + 1) for n in lines.get(str(line), [])}
-        if chosen := self._quickest(numbers, own, budget_s):
-            return chosen
         named = named_in(own, mutant.path)
+        if chosen := self._quickest(numbers, own, budget_s):
+            return [*chosen, *(file for file in named if file.endswith(f"/test_{mutant.path.stem}.py"))]
         others = {n for found in lines.values() for n in found} or set(range(len(self.tests)))
         return [*named, *self._quickest(others, own - {*named}, budget_s)]
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import rich.console
@@ -53,6 +54,13 @@ def test_packages_are_held_against_their_bounds(installed, good, others):
     assert {f.about: f.verdict for f in found} == others
     for finding in found:
         assert re.search(rf"pip install '{finding.about}[<>=]", finding.remedy)
+
+
+@pytest.mark.parametrize("free, verdict", [(10 * GIB, "OK"), (9 * GIB, "WARN"), (GIB // 2, "FAIL")])
+def test_a_run_has_room_for_its_checkpoints(monkeypatch, free, verdict):
+    monkeypatch.setattr(machine, "environment", lambda *_: [])
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert [found.verdict for found in doctor.findings("") if found.about == "disk"] == [verdict]
 
 
 @pytest.mark.parametrize(

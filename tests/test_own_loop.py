@@ -274,6 +274,12 @@ def test_a_checkpoint_is_the_whole_state(m, batch, tmp_path):
     assert not np.array_equal(m.logprobs(batch), after)
 
 
+def test_any_token_may_end_a_response(m, batch):
+    m.publish()
+    found = m.sample([[3, 4]], n=2, stop_ids=list(range(m.vocab_size)))
+    assert [t.sampled.sum() for t in found] == [1, 1]
+
+
 def test_other_weights_in_the_engine_are_seen(m, batch):
     m.publish()
     b = m.batch(m.sample(PROMPTS))

@@ -53,6 +53,13 @@ def test_alignment_by_hand():
     assert kinds == dict(inputs="int32", mask="bool", sequence="int32", segment="int32")
 
 
+@pytest.mark.parametrize("longest, lengths", [(40, (13, 26, 39)), (65, (24, 48, 64)), (1001, (384, 704, 1024))])
+def test_lengths_are_rounded_up_to_whole_blocks(longest, lengths):
+    """Of 8 from 64 positions on, of 64 from 512."""
+    found = plan("buckets", max_length=longest, tokens_per_micro=2048)
+    assert sorted({length for _, length in found.shapes}) == list(lengths)
+
+
 def ragged(lengths, seed=0):
     """One trajectory of each length; the last token is the tool's in some."""
     rng = np.random.default_rng(seed)
