@@ -115,3 +115,9 @@ def test_rows_go_on_until_enough_of_them_are_free(enough, turns, taken):
         generate.prepare(model, cfg, dtype=jnp.float32), cfg, slots, choice(), enough, ends=(), turns=turns, cut=False
     )
     assert slots.last.tolist() == [min(taken, until) for until in (2, 3, 7)]
+
+
+def test_nothing_is_kept_of_tokens_that_were_not_sampled():
+    cfg = config_reader.parse_config(config_of("qwen3-tied"), path="config.json")
+    slots = generate.empty_slots(cfg, rows=2, length=5, dtype=jnp.float32, kept=3)
+    np.testing.assert_array_equal(slots.kept, np.full((2, 5, 3), -1))
