@@ -67,7 +67,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     )
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     how["parts"] = recipe.estimator.parts
-    earned = [run.reward_sum.earned(prompt.data_source) for prompt in asked]
+    by_source = {source: run.reward_sum.earned(source) for source in {prompt.data_source for prompt in asked}}
+    earned = [by_source[prompt.data_source] for prompt in asked]
     trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)
     how["episode"] = index if recipe.branches else None
     data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)

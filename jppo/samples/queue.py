@@ -12,6 +12,7 @@ finished groups in any order; long ones continue until they would be too old.
 """
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ class Draws:
     def __init__(self, prompts: list[Prompt], n: int, reward_sum: RewardSum, changed: threading.Condition):
         self.n = n
         self.found: dict[int, Trajectory] = {}
+        self._whole: set[int] = set()  # groups with all responses
         self.grading: Grading = reward_sum.begin()
         self.graded: dict[int, Reward] = {}  # before a resume
         self.future: Future[Any] | None = None
@@ -50,11 +52,14 @@ class Draws:
         with self._changed:
             self.found[number] = t
             self.ended = time.monotonic()
-            self._changed.notify_all()
+            group = number // self.n
+            if all(other in self.found for other in self.numbers(group)):
+                self._whole.add(group)
+                self._changed.notify_all()
 
     def has(self, group: int) -> bool:
         """Whether all responses to a prompt are complete."""
-        return all(number in self.found for number in self.numbers(group))
+        return group in self._whole
 
     def numbers(self, group: int) -> range:
         """Returns the indices of a prompt's responses."""
@@ -161,7 +166,7 @@ class SampleQueue:
         last = self._last(step)
         self._ask_through(last if self._how.partial else step, step)
         began = time.monotonic()
-        groups = self._wait_for(lambda: self._choose(step))
+        groups = self._wait_for(lambda: self._choose(step)) if self._how.partial else self._wait_for_all(step)
         waited, self._settling_s = self._settling_s + time.monotonic() - began, 0.0
         self._taken[step] = groups
         self._ask_through(last, step)
@@ -179,7 +184,7 @@ class SampleQueue:
         began = time.monotonic()
         self._hosts.together(
             lambda: self._wait_for(
-                lambda: all(self._has(asked, group) for asked in self._now.queue for group in asked.left) or None
+                lambda: all(self._has(asked, group) for asked in self._now.queue for group in asked.left)
             )
         )
         self._settling_s += time.monotonic() - began
@@ -319,13 +324,17 @@ class SampleQueue:
             asked.append(draws)
         return Asked(step, version, indices, after, tuple(asked), set(left), held=bool(found))
 
+    def _wait_for_all(self, step: int) -> list[tuple[Asked, int]]:
+        """Returns the groups of the step, one after another, so that a response costs no look at all of them."""
+        [asked] = [asked for asked in self._now.queue if asked.step == step]
+        groups = sorted(asked.left)
+        for group in groups:
+            self._wait_for(functools.partial(self._has, asked, group))
+        return [(asked, group) for group in groups]
+
     def _choose(self, step: int) -> list[tuple[Asked, int]] | None:
-        """Returns the groups of the step; None if they are incomplete."""
+        """Returns the groups of a step that takes complete ones of several; None if they are too few."""
         how, queue = self._how, self._now.queue
-        if not how.partial:
-            [asked] = [asked for asked in queue if asked.step == step]
-            groups = [(asked, group) for group in sorted(asked.left)]
-            return groups if all(self._has(*pair) for pair in groups) else None
         gone = {(id(asked), group) for groups in self._taken.values() for asked, group in groups}
         waiting = [(asked, g) for asked in queue for g in sorted(asked.left) if (id(asked), g) not in gone]
         there = [pair for pair in waiting if self._has(*pair)]
@@ -340,7 +349,7 @@ class SampleQueue:
 
     def _wait_for(self, found: Callable[[], Any]) -> Any:
         with self._changed:
-            while (what := found()) is None:
+            while not (what := found()):
                 for asked in self._now.queue:
                     for draws in asked.draws:
                         draws.require()
