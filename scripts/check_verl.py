@@ -8,7 +8,7 @@ Prints a table: arguments equal to those under bash, exit codes, and the transla
 are those that Hydra composes from verl's YAML. The last needs the package hydra-core.
 
 --dry_run also runs `--dry_run` of each translation with exit code 0 (`verl_dry_runs.py`). FOLDER keeps results and
-compiled programs, so that a stopped check resumes.
+compiled programs, so that a stopped check resumes; what failed is run again.
 """
 
 import argparse
@@ -278,7 +278,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "data.max_prompt_length": int(get("data.max_prompt_length")),
         "data.max_response_length": int(get("data.max_response_length")),
         "data.filter_overlong_prompts": bool(get("data.filter_overlong_prompts")),
-        "data.truncation": get("data.truncation"),
+        "data.truncation": "error" if get("data.filter_overlong_prompts") else get("data.truncation"),
         "data.shuffle": bool(get("data.shuffle")),
         "data.prompt_key": get("data.prompt_key"),
         "data.reward_fn_key": get("data.reward_fn_key"),

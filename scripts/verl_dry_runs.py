@@ -118,8 +118,8 @@ class DryRuns:
         return hashlib.sha256(json.dumps(told).replace(str(self.work), "").encode()).hexdigest()[:16]
 
     def run(self, one: DryRun) -> str:
-        """Returns the last line of a failed dry run, '' if it ends well; a known one is not repeated."""
-        if one.key not in self.results:
+        """Returns the last line of a failed dry run, '' if it ends well; one that ended well is not repeated."""
+        if self.results.get(one.key) != "":
             self._write_data(one)
             main = sft.main if one.tunes else train.main
             self.results[one.key] = self._forked(main, [*one.words, "--dry_run"], devices=one.devices)
