@@ -10,6 +10,7 @@ import pytest
 
 from jppo.models import config_reader, decoder, generate, heads
 from jppo.models.generate import SamplingRule
+from jppo.types import OVERFLOW
 from tests.models.conftest import config_of
 
 
@@ -121,3 +122,12 @@ def test_nothing_is_kept_of_tokens_that_were_not_sampled():
     cfg = config_reader.parse_config(config_of("qwen3-tied"), path="config.json")
     slots = generate.empty_slots(cfg, rows=2, length=5, dtype=jnp.float32, kept=3)
     np.testing.assert_array_equal(slots.kept, np.full((2, 5, 3), -1))
+
+
+def test_kept_tokens_are_those_that_are_left():
+    """Two of four, all of them, and more than there is room for."""
+    left = jnp.array([[0.0, 2.0, 1.0, 3.0], [0.0, 2.0, 1.0, 3.0], [0.0, 2.0, 1.0, 3.0]])
+    logits = jnp.where(jnp.array([[0, 1, 0, 1], [1, 1, 1, 1], [1, 1, 0, 1]]) > 0, left, heads.NO_TOKEN)
+    found = generate.kept_of(logits, 4, 2).tolist()
+    assert [sorted(row) for row in found] == [[1, 3], [-1, -1], sorted([OVERFLOW, -1])] and found[2][0] == OVERFLOW
+    assert generate.kept_of(logits[:1], 4, 3).tolist() == [[3, 1, -1]]
