@@ -12,6 +12,7 @@ from jppo.learner.make import make_mesh
 from jppo.preflight import models_and_data
 from jppo.preflight.finding import Check, examine
 from jppo.run.inputs import read_inputs
+from jppo.settings import UserError
 from tests.make import typed
 
 
@@ -140,6 +141,14 @@ def test_a_model_that_transformers_cannot_read(real, tmp_path):
     real.rollout.python = str(tmp_path / "none")
     (found,) = looked(models_and_data.parity, real)
     assert found.verdict == "FAIL" and "rollout.python" in found.remedy
+
+
+def test_what_transformers_said_last_is_shown(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho one >&2; echo two >&2; echo three is wrong >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match="transformers cannot read here: three is wrong; download"):
+        models_and_data.transformers_logprobs(str(python), "here", np.array([3, 4]))
 
 
 def test_our_log_probs_are_of_the_tokens_that_follow(tiny_model, quick_compilation):
