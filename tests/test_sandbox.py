@@ -210,6 +210,20 @@ def test_a_program_locks_no_library(without, tmp_path):
         library.unlink()
 
 
+@pytest.mark.parametrize("without", ["", "namespaces"])
+@pytest.mark.parametrize(
+    "program, printed, status",
+    [
+        ("open('/dev/null', 'w').write('x'); print(len(open('/dev/urandom', 'rb').read(4)))", "4\n", 0),
+        ("import ctypes; print('now', flush=True); ctypes.string_at(0)", "now\n", -11),
+    ],
+)
+def test_devices_are_open_and_a_signal_is_told(program, printed, status, without):
+    guards = choice.probe(frozenset(filter(None, [without])))
+    ran = launcher.run(program, guards=guards, time_s=20, memory_bytes=2**29)
+    assert (ran.printed, ran.status) == (printed, status)
+
+
 def test_a_control_group_bounds_threads_and_is_removed():
     if not (groups := confine.group_bases()):
         pytest.skip("no control group can be made here")
