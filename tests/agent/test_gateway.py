@@ -305,6 +305,7 @@ def test_rewards_by_turn_are_earned_where_they_were_posted(hermes, run):
         return client.chat.completions.create(model="policy", messages=messages)
     def reward(**body):
         return httpx.post(f"{os.environ['OPENAI_BASE_URL']}/reward", content=json.dumps(body), headers=key).status_code
+    assert [model.id for model in client.models.list()] == ["policy"]
     assert reward(reward=1.0) == 400  # before any answer
     start = [{"role": "user", "content": "hi"}]
     first = say(start)
