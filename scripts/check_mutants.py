@@ -2,13 +2,13 @@
 
 Draws one-token faults (signs, bounds, masks, axes, off-by-one, swapped branches) from all of `jppo/`, writes each into
 a copy of the checkout, and runs there the quick tests of the room that execute the changed line, quickest first, and
-those of the file that is called as the module, until one fails. Which tests execute which lines is measured first, with
-`coverage`, over the whole quick suite (half an hour on two cores), and kept in --covered for the next time. A line that
-no test executes itself, since it runs at the import or in another process (a server's, a sandbox's), is given the
-room's files that name its module and the tests that execute other lines of it; a module of no room, all tests. Each run
-is a fork of a process that has imported the dependencies, and all share a cache of compiled programs. Prints a line a
-mutant, then the share that was caught by room, and those that live. --again FILE tries those of an earlier output that
-lived. Exit code 1 below --at-least.
+those of test_MODULE.py, until one fails. Which tests execute which lines is measured first, with `coverage`, over the
+whole quick suite (half an hour on two cores), and kept in --covered for the next time. A line that no test executes
+itself, since it runs at the import or in another process (a server's, a sandbox's), is given the room's files that name
+its module and the tests that execute other lines of it; a module of no room, all tests. Each run is a fork of a process
+that has imported the dependencies, and all share a cache of compiled programs. Prints a line a mutant, then the share
+that was caught by room, and those that live. --again FILE tries those of an earlier output that lived. Exit code 1
+below --at-least.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def room_files(name: str) -> set[str]:
 
 
 def named_in(files: set[str], module: pathlib.Path) -> list[str]:
-    """Returns those of the files that name a module, the one that is called as it is first."""
+    """Returns the files that name a module, test_MODULE.py first."""
     name = module.parent.name if module.stem == "__init__" else module.stem
     found = [file for file in files if re.search(rf"\b{name}\b", (ROOT / file).read_text())]
     return sorted(found, key=lambda file: (not file.endswith(f"/test_{name}.py"), file))

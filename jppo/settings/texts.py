@@ -179,7 +179,7 @@ def entries(urls: str) -> list[str]:
 
 
 def by_source(urls: str) -> dict[str, str]:
-    """Returns the address of each data source in SOURCE=ADDRESS,...; of one address alone, that of the source ''."""
+    """Returns the addresses of `ref.url` by data source; a single address without one is under ''."""
     found: dict[str, str] = {}
     given = sources_and_addresses(urls)
     for source, url in given:

@@ -111,7 +111,7 @@ def test_a_reward_that_knows_nothing(small_run, tmp_path):
 
 
 def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp_path, monkeypatch):
-    """By `parity_worker.py`, in a process of its own."""
+    """The process for transformers is `parity_worker.py`."""
     (found,) = looked(models_and_data.parity, real)
     if "skipped" not in found.found:
         assert found.verdict == "OK" and "largest gap" in found.found

@@ -23,7 +23,7 @@ LOWEST = -9998.0  # vLLM writes -9999 for minus infinity
 
 
 class ServedReferences:
-    """The servers of `ref.url` by data source; that of '' is for all."""
+    """The servers of `ref.url`: one for each data source, or one for all of them under ''."""
 
     def __init__(self, urls: Mapping[str, str], *, longest: int, tokenizer: Any, timeout_s: float):
         self._by_source = {
