@@ -37,7 +37,7 @@ from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
 from jppo.runlog.timers import Timers
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.train import update_models
 from jppo.types import Trajectory
 
@@ -57,12 +57,12 @@ def make_config(name: str, sequences: int, changes: Sequence[str]) -> ConfigDict
     return change(c, changes)
 
 
-def make_inputs(c: ConfigDict, described: dict[str, Any]) -> ModelConfigs:
+def make_inputs(c: Settings, described: dict[str, Any]) -> ModelConfigs:
     """Returns the models of a run."""
     cfg = config_reader.parse_config(described, path="memory.py")
     return ModelConfigs(
         policy=cfg,
-        critic=cfg if make_recipe(settings.typed(c)).estimator.critic else None,
+        critic=cfg if make_recipe(c).estimator.critic else None,
         reference=cfg if c.algorithm.use_kl_in_reward else None,
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c),
@@ -70,7 +70,7 @@ def make_inputs(c: ConfigDict, described: dict[str, Any]) -> ModelConfigs:
     )
 
 
-def step(c: ConfigDict, learner: Any, now: Any, trajectories: list[Trajectory]) -> Any:
+def step(c: Settings, learner: Any, now: Any, trajectories: list[Trajectory]) -> Any:
     """Runs the device part of a step."""
     data = score_batch(learner, now, trajectories, Timers())
     return update_models(c, learner, now, data, trajectories, Timers())[0]
@@ -86,17 +86,17 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     """Measures the estimate and two steps, in this process."""
     described = MODELS[name] | ({"num_hidden_layers": layers} if layers else {})
     responses = some(response_lengths()[:SEQUENCES], tokens)
-    c = make_config(name, len(responses), changes)
-    mesh, inputs = make_mesh(settings.typed(c)), make_inputs(c, described)
+    c = settings.typed(make_config(name, len(responses), changes))
+    mesh, inputs = make_mesh(c), make_inputs(c, described)
     trajectories = make_batch(inputs.policy, responses)
-    plan = plan_of_run(settings.typed(c), mesh, inputs.policy, inputs.total_steps)
+    plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
-    found = memory.estimate(settings.typed(c), inputs, mesh, entries=entries)
+    found = memory.estimate(c, inputs, mesh, entries=entries)
     program = status("VmRSS")
     if CLEAR.is_file():
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")  # resets the peak
-    learner, now = make_learner(settings.typed(c), inputs, mesh)
+    learner, now = make_learner(c, inputs, mesh)
     compile_passes(c, learner, now)
     for _ in range(2):
         now = step(c, learner, now, trajectories)

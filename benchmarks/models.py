@@ -52,7 +52,7 @@ from jppo.learner.recipe import make_plan, make_recipe
 from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.types import Array, Params, Rows, Trajectory
 
 QWEN: dict[str, Any] = {
@@ -104,7 +104,7 @@ class TooLarge(Exception):
 class Subject:
     """One model on the devices, its batch, and the matrix product of the reference rate."""
 
-    c: ConfigDict
+    c: Settings
     mesh: Any
     cfg: ModelConfig
     trained: Trained  # an update of all weights uses them up
@@ -134,9 +134,9 @@ def some(responses: np.ndarray, tokens: int | None) -> np.ndarray:
     return responses[: max(1, int(np.searchsorted(np.cumsum(PROMPT + responses), tokens, side="right")))]
 
 
-def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int, repeats: int) -> Subject:
+def make_subject(name: str, c: Settings, responses: np.ndarray, *, prompt: int, repeats: int) -> Subject:
     """The model with random weights, and the batch."""
-    mesh = make_mesh(settings.typed(c))
+    mesh = make_mesh(c)
     cfg = pad_vocab(config_reader.parse_config(MODELS[name], path=name), mesh.shape["tensor"])
     what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
     check_room(size(abstract(what.shapes, what.shardings)))
@@ -150,7 +150,7 @@ def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int
         c=c,
         mesh=mesh,
         cfg=cfg,
-        trained=load_trained(settings.typed(c), mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
+        trained=load_trained(c, mesh, cfg, c.model.path, head="lm", key=key, adapters=None),
         responses=responses,
         prompt=prompt,
         trajectories=trajectories,
@@ -164,7 +164,7 @@ def make_subject(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int
     )
 
 
-def make_logprob(c: ConfigDict, cfg: ModelConfig, mesh: Any) -> score.LogProb:
+def make_logprob(c: Settings, cfg: ModelConfig, mesh: Any) -> score.LogProb:
     """The log-prob pass of such a model, as in training; without entropy."""
     return score.make_logprob(
         make_decoder(c, cfg, mesh),
@@ -361,7 +361,7 @@ def measure(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int = PR
     for what, run in passes.items():
         try:
             if subject is None:
-                subject = make_subject(name, c, responses, prompt=prompt, repeats=repeats)
+                subject = make_subject(name, settings.typed(c), responses, prompt=prompt, repeats=repeats)
                 shapes = [rows.inputs.shape for rows in subject.rows]
                 out["sequences"], out["rows"] = len(subject.trajectories), [list(shape) for shape in shapes]
                 real = sum(len(t.tokens) - 1 for t in subject.trajectories)
@@ -383,7 +383,8 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
     c.data.max_prompt_length = c.data.max_response_length = max(LENGTHS) // 2
     c.model.logprob_chunk_bytes = 2**27  # of about the size of the trunk's own temporaries
     change(c, changes)
-    mesh, cases = make_mesh(settings.typed(c)), []
+    how = settings.typed(c)
+    mesh, cases = make_mesh(how), []
     for T in LENGTHS:
         shape = TOKENS // T, T
         if shape[0] % sharding.row_multiple(mesh):
@@ -394,7 +395,7 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
             what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
             empty = packing.empty_rows(shape)
             rows = abstract(empty, jax.tree.map(lambda _: sharding.rows_sharding(mesh), empty))
-            fn = jax.jit(make_logprob(c, cfg, mesh))
+            fn = jax.jit(make_logprob(how, cfg, mesh))
             one = account("log-probs", fn, abstract(what.shapes, what.shardings), rows)
             temporaries.append(one["temporaries"])
         cases.append({"rows": shape, "temporaries": temporaries, "ratio": temporaries[0] / temporaries[1]})
