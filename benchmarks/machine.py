@@ -7,6 +7,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,9 @@ def slug(found: dict[str, Any]) -> str:
 
 
 def commit() -> str | None:
-    """Returns the commit of the checkout, with '+' if files are changed; None outside git."""
+    """Returns the commit of the checkout, with '+' if files are changed; None without git."""
+    if shutil.which("git") is None:
+        return None
     described = subprocess.run(
         ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
         cwd=ROOT, capture_output=True, text=True, check=False,

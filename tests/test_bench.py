@@ -188,7 +188,7 @@ def test_attention_on_a_cpu_is_xla_alone_and_the_table_says_so(attention, tmp_pa
     assert out.count("| 2x64x4x2x16 |") == out.count("| xla |") == 2
 
 
-def test_a_kernel_of_attention_that_is_wrong_or_does_not_fit_is_not_measured(attention, monkeypatch):
+def test_a_kernel_of_attention_that_is_wrong_fails_or_does_not_fit_is_said(attention, monkeypatch):
     def kernels(needs, other):
         return {"xla": attention.fused.make("xla", needs), "splash": attention.fused.make("xla", other)}, {}
 
@@ -197,15 +197,22 @@ def test_a_kernel_of_attention_that_is_wrong_or_does_not_fit_is_not_measured(att
     case = attention.measure((1, 32, 2, 1, 16), 4, **how)
     assert list(case["kernels"]) == ["xla", "splash"] and case["kernels"]["splash"]["difference"] < 1e-6
     monkeypatch.setattr(attention, "attends", lambda needs: kernels(needs, dataclasses.replace(needs, windows=(3,))))
-    with pytest.raises(AssertionError, match="splash differs from XLA"):
-        attention.measure((1, 32, 2, 1, 16), 4, **how)
+    wrong = attention.measure((1, 32, 2, 1, 16), 4, **how)
 
-    def full(*_):
-        raise attention.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    def raising(error):
+        def fail(*_):
+            raise error
 
-    monkeypatch.setattr(attention, "difference", full)
-    case = attention.measure((1, 32, 2, 1, 16), 1, **how)
+        monkeypatch.setattr(attention, "difference", fail)
+        return attention.measure((1, 32, 2, 1, 16), 1, **how)
+
+    case = raising(attention.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"))
     assert case["kernels"] == {} and case["left_out"]["xla"] == "it runs out of memory"
+    cases = [wrong, case, raising(NotImplementedError("no such instruction"))]
+    found = attention.faults({"dtype": "float32", "cases": cases})
+    assert [line.split(" at ")[0] for line in found] == ["splash", "xla", "splash"]
+    assert "differs from XLA by" in found[0]
+    assert found[1].endswith("with 1 a row: it fails: NotImplementedError: no such instruction")
 
 
 @pytest.fixture
