@@ -373,7 +373,9 @@ def measure(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int = PR
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
             out["left_out"][what] = "it ran out of memory"
-        print(f"{name}: {what} {'left out' if what in out['left_out'] else 'measured'}", file=sys.stderr)
+        seconds = out["passes"].get(what, {}).get("seconds")
+        said = f"left out: {out['left_out'][what]}" if seconds is None else f"{statistics.median(seconds):.4f} s"
+        print(f"{name}: {what} {said}", file=sys.stderr, flush=True)
     return out
 
 
