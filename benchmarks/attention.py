@@ -46,9 +46,10 @@ def attends(needs: fused.Needs) -> tuple[dict[str, Attend], dict[str, str]]:
     """Returns the kernels that can run here, plain XLA first, and the reason for each other."""
     able: dict[str, Attend] = {}
     reasons: dict[str, str] = {}
+    gpu = fused.capability(jax.devices()[0])
     for name in KERNELS:
         try:
-            fused.choose(name, needs, backend=jax.default_backend())
+            fused.choose(name, needs, backend=jax.default_backend(), gpu=gpu)
         except UserError as e:
             reasons[name] = str(e).split(": ", 1)[1].split(";")[0]
         else:

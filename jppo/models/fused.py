@@ -68,7 +68,8 @@ def choose(
     """Resolves `name` to a kernel on `backend` ('cpu', 'gpu' or 'tpu'); returns also the reason if none is fused.
 
     A named kernel that lacks a requirement is a UserError. 'auto' takes a supported one, and XLA with a one-sentence
-    reason if the backend's fused kernels do not fit. `gpu` is the compute capability of a GPU.
+    reason if the backend's fused kernels do not fit. For rows within one tile it takes XLA in place of Pallas, which
+    holds as many scores there and compiles for longer. `gpu` is the compute capability of a GPU.
     """
     if name not in NAMES:
         raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")
@@ -86,6 +87,8 @@ def choose(
     if name == "auto":
         reasons = {kernel: reason(kernel) for kernel in _AUTO.get(backend, ())}
         able = [kernel for kernel, why in reasons.items() if why is None]
+        if able == ["pallas"] and needs.one_segment and needs.longest is not None and needs.longest <= _TILE:
+            return "xla", None
         if able or not reasons:
             return (able[0] if able else "xla"), None
         lacking = "; ".join(f"{kernel}: {why}" for kernel, why in reasons.items())

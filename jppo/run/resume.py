@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jppo import settings
+from jppo import __version__, settings
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
@@ -38,7 +38,7 @@ PASSING = (
     "trainer.node_rank",
     "trainer.coordinator_address",
 )
-PACKAGES = ("jppo", "jax", "jaxlib", "flax", "optax")
+PACKAGES = ("jax", "jaxlib", "flax", "optax")
 OPTIMIZERS = ("policy_opt", "value_opt")
 SCALARS = ("step", "kl_coef", "bad_steps", "key")
 ADAMW = re.compile(r"^(\.\w+_opt)(?:\.inner)*(?:\[1\]\[0\])?\.(count|steps|mu|nu)\b")
@@ -72,9 +72,10 @@ def origin(c: Settings, inputs: Inputs, learner: Learner) -> dict[str, Any]:
 def run_identity(c: Common, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
     """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
         "config": {name: list(v) if isinstance(v, tuple) else v for name, v in table.by_name(c).items()},
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES} | {"devices": devices},
+        "versions": {"jppo": __version__} | versions | {"devices": devices},
         "data": data,
         "frozen": {name: checksum_of_all(tree) for name, tree in frozen.items()},
     }

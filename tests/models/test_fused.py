@@ -279,6 +279,18 @@ def test_auto_takes_the_kernel_that_can(backend, gpu, changes, expected):
     fused.make(kernel, needs(**changes))
 
 
+def test_auto_takes_no_pallas_for_rows_within_a_tile():
+    """128 positions, of one trajectory: packed rows are longer. cuDNN has such rows, too."""
+
+    def chosen(**changes):
+        return fused.choose("auto", needs(**ROW | changes), backend="gpu", gpu=(9, 0))
+
+    assert chosen(dtype="float32", longest=128) == ("xla", None)
+    assert chosen(dtype="float32", longest=129) == ("pallas", None)
+    assert chosen(dtype="float32", longest=128, one_segment=False) == ("pallas", None)
+    assert chosen(longest=128) == ("cudnn", None)
+
+
 def test_auto_says_why_nothing_is_fused():
     _, why = fused.choose("auto", needs(**GEMMA2), backend="gpu", gpu=(9, 0))
     cap = "it has no soft cap, and the model caps its scores at 50"
