@@ -42,8 +42,8 @@ def tiny(bench):
 
 
 def test_the_measured_steps_run(bench, tiny, monkeypatch):
-    """Of `throughput`, `scale` and `prefix`, each once at a tiny shape: they use the trainer's own functions."""
-    scale, prefix = script("scale"), script("prefix")
+    """Of `throughput`, `scale`, `prefix`, `models`, once at a tiny shape each: they use the trainer's own functions."""
+    scale, prefix, models = script("scale"), script("prefix"), script("models")
     monkeypatch.setitem(bench.SHAPES, "tiny", (1, 8, 12, 2, 1, 16))
     c = bench.make_config("none: the weights are random", "float32", [])
     seconds, packed = bench.time_stages(c, tiny, bench.make_batch(tiny, [16] * 64), rollout=False, repeats=1)
@@ -52,6 +52,8 @@ def test_the_measured_steps_run(bench, tiny, monkeypatch):
     assert run().keys() == scale.TIMED.keys() and about["tokens"] == 64
     found = prefix.measure("tiny", "4:2-4", samples=4, sequences=8, repeats=1)
     assert all(len(x["update_actor"]["wall"]) == 1 for x in found["packings"].values())
+    measured = models.measure("tiny", models.make_config("tiny", "float32", []), np.asarray([16] * 8), repeats=1)
+    assert len(measured["passes"]) == 4 and not measured["left_out"]
 
 
 def test_flops_by_hand(bench, tiny):
