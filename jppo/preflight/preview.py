@@ -339,18 +339,28 @@ def _advice(c: Common, hosts: int) -> str:
     if isinstance(c, Settings) and hosts == 1 and tries:
         print("out of memory: compiling the run with settings that need less", file=sys.stderr, flush=True)
         with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
-            if (found := _fitting(c, tries)) is not None:
+            found, fits_now = _fitting(c, tries)
+            if fits_now:
+                less = f", or less is needed with {auto.as_arguments(found)}" if found is not None else ""
+                return f"it fits by the account of --dry_run, so end other programs that use this memory{less}"
+            if found is not None:
                 return f"{auto.as_arguments(found)} fits by the account of --dry_run"
     first = f"try {auto.as_arguments(tries[0])}, " if tries else ""
     return f"{first}spread the models by mesh.fsdp, train adapters by model.lora_rank, or take a larger machine"
 
 
-def _fitting(c: Settings, tries: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _fitting(c: Settings, tries: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
+    """Returns the first changes that need less and fit, and whether the settings fit as they are."""
+
+    def look(c: Settings) -> tuple[int, bool]:
+        _, found, places = look_up_sizes(c, inputs, mesh)
+        return found.peak, not found.refused and all(place.verdict != "FAIL" for place in places)
+
     inputs, mesh = read_inputs(c), make_mesh(c)
     c = with_servers(c, mesh)
-    peak = estimate(c, inputs, mesh).peak
+    peak, fits_now = look(c)
     for changes in tries:
-        _, found, places = look_up_sizes(settings.changed(c, changes), inputs, mesh)
-        if found.peak < peak and not found.refused and all(place.verdict != "FAIL" for place in places):
-            return changes
-    return None
+        less, fits = look(settings.changed(c, changes))
+        if less < peak and fits:
+            return changes, fits_now
+    return None, fits_now

@@ -1,5 +1,6 @@
 """Memory that XLA does not get: the run ends with one line and a checkpoint."""
 
+import dataclasses
 import pathlib
 
 import jax.numpy as jnp
@@ -22,18 +23,30 @@ def greedy(monkeypatch):
     monkeypatch.setattr(ppo, "descend", descend)
 
 
-def test_an_update_without_room_names_its_stage_and_changes_that_fit(small_run, greedy, quick_compilation):
+@pytest.mark.parametrize("room", ["small", "taken"])
+def test_an_update_without_room_names_its_stage_and_what_helps(small_run, greedy, quick_compilation, monkeypatch, room):
+    sizes, now = preview.look_up_sizes, typed(small_run).model.remat
+
+    def look(c, inputs, mesh):
+        lines, found, places = sizes(c, inputs, mesh)
+        if room == "small" and c.model.remat == now:
+            places = [dataclasses.replace(place, has=1) for place in places]
+        return lines, found, places
+
+    monkeypatch.setattr(preview, "look_up_sizes", look)
     with pytest.raises(OutOfMemory) as e:
         train.train(small_run)
-    assert str(e.value) == (
-        "update_actor: memory of cpu has no room for 65536.00 GiB; --config.model.remat=full fits by the account of"
-        " --dry_run"
-    )
+    helps = {
+        "small": "--config.model.remat=full fits by the account of --dry_run",
+        "taken": "it fits by the account of --dry_run, so end other programs that use this memory, or less is needed"
+        " with --config.model.remat=full",
+    }
+    assert str(e.value) == f"update_actor: memory of cpu has no room for 65536.00 GiB; {helps[room]}"
     assert (pathlib.Path(small_run.trainer.run_dir) / "checkpoints/0").is_dir()
 
 
 def test_where_nothing_can_be_compiled_the_first_change_is_said(small_run, greedy, monkeypatch):
-    monkeypatch.setattr(preview, "_fitting", lambda *_: None)
+    monkeypatch.setattr(preview, "_fitting", lambda *_: (None, False))
     with pytest.raises(OutOfMemory, match=r"try --config\.model\.remat=full, spread the models by mesh\.fsdp"):
         train.train(small_run)
 
