@@ -113,7 +113,7 @@ def measure(shape: tuple[int, ...], trajectories: int, *, dtype: str, window: in
                 "both": jax.jit(backward(attend)).lower(*batch).compile(),
             }
             apart = difference([jax.block_until_ready(f(*batch)) for f in compiled.values()][1], batch, needs)
-        except Exception as e:  # a kernel of this device and this JAX: the others are still worth their figures
+        except Exception as e:  # a kernel may fail on this device; the others are still timed
             full = "RESOURCE_EXHAUSTED" in str(e)
             reasons[name] = "it runs out of memory" if full else f"{FAILED} {type(e).__name__}: {str(e)[:300]}"
             continue

@@ -30,7 +30,7 @@ from jppo import settings
 from jppo.learner import sharding
 from jppo.settings import UserError
 
-IN_BF16 = {"q7"}  # weights, too
+IN_BF16 = {"q7"}  # weights and their optimizer, too
 # The least share of the maker's peak that is aimed at, on one GPU of H200's class.
 GOALS = {("q7", "update"): 0.45, ("q7", "log-probs"): 0.55, ("q05", "update"): 0.25}
 
@@ -45,8 +45,9 @@ def one(name: str, *, sequences: int, length: int, repeats: int, changes: list[s
         "actor.ppo_mini_batch_size": sequences,
         "model.scan_layers": True,
         "model.remat": "full",
-        "model.param_dtype": "bfloat16" if name in IN_BF16 else "float32",
     }
+    if name in IN_BF16:
+        sizes |= dict.fromkeys(("model.param_dtype", "actor.master_dtype", "actor.moments_dtype"), "bfloat16")
     c = make_config(name, "bfloat16", [*(f"{k}={v}" for k, v in sizes.items()), *changes])
     found = measure(name, c, responses, prompt=length // 2, repeats=repeats)
     return found | {"peak_flops_per_s": sharding.known_peak(machine()["device"], "bfloat16"), "machine": machine()}

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from machine import ROOT, begin, title, write
 from ml_collections import ConfigDict
@@ -249,8 +250,11 @@ def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
         account("gradient", accumulate, trained.learned, trained.base, carry, micro, minis[0].counts, None)
         for micro in _of_each_shape([micro for mini in minis for micro in mini.micros]).values()
     ]
-    # The accumulator and Adam's two moments, all in f32, are not there yet.
-    check_room(3 * gradients + max(one["results"] + one["temporaries"] for one in programs))
+    # The accumulator, in f32, and the optimizer's state are not there yet.
+    kept = 2 * gradients * jnp.dtype(s.c.actor.moments_dtype).itemsize // 4
+    if s.c.model.param_dtype != "float32" and s.c.actor.master_dtype == "float32":
+        kept += gradients
+    check_room(gradients + kept + max(one["results"] + one["temporaries"] for one in programs))
     descent, opt = make_descent(s.c.actor, "actor", accumulate, trained, total_steps=1)
     step = np.zeros((), np.int32)
     programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step, np.True_))

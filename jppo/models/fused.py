@@ -68,8 +68,8 @@ def choose(
     """Resolves `name` to a kernel on `backend` ('cpu', 'gpu' or 'tpu'); returns also the reason if none is fused.
 
     A named kernel that lacks a requirement is a UserError. 'auto' takes a supported one, and XLA with a one-sentence
-    reason if the backend's fused kernels do not fit. For rows within one tile it takes XLA in place of Pallas, which
-    holds as many scores there and compiles for longer. `gpu` is the compute capability of a GPU.
+    reason if the backend's fused kernels do not fit. Within one tile Pallas saves little memory and compiles longer, so
+    rows of one trajectory have XLA there. `gpu` is the compute capability of a GPU.
     """
     if name not in NAMES:
         raise UserError(f"{setting}={name!r} must be one of {', '.join(NAMES)}")

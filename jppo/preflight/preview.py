@@ -2,7 +2,7 @@
 
 Model configs and data are read as a run reads them; no weight is read, no server started. Where device memory ran out
 during a run, one line says where, how much was asked for, and changes that fit: compiled ones, as by `--dry_run`, where
-one host runs PPO; otherwise those to try first.
+one host runs PPO; otherwise those to try first. If the run should fit an accelerator, other programs may hold it.
 """
 
 import contextlib
@@ -186,8 +186,7 @@ def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None)
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
         return described_machine.estimate_fits(c, machine, estimate(c, inputs, mesh))
-    _, found, places = look_up_sizes(c, inputs, mesh)
-    return not found.refused and all(place.verdict != "FAIL" for place in places)
+    return _fits(look_up_sizes(c, inputs, mesh), "OK", "WARN")
 
 
 def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
@@ -334,33 +333,40 @@ def memory_explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
 
 
 def _advice(c: Common, hosts: int) -> str:
-    """Returns the first changes that fit, or those to try."""
+    """Returns the first changes that fit, or those to try; and that other programs may hold the memory."""
     tries = list(remedies(c))
-    if isinstance(c, Settings) and hosts == 1 and tries:
+    if isinstance(c, Settings) and hosts == 1:
         print("out of memory: compiling the run with settings that need less", file=sys.stderr, flush=True)
         with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
-            found, fits_now = _fitting(c, tries)
-            if fits_now:
-                less = f", or less is needed with {auto.as_arguments(found)}" if found is not None else ""
-                return f"it fits by the account of --dry_run, so end other programs that use this memory{less}"
-            if found is not None:
-                return f"{auto.as_arguments(found)} fits by the account of --dry_run"
+            inputs, mesh = read_inputs(c), make_mesh(c)
+            c = with_servers(c, mesh)
+            now = look_up_sizes(c, inputs, mesh)
+            found = _fitting(c, inputs, mesh, tries, below=now[1].peak)
+            less = "" if found is None else auto.as_arguments(found)
+            if _fits(now, "OK") and not _on_cpu():
+                less = f", or reduce its memory with {less}" if less else ""
+                return f"--dry_run estimates that the run fits: end other programs on the device{less}"
+            if less:
+                return f"{less} fits by the account of --dry_run"
     first = f"try {auto.as_arguments(tries[0])}, " if tries else ""
     return f"{first}spread the models by mesh.fsdp, train adapters by model.lora_rank, or take a larger machine"
 
 
-def _fitting(c: Settings, tries: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
-    """Returns the first changes that need less and fit, and whether the settings fit as they are."""
-
-    def look(c: Settings) -> tuple[int, bool]:
-        _, found, places = look_up_sizes(c, inputs, mesh)
-        return found.peak, not found.refused and all(place.verdict != "FAIL" for place in places)
-
-    inputs, mesh = read_inputs(c), make_mesh(c)
-    c = with_servers(c, mesh)
-    peak, fits_now = look(c)
+def _fitting(c: Settings, inputs: Inputs, mesh: Any, tries: list[dict[str, Any]], below: int) -> dict[str, Any] | None:
+    """Returns the first changes that need less than `below` and fit."""
     for changes in tries:
-        less, fits = look(settings.changed(c, changes))
-        if less < peak and fits:
-            return changes, fits_now
-    return None, fits_now
+        with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
+            sizes = look_up_sizes(settings.changed(c, changes), inputs, mesh)
+            if sizes[1].peak < below and _fits(sizes, "OK", "WARN"):
+                return changes
+    return None
+
+
+def _fits(sizes: tuple[list[str], Estimate, list[memory_budget.MemoryBudget]], *verdicts: str) -> bool:
+    _, found, places = sizes
+    return not found.refused and all(place.verdict in verdicts for place in places)
+
+
+def _on_cpu() -> bool:
+    """There the budget leaves out what other programs hold."""
+    return jax.default_backend() == "cpu"
