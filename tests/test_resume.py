@@ -1,5 +1,6 @@
 """Going on from a checkpoint: to the bit, on other devices, with other settings; and what is refused."""
 
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -12,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 
-from jppo import settings, train
+from jppo import __version__, settings, train
 from jppo.learner import state
 from jppo.learner.make import make_learner, make_mesh
 from jppo.rollout.protocol import RolloutError
+from jppo.run import resume
 from jppo.run.inputs import read_inputs
 from jppo.run.resume import finished
 from jppo.runlog.checkpoint import steps_in
@@ -348,3 +350,15 @@ def test_a_model_older_than_the_last_checkpoint_is_no_end(tmp_path):
     (tmp_path / "config.json").write_text(settings.dump(settings.sft_default()))
     with pytest.raises(UserError, match=r"has a run of jppo\.sft, and this is jppo\.train; give it another folder"):
         finished(typed(config), latest, 3)
+
+
+def test_a_checkout_that_is_not_installed_has_its_version(small_run, monkeypatch):
+    def of_package(name, version=importlib.metadata.version):
+        if name == "jppo":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", of_package)
+    c = typed(small_run)
+    found = resume.run_identity(c, make_mesh(c), data={}, frozen={})["versions"]
+    assert found["jppo"] == __version__ and found["jax"] == jax.__version__ and "devices" in found
