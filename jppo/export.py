@@ -37,7 +37,7 @@ def export(args: argparse.Namespace) -> list[str]:
     if args.push:
         require_hub(args.push)
     require_free(args.out)
-    place = trained_model.find(args.path, step=args.step, best=args.best)
+    place = trained_model.find_checkpoint(args.path, step=args.step, best=args.best)
     run = trained_model.run_of(place)
     if trained_model.is_checkpoint(place):
         found = trained_model.of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)

@@ -92,6 +92,14 @@ def limits(c: Settings) -> MismatchLimits:
     return MismatchLimits.of(TOLERANCE["float32" if exact else "bfloat16"])
 
 
+def disagreement(gap: LogpGap, bound: MismatchLimits) -> str:
+    """Returns the error about a mismatch beyond the bounds."""
+    return (
+        f"the log-probs of engine and trainer differ by {gap}; {bound}: they do not have the same policy; compare"
+        " rollout.dtype and model.compute_dtype, or raise rollout.logp_tolerance if rounding explains the difference"
+    )
+
+
 class Mismatch(RolloutError):
     """Samples that the policy of their version label did not generate; the trainer must not learn from them."""
 
@@ -118,11 +126,7 @@ def agree(
         raise RolloutError(f"none of the {len(drawn)} first conversations has a turn of the policy; the first: {why}")
     gap, bound = LogpGap(np.concatenate(_gaps(learner, now, drawn))), limits(c)
     if not gap.within(bound):
-        raise RolloutError(
-            f"the log-probs of engine and trainer differ by {gap}; {bound}: they do not have the same policy;"
-            " compare rollout.dtype and model.compute_dtype, or raise rollout.logp_tolerance if rounding explains the"
-            " difference"
-        )
+        raise RolloutError(disagreement(gap, bound))
     failed = f"; {len(faults)} of {len(drawn)} conversations failed, the first: {faults[0]}" if faults else ""
     return f"engine and trainer agree: their log-probs differ by {gap}{failed}"
 

@@ -34,13 +34,9 @@ from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
 from jppo.run.inputs import read_tokenizer, require_publishable
-from jppo.run.own_engine import Engine, Kept
-from jppo.run.own_losses import Losses
-from jppo.run.own_prompts import PromptLike, make_prompts, require_sampling
-from jppo.run.own_settings import make_settings
-from jppo.run.own_state import load_state, save_state
-from jppo.run.responses import Responses, aims, of_samples, trajectory_of
-from jppo.run.trainable import Trainable
+from jppo.run.own_inputs import PromptLike, make_prompts, make_settings, require_sampling
+from jppo.run.own_learner import Losses, Trainable, load_state, save_state
+from jppo.run.own_samples import Engine, Kept, Responses, aims, of_samples, trajectory_of
 from jppo.settings import Settings, changed, stop_texts
 from jppo.types import TrainState, Trajectory
 
@@ -213,7 +209,7 @@ class Model:
         """Adds the gradient of a loss over the batch to what `optim_step` will apply.
 
         `loss` is a name (vanilla or ppo, gspo, cispo, dro, ..., cross_entropy, importance_sampling; value for the
-        critic), or a function as `own_losses.py` describes; None is the loss of the settings: actor.loss_mode with
+        critic), or a function as `own_learner.py` describes; None is the loss of the settings: actor.loss_mode with
         entropy and KL. Means are over the tokens or sequences of the batch, or of the batch `of`, whose part it is.
         `options` replace settings of `actor`: clip_ratio, loss_agg_mode='token-sum', .... A new function, name or
         option compiles a new program, so define functions once.

@@ -1,4 +1,4 @@
-"""The trained policy of a run folder or checkpoint, for export as a model directory.
+"""The trained policy as a model directory: as a run writes it, or of a run folder or checkpoint for an export.
 
 From a checkpoint, only the policy is read, with the checkpoint's settings. From a run without checkpoints, such as
 fine-tuning, the source is the final model.
@@ -12,16 +12,43 @@ from typing import Any
 
 import jax
 
+from jppo.errors import RunEnded
 from jppo.learner import sharding, state
+from jppo.learner.make import Learner
+from jppo.learner.model_configs import ModelConfigs
 from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all, restore_field
-from jppo.settings import UserError, by_name
-from jppo.types import Params
+from jppo.settings import Settings, UserError, by_name
+from jppo.types import Params, TrainState
 
-Settings = dict[str, Any]  # by their dotted names
+Found = dict[str, Any]  # settings by their dotted names
+
+
+class Unwritten(RunEnded):
+    """A full disk at export; the last checkpoint has the model."""
+
+
+def write_model(c: Settings, learner: Learner, path: pathlib.Path, now: TrainState, *, write: bool) -> None:
+    """Writes the policy of a run as a model directory, on the host that does `write`."""
+    model, dtype = learner.policy(now), c.model.param_dtype
+    hf_write.save(path, model, learner.cfg, source=c.model.path, dtype=dtype, write=write)
+
+
+def export_policy(
+    c: Settings, inputs: ModelConfigs, learner: Learner, folder: pathlib.Path, now: TrainState, *, write: bool
+) -> None:
+    """Writes hf/, and adapter/ for LoRA runs, to the run folder."""
+    try:
+        if inputs.adapters is not None:
+            path, base = folder / "adapter", c.model.path
+            hf_write.save_adapter(path, now.policy, learner.cfg, inputs.adapters, base=base, write=write)
+        write_model(c, learner, folder / "hf", now, write=write)
+    except OSError as e:
+        remedy = "make room, and give the same command again"
+        raise Unwritten(f"the model cannot be written to {folder}: {e}; {remedy}") from e
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +58,12 @@ class TrainedPolicy:
     kind: str  # 'model', or 'adapter': needs its base
     step: int | None  # of its checkpoint; None: the final model
     dtype: str  # of its weights
-    settings: Settings  # of the run
+    settings: Found  # of the run
     versions: dict[str, str]  # of the training software, if known
     write: Callable[[pathlib.Path], object]  # as a directory, atomically
 
 
-def find(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
+def find_checkpoint(path: pathlib.Path, *, step: int | None, best: bool) -> pathlib.Path:
     """Finds the checkpoint of a run folder or checkpoint path; the run folder itself if it has none."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; name a run's folder, or RUN_DIR/checkpoints/STEP")
@@ -74,7 +101,7 @@ def is_checkpoint(path: pathlib.Path) -> bool:
 
 
 def run_of(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the run folder of a result of `find`; None for a checkpoint moved out of its run."""
+    """Returns the run folder of a result of `find_checkpoint`; None for a checkpoint moved out of its run."""
     if not is_checkpoint(path):
         return path
     folder = path.absolute().parent
@@ -144,14 +171,14 @@ def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPo
     return TrainedPolicy("model", dtype=dtype, write=write, **about)
 
 
-def _adapters(settings: Settings) -> Lora | None:
+def _adapters(settings: Found) -> Lora | None:
     rank = settings["model.lora_rank"]
     targets = lora.parse_targets(settings["model.target_modules"])
     base = settings.get("model.base_quantization", "none")  # absent from runs of older versions
     return None if rank == 0 else Lora(rank, settings["model.lora_alpha"], targets, base=base)
 
 
-def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, Any]) -> Params:
+def _base(what: state.Weights, source: str, settings: Found, meta: dict[str, Any]) -> Params:
     """Loads the adapters' base and checks that it is the one of training."""
     key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
     found = state.load(what, source, init=settings["model.init"], key=key)

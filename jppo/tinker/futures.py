@@ -12,8 +12,8 @@ import numpy as np
 
 from jppo.agent.gateway.request import BadRequest
 from jppo.errors import UserError
-from jppo.run.own_engine import Kept
 from jppo.run.own_loop import Model
+from jppo.run.own_samples import Kept
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 MOST_RESULTS = 4096  # of a session

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jppo.agent.gateway.request import BadRequest
-from jppo.run.own_prompts import require_sampling
+from jppo.run.own_inputs import require_sampling
 from jppo.tinker.wire import Datum, GradientRequest
 
 Body = Mapping[str, Any]

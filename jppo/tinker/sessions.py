@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from jppo.agent.gateway.request import BadRequest
-from jppo.run.own_engine import Kept
 from jppo.run.own_loop import Model
+from jppo.run.own_samples import Kept
 from jppo.tinker import requests, sampling, wire
 from jppo.tinker.futures import JSON, Future, Run, Sample, Session
 from jppo.tinker.requests import Body, field

@@ -1,0 +1,330 @@
+"""The learner of a custom loop: its losses, the networks that they train, and their checkpoints.
+
+A loss is one of jppo's by name, or a pure function of the tokens' log-probs or values. It names its arguments, each
+[R, T] in the rows' layout, and returns the loss of every token, [R, T]:
+
+    logprob, entropy              of the policy, with a gradient
+    value                         of the critic, with a gradient; then it is the critic's loss
+    old_logprob, ref_logprob, old_value, advantage, returns    of the batch, f32
+    mask, segment                 the trained tokens, and the number of the response in the row
+
+The losses of `algorithms/losses.py` are such functions: logp is logprob, old_logp is old_logprob.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.algorithms import kl
+from jppo.algorithms.masked import masked_sum
+from jppo.errors import UserError
+from jppo.learner import make, optim, ppo, score, sharding, state, update
+from jppo.learner.batch import Mini
+from jppo.learner.make import Learner
+from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.policy_losses import Select, make_select
+from jppo.learner.recipe import make_recipe
+from jppo.models import placing, router
+from jppo.models.lora import Weights, join
+from jppo.registry import did_you_mean
+from jppo.run.resume import OPTIMIZERS, former_name, frozen_weights, require_same_run, run_identity
+from jppo.run.trained_model import find_checkpoint, is_checkpoint
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.checkpoint_arrays import restore
+from jppo.settings import Optimizer, Settings, changed, parts, table
+from jppo.types import Array, Counts, Params, Scored, TrainState
+
+Function = Callable[..., Any]
+SAME = {"logp": "logprob", "old_logp": "old_logprob", "old": "old_logprob"}
+OF_BATCH = {"old_logprob": "old_logprob", "ref_logprob": "ref_logprob", "advantage": "advantage"}
+OF_BATCH |= {"returns": "returns", "old_value": "value"}
+ARGUMENTS = ("logprob", "entropy", "value", *OF_BATCH, "mask", "segment")
+VALUE = "value"
+# Options: settings of `actor` (of `critic` for "value") that losses read. A function has those of the mean.
+MEAN = ("loss_agg_mode", "loss_scale_factor")
+OF_POLICY = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "dro_beta",
+             "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "entropy_coeff",
+             "calculate_entropy", "use_kl_loss", "kl_loss_coef", "kl_loss_type", "kl_loss_max_clamp", "kl_topk",
+             "kl_log_prob_min_clamp", "router_aux_loss_coef", "router_z_loss_coef")  # fmt: skip
+
+
+def cross_entropy(logprob: Array) -> Array:
+    """-log π(target)."""
+    return -logprob
+
+
+def importance_sampling(logprob: Array, old_logprob: Array, advantage: Array, mask: Array) -> Array:
+    """-A π / π_old: REINFORCE on samples of another policy, without a clip."""
+    return -advantage * jnp.exp(jnp.where(mask, logprob - old_logprob, 0.0))
+
+
+FUNCTIONS: dict[str, Function] = {f.__name__: f for f in (cross_entropy, importance_sampling)}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledLoss:
+    """A compiled gradient, and what it needs."""
+
+    accumulate: Any
+    of_critic: bool
+    needs: tuple[str, ...]  # arrays of the batch
+    reference: bool = False  # takes the reference's weights, or None
+    select: Select | None = None
+
+
+class Losses:
+    """The losses of a learner; each is compiled once."""
+
+    def __init__(self, c: Settings, inputs: ModelConfigs, mesh: Any, passes: ppo.Passes):
+        self._c, self._mesh, self._passes = c, mesh, passes
+        self._models, self._heads = make.make_models(c, inputs, mesh)
+        self._options = sharding.compiler_options(mesh, c.model.compiler_options)
+        self._made: dict[Any, CompiledLoss] = {}
+
+    def find(self, loss: str | Function | None, options: Mapping[str, Any]) -> CompiledLoss:
+        """Returns the loss of this name or function; None is the one of the settings. `options` are of `actor`."""
+        section = "critic" if loss == VALUE else "actor"
+        plain = callable(loss) or loss in FUNCTIONS
+        known = MEAN if plain else (*MEAN, "cliprange_value") if loss == VALUE else (*MEAN, *OF_POLICY)
+        for name in options.keys() - {*known}:
+            raise UserError(
+                f"{name!r} is no option of a loss like this; use {', '.join(known)}{did_you_mean(name, known)}"
+            )
+        changes: dict[str, Any] = {f"{section}.{name}": value for name, value in options.items()}
+        for name, value in changes.items():
+            setting = table.TABLE[name]
+            if not (isinstance(value, setting.type) or (value is None and setting.optional) or type(value) is int):
+                raise UserError(f"{name}={value!r} is of type {type(value).__name__}; give a {setting.type.__name__}")
+            setting.check(cast(Any, value))
+        key = (loss, tuple(sorted(changes.items())))
+        if key not in self._made:
+            self._made[key] = self._make(loss, changed(self._c, changes))
+        return self._made[key]
+
+    def _make(self, loss: str | Function | None, c: Settings) -> CompiledLoss:
+        if callable(loss):
+            return self._of_function(loss, c)
+        if loss == VALUE:
+            return self._of_values(c)
+        if loss in FUNCTIONS:
+            return self._of_function(FUNCTIONS[loss], c)
+        if loss not in (None, "ppo") and loss not in parts.POLICY_LOSSES and ":" not in str(loss):
+            known = (*FUNCTIONS, "ppo", *parts.POLICY_LOSSES, VALUE)
+            raise UserError(
+                f"loss={loss!r} is not known; it is one of {', '.join(map(repr, known))}, or a function of"
+                f" {', '.join(ARGUMENTS)}{did_you_mean(str(loss), known)}"
+            )
+        if loss is not None:
+            c = changed(c, {"actor.loss_mode": "vanilla" if loss == "ppo" else loss})
+        recipe, select = make_recipe(c), None
+        if recipe.selection is not None:
+            select = make_select(recipe.selection, self._passes.logprob)
+        sampled_kl = recipe.kl_loss_type is not None and recipe.kl_loss_type not in kl.EXACT
+        needs = ("old_logprob", "advantage", *(["ref_logprob"] if sampled_kl else []))
+        if loss is None and c == self._c:
+            accumulate = self._passes.actor  # training's own program
+        else:
+            accumulate = self._compiled(ppo.make_actor_loss(self._models, recipe, by_token=True, **self._heads))
+        return CompiledLoss(accumulate, False, needs, reference=True, select=select)
+
+    def _of_values(self, c: Settings) -> CompiledLoss:
+        if self._models.critic is None:
+            raise UserError(f"loss={VALUE!r} is of a critic, and this model has none; open it with critic=True")
+        if c == self._c:
+            return CompiledLoss(self._passes.critic, True, ("value", "returns"))
+        loss = ppo.make_critic(self._models.critic, make_recipe(c))[1]
+        return CompiledLoss(self._compiled(loss), True, ("value", "returns"))
+
+    def _compiled(self, loss: update.Loss) -> Any:
+        return update.make_accumulate(loss, mesh=self._mesh, options=self._options)
+
+    def _of_function(self, function: Function, c: Settings) -> CompiledLoss:
+        names, recipe = _arguments(function), make_recipe(c)
+        asked = {SAME.get(name, name) for name in names}
+        of_critic = "value" in asked
+        if not of_critic:
+            logprob = score.make_logprob(*self._models.policy, with_entropy="entropy" in asked, **self._heads)
+        elif self._models.critic is None:
+            raise UserError(f"{_shown(function)} takes 'value', and this model has no critic; open it with critic=True")
+        else:
+            value = ppo.make_critic(self._models.critic, recipe)[0]
+        weigh = recipe.weigh_value if of_critic else recipe.weigh
+
+        def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, dict[str, Array]]:
+            rows, found = scored.rows, dict[str, Any]()
+            if of_critic:
+                found["value"] = value(params, rows)
+            else:
+                found |= logprob(params, rows)._asdict()
+            found |= {new: getattr(scored, old) for new, old in OF_BATCH.items()}
+            found |= dict(mask=rows.mask, segment=rows.segment)
+            each = function(**{own: found[SAME.get(own, own)] for own in names})
+            each = each[0] if isinstance(each, tuple) else each
+            if getattr(each, "shape", None) != rows.mask.shape:
+                raise UserError(
+                    f"{_shown(function)} returned {getattr(each, 'shape', type(each).__name__)}; it must return the"
+                    f" loss of every token, here {rows.mask.shape}"
+                )
+            each = each if scored.weight is None else each * scored.weight
+            share = weigh(rows.mask, rows.segment, tokens=counts.tokens, sequences=counts.sequences)
+            out = masked_sum(share * each, rows.mask)
+            return out, {"critic/vf_loss": out} if of_critic else {"actor/loss": out, update.TOKENS: found["logprob"]}
+
+        needs = tuple(OF_BATCH[name] for name in OF_BATCH if name in asked)
+        return CompiledLoss(self._compiled(loss), of_critic, needs)
+
+
+def _arguments(function: Function) -> tuple[str, ...]:
+    """Returns the names of a loss function's arguments; raises UserError for one that no loss has."""
+    every = inspect.signature(function).parameters.values()
+    names = [one.name for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    known = (*ARGUMENTS, *SAME)
+    wanted = [name for name in names if name in known]
+    unknown = [
+        one.name
+        for one in every
+        if one.name in names and one.name not in known and one.default is inspect.Parameter.empty
+    ]
+    if unknown:
+        raise UserError(
+            f"{_shown(function)} takes {unknown[0]!r}; the arguments of a loss are {', '.join(ARGUMENTS)}, and others"
+            f" need defaults{did_you_mean(unknown[0], known)}"
+        )
+    if ("value" in wanted) == bool({"logprob", "logp", "entropy"} & {*wanted}):
+        raise UserError(
+            f"{_shown(function)} takes {', '.join(names) or 'nothing'}; a loss takes logprob or entropy of the policy,"
+            " or value of the critic, and not of both"
+        )
+    return tuple(wanted)
+
+
+def _shown(function: Function) -> str:
+    """Returns the name of a function for errors."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    return f"loss {getattr(inner, '__name__', type(inner).__name__)!r}"
+
+
+class Trainable:
+    """The policy or the critic of a custom loop."""
+
+    def __init__(self, how: ppo.ModelUpdate, params: Params, opt: Any, section: Optimizer, total_steps: int):
+        """`section` has the optimizer's settings; its schedule is over `total_steps`."""
+        self.how, self.params, self.opt = how, params, opt
+        self._section, self._schedule = section, make.make_schedule(section, total_steps)
+        self._carry: Any = None
+        self.accumulated = 0  # gradients since the last step
+        self._learns = False
+
+    @property
+    def model(self) -> Weights:
+        """Returns the whole model, its frozen base included."""
+        return self.how.model(self.params)
+
+    def forward_backward(self, accumulate: Any, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Any]]:
+        """Adds the gradient of a mini-batch; returns its metrics, and the sums of each micro-batch."""
+        how = dataclasses.replace(self.how, accumulate=accumulate)
+        params, base, further = placing.to_device((self.params, how.base, further))
+        carry, self._carry = how.zeros() if self._carry is None else self._carry, None
+        try:
+            carry, sums = ppo.forward_backward(how, params, base, carry, mini, *further)
+        except BaseException:
+            self.discard()  # the carry was donated
+            raise
+        self._carry = carry
+        self.accumulated += 1
+        self._learns = self._learns or mini.learns
+        found = jax.device_get(sums)
+        metrics = [{name: x for name, x in one.items() if np.ndim(x) == 0 or name == router.LOAD} for one in found]
+        return ppo.update_metrics([(metrics, {})], how.name), found
+
+    def select(self, select: Any, mini: Mini, key: Array, step: Array) -> Mini:
+        """Marks the tokens that a loss treats apart."""
+        params, base = placing.to_device((self.params, self.how.base))
+        chosen: Mini = select(join(params, base), mini, key, step, self.accumulated)
+        return chosen
+
+    def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
+        """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""
+        name, how = self.how.name, self.how
+        where: Any = step
+        if any(x is not None for x in given.values()):
+            assert how.apply_given is not None
+            where, how = self._hyperparameters(step, given), dataclasses.replace(how, apply=how.apply_given)
+        before, carry = self.params, self._carry
+        self._carry = None
+        params = placing.take(self.params)
+        params, self.opt, stats = ppo.optim_step(how, params, self.opt, carry, where, learns=self._learns)
+        self.params = jax.block_until_ready(placing.put_back(params, before))
+        self.discard()
+        return {f"{name}/{key}": float(value) for key, value in jax.device_get(stats).items()}
+
+    def _hyperparameters(self, step: Array, given: dict[str, float | None]) -> optim.Hyperparameters:
+        s, name = self._section, self.how.name
+        betas: Any = s.betas
+        usual = dict(lr=float(self._schedule(step)), beta1=betas[0], beta2=betas[1], eps=optim.ADAM_EPS)
+        usual |= dict(weight_decay=s.weight_decay, grad_clip=s.grad_clip)
+        said = {key: value for key, value in given.items() if value is not None}
+        for key, value in said.items():
+            if s.optimizer != "adamw" and key not in ("lr", "grad_clip"):
+                raise UserError(
+                    f"optim_step({key}={value}) is of AdamW, and {name}.optimizer={s.optimizer!r}; leave {key} out"
+                )
+            within = 0 <= value < 1 if key.startswith("beta") else value >= 0
+            if not within or not math.isfinite(value):
+                rule = "from 0 to below 1" if key.startswith("beta") else "a finite number, at least 0"
+                raise UserError(f"optim_step({key}={value}): {key} must be {rule}; correct it")
+        found = usual | said
+        found["grad_clip"] = found["grad_clip"] or math.inf
+        return optim.Hyperparameters(**{key: np.float32(value) for key, value in found.items()})
+
+    def discard(self) -> None:
+        """Drops the accumulated gradient."""
+        self._carry, self.accumulated, self._learns = None, 0, False
+
+
+def save_state(c: Settings, learner: Learner, folder: pathlib.Path, now: TrainState) -> pathlib.Path:
+    """Writes folder/checkpoints/STEP and returns it once it is on disk."""
+    if is_checkpoint(folder):
+        raise UserError(f"{folder} is a checkpoint; give the folder that has checkpoints/")
+    meta = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
+    step = int(now.step)
+    path = folder / "checkpoints" / str(step)
+    with Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep) as checkpoints:
+        before = path.stat().st_mtime_ns if path.is_dir() else None
+        checkpoints.save(step, state.portable(now, learner.spare()), meta)
+        checkpoints.wait()
+        if not path.is_dir() or path.stat().st_mtime_ns == before:
+            raise OSError(f"the checkpoint of step {step} could not be written to {folder}; make room there")
+    return path
+
+
+def load_state(
+    c: Settings, inputs: ModelConfigs, learner: Learner, path: pathlib.Path, like: TrainState, *, optimizer: bool
+) -> TrainState:
+    """Reads a checkpoint, or the last one of a folder, into the shards of `like`."""
+    now = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
+    checkpoint = find_checkpoint(path, step=None, best=False)
+    if not is_checkpoint(checkpoint):
+        raise UserError(f"{path} has no checkpoint, only a model; open that by jppo.open('{path}/hf')")
+    spare = learner.spare()
+    fits = functools.partial(_require_fitting, now)
+    found = restore(checkpoint, state.portable(like, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name)
+    there = state.placed(found.state, spare, like)
+    if optimizer and not {*found.missing} & {*OPTIMIZERS}:
+        return there
+    begin = functools.partial(make.begin_optimizer, c, inputs, learner)
+    there = dataclasses.replace(there, policy_opt=begin("policy", there.policy))
+    return there if there.value is None else dataclasses.replace(there, value_opt=begin("value", there.value))
+
+
+def _require_fitting(now: dict[str, object], then: dict[str, object]) -> None:
+    """Raises UserError for a checkpoint of another model; the data is the loop's own."""
+    require_same_run(then, now | {"data": then.get("data")})
