@@ -9,7 +9,7 @@ for another machine; --json=FILE and --rollout_tokens_per_s=N go with it.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -22,21 +22,26 @@ from jppo.learner.make import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.state import next_step, order, scalar
 from jppo.learner.utilisation import utilisation
+from jppo.models.lora import Weights
 from jppo.preflight.checks import dry_run
 from jppo.preflight.preview import memory_explained
 from jppo.report import report_line
-from jppo.run import command, loop, resume
+from jppo.run import loop, resume
 from jppo.run.agreement import Mismatch, require_published
-from jppo.run.export import export_policy, write_model
-from jppo.run.hosts import join_hosts, summed_over_hosts
 from jppo.run.loop import Diverged, Progress
-from jppo.run.reference import add_reference
 from jppo.run.resume import kept
-from jppo.run.start import Run, open_run
-from jppo.run.token_values import record_tokens
-from jppo.run.validation import samples, validate
+from jppo.run.sample_log import (
+    conversation_metrics,
+    mask_metrics,
+    record_tokens,
+    sample_metrics,
+    sample_rows,
+    source_means,
+)
+from jppo.run.start import Run, join_hosts, open_run, run_command
+from jppo.run.trained_model import export_policy, write_model
+from jppo.run.validation import validate
 from jppo.runlog.logger import print_summary
-from jppo.runlog.rollout_metrics import conversation_metrics, mask_metrics, sample_metrics, source_means
 from jppo.runlog.timers import Timers
 from jppo.runlog.trajectories import unanswered
 from jppo.samples.make import fresh
@@ -58,13 +63,12 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     rewards, group, greedy = estimate.compare_logprobs(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
-    run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))
+    run.logger.samples(f"step_{version + 1}", sample_rows(asked, trajectories, rewards))
     require_graded(rewards)
     metrics |= drawn.metrics | sample_metrics(trajectories, graded, baseline) | mask_metrics(trajectories)
     metrics |= source_means(graded, [p.data_source for p in asked])
-    metrics |= conversation_metrics(trajectories) | summed_over_hosts(
-        run.hosts, run.reward_sum.metrics() | run.sampler.metrics()
-    )
+    metrics |= conversation_metrics(trajectories)
+    metrics |= run.hosts.summed(run.reward_sum.metrics() | run.sampler.metrics())
     how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
     how["parts"] = recipe.estimator.parts
     by_source = {source: run.reward_sum.earned(source) for source in {prompt.data_source for prompt in asked}}
@@ -101,6 +105,26 @@ def require_graded(rewards: list[Reward]) -> None:
     """Raises Diverged if every grader failed."""
     if all(r.error is not None for r in rewards):
         raise Diverged(f"every grader of the step failed; the first said: {rewards[0].error}")
+
+
+def add_reference(
+    run: Run, data: Batch, micros: Any, trajectories: Sequence[Trajectory], sources: Sequence[str], policy: Weights
+) -> tuple[Batch, dict[str, float]]:
+    """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of servers.
+
+    `sources`: each trajectory's data source.
+    """
+    learner = run.learner
+    if learner.reference is not None:
+        with run.timer("ref"):
+            count = run.timer.part("micro-batches", len(micros))
+            found = ppo.with_reference(learner.passes, learner.recipe, data, micros, policy, learner.reference, count)
+            return found, {}
+    if run.reference is not None:
+        with run.timer("ref"):
+            logprobs, metrics = run.reference.logprobs(trajectories, sources)
+            return batch.with_reference(data, logprobs), metrics
+    return data, {}
 
 
 def update_models(
@@ -181,11 +205,12 @@ def save(run: Run, now: Progress, metrics: dict[str, float], ended_by: BaseExcep
         queue = run.supply.state()
         if isinstance(ended_by, Mismatch):  # the queue may hold samples of a server with other weights
             queue = unanswered(queue)
+        export = functools.partial(write_model, run.c, run.learner, now=now.state, write=run.hosts.first)
         waiting = {} if now.pending is None else {"pending": now.pending | run.timer.next_step()}
         resume.save(
             run.c, run.checkpoints, run.learner, now.state, run.origin | now.place | {"queue": queue} | waiting,
             score=metrics.get(run.c.trainer.best_metric),
-            export=lambda path: run.hosts.alike(lambda: write_model(run, path, now.state)),
+            export=lambda path: run.hosts.alike(lambda: export(path)),
         )  # fmt: skip
 
 
@@ -221,7 +246,8 @@ def train(config: Settings | ConfigDict) -> None:
                 now = loop.learn(run, method(run), begun.now)
                 with run.timer("save"):
                     run.checkpoints.wait()  # `finished` compares the times of the two files
-                    hosts.together(lambda: export_policy(run, now.state))
+                    where, model = run.folder, (run.c, run.inputs, run.learner)
+                    hosts.together(lambda: export_policy(*model, where, now.state, write=hosts.first))
         if hosts.first:
             folder = expanded(c.trainer.run_dir)
             print_summary(folder, report_line(folder))
@@ -230,7 +256,7 @@ def train(config: Settings | ConfigDict) -> None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    command.run(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
+    run_command(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import sys
 
 from jppo import train
 from jppo.rollout.protocol import RolloutError
-from jppo.run import export
 from jppo.run import start as opened
+from jppo.run import trained_model
 from jppo.samples.queue import SampleQueue
 from jppo.settings import UserError
 
 what, _, host = sys.argv[1].partition("@")
-take, ask, read, write = SampleQueue.take, SampleQueue._take, opened.read_inputs, export.write_model
+take, ask, read, write = SampleQueue.take, SampleQueue._take, opened.read_inputs, trained_model.write_model
 
 
 def taking(supply, step):
@@ -51,14 +51,14 @@ def reading(c):
     return read(c)
 
 
-def writing(run, path, now):
+def writing(c, learner, path, now, **how):
     """In a checkpoint; the others have written theirs, or take part."""
-    write(run, path, now)
+    write(c, learner, path, now, **how)
     if what == "export" and "checkpoints" in str(path) and int(now.step) == 2:
         raise OSError("there is no room on this host")
 
 
 if what != "whole" and os.environ["NODE_RANK"] == host:
     SampleQueue.take, SampleQueue._take, opened.read_inputs = taking, asking, reading
-    train.write_model = export.write_model = writing
+    train.write_model = trained_model.write_model = writing
 train.main(sys.argv[2:])

@@ -193,11 +193,11 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     kinds += r"|response_length|prompt_length|ref"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', CODE))
-    source = text("jppo/runlog/rollout_metrics.py")
+    source = text("jppo/run/sample_log.py")
     described, rest = re.search(
         r"\ndef sample_metrics\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", source, re.S
     ).groups()
-    assert rest == " | part_means(rewards)"  # whose names are dynamic
+    assert rest == " | _part_means(rewards)"  # whose names are dynamic
     distributions = set(re.findall(r'distribution\("(critic/.+?)"', CODE))
     written |= {f"{one}/{s}" for one in distributions for s in ("mean", "max", "min", "std")}
     written |= set(re.findall(r'^ +"(.+?)": ', described, re.M))  # plain names, too

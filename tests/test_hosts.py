@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from jppo import settings, train
 from jppo.distributed.hosts import Hosts
 from jppo.rollout.make import own_urls
-from jppo.run.hosts import require_shareable
+from jppo.run.start import require_shareable
 from jppo.settings import UserError, table
 from tests.make import ROOT, changed, read_lines, typed
 

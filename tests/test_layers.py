@@ -23,7 +23,7 @@ LAYERS = (
     ("rollout", "forecast"),
     ("rewards",),
     ("agent", "samples", "report", "verl"),
-    ("run.inputs", "run.loop", "run.hosts", "run.resume", "run.agreement", "run.supervised", "run.trained_model"),
+    ("run.inputs", "run.loop", "run.resume", "run.agreement", "run.supervised", "run.trained_model"),
     ("check",),  # COMMANDS_BELOW
     ("preflight",),
     ("run",),

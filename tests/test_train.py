@@ -12,7 +12,7 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings, train
-from jppo.runlog.rollout_metrics import sample_metrics, source_means
+from jppo.run.sample_log import sample_metrics, source_means
 from jppo.types import Reward
 from tests.make import ROOT, one_line, read_lines, trajectory, until, write_lines
 

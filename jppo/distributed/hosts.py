@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -96,6 +96,11 @@ class Hosts:
     def gather(self, work: Callable[[], Any]) -> list[Any]:
         """Returns the results of `work` on all hosts (JSON types), in host order; errors as in `together`."""
         return [work()] if self.count == 1 else self._agree(work)
+
+    def summed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Returns the sums of all hosts' counts."""
+        of_all = self.gather(lambda: metrics)
+        return {name: float(sum(one[name] for one in of_all)) for name in metrics}
 
     def alike(self, work: Callable[[], object]) -> None:
         """Runs the work on every host; an error of one is raised on all, and the caller may continue."""

@@ -1,6 +1,7 @@
 """The inputs of a run, read before it starts anything: model configs, tokenizer, prompts, graders."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Set
 from typing import Any
@@ -134,7 +135,7 @@ def describe_decoding(policy: ModelConfig) -> str | None:
 
 def speaking(inputs: Inputs) -> dict[str, Any]:
     """Returns the engine's arguments for responses: end tokens, decoder and turn loop."""
-    said = dict(eos_token_ids=inputs.end_tokens, decode=lambda ids: decode(inputs.tokenizer, ids))
+    said = dict(eos_token_ids=inputs.end_tokens, decode=functools.partial(decode, inputs.tokenizer))
     return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
 
 

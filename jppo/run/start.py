@@ -1,11 +1,17 @@
-"""The start of a PPO run: reads, loads, compiles, resumes, publishes; returns the parts of the run, `Run`."""
+"""The start of a run: its command line, for every training; then PPO's hosts, inputs, models, resume and publish.
+
+`open_run` is the order of a PPO run's start; it returns the parts of the run, `Run`.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterable
-from typing import Any
+import sys
+import uuid
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
@@ -13,13 +19,15 @@ from jppo import process, settings, traces
 from jppo.agent.built_in_tools import Python
 from jppo.agent.tools import Toolbox
 from jppo.distributed.hosts import Hosts, own_folder
-from jppo.errors import expanded
+from jppo.distributed.launchers import join_launched
+from jppo.errors import UserError, escaped, expanded
 from jppo.learner import model_configs, packing, sharding
 from jppo.learner.make import Learner, attention_kernel, compile_passes, make_learner, make_mesh
 from jppo.learner.model_configs import require_models_fit
 from jppo.learner.recipe import replayed
 from jppo.learner.utilisation import introduce_peak
-from jppo.preflight import auto, preview
+from jppo.preflight import auto, described_machine, preview, programs
+from jppo.preflight.described_machine import DryRun
 from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
@@ -29,10 +37,9 @@ from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.reference import ServedReferences
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
-from jppo.run.hosts import require_alike, require_shareable
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs, speaking
 from jppo.run.loop import Opened
-from jppo.run.resume import Begun, finished
+from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.console import Display, Doing
@@ -41,12 +48,46 @@ from jppo.runlog.durable_files import own
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
-from jppo.runlog.watchdog import Watch
+from jppo.runlog.watchdog import Watch, ending
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
 from jppo.samples.make import make_supply
 from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
-from jppo.settings import Settings
+from jppo.settings import Common, Settings, table
+
+C = TypeVar("C", bound=Common)
+
+# Settings that may differ between hosts.
+OWN = ("trainer.node_rank", "rollout.urls", "rollout.python", "rollout.publish_host", "rollout.devices", "rollout.port")
+# Settings with different effects on each host.
+NOT_SHARED = {
+    "rollout.partial": "takes the responses that are there first, on each host others",
+    "reward.model.normalize": "keeps the mean of the scores that it has seen, on each host others",
+}
+
+
+def run_command(
+    argv: list[str] | None,
+    name: str,
+    about: str | None,
+    kind: type[C],
+    *,
+    dry_run: Callable[[C, DryRun], str],
+    train: Callable[[C], None],
+) -> None:
+    """Checks the settings of command `name`, then prints a dry run or trains."""
+    argv = sys.argv[1:] if argv is None else argv
+    config, switches = settings.parse(argv, about or "", settings.config_of(kind), describes=True)
+    c = settings.typed(config, kind)
+    request = described_machine.read_request(switches, name, argv)
+    if switches["dry_run"]:
+        print(settings.dump(c), flush=True)
+        with programs.announced():
+            report = dry_run(c, request)
+        print(escaped(report), end="")
+        return
+    with ending(c.trainer.run_dir, within_s=c.trainer.stop_timeout_s):
+        train(c)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +118,19 @@ class HostParts:
     profile: Profiler
     watch: Watch
     display: Display
+
+
+def join_hosts(c: Settings) -> Hosts:
+    """Joins all hosts of the run and waits for them."""
+    t = c.trainer
+    return join_launched(
+        t.nnodes,
+        t.node_rank,
+        t.coordinator_address,
+        join_timeout_s=t.join_timeout_s,
+        host_timeout_s=t.host_timeout_s,
+        end_timeout_s=t.stop_timeout_s,
+    )
 
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
@@ -178,6 +232,51 @@ def read(c: Settings) -> Inputs:
     replayed(c, inputs.policy)  # raises before a server starts
     resume.require_resumable(c)
     return inputs
+
+
+def require_shareable(c: Settings, hosts: Hosts) -> None:
+    """Raises UserError for settings that multi-host runs exclude or that differ between hosts."""
+    if hosts.count == 1:
+        return
+    mine = table.by_name(c)
+    for name, why in NOT_SHARED.items():
+        if mine[name]:
+            raise UserError(f"{name}=True {why}; leave it at False with trainer.nnodes={hosts.count}")
+    if (via := mine["rollout.publish_via"]) in ("nccl", "ipc"):
+        raise UserError(f"rollout.publish_via={via!r} is for one host, and this run has {hosts.count}; set it to tcp")
+    alike = {name: repr(value) for name, value in mine.items() if name not in OWN}
+    for rank, other in enumerate(hosts.gather(lambda: alike)):
+        for name, value in alike.items():
+            if (there := other.get(name)) != value:
+                raise UserError(f"{name} is {there} on host {rank} and {value} on host {hosts.rank}; set it alike")
+
+
+def require_alike(c: Settings, hosts: Hosts, inputs: Inputs) -> None:
+    """Raises UserError where hosts read different data or do not share the run folder."""
+    if hosts.count == 1:
+        return
+    of_val = zlib.crc32(b"".join(p.ids.tobytes() + p.ground_truth.encode() for p in inputs.val.prompts))
+    sums: dict[str, Any] = {"data.train_files": data_checksums(inputs.train), "data.val_files": of_val}
+    for rank, other in enumerate(hosts.gather(lambda: sums)):
+        for name, value in sums.items():
+            if other[name] != value:
+                raise UserError(f"{name}: host {rank} has read other rows than host {hosts.rank}; give all the same")
+    folder = expanded(c.trainer.run_dir)
+    mark = hosts.gather(lambda: _mark(folder) if hosts.first else None)[0]
+    seen = hosts.gather(lambda: (folder / mark).exists())
+    hosts.together(lambda: (folder / mark).unlink() if hosts.first else None)
+    if not all(seen):
+        raise UserError(
+            f"trainer.run_dir={c.trainer.run_dir}: host {seen.index(False)} does not see what host 0 writes there;"
+            " name a folder that all hosts share, where checkpoints are written by all"
+        )
+
+
+def _mark(folder: pathlib.Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = f".hosts-{uuid.uuid4().hex[:8]}"
+    (folder / mark).touch()
+    return mark
 
 
 def make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from jppo.errors import escaped
 from jppo.rewards.parts import Grading, RewardSum, sample_of
 from jppo.rollout.make import val_sampling
 from jppo.rollout.protocol import Sampler
+from jppo.run.sample_log import sample_rows
 from jppo.runlog import trajectories as of_hosts
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
@@ -118,29 +118,7 @@ def metrics(tested: Tested) -> dict[str, float]:
 def rows(tested: Tested) -> list[dict[str, Any]]:
     """Returns the rows of the samples file."""
     asked = [prompt for prompt in tested.prompts for _ in range(tested.n)]
-    return samples(asked, tested.trajectories, tested.rewards)
-
-
-def samples(
-    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
-) -> list[dict[str, Any]]:
-    """Returns rows of the samples file, each with its prompt."""
-    return [
-        {
-            "uid": p.uid,
-            "prompt": p.messages,
-            "response": t.text,
-            "ground_truth": p.ground_truth,
-            "answer": r.answer,
-            "score": None if math.isnan(r.score) else r.score,
-            "parts": r.parts,
-            "earned": r.earned,
-            "error": r.error,
-            "unusable": r.unusable,
-            "finish": t.finish,
-        }
-        for p, t, r in zip(prompts, trajectories, rewards, strict=True)
-    ]
+    return sample_rows(asked, tested.trajectories, tested.rewards)
 
 
 def shown_answer(tested: Tested, count: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import batch, estimate
-from jppo.runlog.rollout_metrics import conversation_metrics, sample_metrics
+from jppo.run.sample_log import conversation_metrics, sample_metrics
 from jppo.types import Exchange, Reward
 from tests.make import trajectory
 

@@ -1,5 +1,6 @@
-"""The token record of a step, and the tokens of a sample in the report."""
+"""The log of a step's samples: kept tokens and the token record by hand, and the tokens of a sample in the report."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -7,13 +8,31 @@ import pytest
 
 from jppo.data.tokenizer import load_tokenizer, pieces, spell
 from jppo.report import page, write_report
-from jppo.run import token_values
-from jppo.types import Batch
+from jppo.run import sample_log
+from jppo.types import OVERFLOW, Batch
 from tests.make import read_lines, trajectory
 from tests.test_report import require_clean, row, tab, unpacked, write_run  # noqa: F401
 
 # The first byte of a character in one token, the others in the next ones; then a line break and an end token.
 PIECES = ["4", "2 <script>window.caught=1</script>", "", "\U0001f600", "\n", "\u202eabc"]
+
+
+def kept(*rows):
+    """A response of as many tokens, whose samples had these tokens to choose from."""
+    sampled = [False, *[True] * len(rows)]
+    one = trajectory(list(range(len(sampled))), sampled)
+    return dataclasses.replace(one, kept=np.array([[-1, -1, -1], *rows], np.int32))
+
+
+def test_kept_tokens_are_counted_where_they_are_known():
+    one = kept([0, 7, -1], [3, -1, -1], [-1, -1, -1])  # of two, of one, of all
+    other = kept([OVERFLOW, -1, -1], [0, 1, 2])
+    found = sample_log.mask_metrics([dataclasses.replace(one, branches=(other,))])
+    assert found == pytest.approx(
+        {"rollout/mask_tokens_mean": (2 + 1 + 3) / 3, "rollout/mask_replayed": 3 / 5, "rollout/mask_overflow": 1 / 5}
+    )
+    assert sample_log.mask_metrics([kept([-1, -1, -1])])["rollout/mask_tokens_mean"] == 0.0
+    assert sample_log.mask_metrics([trajectory([1, 2], [False, True])]) == {}
 
 
 def batch_of(**more) -> Batch:
@@ -30,10 +49,10 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
         old_logprob=np.full((2, 4), 0.75, np.float32),
         ref_logprob=np.full((2, 4), -0.25, np.float32),
     )
-    chosen = token_values.choose_responses(data.mask, 2)
-    known = token_values.quantities(data, chosen, None, bypass=False)
+    chosen = sample_log.choose_responses(data.mask, 2)
+    known = sample_log.quantities(data, chosen, None, bypass=False)
     trajectories = [trajectory(ids, np.ones(5), uid) for uid, ids in (("a", [9, 9, 1, 2, 3]), ("b", [9, 5, 6, 7, 8]))]
-    first, second = token_values.records(data, trajectories, chosen, known, lambda ids: [str(i) for i in ids])
+    first, second = sample_log.records(data, trajectories, chosen, known, lambda ids: [str(i) for i in ids])
     assert first == {
         "sample": 0,
         "uid": "a",
@@ -50,21 +69,21 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
 
 
 def test_what_a_run_does_not_have_is_not_recorded():
-    found = token_values.quantities(batch_of(advantage=np.ones((2, 4))), [0], None, bypass=True)
+    found = sample_log.quantities(batch_of(advantage=np.ones((2, 4))), [0], None, bypass=True)
     assert list(found) == ["advantage"]
 
 
 def test_values_are_recorded_on_the_scale_of_rewards():
     norm = np.array([4.0, 10.0, 9.0], np.float32)  # count, mean, variance
     data = batch_of(value=np.full((2, 4), 2.0, np.float32))
-    found = token_values.quantities(data, [1], norm, bypass=True)["value"]
+    found = sample_log.quantities(data, [1], norm, bypass=True)["value"]
     assert np.allclose(found, 10.0 + 3.0 * 2.0)
 
 
 @pytest.mark.parametrize("count, expected", [(0, []), (1, [0]), (2, [0, 3]), (9, [0, 2, 3])])
 def test_responses_are_evenly_spaced_among_those_with_trained_tokens(count, expected):
     mask = np.array([[True], [False], [True], [True]])
-    assert token_values.choose_responses(mask, count) == expected
+    assert sample_log.choose_responses(mask, count) == expected
 
 
 def array(column):

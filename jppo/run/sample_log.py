@@ -1,0 +1,187 @@
+"""The log of a step's samples: metrics that need no device, under verl's names; rows of files; token records.
+
+A token record has text, reward, value, advantage and log-ratios of each token of some responses.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.algorithms import values
+from jppo.data.tokenizer import pieces
+from jppo.run.start import Run
+from jppo.types import OVERFLOW, Array, Batch, Prompt, Reward, Trajectory
+
+
+def sample_metrics(
+    trajectories: Sequence[Trajectory], rewards: Sequence[Reward], greedy: Sequence[Reward] | None = None
+) -> dict[str, float]:
+    """Returns lengths and scores of samples and of remax's greedy responses; at least one sample must be graded."""
+    best = [r.score for r in greedy or () if r.unusable is None]
+    scores = np.array([r.score for r in rewards if r.unusable is None])
+    lengths = np.array([t.sampled.sum() for t in trajectories])
+    whole = np.array([len(t.tokens) for t in trajectories])
+    prompts = np.array([np.argmax(t.sampled) for t in trajectories])
+    return {
+        "reward_mean": float(scores.mean()),
+        "critic/score/mean": float(scores.mean()),
+        "critic/score/max": float(scores.max()),
+        "critic/score/min": float(scores.min()),
+        "reward/errors": float(sum(r.error is not None for r in rewards)),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/clip_ratio": float(np.mean([t.finish == "length" for t in trajectories])),
+        "prompt_length/mean": float(prompts.mean()),
+        "prompt_length/max": float(prompts.max()),
+        "prompt_length/min": float(prompts.min()),
+        "perf/total_num_tokens": float(whole.sum()),
+        **({"critic/greedy/mean": float(np.mean(best))} if best else {}),
+    } | _part_means(rewards)
+
+
+def mask_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the metrics of kept tokens; empty if none are replayed."""
+    rows = [t.kept[t.sampled] for one in trajectories for t in (one, *one.branches) if t.kept is not None]
+    first = np.concatenate([kept[:, 0] for kept in rows]) if rows else np.zeros(0)
+    if not first.size:
+        return {}
+    sizes = np.concatenate([(kept >= 0).sum(axis=1) for kept in rows])
+    return {
+        "rollout/mask_tokens_mean": float(sizes[first >= 0].mean()) if (first >= 0).any() else 0.0,
+        "rollout/mask_replayed": float((first >= 0).mean()),
+        "rollout/mask_overflow": float((first == OVERFLOW).mean()),
+    }
+
+
+def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the metrics `agent/...`; empty if no response was a conversation."""
+    held = [(t, t.exchange) for t in trajectories if t.exchange is not None]
+    if not held:
+        return {}
+    turns = [sum(one.turns for one in (t, *t.branches)) for t, _ in held]
+    calls = sum(e.calls for _, e in held)
+    given = [int((~t.sampled[np.argmax(t.sampled) :]).sum()) if t.sampled.any() else 0 for t, _ in held]
+    programs = [e.program_s for _, e in held if e.program_s is not None]
+    of_programs = {"agent/program_s/mean": float(np.mean(programs))} if programs else {}
+    return of_programs | {
+        "agent/branches/mean": float(np.mean([1 + len(t.branches) for t, _ in held])),
+        "agent/branches_left_out": float(sum(e.branches_left_out for _, e in held)),
+        "agent/turns/mean": float(np.mean(turns)),
+        "agent/turns/max": float(max(turns)),
+        "agent/tool_calls": float(calls),
+        "agent/tool_errors": float(sum(e.call_errors for _, e in held)),
+        "agent/tool_s/mean": sum(e.call_s for _, e in held) / max(calls, 1),
+        "agent/given_tokens/mean": float(np.mean(given)),
+        "agent/faults": float(sum(e.fault is not None for _, e in held)),
+    }
+
+
+def source_means(rewards: Sequence[Reward], sources: Sequence[str]) -> dict[str, float]:
+    """Returns the mean score of each data source, if the step has several; `sources` has each sample's."""
+    found: dict[str, list[float]] = {}
+    for reward, source in zip(rewards, sources, strict=False):
+        if reward.unusable is None:
+            found.setdefault(f"train/{source}/score", []).append(reward.score)
+    several = len(set(sources)) > 1
+    return {name: float(np.mean(found[name])) for name in sorted(found)} if several else {}
+
+
+def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Returns the mean of every part of the reward over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            found.setdefault(f"reward/{name}/mean", []).append(value)
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def sample_rows(
+    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+) -> list[dict[str, Any]]:
+    """Returns rows of the samples file, each with its prompt."""
+    return [
+        {
+            "uid": p.uid,
+            "prompt": p.messages,
+            "response": t.text,
+            "ground_truth": p.ground_truth,
+            "answer": r.answer,
+            "score": None if math.isnan(r.score) else r.score,
+            "parts": r.parts,
+            "earned": r.earned,
+            "error": r.error,
+            "unusable": r.unusable,
+            "finish": t.finish,
+        }
+        for p, t, r in zip(prompts, trajectories, rewards, strict=True)
+    ]
+
+
+def record_tokens(run: Run, step: int, data: Batch, trajectories: Sequence[Trajectory], value_norm: Any) -> None:
+    """Writes samples/tokens_STEP.jsonl of `trainer.token_samples` responses; `value_norm` is from before the step."""
+    chosen = choose_responses(np.asarray(data.mask)[: len(trajectories)], run.c.trainer.token_samples)
+    if run.hosts.first and chosen:
+        known = quantities(data, chosen, value_norm, bypass=run.learner.recipe.bypass)
+        rows = records(data, trajectories, chosen, known, lambda ids: pieces(run.inputs.tokenizer, ids))
+        run.logger.samples(f"tokens_{step}", rows)
+
+
+def choose_responses(mask: np.ndarray, count: int) -> list[int]:  # [B, L] bool
+    """Returns at most `count` evenly spaced responses among those with a trained token."""
+    usable = np.flatnonzero(mask.any(1))
+    places = np.linspace(0, len(usable) - 1, min(count, len(usable))).round().astype(int)
+    return [int(i) for i in usable[places]]
+
+
+def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: bool) -> dict[str, np.ndarray]:
+    """Returns the recorded quantities of the chosen responses, each [chosen, L], by name.
+
+    Values are on the scale of the rewards. A log-ratio is the old policy's log-prob minus the engine's or the
+    reference's. With `bypass` the engine's log-prob is the old policy's, so there is none.
+    """
+
+    def of(x: Array | None) -> Any:
+        return None if x is None else np.asarray(x)[list(chosen)]
+
+    def minus(x: Array | None, y: Array | None) -> Any:
+        return None if x is None or y is None else of(x) - of(y)
+
+    value = of(data.value)
+    if value is not None and value_norm is not None:
+        value = np.asarray(values.denormalised(value, np.asarray(value_norm)))
+    found = {
+        "reward": of(data.reward),
+        "value": value,
+        "advantage": of(data.advantage),
+        "log_ratio_engine": None if bypass else minus(data.old_logprob, data.rollout_logprob),
+        "log_ratio_reference": minus(data.old_logprob, data.ref_logprob),
+    }
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def records(
+    data: Batch,
+    trajectories: Sequence[Trajectory],
+    chosen: Sequence[int],
+    known: dict[str, np.ndarray],
+    split: Callable[[list[int]], list[str]],
+) -> list[dict[str, Any]]:
+    """Returns a row per chosen response: a list per field, with an entry per token; None where it is not trained on.
+
+    `sample` is the response's line in samples/step_STEP.jsonl, from 0.
+    """
+    rows = []
+    for i, b in enumerate(chosen):
+        ids = trajectories[b].tokens[data.first[b] + 1 :].tolist()
+        trained = data.mask[b, : len(ids)].tolist()
+        row = {"sample": b, "uid": trajectories[b].uid, "tokens": ids, "pieces": split(ids), "trained": trained}
+        rows.append(row | {name: _numbers(x[i], trained) for name, x in known.items()})
+    return rows
+
+
+def _numbers(x: np.ndarray, trained: Sequence[bool]) -> list[float | None]:
+    """Returns an f32 array as the shortest decimal _numbers that read back as the same f32."""
+    return [float(text) if there else None for text, there in zip(x.astype(str), trained, strict=False)]
