@@ -82,7 +82,7 @@ def _listed(text: str) -> list[str] | None:
     return words if words and (OVERRIDE.match(words[0]) or words[0] == "-m") else None
 
 
-def command_of(script: Script) -> tuple[str, Translation]:
+def translated_command(script: Script) -> tuple[str, Translation]:
     """Returns jppo's command for a trainer of verl's, checked as a run does, and the account of its arguments."""
     tunes = bool(script.main) and main_of(script.main) in TUNING
     if script.main and not tunes and main_of(script.main) not in MAINS:
@@ -168,7 +168,7 @@ def commented(lines: Iterator[str]) -> str:
 
 def output_of(script: Script) -> tuple[str, list[str]]:
     """Returns the command with the account of its arguments, and the lines of what is left out."""
-    command, found = command_of(script)
+    command, found = translated_command(script)
     return f"{command}\n{commented(override_lines(found))}", left_out(found, script.notes)
 
 

@@ -39,6 +39,6 @@ def test_the_page_has_every_setting_with_its_default_and_choices():
 
 def test_help_says_what_every_setting_means():
     for defaults in DEFAULTS:
-        lines = settings.describe(defaults).splitlines()
+        lines = settings.help_text(defaults).splitlines()
         assert len(lines) == len(table.by_name(defaults))
         assert all(re.fullmatch(r"  --config\.[\w.]+=.*\S  +\S.{3,}", line) for line in lines)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
-from jppo import settings, train
+from jppo import train
 from jppo.run.sample_log import sample_metrics, source_means
 from jppo.types import Reward
 from tests.make import ROOT, one_line, read_lines, trajectory, until, write_lines
@@ -169,4 +169,4 @@ def test_a_step_whose_graders_all_fail_ends_the_run():
 
 def test_due():
     for step, every, now in ((10, 5, True), (11, 5, False), (10, -1, False), (0, 5, True)):
-        assert settings.due(step, every) is now
+        assert train.loop.due(step, every) is now

@@ -200,7 +200,7 @@ def test_yaml_by_hydras_rules(words, capsys):
         f"{PPO} --config-path=$PWD/conf --config-name=mine data.max_prompt_length=50 '~trainer.total_epochs'"
         " actor_rollout_ref.rollout.tensor_model_parallel_size=1"
     )
-    command, _ = from_verl.command_of(from_verl.read_arguments(["run.sh"]))
+    command, _ = from_verl.translated_command(from_verl.read_arguments(["run.sh"]))
     for setting in ("data.train_batch_size=64", "data.max_prompt_length=50", "data.max_response_length=200",
       "actor.ppo_mini_batch_size=16", "trainer.run_dir=out/verl_examples"):  # fmt: skip
         assert f"--config.{setting}" in command
@@ -231,10 +231,10 @@ def test_tools_of_verls_own_classes_are_left_out(words):
     turns = "actor_rollout_ref.rollout.multi_turn"
     given = [f"{turns}.enable=True", f"{turns}.tool_config_path=tools.yaml"]
     pathlib.Path("tools.yaml").write_text("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool}]")
-    _, found = from_verl.command_of(from_verl.read_arguments(given))
+    _, found = from_verl.translated_command(from_verl.read_arguments(given))
     assert [line.said for line in found.lines if line.kind == "missing"] == given[1:]
     pathlib.Path("tools.yaml").write_text("tools: [{class_name: mine.py:Tool}]")
-    _, found = from_verl.command_of(from_verl.read_arguments(given))
+    _, found = from_verl.translated_command(from_verl.read_arguments(given))
     assert not [line for line in found.lines if line.kind == "missing"]
 
 

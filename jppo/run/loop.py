@@ -15,7 +15,7 @@ from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.timers import Profiler, Timers
 from jppo.runlog.watchdog import Watch
-from jppo.settings import Common, due
+from jppo.settings import Common
 from jppo.types import TrainState
 
 
@@ -100,3 +100,8 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
             )  # fmt: skip
         raise
     return now
+
+
+def due(step: int, every: int) -> bool:
+    """Whether a periodic action is due at `step`; -1 disables it."""
+    return every > 0 and step % every == 0

@@ -256,7 +256,7 @@ def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
 def require_own(c: Common) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
     config = durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")
-    wrote, here = table.command_of(config), table.command_of(vars(c))
+    wrote, here = table.training_command(config), table.training_command(vars(c))
     if "data" in config and wrote != here:
         raise UserError(
             f"trainer.run_dir={c.trainer.run_dir} has a run of {wrote}, and this is {here}; give it another folder"

@@ -5,8 +5,17 @@ else reads the frozen sections that it returns. Start with `table.py`.
 """
 
 from jppo.errors import UserError, UserErrors
-from jppo.settings.checks import check, typed
-from jppo.settings.configfile import Parser, cpu_dtype, describe, exit_on_user_error, natural, parse, recipe
+from jppo.settings.configfile import (
+    Parser,
+    check,
+    cpu_dtype,
+    exit_on_user_error,
+    help_text,
+    natural,
+    parse,
+    recipe,
+    typed,
+)
 from jppo.settings.rules_rollout import cuts, has_branches
 from jppo.settings.table import (
     Common,
@@ -28,12 +37,10 @@ from jppo.settings.table import (
     sft_default,
     value,
 )
-from jppo.settings.table_rollout import Rollout, ValKwargs
-from jppo.settings.table_run import Judge, RewardModel
+from jppo.settings.table_run import Judge, RewardModel, Rollout, ValKwargs
 from jppo.settings.table_training import Critic, Mesh, Model, Optimizer
 from jppo.settings.texts import (
     check_within,
-    due,
     importance_band,
     loggers,
     parse_steps,
@@ -71,12 +78,11 @@ __all__ = [
     "cpu_dtype",
     "cuts",
     "default",
-    "describe",
     "dpo_default",
-    "due",
     "dump",
     "exit_on_user_error",
     "has_branches",
+    "help_text",
     "importance_band",
     "loggers",
     "natural",

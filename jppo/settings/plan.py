@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo.errors import UserError
-from jppo.settings import checks, configfile, table, texts
+from jppo.settings import configfile, table, texts
 from jppo.settings.setting import no_setting
 from jppo.settings.table import TABLE, default
 
@@ -92,7 +92,7 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
     arguments = (*argv, *changes, f"--config.{FOLDER}={folder}")
     try:
         config, _ = configfile.parse(list(arguments), "", default())
-        checks.check(config)
+        configfile.check(config)
     except UserError as e:
         raise UserError(f"sweep, run {name}: {e}") from e
     values = table.by_name(config)

@@ -2,13 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 from jppo.errors import UserError
 from jppo.settings import texts
 from jppo.settings.table import PPO, Settings
-from jppo.settings.table_rollout import Rollout, ValKwargs
-from jppo.settings.table_run import Reward, RewardModel
+from jppo.settings.table_run import RewardModel, RewardSection, Rollout, ValKwargs
 
 CUTS = ("top_p", "top_k", "min_p")  # settings that remove tokens from the distribution
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures of vLLM, which raises lower ones to 0.01 with only a log message
@@ -20,6 +19,7 @@ def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
     return {name: getattr(section, name) for name in CUTS if getattr(section, name) != PPO[f"rollout.{name}"].default}
 
 
+@cache  # the start's answer serves all steps
 def has_branches(r: Rollout) -> bool:
     """Whether an episode may be several trajectories: an agent's, or one whose earlier turns the template changes."""
     return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
@@ -117,7 +117,7 @@ def _test(how: ValKwargs) -> None:
         )
 
 
-def _reward(reward: Reward) -> None:
+def _reward(reward: RewardSection) -> None:
     if reward.sandbox == "container" and not reward.sandbox_url:
         raise UserError(
             "reward.sandbox='container' needs the service's address; set reward.sandbox_url=http://HOST:PORT"

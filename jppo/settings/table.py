@@ -15,8 +15,7 @@ import ml_collections
 from ml_collections import config_dict
 
 from jppo.settings.setting import Section, Setting, settings_by_name
-from jppo.settings.table_rollout import Rollout
-from jppo.settings.table_run import Reward, TestedRun, Trainer, TrainingRun
+from jppo.settings.table_run import RewardSection, Rollout, TestedRun, Trainer, TrainingRun
 from jppo.settings.table_training import (
     Actor,
     Algorithm,
@@ -57,7 +56,7 @@ class Settings(Common):
     critic: Critic = dataclasses.field(default_factory=Critic)
     ref: Ref = dataclasses.field(default_factory=Ref)
     rollout: Rollout = dataclasses.field(default_factory=Rollout)
-    reward: Reward = dataclasses.field(default_factory=Reward)
+    reward: RewardSection = dataclasses.field(default_factory=RewardSection)
     trainer: Trainer = dataclasses.field(default_factory=Trainer)
 
 
@@ -152,7 +151,7 @@ def kind_of(config: Container[str]) -> type[Common]:
     return FineTuning
 
 
-def command_of(config: Container[str]) -> str:
+def training_command(config: Container[str]) -> str:
     """Returns the training command that a config is of."""
     names = {Settings: "train", FineTuning: "sft", PairTraining: "reward_model", PreferenceTuning: "dpo"}
     return f"jppo.{names[kind_of(config)]}"

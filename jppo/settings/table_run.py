@@ -1,12 +1,172 @@
-"""Settings of the reward, and of the run: its folder, length, tests, checkpoints, hosts."""
+"""Settings of the rollout, of the reward, and of the run.
+
+The rollout: engine, servers, sampling, publishing, conversations, tests. The run: folder, length, tests, checkpoints,
+hosts.
+"""
 
 import dataclasses
 
 from jppo.settings import texts
+from jppo.settings.parts import ENGINES
 from jppo.settings.setting import Section, setting
-from jppo.settings.texts import parse_steps
 
+_SERVERS, _ASYNC, _SENT = "rollout.name!=inprocess", "rollout.mode=async", "rollout.publish_via!=file"
+_MASKED = "rollout.mask_replay"
+_TURNS, _TOOLS = "rollout.multi_turn.enable", "rollout.multi_turn.tool_config_path"
+_AGENT, _FORMATS = "rollout.agent", ("hermes", "openai", "qwen3", "qwen3_coder", "plain")
 _JUDGE, _MODEL, _STEPS = "reward.judge.api_type", "reward.model.path", "reward.model.step_aggregation"
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiTurn(Section):
+    """Conversations of several turns."""
+
+    # fmt: off
+    enable: bool = setting(False, "Conversations of several turns, with tools, a simulated user or an environment")
+    max_assistant_turns: int = setting(-1, "Turns of the policy. -1: until the response is full", bounds="[1,", off=-1,
+        only=_TURNS)
+    max_user_turns: int = setting(-1, "Turns of tools, users and environments. -1: any number", bounds="[1,", off=-1,
+        only=_TURNS)
+    max_parallel_calls: int = setting(1, "Tool calls of one turn that are answered", bounds="[1,", only=_TOOLS)
+    max_tool_response_length: int = setting(256, "Longest answer of a tool", unit="characters", bounds="[1,",
+        only=_TOOLS)
+    tool_response_truncate_side: str = setting("middle", "Part of a longer answer that is cut",
+        choices=("left", "middle", "right"), only=_TOOLS)
+    tool_config_path: str = setting("", "Tools: a YAML file, or a Python file with tools()", only=_TURNS)
+    tool_timeout_s: float = setting(10.0, "Time limit of a tool call, and of an answer of a user or an environment",
+        unit="seconds", bounds="(0,", only=_TURNS)
+    format: str = setting("hermes", "Syntax of tool calls. openai and qwen3: as hermes; plain: for models without a"
+        " chat template", choices=_FORMATS, only=_TURNS)
+    interaction: str = setting("", "User-defined simulated user, PATH.py:CLASS or MODULE:CLASS", only=_TURNS)
+    environment: str = setting("", "User-defined environment, PATH.py:CLASS or MODULE:CLASS; its reward is the"
+        " response's", only=_TURNS)
+    allow_code: bool = setting(False, "Permission for tools that run what the model writes", only=_TOOLS)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class ValKwargs(Section):
+    """Sampling of tests."""
+
+    # fmt: off
+    temperature: float = setting(0.0, "Temperature of a test. 0.0: greedy", bounds="[0,")
+    top_p: float = setting(1.0, "Nucleus of a test. 1.0: all tokens", bounds="(0, 1]")
+    top_k: int = setting(-1, "Likeliest tokens of a test that are kept. -1: all", bounds="[1,", off=-1)
+    min_p: float = setting(0.0, "Least probability in a test, relative to the likeliest token. 0.0: none",
+        bounds="[0, 1)")
+    n: int = setting(1, "Responses to each prompt of a test", bounds="[1,")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout(Section):
+    """Sampling, servers, publishing."""
+
+    # fmt: off
+    name: str = setting("vllm", "Rollout engine. vllm and sglang are servers; inprocess samples on the trainer's"
+        " devices", choices=ENGINES)
+    python: str = setting("", "Python interpreter with vLLM or SGLang. '': the trainer's", only=_SERVERS)
+    urls: str = setting("", "Addresses of running servers, separated by commas. file:PATH or dns://NAME:PORT: looked"
+        " up again during the run, as servers join and leave. '': servers are started", only=_SERVERS)
+    servers: int = setting(-1, "Number of servers to start on a host. -1: as many as its GPUs hold, 1 on a CPU",
+        bounds="[1,", off=-1, only=_SERVERS)
+    port: int = setting(0, "Port of the first server; the others follow. 0: free ports", bounds="[0,", only=_SERVERS)
+    mode: str = setting("sync", "Order of sampling and learning. async: the samples of the next steps are generated"
+        " while the trainer learns", choices=("sync", "async"))
+    max_staleness: int = setting(1, "Largest age of a sample's weights", unit="updates", bounds="[0,", only=_ASYNC)
+    on_update: str = setting("wait", "Treatment of running requests at an update. wait: until they finish; abort: stop"
+        " and resume; keep: continue under the new weights", choices=("wait", "abort", "keep"), only=_ASYNC)
+    partial: bool = setting(False, "Continuation of long responses in the next steps", only=_ASYNC)
+    n: int = setting(1, "Responses to each prompt", bounds="[1,")
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are computed at it too", bounds="[0,")
+    top_p: float = setting(1.0, "Nucleus of sampling; the trainer's log-probs apply top_p, top_k and min_p with"
+        " mask_replay. 1.0: all tokens", bounds="(0, 1]")
+    top_k: int = setting(-1, "Likeliest tokens that are kept. -1: all", bounds="[1,", off=-1)
+    min_p: float = setting(0.0, "Least probability relative to the likeliest token. 0.0: none", bounds="[0, 1)")
+    mask_replay: bool = setting(False, "Sampling mask replay: log-probs, entropies and KLs are over the tokens that"
+        " top_p, top_k and min_p kept, as the rollout engine returns them")
+    mask_replay_tokens: int = setting(256, "Largest number of kept tokens that is replayed. A token with more is scored"
+        " over the whole vocabulary and counted in rollout/mask_overflow; each takes 4 bytes in every position of a"
+        " row", unit="tokens", bounds="[1,", only=_MASKED)
+    stop: str = setting("", r"Texts that end a response, separated by commas; \n, \t, \r, \, and \\ are escapes",
+        form=texts.stop_texts)
+    ignore_eos: bool = setting(False, "End of a response by stop texts and length alone")
+    routing_replay: bool = setting(False, "Routing replay: log-probs and updates use the experts that the rollout"
+        " engine chose")
+    dtype: str = setting("float32", "Dtype of the engine's weights and products",
+        choices=("float32", "bfloat16", "float16"))
+    quantization: str = setting("none", "Weights of vLLM's linear layers, which it quantises as they are published in"
+        " bfloat16. Needs algorithm.old_logprob=correction. On a CPU fp8_per_channel only",
+        choices=("none", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block"), only=_SERVERS)
+    enforce_eager: bool = setting(True, "vLLM without CUDA graphs: starts sooner and samples more slowly on a GPU")
+    sleep_level: int = setting(0, "Sleep of servers on the trainer's GPU while it learns. 0: none; 1 and 2: vLLM's"
+        " levels", choices=(0, 1, 2), only=_SERVERS)
+    max_num_seqs: int = setting(256, "Concurrent responses of a server", bounds="[1,")
+    max_concurrent_requests: int = setting(-1, "Requests in flight at a server, which queues those over max_num_seqs."
+        " -1: max_num_seqs, at least 256", bounds="[1,", off=-1, only=_SERVERS)
+    gpu_memory_utilization: float = setting(0.4, "Fraction of a GPU's memory for a server", bounds="(0, 1]",
+        only=_SERVERS)
+    kv_cache_memory_bytes: int = setting(-1, "KV cache of a server, or of the in-process engine on a CPU. -1: 256 MiB"
+        " on a CPU; on a GPU what gpu_memory_utilization leaves, which vLLM measures", unit="bytes", bounds="[1,",
+        off=-1)
+    omp_threads: int = setting(-1, "Threads of a server on a CPU. -1: OMP_NUM_THREADS, or 1 for a model below 10M"
+        " parameters, or all cores of its share, half of them with rollout.mode=async",
+        bounds="[1,", off=-1, only=_SERVERS)
+    tensor_model_parallel_size: int = setting(1, "GPUs of one server", bounds="[1,", only=_SERVERS)
+    devices: str = setting("", "GPUs of the servers, as in CUDA_VISIBLE_DEVICES. '': all", only=_SERVERS)
+    engine_args: str = setting("", "Further options of the server's command line", only=_SERVERS)
+    start_timeout_s: float = setting(300.0, "Time limit of a server's start", unit="seconds", bounds="(0,",
+        only=_SERVERS)
+    request_timeout_s: float = setting(600.0, "Time in which a server must answer one of its requests", unit="seconds",
+        bounds="(0,", only=_SERVERS)
+    health_timeout_s: float = setting(60.0, "Time without a health reply before a server counts as hung",
+        unit="seconds", bounds="(0,", only=_SERVERS)
+    max_restarts: int = setting(5, "Restarts of broken servers, in all; then the run ends with a checkpoint",
+        bounds="[0,", only=_SERVERS)
+    lora_sync: str = setting("merge", "Publish of adapters. merge: merged into whole weights; adapter: adapters alone"
+        " (vLLM)", choices=("merge", "adapter"))
+    publish_via: str = setting("file", "Transport of the weights. file: on this machine; tcp: buckets over a socket,"
+        " to any machine; nccl: to other GPUs; ipc: to servers on the trainer's GPUs (both not yet run on hardware);"
+        " auto: file or tcp, by the servers' addresses", choices=("file", "tcp", "nccl", "ipc", "auto"), only=_SERVERS)
+    publish_host: str = setting("", "Address of the trainer as the servers see it. '': they are on this machine",
+        only=_SENT)
+    publish_delta: bool = setting(False, "Publish of the elements that changed since the last one, to servers that have"
+        " it; others get whole weights. Needs tcp, and host memory for a copy of the weights", only=_SENT)
+    publish_dir: str = setting("", "Folder of published weights, for servers in a container. '': nameless shared"
+        " memory", only=_SERVERS)
+    logp_tolerance: float = setting(-1.0, "Largest log-prob mismatch between trainer and rollout of 95% of the tokens,"
+        " before step 1 and after each publish; of the mean, a quarter of it. -1: 0.001, or 0.4"
+        " if rollout.dtype or model.compute_dtype is not float32, or 1.5 with rollout.quantization",
+        unit="nats", bounds="[0,", off=-1)
+    agent: str = setting("", "Agent program that asks the policy through OpenAI's or Anthropic's API, one process per"
+        " sample: a command line, or PATH.py:FUNCTION. '': none")
+    agent_reward: str = setting("graders", "Reward of an agent's episode. graders: as without one; exit: 1 for exit"
+        " code 0, 0 for 1; reported: by the agent", choices=("graders", "exit", "reported"), only=_AGENT)
+    agent_format: str = setting("hermes", "Syntax of the policy's tool calls, as rollout.multi_turn.format",
+        choices=_FORMATS, only=_AGENT)
+    agent_timeout_s: float = setting(600.0, "Time limit of an episode; its processes are then killed and its sample is"
+        " left out", unit="seconds", bounds="(0,", only=_AGENT)
+    agent_concurrency: int = setting(256, "Agent programs that run at once on a host", bounds="[1,", only=_AGENT)
+    agent_branches: int = setting(4, "Trajectories of a conversation or an agent's episode that are trained on; a"
+        " changed history begins a new one", bounds="[1,")
+    history: str = setting("template", "Earlier turns of the policy in a conversation. template: as the chat template"
+        " renders them, in a new trajectory where it changes them; sampled: as they were sampled",
+        choices=("template", "sampled"))
+    max_kl_jump: float = setting(1.0, "Largest rise of rollout_corr/kl in a step; a larger one stops the run. 0.0: no"
+        " limit", unit="nats", bounds="[0,")
+    multi_turn: MultiTurn = dataclasses.field(default_factory=MultiTurn)
+    val_kwargs: ValKwargs = dataclasses.field(default_factory=ValKwargs)
+    # fmt: on
+
+    @property
+    def least_servers(self) -> int:
+        """Returns the number of servers; 1 while the GPUs that decide it are unknown."""
+        return max(self.servers, 1)
+
+    @property
+    def cache_on_cpu(self) -> int:
+        """Returns the bytes of the KV cache on a CPU."""
+        return self.kv_cache_memory_bytes if self.kv_cache_memory_bytes > 0 else 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +223,7 @@ class RewardModel(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reward(Section):
+class RewardSection(Section):
     """The reward of a response."""
 
     # fmt: off
@@ -163,5 +323,5 @@ class Trainer(TestedRun):
     host_timeout_s: float = setting(60.0, "Time without a heartbeat before a host counts as lost and the others end",
         unit="seconds", bounds="(0,")
     profile_steps: str = setting("", "Steps with a trace by JAX's profiler, as in '3', '3,5' or '2-4'. '': none",
-        form=lambda text: parse_steps(text, "trainer.profile_steps"))
+        form=lambda text: texts.parse_steps(text, "trainer.profile_steps"))
     # fmt: on

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import re
 import urllib.parse
@@ -68,6 +69,7 @@ def template_arguments(text: str) -> dict[str, Any]:
     return found
 
 
+@functools.cache  # the start's answer serves all steps
 def stop_texts(texts: str) -> tuple[str, ...]:
     """Parses the texts that end a response; spaces count, and a backslash begins one of `ESCAPES`."""
     shown = texts.replace("\n", r"\n")
@@ -243,11 +245,6 @@ def is_url(url: str) -> bool:
         return at.scheme in ("http", "https") and at.hostname is not None and (at.port or 1) > 0
     except ValueError:
         return False
-
-
-def due(step: int, every: int) -> bool:
-    """Whether a periodic action is due at `step`; -1 disables it."""
-    return every > 0 and step % every == 0
 
 
 _GEO, _K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", "0.01")
