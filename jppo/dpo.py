@@ -56,7 +56,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         answer = encode_all(tokenizer, [response], add_special_tokens=False)[0]
         return [*asked(messages), *answer, tokenizer.eos_token_id]
 
-    found, held_out = pairs.read(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
+    found, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
     mesh = request.mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob, options = make_logprob(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
@@ -92,7 +92,7 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
     def begin(task: pairs.PairTask, model: ppo.ModelUpdate, params: Params) -> None:
         def logprobs(of: PairSet, which: Sequence[int], params: Params) -> np.ndarray:
             rows = pairs.pack_pairs(task, [of.pairs[i] for i in which])
-            return np.asarray(pairs.scored(task, model, params, rows, len(which)))
+            return np.asarray(pairs.score_pairs(task, model, params, rows, len(which)))
 
         if c.dpo.reference == "mesh":
             copy = jax.tree.map(jnp.copy, params)
@@ -100,7 +100,7 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
             return
         known = {}
         for of in (task.pairs, task.held_out):
-            found = [logprobs(of, some, params).reshape(2, -1) for some in pairs.blocks(c, len(of.pairs))]
+            found = [logprobs(of, some, params).reshape(2, -1) for some in pairs.pair_blocks(c, len(of.pairs))]
             known[id(of)] = np.concatenate(found, axis=1)
         initial[:] = [lambda of, which: known[id(of)][:, list(which)].reshape(-1)]
 
@@ -110,12 +110,12 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
         return initial[0](of, which), np.array(tokens, np.float32)
 
     with memory_explained(c):
-        pairs.train(c, prepare, DPO_COLUMNS, given, begin)
+        pairs.train_on_pairs(c, prepare, DPO_COLUMNS, given, begin)
 
 
 def dry_run(c: PreferenceTuning, request: DryRun = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
-    return pairs.dry_run(c, request, prepare)
+    return pairs.dry_run_of_pairs(c, request, prepare)
 
 
 def as_trajectory(ids: np.ndarray, start: int) -> Trajectory:

@@ -36,7 +36,7 @@ from jppo.run.validation import Tested
 from jppo.runlog import durable_files
 from jppo.runlog.console import Display
 from jppo.runlog.durable_files import own
-from jppo.runlog.logger import write_samples
+from jppo.runlog.logger import write_samples_file
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings, UserError
 
@@ -75,7 +75,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
         mesh = make_mesh(c)
-        process.prepare(c, sharding.platform(mesh))
+        process.prepare_process(c, sharding.platform(mesh))
         c = with_servers(c, mesh)
         reward_sum = make_reward_sum(c, mesh, **inputs.graded())
         stack.callback(reward_sum.close)
@@ -91,7 +91,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
             publish_stored(c, sampler, inputs.policy)
             reward_sum.ready()
         stack.enter_context(timer("testing"))
-        tested = validation.evaluate(
+        tested = validation.run_test(
             sampler,
             inputs.val.prompts,
             reward_sum.testing(),
@@ -100,7 +100,7 @@ def evaluate(c: Settings, console: rich.console.Console) -> bool:
             batch_size=c.data.val_batch_size,
             watch=timer.part("responses", len(inputs.val.prompts) * sampling.n),
         )
-        rows = write_samples(out, "test", validation.rows(tested))
+        rows = write_samples_file(out, "test", validation.rows(tested))
         found = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
         durable_files.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
         for row in validation.shown_answer(tested, c.trainer.log_val_generations):

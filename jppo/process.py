@@ -1,7 +1,7 @@
 """Process-wide switches of a run: XLA's flags, the compilation cache, allocators, precision of products, open files.
 
-`prepare` and `share_gpu` are called once, where a command starts, `allow_files` before many connections are opened.
-Importing this module corrects XLA's sums.
+`prepare_process` and `share_gpu` are called once, where a command starts, `allow_files` before many connections are
+opened. Importing this module corrects XLA's sums.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def keep_memory() -> bool:
     return mallopt is not None and all(mallopt(*pair) == 1 for pair in _KEEP.values())
 
 
-def prepare(c: Common, platform: str) -> None:
+def prepare_process(c: Common, platform: str) -> None:
     """Sets what programs of these settings need on a mesh of this platform, which may be a described machine's."""
     if platform == jax.default_backend():
         keep_programs(c.trainer.compile_cache)

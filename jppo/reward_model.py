@@ -43,7 +43,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
-    found, held_out = pairs.read(
+    found, held_out = pairs.read_pair_sets(
         c,
         tokenizer,
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
@@ -99,7 +99,7 @@ def train(config: PairTraining | ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
     with memory_explained(c):
-        pairs.train(c, prepare, REWARD_MODEL_COLUMNS, given)
+        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, given)
 
 
 def given(_: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:
@@ -109,7 +109,7 @@ def given(_: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndar
 
 def dry_run(c: PairTraining, request: DryRun = preview.HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
-    return pairs.dry_run(c, request, prepare)
+    return pairs.dry_run_of_pairs(c, request, prepare)
 
 
 def as_trajectory(ids: np.ndarray, _: int = 0) -> Trajectory:

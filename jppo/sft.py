@@ -103,7 +103,7 @@ def train(config: FineTuning | ConfigDict) -> None:
         draw=draw,
     )
     with memory_explained(c):
-        supervised.train(c, task, objective)
+        supervised.train_on_examples(c, task, objective)
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
@@ -120,10 +120,10 @@ def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
         ]
         return lines, {"sft gradient": micro_batches, "sft step": 1}
 
-    return dry_run_of_one_model(c, request, prepare, estimate, describe, head="lm")
+    return dry_run_of_one_model(c, request, prepare, _estimate, describe, head="lm")
 
 
-def estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
+def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
     plan, mesh = task.plan, task.mesh
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)

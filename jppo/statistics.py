@@ -31,7 +31,7 @@ class Samples(NamedTuple):
     answers: Sequence[str | None]  # '': no answer; None: the grader looks for none
 
 
-def mean(values: Sequence[float]) -> MeanSe:
+def mean_se(values: Sequence[float]) -> MeanSe:
     """Returns the mean of one value a prompt, and its standard error: s / √N with s over N - 1."""
     x = np.asarray(values, np.float64)
     if len(x) == 0:
@@ -128,7 +128,7 @@ def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
 
     Prompts without a sample are left out; so is maj@k if the grader looks for no answers.
     """
-    found = {"score": mean([math.fsum(s.scores) / len(s.scores) for s in prompts if s.scores])}
+    found = {"score": mean_se([math.fsum(s.scores) / len(s.scores) for s in prompts if s.scores])}
     if n == 1:
         return found
     of_scores: dict[str, Callable[[Sequence[float], int], float]]
@@ -138,7 +138,7 @@ def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
         enough = [s.scores for s in prompts if len(s.scores) >= k]
         for name, at in of_scores.items():
             if k > 1 or name == "pass":
-                found[f"{name}@{k}"] = mean([at(scores, k) for scores in enough])
+                found[f"{name}@{k}"] = mean_se([at(scores, k) for scores in enough])
         if k > 1 and any(s.scores for s in answered):
-            found[f"maj@{k}"] = mean([maj_at(s, k) for s in answered if len(s.scores) >= k])
+            found[f"maj@{k}"] = mean_se([maj_at(s, k) for s in answered if len(s.scores) >= k])
     return found

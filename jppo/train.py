@@ -192,12 +192,12 @@ def method(run: Run) -> loop.Method:
         test=lambda now: validate(run, now.step),
         test_freq=c.trainer.test_freq,
         require_progress=lambda now: require_progress(run, now.state),
-        save=functools.partial(save, run),
+        save=functools.partial(save_run, run),
         remedy="lower actor.lr or critic.lr, and give the command again",
     )
 
 
-def save(run: Run, now: Progress, metrics: dict[str, float], ended_by: BaseException | None) -> None:
+def save_run(run: Run, now: Progress, metrics: dict[str, float], ended_by: BaseException | None) -> None:
     """Starts writing a checkpoint; raises NonFinite if a model has NaN or infinities."""
     with run.timer("save"):
         run.match.require_finite(run.learner, now.state)
@@ -207,7 +207,7 @@ def save(run: Run, now: Progress, metrics: dict[str, float], ended_by: BaseExcep
             queue = unanswered(queue)
         export = functools.partial(write_model, run.c, run.learner, now=now.state, write=run.hosts.first)
         waiting = {} if now.pending is None else {"pending": now.pending | run.timer.next_step()}
-        resume.save(
+        resume.save_checkpoint(
             run.c, run.checkpoints, run.learner, now.state, run.origin | now.place | {"queue": queue} | waiting,
             score=metrics.get(run.c.trainer.best_metric),
             export=lambda path: run.hosts.alike(lambda: export(path)),

@@ -205,7 +205,7 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, tmp_path, initial):
     for path in (policy, reference):
         trained = load_trained(c, task.mesh, task.cfg, str(path), head="lm", key=jax.random.key(0), adapters=None)
         model, opt = make_descent(c.optim, "dpo", task.accumulate, trained, 1)
-        scores.append((model, opt, trained.learned, pairs.scored(task, model, trained.learned, rows, len(some))))
+        scores.append((model, opt, trained.learned, pairs.score_pairs(task, model, trained.learned, rows, len(some))))
     (model, opt, params, now), (*_, then) = scores
     halves = [(p.chosen, p.starts[0]) for p in some] + [(p.rejected, p.starts[1]) for p in some]
     tokens = np.array([len(ids) - start for ids, start in halves], np.float32)

@@ -66,7 +66,7 @@ ONLY_IN = {
     "opentelemetry": ("jppo.traces",),
     "prometheus_client": ("jppo.runlog.sinks",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.checkpoint_arrays"),
-    "tensorboardX": ("jppo.runlog.tensorboard",),
+    "tensorboardX": ("jppo.runlog.sinks",),
     "ml_collections": (
         *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
     ),
@@ -87,6 +87,7 @@ ONLY_IN_FUNCTIONS = {
     "clearml",
     "trackio",
     "opentelemetry",
+    "tensorboardX",
 }
 
 # All that a module may import of what is not jppo.

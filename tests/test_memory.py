@@ -36,14 +36,14 @@ def test_a_run_whose_models_wait_on_the_host_is_the_same_to_the_bit(small_run, t
     plain = in_folder(small_run, tmp_path / "plain")
     train.train(plain)
     waiting = in_folder(small_run, tmp_path / "waiting", OFFLOAD)
-    kinds, real = [], train.resume.save
+    kinds, real = [], train.resume.save_checkpoint
 
     def look(c, checkpoints, learner, now, meta, **more):
         trees = (now.policy, now.policy_opt, now.value, now.value_opt, learner.reference)
         kinds.append([{x.sharding.memory_kind for x in jax.tree.leaves(tree)} for tree in trees])
         return real(c, checkpoints, learner, now, meta, **more)
 
-    monkeypatch.setattr(train.resume, "save", look)
+    monkeypatch.setattr(train.resume, "save_checkpoint", look)
     for steps in (1, 2):
         train.train(changed(waiting, {"trainer.total_training_steps": steps}))
     train.train(in_folder(plain, waiting.trainer.run_dir))  # goes on from the same checkpoints
@@ -154,7 +154,7 @@ def test_no_step_of_six_compiles(small_run, tmp_path, monkeypatch):
     length = {"trainer.total_training_steps": 6, "trainer.save_freq": -1, "trainer.test_freq": -1}
     c = in_folder(small_run, tmp_path / "run", how | kl | length | OFFLOAD)
     steps, shapes, plans = [], set(), []
-    step, save, make, cut = train.ppo_step, train.resume.save, batch.micros, batch.mini_batches
+    step, save, make, cut = train.ppo_step, train.resume.save_checkpoint, batch.micros, batch.mini_batches
     seen, listening = [], True
     monkeypatch.setattr(packing, "MICRO_TOKENS", 0)  # else rows so short would have one shape
 
@@ -185,7 +185,7 @@ def test_no_step_of_six_compiles(small_run, tmp_path, monkeypatch):
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     monkeypatch.setattr(train, "ppo_step", stepped)
-    monkeypatch.setattr(train.resume, "save", saved)
+    monkeypatch.setattr(train.resume, "save_checkpoint", saved)
     monkeypatch.setattr(batch, "micros", made)
     monkeypatch.setattr(batch, "mini_batches", minis)
     train.train(c)

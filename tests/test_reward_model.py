@@ -125,7 +125,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
                    changes=task.changes)  # fmt: skip
     micros = pairs.pack_pairs(task, some)
     assert len(micros) > 2 or tokens == 8192
-    slopes = task.slope(pairs.scored(task, descent, trained.learned, micros, len(some)), pairs.margins(some))
+    slopes = task.slope(pairs.score_pairs(task, descent, trained.learned, micros, len(some)), pairs.margins(some))
     carry = descent.zeros()
     mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
     for micro in mini.micros:

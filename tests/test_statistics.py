@@ -57,10 +57,10 @@ def test_numbers_worked_by_hand():
 
 
 def test_a_mean_and_its_standard_error():
-    found = statistics.mean([1, 2, 3, 6])
+    found = statistics.mean_se([1, 2, 3, 6])
     assert found.mean == 3.0 and found.se == pytest.approx(math.sqrt((4 + 1 + 0 + 9) / 3 / 4)) and found.prompts == 4
-    assert statistics.mean([2.0])[0] == 2.0 and math.isnan(statistics.mean([2.0]).se)
-    assert math.isnan(statistics.mean([]).mean)
+    assert statistics.mean_se([2.0])[0] == 2.0 and math.isnan(statistics.mean_se([2.0]).se)
+    assert math.isnan(statistics.mean_se([]).mean)
 
 
 def test_the_ladder_ends_with_n():

@@ -228,7 +228,7 @@ def test_a_step_whose_test_was_broken_off_is_tested_and_logged_once(lab, small, 
         raise Stopped(143, "asked")
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(pairs, "blocks", stop)  # of held-out pairs
+        patch.setattr(pairs, "pair_blocks", stop)  # of held-out pairs
         lab.train("tested", trainer__save_freq=-1)
     assert lab.checkpoints("tested") == ["2"] and [m["step"] for m in lab.outcome_of_metrics("tested")] == [1]
     assert lab.train("tested") == small

@@ -56,14 +56,14 @@ def evaluated(texts, prompts, sampling=None):
     """The metrics and rows of these answers, n of each prompt beside each other."""
     how = greedy(7) if sampling is None else sampling
     reward_sum = rules({p.data_source for p in prompts})
-    tested = validation.evaluate(Answers(texts), prompts, reward_sum, sampling=how, version=4)
+    tested = validation.run_test(Answers(texts), prompts, reward_sum, sampling=how, version=4)
     return validation.metrics(tested), validation.rows(tested)
 
 
 def test_scores_by_source_and_a_failed_grader_is_no_zero():
     prompts = [prompt("exact", "1"), prompt("exact", "2"), prompt("gsm8k", "3"), prompt("gsm8k", "three")]
     engine = Answers(["1", "", "#### 3", "#### 3"])
-    tested = validation.evaluate(engine, prompts, rules(["exact", "gsm8k"]), sampling=greedy(7), version=4)
+    tested = validation.run_test(engine, prompts, rules(["exact", "gsm8k"]), sampling=greedy(7), version=4)
     metrics, rows = validation.metrics(tested), validation.rows(tested)
     [(sampling, version)] = engine.asked
     assert (sampling.temperature, sampling.n, sampling.max_tokens, version) == (0.0, 1, 7, 4)
@@ -102,7 +102,7 @@ def test_several_responses_to_a_prompt():
 
 def test_what_failed_is_left_out_of_its_prompt_and_no_zero():
     prompts = [prompt("exact", "1"), prompt("exact", "2")]
-    tested = validation.evaluate(Answers(["1", "1", "0", "2"] * 2), prompts, rules(["exact"]), sampling=FOUR, version=0)
+    tested = validation.run_test(Answers(["1", "1", "0", "2"] * 2), prompts, rules(["exact"]), sampling=FOUR, version=0)
     broken = dataclasses.replace(tested.rewards[2], score=-1.0, error="down")  # as reward.score_on_error has it
     tested.rewards[2] = broken
     metrics = validation.metrics(tested)
@@ -120,7 +120,7 @@ def test_a_source_in_which_nobody_looks_for_answers_has_no_majority():
             return future
 
     reward_sum = RewardSum({"length": Length()}, parse_weights("", ["length"]), score_on_error=None)
-    tested = validation.evaluate(
+    tested = validation.run_test(
         Answers(["a", "bb", "ccc", "dddd"]), [prompt("x", "1")], reward_sum, sampling=FOUR, version=0
     )
     metrics = validation.metrics(tested)
@@ -131,7 +131,7 @@ def test_a_source_in_which_nobody_looks_for_answers_has_no_majority():
 def test_batches_of_prompts_draw_different_numbers_and_keep_the_order():
     engine, seen = Answers(["1", "2"]), []
     prompts = [prompt("exact", str(i)) for i in (1, 2, 1, 2)]
-    tested = validation.evaluate(
+    tested = validation.run_test(
         engine, prompts, rules(["exact"]), sampling=dataclasses.replace(greedy(3), seed=9), version=1, batch_size=2,
         watch=lambda: seen.append(1),
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_batches_of_prompts_draw_different_numbers_and_keep_the_order():
 
 def test_what_is_shown_is_the_first_response_to_the_first_prompts():
     prompts = [prompt("exact", "1"), prompt("exact", "2"), prompt("exact", "3")]
-    tested = validation.evaluate(Answers(list("abcdefghijkl")), prompts, rules(["exact"]), sampling=FOUR, version=0)
+    tested = validation.run_test(Answers(list("abcdefghijkl")), prompts, rules(["exact"]), sampling=FOUR, version=0)
     some = validation.shown_answer(tested, 2)
     assert [row["response"] for row in some] == ["a", "e"] and validation.shown_answer(tested, 0) == []
     assert validation.line(some[1]) == "  ? → e   (score 0; truth 2)"

@@ -36,7 +36,7 @@ class HostPlace:
     address: str = ""  # of host 0's coordinator, HOST:PORT
 
 
-def find(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) -> HostPlace | None:
+def find_place(nnodes: int, node_rank: int, coordinator: str, env: Mapping[str, str]) -> HostPlace | None:
     """Returns this process's place from `trainer`'s settings (-1 and '': unset) or the environment; None: alone."""
     count, of_count = (nnodes, f"trainer.nnodes={nnodes}") if nnodes != -1 else _count(env)
     if count == 1:
@@ -77,7 +77,7 @@ def join_launched(
     env: Mapping[str, str] = os.environ,
 ) -> Hosts:
     """Returns the hosts of this run once all have joined; UserError if that fails."""
-    place = find(nnodes, node_rank, coordinator, env)
+    place = find_place(nnodes, node_rank, coordinator, env)
     if place is None:
         return ALONE
     if place.rank:

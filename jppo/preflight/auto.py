@@ -80,7 +80,7 @@ def settle(
         return c, ""
     device = mesh.devices.flat[0].device_kind
     about: dict[str, Any] = {
-        "asked": {name: settings.value(c, name) for name in NAMES},
+        "asked": {name: settings.value_of(c, name) for name in NAMES},
         "mesh": dict(mesh.shape),
     }
     about |= {"device": device, "attempts": [*candidates(c)]}

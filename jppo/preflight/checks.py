@@ -50,7 +50,7 @@ class Read:
     def mesh(self) -> Mesh:
         """The devices."""
         mesh = make_mesh(self.c)
-        process.prepare(self.c, sharding.platform(mesh))
+        process.prepare_process(self.c, sharding.platform(mesh))
         return mesh
 
     @functools.cached_property

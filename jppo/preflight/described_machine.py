@@ -37,7 +37,7 @@ class DryRun:
     def mesh(self, c: Common) -> Any:
         """Makes the config's mesh of the devices."""
         mesh = make_mesh(c, None if self.machine is None else devices_of(self.machine))
-        process.prepare(c, sharding.platform(mesh))
+        process.prepare_process(c, sharding.platform(mesh))
         return mesh
 
     def write(self, said: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def remedies(c: Common) -> Iterator[dict[str, Any]]:
         yield dict(changes)
     section = "actor" if isinstance(c, Settings) else "optim"
     longest = c.data.longest_row
-    tokens = settings.value(c, f"{section}.max_tokens_per_device")
+    tokens = settings.value_of(c, f"{section}.max_tokens_per_device")
     while tokens // 2 >= max(longest, SMALLEST):
         tokens //= 2
         changes[f"{section}.max_tokens_per_device"] = tokens

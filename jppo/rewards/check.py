@@ -148,7 +148,7 @@ def _run(c: Settings) -> bool:
     tools = bool(c.rollout.multi_turn.tool_config_path) and "tool_score" in c.reward.weights
     prompts = _prompts(c, tokenizer, needed_columns(c, tools))
     mesh = make_mesh(c)
-    process.prepare(c, sharding.platform(mesh))
+    process.prepare_process(c, sharding.platform(mesh))
     sources = sorted({prompt.data_source for prompt in prompts})
     reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
     try:

@@ -378,7 +378,7 @@ def open_model(
     )
     with contextlib.ExitStack() as stack:
         grid = make.make_mesh(c)
-        process.prepare(c, sharding.platform(grid))
+        process.prepare_process(c, sharding.platform(grid))
         c = rollout.with_servers(c, grid)
         if c.data.row_lengths == -1 and inputs.total_steps == -1 and sharding.platform(grid) != "cpu":
             c = changed(c, {"data.row_lengths": 4})  # as for a long run

@@ -45,7 +45,7 @@ class PairTask(supervised.Task):
     changes: dict[str, Any] | None = None  # to config.json
 
 
-def train(
+def train_on_pairs(
     c: C,
     prepare: Callable[[C], PairTask],
     columns: Columns,
@@ -61,7 +61,7 @@ def train(
     task = prepare(c)
 
     def judged(model: ppo.ModelUpdate, params: Params, of: PairSet, which: Sequence[int], rows: list[Rows]) -> Any:
-        return task.slope(scored(task, model, params, rows, len(which)), *given(task, of, which))
+        return task.slope(score_pairs(task, model, params, rows, len(which)), *given(task, of, which))
 
     def draw(model: ppo.ModelUpdate, params: Params, indices: np.ndarray) -> supervised.ExampleBatch:
         some = [task.pairs.pairs[i] for i in indices]
@@ -76,7 +76,7 @@ def train(
 
     def test(model: ppo.ModelUpdate, params: Params) -> dict[str, float]:
         pairs, sums = task.held_out.pairs, {"loss": 0.0, "accuracy": 0.0}
-        for some in blocks(c, len(pairs)):
+        for some in pair_blocks(c, len(pairs)):
             rows = pack_pairs(task, [pairs[i] for i in some])
             (_, found), _ = judged(model, params, task.held_out, some, rows)
             sums = {name: so_far + len(some) * float(found[name]) for name, so_far in sums.items()}
@@ -88,20 +88,20 @@ def train(
         examples=len(task.pairs.pairs),
         checksum=checksum_of(array for one in task.pairs.pairs for array in (one.chosen, one.rejected, margins([one]))),
         columns=columns,
-        opening=f"pairs             {counted(task.pairs)}; held out {counted(task.held_out)}",
+        opening=f"pairs             {_counted(task.pairs)}; held out {_counted(task.held_out)}",
         begin=None if begin is None else lambda model, params: begin(task, model, params),
         draw=draw,
         test=test,
         test_freq=c.trainer.test_freq,
         changes=task.changes,
     )
-    metrics = supervised.train(c, task, objective)
+    metrics = supervised.train_on_examples(c, task, objective)
     if (found := metrics.get(f"{task.name}/val_accuracy")) is not None:
         print(f"held-out accuracy {found:.4f} on {len(task.held_out.pairs)} pairs")
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def read(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
+def read_pair_sets(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
     """Reads the pairs to train on and the held-out ones; `how` is the tokenisation."""
     data = c.data
     how |= dict(max_length=c.data.longest_row, system_prompt=data.system_prompt, custom_cls=data.custom_cls)
@@ -110,7 +110,7 @@ def read(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
     return found, held_out
 
 
-def scored(task: PairTask, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
+def score_pairs(task: PairTask, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = placing.to_device((model.base, params))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
@@ -120,19 +120,19 @@ def scored(task: PairTask, model: ppo.ModelUpdate, params: Any, rows: Sequence[R
     return found
 
 
-def blocks(c: Paired, count: int) -> list[range]:
+def pair_blocks(c: Paired, count: int) -> list[range]:
     """Returns the numbers of so many pairs in blocks of a batch."""
     size = c.data.train_batch_size
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def dry_run(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> str:
+def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> str:
     """Reports on a run with these settings; reads no weight."""
 
     def describe(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
-            f"pairs            {counted(task.pairs)}",
-            f"held out         {counted(task.held_out)}",
+            f"pairs            {_counted(task.pairs)}",
+            f"held out         {_counted(task.held_out)}",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
             f"rows             {preview.shapes(task.plan)}",
             f"                 up to {micro_batches} micro-batches a step, each read twice",
@@ -140,10 +140,10 @@ def dry_run(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> 
         ]
         return lines, {f"{task.name} gradient": micro_batches, f"{task.name} step": 1, "scores": micro_batches}
 
-    return dry_run_of_one_model(c, request, prepare, estimate, describe, head=HEADS[type(c)])
+    return dry_run_of_one_model(c, request, prepare, _estimate, describe, head=HEADS[type(c)])
 
 
-def estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
+def _estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
@@ -160,16 +160,16 @@ def estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
         moments.append(programs.account("scores", 0, task.scores, *models, useful=least))
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack_pairs(task, longest)
-    copy = {"initial policy": programs.size(trained.learned)} if keeps_copy(c) else {}
+    copy = {"initial policy": programs.size(trained.learned)} if _keeps_copy(c) else {}
     return memory.of_one_model(c, mesh, trained, opt, moments, packed, further=copy), len(packed)
 
 
-def keeps_copy(c: Paired) -> bool:
+def _keeps_copy(c: Paired) -> bool:
     """Whether a copy of the initial policy stays in memory."""
     return isinstance(c, PreferenceTuning) and c.dpo.reference == "mesh"
 
 
-def counted(found: PairSet) -> str:
+def _counted(found: PairSet) -> str:
     """Formats the number of pairs and of excluded ones."""
     return f"{len(found.pairs):,} ({found.overlong} over-long ones and {found.alike} with equal halves left out)"
 

@@ -115,7 +115,7 @@ def kept(cursor: Cursor, reward_sum: RewardSum) -> dict[str, Any]:
     return {"cursor": dataclasses.asdict(cursor), "reward": reward_sum.state()}
 
 
-def save(
+def save_checkpoint(
     c: Settings,
     checkpoints: Checkpoints,
     learner: Learner,
@@ -139,7 +139,9 @@ def save(
     )
 
 
-def resume(c: Common, checkpoints: Checkpoints, spare: state.Spare, begin: TrainState, now: dict[str, Any]) -> Begun:
+def resume_or_begin(
+    c: Common, checkpoints: Checkpoints, spare: state.Spare, begin: TrainState, now: dict[str, Any]
+) -> Begun:
     """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
     found = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
     if found is None:

@@ -147,7 +147,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
         mesh = make_mesh(c)
-        process.prepare(c, sharding.platform(mesh))
+        process.prepare_process(c, sharding.platform(mesh))
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
@@ -170,7 +170,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
                 compile_passes(c, learner, begin, held.timer.part)
         with laps("checkpoint"):
             origin = resume.origin(c, inputs, learner)
-            begun = resume.resume(c, checkpoints, learner.spare(), begin, origin)
+            begun = resume.resume_or_begin(c, checkpoints, learner.spare(), begin, origin)
             if begun.step is not None:
                 reward_sum.load(begun.now.place.get("reward", {}))
             del begin  # a resumed run must not hold two states

@@ -26,7 +26,7 @@ from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.run import loop
 from jppo.run.loop import Diverged, Progress
-from jppo.run.resume import Begun, finished, resume, run_identity
+from jppo.run.resume import Begun, finished, resume_or_begin, run_identity
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.checkpoint_arrays import nonfinite
@@ -90,7 +90,7 @@ class SupervisedRun(loop.Opened):
     origin: dict[str, Any]
 
 
-def train(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, float]:
+def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, float]:
     """Trains, or resumes, to the last step and writes the model to RUN_DIR/hf; returns the last step's metrics."""
     run, timer, t = folder(c), Timers(), c.trainer
     limits = dict[str, Any](stage_timeout_s=t.stage_timeout_s, stop_timeout_s=t.stop_timeout_s)
@@ -127,7 +127,7 @@ def train(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, f
                 c, task.steps, ALONE, checkpoints, logger, timer, watch, Profiler(run / "profile", ()),
                 task, objective, descent, origin,
             )  # fmt: skip
-            now = loop.learn(opened, method(opened), begun.now)
+            now = loop.learn(opened, _method(opened), begun.now)
         checkpoints.wait()  # `finished` compares when the two were written
         hf_write.save(
             run / "hf", descent.model(learned(objective, now.state)[0]), task.cfg, source=c.model.path,
@@ -167,7 +167,7 @@ def begin(
         state, spare = begin_state(first, opt, None, None, seed=c.trainer.seed), spare_rows(descent, None)
     else:
         state, spare = begin_state(None, None, first, opt, seed=c.trainer.seed), spare_rows(None, descent)
-    return resume(c, checkpoints, spare, state, origin)
+    return resume_or_begin(c, checkpoints, spare, state, origin)
 
 
 def learned(objective: ExampleObjective, state: TrainState) -> tuple[Params, Any]:
@@ -175,7 +175,7 @@ def learned(objective: ExampleObjective, state: TrainState) -> tuple[Params, Any
     return (state.policy, state.policy_opt) if objective.head == "lm" else (state.value, state.value_opt)
 
 
-def method(run: SupervisedRun) -> loop.Method:
+def _method(run: SupervisedRun) -> loop.Method:
     """Returns the objective as a method of the loop."""
     c, objective = run.c, run.objective
     drawn: list[ExampleBatch] = []  # the last step's, for the check before a save
@@ -208,7 +208,7 @@ def method(run: SupervisedRun) -> loop.Method:
         test_freq=objective.test_freq,
         require_progress=lambda _: None,
         save=save,
-        remedy=remedy(c),
+        remedy=_remedy(c),
     )
 
 
@@ -244,10 +244,10 @@ def require_learned(name: str, now: Progress, c: Supervised) -> None:
         metrics = now.pending or {}
         loss, norm = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
         said = f"{name}/loss={loss} {name}/grad_norm={norm} must be finite numbers"
-        raise Diverged(f"step {now.step + 1}: {said}; {remedy(c)}")
+        raise Diverged(f"step {now.step + 1}: {said}; {_remedy(c)}")
 
 
-def remedy(c: Supervised) -> str:
+def _remedy(c: Supervised) -> str:
     """Returns the remedy for non-finite losses, gradients or weights."""
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 

@@ -31,7 +31,7 @@ class Tested:
     rewards: list[Reward]
 
 
-def evaluate(
+def run_test(
     sampler: Sampler,
     prompts: Sequence[Prompt],
     reward_sum: RewardSum,
@@ -51,14 +51,14 @@ def evaluate(
     for first in range(0, len(prompts), size):
         some = prompts[first : first + size]
         how = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
-        draw = functools.partial(sample, sampler, some, reward_sum, how, version=version, watch=watch, hosts=hosts)
+        draw = functools.partial(_sample, sampler, some, reward_sum, how, version=version, watch=watch, hosts=hosts)
         drawn, grading = hosts.together(draw)
         trajectories += of_hosts.of_all(hosts, drawn)
         rewards += of_hosts.rewards_of_all(hosts, grading.collect)
     return Tested(prompts, sampling.n, trajectories, rewards)
 
 
-def sample(
+def _sample(
     sampler: Sampler,
     prompts: Sequence[Prompt],
     reward_sum: RewardSum,
@@ -142,7 +142,7 @@ def validate(run: "Run", version: int) -> dict[str, float]:
     """Returns validation metrics; samples go to the run folder, a few to the console and the loggers."""
     c = run.c
     prompts = run.inputs.val.prompts
-    tested = evaluate(
+    tested = run_test(
         run.sampler,
         prompts,
         run.reward_sum.testing(),

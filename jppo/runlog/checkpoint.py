@@ -89,8 +89,8 @@ class Checkpoints:
         stopped during the step's test, is replaced once this one is complete.
         """
         self.wait()
-        named = checkpoint_arrays.named(state)
-        arrays = {name: checkpoint_arrays.plain(leaf) for name, leaf in named}
+        named = checkpoint_arrays.named_leaves(state)
+        arrays = {name: checkpoint_arrays.as_numbers(leaf) for name, leaf in named}
         found = checkpoint_arrays.examined(arrays)
         if odd := [name for name, (finite, _) in found.items() if not finite]:
             raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")

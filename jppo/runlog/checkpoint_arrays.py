@@ -19,7 +19,7 @@ from jppo.settings import UserError
 LARGE = 2**26  # bytes of an array that all devices should help to copy
 
 
-def named(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves of a tree with their names in a checkpoint, in order."""
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
@@ -28,7 +28,7 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def plain(leaf: Any) -> jax.Array:
+def as_numbers(leaf: Any) -> jax.Array:
     """Returns the leaf as numbers: random keys as their data."""
     return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
 
@@ -166,7 +166,7 @@ def restore(
             fits(content["meta"])
         saved = content["arrays"]
         missing = tuple(field for field in optional if not any(_of_field(name, field) for name in saved))
-        whole = dict(named(like))
+        whole = dict(named_leaves(like))
         there = [name for name in whole if not any(_of_field(name, field) for field in missing)]
         stored = {name: name if name in saved else former_name(name) for name in there}
         wanted = {stored[name]: whole[name] for name in there}
@@ -192,7 +192,7 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
     with checkpointer() as reader:
         content = _about(reader, path)
         tree = like(content["meta"])
-        wanted = {f".{field}{name}": leaf for name, leaf in named(tree)}
+        wanted = {f".{field}{name}": leaf for name, leaf in named_leaves(tree)}
         saved = {name: item for name, item in content["arrays"].items() if _of_field(name, field)}
         if not saved:
             raise UserError(f"{path} has no {field}; name a run that trains one, or the model in its run's hf/")

@@ -24,7 +24,7 @@ from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
 from jppo.runlog.durable_files import Appender, cut_lines, read_lines
 from jppo.runlog.remote_loggers import ClearML, MLflow, Swanlab, Trackio, Wandb
-from jppo.runlog.sinks import About, Exporter, Rows, Sink
+from jppo.runlog.sinks import About, Board, Exporter, Rows, Sink
 from jppo.runlog.timers import STAGES
 
 FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
@@ -84,8 +84,6 @@ class Logger:
         self._lines = JsonLines(run_dir)
         self._sinks: dict[str, Sink] = {"jsonl": self._lines}
         if "tensorboard" in places:
-            from jppo.runlog.tensorboard import Board  # tensorboardX imports torch if present, which takes seconds
-
             self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
         if scraped is not None:
             self._sinks["prometheus"] = Exporter(*scraped)
@@ -111,7 +109,7 @@ class Logger:
 
     def samples(self, name: str, rows: Rows) -> None:
         """Writes samples/NAME.jsonl."""
-        self._safely("samples", lambda: write_samples(self._run_dir, name, rows))
+        self._safely("samples", lambda: write_samples_file(self._run_dir, name, rows))
 
     def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes bad_steps/NAME.npz."""
@@ -248,7 +246,7 @@ def print_summary(run: pathlib.Path, report: str) -> None:
     print(f"model             {run / 'hf'}")
 
 
-def write_samples(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.Path:
+def write_samples_file(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.Path:
     """Writes samples/NAME.jsonl: prompt, response, score and its parts, one sample per line."""
     text = "".join(json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     return durable_files.write_text(run_dir / "samples" / f"{name}.jsonl", text)

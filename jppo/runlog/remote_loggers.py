@@ -60,7 +60,7 @@ class Sent:
         durable_files.write_text(self._path, json.dumps({"id": self.id, "step": self._step}) + "\n")
 
 
-def imported(name: str) -> Any:
+def _imported(name: str) -> Any:
     """Returns a logger's package; UserError if it is missing."""
     try:
         return importlib.import_module(name)
@@ -78,7 +78,7 @@ class Wandb:
     @staticmethod
     def require() -> None:
         """UserError if wandb or its login is missing."""
-        wandb = imported("wandb")
+        wandb = _imported("wandb")
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
             raise UserError("trainer.logger has wandb, which has no key; run `wandb login`, or set WANDB_MODE=offline")
 
@@ -135,7 +135,7 @@ class MLflow:
     @staticmethod
     def require() -> None:
         """UserError if MLflow is missing."""
-        imported("mlflow")
+        _imported("mlflow")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
         from mlflow import MlflowClient
@@ -208,7 +208,7 @@ class Swanlab:
     @staticmethod
     def require() -> None:
         """UserError if SwanLab or its key is missing."""
-        imported("swanlab")
+        _imported("swanlab")
         if os.environ.get("SWANLAB_MODE", "online") == "online" and not os.environ.get("SWANLAB_API_KEY"):
             raise UserError(
                 "trainer.logger has swanlab, which has no key; set SWANLAB_API_KEY, or SWANLAB_MODE=offline"
@@ -268,7 +268,7 @@ class ClearML:
     @staticmethod
     def require() -> None:
         """UserError if ClearML is missing."""
-        imported("clearml")
+        _imported("clearml")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
         import clearml
@@ -331,7 +331,7 @@ class Trackio:
     @staticmethod
     def require() -> None:
         """UserError if Trackio is missing."""
-        imported("trackio")
+        _imported("trackio")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
         import trackio

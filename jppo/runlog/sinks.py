@@ -1,8 +1,17 @@
-"""The protocol of a run's loggers, and the one of them for Prometheus."""
+"""The protocol of a run's loggers, and those for Prometheus and TensorBoard."""
 
 import collections
+import contextlib
 import dataclasses
+import html
+import json
+import math
+import os
+import pathlib
 import re
+import socket
+import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from jppo.errors import UserError
 from jppo.runlog.diagnosis import Alert
+from jppo.runlog.durable_files import Appender
 
 Rows = Sequence[Mapping[str, Any]]  # samples, as in evaluate.samples
 
@@ -85,3 +95,60 @@ class Exporter(Collector):
         """Ends the server."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class Board:
+    """One event file of a run's `tensorboard/`, written without a writer thread, which a full disk would end."""
+
+    def __init__(self, folder: pathlib.Path, *, first: int) -> None:
+        """Starts a file at step `first`: TensorBoard drops what a killed run wrote for it and later."""
+        from tensorboardX import record_writer, summary  # imports torch if present, which takes seconds
+        from tensorboardX.proto import event_pb2
+
+        self._checksum, self._summary, self._events = record_writer.masked_crc32c, summary, event_pb2
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = Appender(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # it waits, and the first step reports it
+            self._write(first, file_version="brain.Event:2")
+        with contextlib.suppress(OSError):
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(first, session_log=start)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes a step's finite metrics."""
+        scalars = [self._summary.scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
+        merged = self._summary.Summary(value=[value for one in scalars for value in one.value])
+        self._write(step, summary=merged)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Writes samples as a table in the step's text."""
+        if rows:
+            self._write(step, summary=self._summary.text("val_generations", _markdown(rows)))
+
+    def warn(self, alert: Alert) -> None:
+        """Writes a warning as text."""
+        said = f"{alert.found}; {alert.remedy}"
+        self._write(alert.step, summary=self._summary.text(f"warnings/{alert.name}", said))
+
+    def close(self, *, failed: bool) -> None:
+        """Writes waiting records."""
+        self._file.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        data = self._events.Event(step=step, wall_time=time.time(), **content).SerializeToString()
+        head = struct.pack("<Q", len(data))
+        checks = [struct.pack("<I", self._checksum(part)) for part in (head, data)]
+        self._file.append(head + checks[0] + data + checks[1])
+
+
+def _markdown(rows: Rows) -> str:
+    """Returns a table of samples, with Markdown and HTML escaped."""
+
+    def cell(value: Any) -> str:
+        text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        marked = re.sub(r"([\\`*_{}\[\]()#+.!|~$-])", r"\\\1", text)
+        return html.escape(marked, quote=False).replace("\n", "<br>").replace("\r", "")
+
+    columns = ("prompt", "response", "ground_truth", "score", "error")
+    lines = [columns, ["---"] * len(columns), *([cell(row[name]) for name in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -4,7 +4,7 @@ A checkpoint also has the prefetched samples: prompts, finished responses and re
 
 state(...)      of this host, of JSON types
 merged(states)  of all hosts, which may be at different points
-steps(state)    the inverse
+read_steps(state)    the inverse
 fitted(...)     the same for a run whose settings may have changed
 unanswered(...) the state without responses
 """
@@ -160,7 +160,7 @@ def state(about: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
     return {**about, "steps": [_packed(one) for one in steps]}
 
 
-def steps(state: Mapping[str, Any]) -> list[Step]:
+def read_steps(state: Mapping[str, Any]) -> list[Step]:
     """Returns the steps of a state, in order."""
     found = [_unpacked(one) for one in state["steps"]]
     return sorted(found, key=lambda one: one.step)
@@ -171,7 +171,7 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(states) == 1 or not any(states):
         return states[0]
     by_step: dict[int, Step] = {}
-    for one in (one for state in states if state for one in steps(state)):
+    for one in (one for state in states if state for one in read_steps(state)):
         by_step[one.step] = _joined(by_step[one.step], one) if one.step in by_step else one
     furthest = max((state for state in states if state), key=lambda state: state["next"])
     return state({k: v for k, v in furthest.items() if k != "steps"}, [by_step[step] for step in sorted(by_step)])
@@ -186,7 +186,7 @@ def fitted(
     without `partial` gets whole steps, the last one with the rest. UserError if the indices have another meaning.
     """
     _require_alike(state, kind)
-    kept = steps(state)
+    kept = read_steps(state)
     there = _count(kept)
     if not partial:
         kept = _regrouped(kept, first, state["cursor"])
@@ -205,7 +205,7 @@ def unanswered(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state with its prompts alone: a resumed run requests all of their responses again."""
     if not state:
         return {}
-    return {**state, "steps": [_packed(one.each(lambda way: way.only(()))) for one in steps(state)]}
+    return {**state, "steps": [_packed(one.each(lambda way: way.only(()))) for one in read_steps(state)]}
 
 
 def _require_alike(state: Mapping[str, Any], kind: Mapping[str, Any]) -> None:

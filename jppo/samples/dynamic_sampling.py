@@ -151,7 +151,7 @@ class DynamicSampleQueue:
             return []
         said = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
         here = (self._cursor.epoch, self._cursor.index)
-        behind = [one for one in trajectories.steps(state) if (one.after["epoch"], one.after["index"]) <= here]
+        behind = [one for one in trajectories.read_steps(state) if (one.after["epoch"], one.after["index"]) <= here]
         if left := sum(len(one.left) for one in behind):
             said.append(f"{left} prompts that rollout.partial had put off are left out of this epoch")
         return said

@@ -35,7 +35,7 @@ from jppo.settings.table import (
     optimizers,
     reward_model_default,
     sft_default,
-    value,
+    value_of,
 )
 from jppo.settings.table_run import Judge, RewardModel, Rollout, ValKwargs
 from jppo.settings.table_training import Critic, Mesh, Model, Optimizer
@@ -97,5 +97,5 @@ __all__ = [
     "stop_texts",
     "template_arguments",
     "typed",
-    "value",
+    "value_of",
 ]

@@ -5,7 +5,7 @@ from functools import partial
 
 from jppo.errors import UserError
 from jppo.settings import parts
-from jppo.settings.table import TABLE, Common, PairTraining, PreferenceTuning, Settings, optimizers, value
+from jppo.settings.table import TABLE, Common, PairTraining, PreferenceTuning, Settings, optimizers, value_of
 from jppo.settings.table_training import Critic, Model, Optimizer
 from jppo.settings.texts import check_factors, rejection_rules
 
@@ -56,7 +56,7 @@ def _critic(config: Settings) -> None:
         )
     of_critics = ("lam", "value_norm_decay", "value_bins", "value_head_std")
     for one in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
-        found = value(config, one)
+        found = value_of(config, one)
         if found != TABLE[one].default:
             raise UserError(
                 f"{one}={found} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
@@ -219,7 +219,7 @@ def _correction(config: Settings) -> None:
 
 
 def _mini_batch(config: Settings, section: str) -> None:
-    batch, mini = config.data.train_batch_size * config.rollout.n, value(config, f"{section}.ppo_mini_batch_size")
+    batch, mini = config.data.train_batch_size * config.rollout.n, value_of(config, f"{section}.ppo_mini_batch_size")
     if mini is not None and batch % mini:
         fitting = max(d for d in range(1, min(mini, batch) + 1) if batch % d == 0)
         raise UserError(
@@ -286,7 +286,7 @@ def _dropout(config: Common) -> None:
 def _lengths(config: Common) -> None:
     section = "actor" if isinstance(config, Settings) else "optim"
     longest = config.data.longest_row
-    tokens, row = value(config, f"{section}.max_tokens_per_device"), config.data.max_tokens_per_row
+    tokens, row = value_of(config, f"{section}.max_tokens_per_device"), config.data.max_tokens_per_row
     micro = f"{section}.max_tokens_per_device"
     if section == "optim" and config.model.remat == "auto":
         raise UserError(

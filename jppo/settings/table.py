@@ -177,7 +177,7 @@ def optimizers(config: Common) -> dict[str, Optimizer]:
     return {"optim": config.optim} if isinstance(config, Supervised) else {}
 
 
-def value(config: Section, name: str) -> Any:
+def value_of(config: Section, name: str) -> Any:
     """Returns the value of a setting by its dotted name."""
     return functools.reduce(getattr, name.split("."), config)
 

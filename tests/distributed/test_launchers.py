@@ -8,7 +8,7 @@ import pytest
 
 from jppo.distributed import launchers
 from jppo.distributed.hosts import ALONE
-from jppo.distributed.launchers import HostPlace, find, join_launched
+from jppo.distributed.launchers import HostPlace, find_place, join_launched
 from jppo.settings import UserError
 
 MASTER = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
@@ -41,7 +41,7 @@ ALL = {"NNODES": "4", "NODE_RANK": "2", **MASTER}
     ],
 )
 def test_where_a_process_stands(settings, env, place):
-    assert find(*settings, env) == place
+    assert find_place(*settings, env) == place
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_where_a_process_stands(settings, env, place):
 )
 def test_half_an_environment_is_one_line(settings, env, said):
     with pytest.raises(UserError, match=said) as e:
-        find(*settings, env)
+        find_place(*settings, env)
     assert "\n" not in str(e.value)
 
 

@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jppo.runlog import logger as module
 from jppo.runlog.diagnosis import Alert
-from jppo.runlog.logger import Logger, read_metrics, write_samples
+from jppo.runlog.logger import Logger, read_metrics, write_samples_file
 from jppo.runlog.remote_loggers import Sent
 
 
@@ -275,7 +275,7 @@ def test_a_real_disk_that_is_full_and_is_cleared(small_disk):
 
 def test_samples_are_one_json_object_a_line(tmp_path):
     rows = [{"prompt": "naïve", "score": 1.0, "parts": {"exact": math.nan}}, {"prompt": [{"role": "user"}]}]
-    path = write_samples(tmp_path, "step_7", rows)
+    path = write_samples_file(tmp_path, "step_7", rows)
     assert path == tmp_path / "samples/step_7.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"prompt": "naïve", "score": 1.0, "parts": {"exact": "nan"}} and second == rows[1]
