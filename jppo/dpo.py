@@ -32,7 +32,7 @@ from jppo.preflight.described_machine import DryRun
 from jppo.preflight.preview import memory_explained
 from jppo.run import pairs
 from jppo.run.inputs import read_tokenizer, total_steps
-from jppo.run.start import run_command
+from jppo.run.start import run_training
 from jppo.runlog.console import DPO_COLUMNS
 from jppo.settings import PreferenceTuning
 from jppo.types import Array, Params, Rows, Trajectory, given_text
@@ -126,7 +126,7 @@ def as_trajectory(ids: np.ndarray, start: int) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    run_command(argv, "jppo.dpo", __doc__, PreferenceTuning, dry_run=dry_run, train=train)
+    run_training(argv, "jppo.dpo", __doc__, PreferenceTuning, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ KINDS = ("pass", "maj", "best", "worst")  # columns of the table with several re
 Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 
 
-def evaluate(c: Settings, console: rich.console.Console) -> bool:
+def _evaluate(c: Settings, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
     began, out = time.monotonic(), expanded(c.trainer.run_dir)
     share_gpu(c)
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     console = rich.console.Console()
     console = console if console.is_terminal else rich.console.Console(width=160)
     try:
-        graded = evaluate(c, console)
+        graded = _evaluate(c, console)
     except RolloutError as e:
         print(one_line(e), file=sys.stderr)
         sys.exit(1)

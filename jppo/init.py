@@ -163,7 +163,7 @@ def render(choices: Sequence[Proposal], title: str, out: pathlib.Path) -> str:
     return "\n".join([*lines, "    return config.lock()", ""])
 
 
-def typed(choices: Sequence[Proposal]) -> Settings:
+def _typed(choices: Sequence[Proposal]) -> Settings:
     """Returns the settings that the choices make, checked."""
     config = settings.default()
     config.update_from_flattened_dict({one.name: one.value for one in choices})
@@ -171,7 +171,7 @@ def typed(choices: Sequence[Proposal]) -> Settings:
     return c
 
 
-def choose(files: str, val: str, model: str, reward: str) -> list[Proposal]:
+def _choose(files: str, val: str, model: str, reward: str) -> list[Proposal]:
     """Returns the settings of a run; UserError where data, model or reward cannot be used."""
     rows = [row for source in read_sources(files, "DATA") for row in source.rows]
     _, cfg = hf.read_config(model, longest=1)
@@ -187,11 +187,11 @@ def choose(files: str, val: str, model: str, reward: str) -> list[Proposal]:
             "everything that the run writes",
         ),
     ]
-    inputs = read_inputs(typed([*known, *loosest(limit)]))
+    inputs = read_inputs(_typed([*known, *loosest(limit)]))
     count = len(inputs.train.prompts)
     batch = min(32 if backend == "cpu" else 256, 1 << (count.bit_length() - 1))
     choices = [*known, *length_choices(inputs, rows, limit, backend), *size_choices(count, batch, parameters)]
-    c = typed(choices)
+    c = _typed(choices)
     read_inputs(c)
     if reward:
         pool = Pool(1, timeout_s=c.reward.timeout_s, memory_bytes=c.reward.memory_bytes)
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     out = expanded(args.out)
     if out.exists():
         raise UserError(f"--out={out} is there already; remove it, or name another file")
-    choices = choose(args.data, args.val, args.model, args.reward)
+    choices = _choose(args.data, args.val, args.model, args.reward)
     text = render(choices, f"PPO on {args.data}", out)
     try:
         out.write_text(text, encoding="utf-8")

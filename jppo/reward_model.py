@@ -30,7 +30,7 @@ from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import pairs
 from jppo.run.inputs import read_tokenizer, total_steps
-from jppo.run.start import run_command
+from jppo.run.start import run_training
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
 from jppo.settings import PairTraining
 from jppo.types import Prompt, Trajectory, given_text
@@ -124,7 +124,7 @@ def as_trajectory(ids: np.ndarray, _: int = 0) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    run_command(argv, "jppo.reward_model", __doc__, PairTraining, dry_run=dry_run, train=train)
+    run_training(argv, "jppo.reward_model", __doc__, PairTraining, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     command = [child_process.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]
     env = {**os.environ, **arguments.environment(server, build)}
     sys.exit(
-        run(
+        run_server(
             [*command, *arguments.flags(server, build)],
             env,
             address=args.address or f"http://{socket.gethostname()}:{port}",
@@ -75,7 +75,7 @@ def own_address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(command: list[str], env: dict[str, str], *, address: str, own: str, file: pathlib.Path | None) -> int:
+def run_server(command: list[str], env: dict[str, str], *, address: str, own: str, file: pathlib.Path | None) -> int:
     """Runs the server until it ends or SIGTERM comes; returns its exit code. It is listed while it answers."""
     if file is not None:
         try:

@@ -28,7 +28,7 @@ from jppo.preflight.programs import Estimate
 from jppo.run import supervised
 from jppo.run.inputs import read_tokenizer, total_steps
 from jppo.run.resume import checksum_of, require_resumable
-from jppo.run.start import run_command
+from jppo.run.start import run_training
 from jppo.runlog.console import SFT_COLUMNS
 from jppo.runlog.make import require_loggers
 from jppo.settings import FineTuning
@@ -148,7 +148,7 @@ def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    run_command(argv, "jppo.sft", __doc__, FineTuning, dry_run=dry_run, train=train)
+    run_training(argv, "jppo.sft", __doc__, FineTuning, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from jppo.run.sample_log import (
     sample_rows,
     source_means,
 )
-from jppo.run.start import Run, join_hosts, open_run, run_command
+from jppo.run.start import Run, join_hosts, open_run, run_training
 from jppo.run.trained_model import export_policy, write_model
 from jppo.run.validation import validate
 from jppo.runlog.logger import print_summary
@@ -256,7 +256,7 @@ def train(config: Settings | ConfigDict) -> None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    run_command(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
+    run_training(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ NOT_SHARED = {
 }
 
 
-def run_command(
+def run_training(
     argv: list[str] | None,
     name: str,
     about: str | None,
@@ -208,7 +208,7 @@ def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
     """Reads the inputs, takes the run folder, and watches for signals."""
     folder = expanded(c.trainer.run_dir)
     require_shareable(c, hosts)
-    inputs = hosts.together(lambda: read(c))
+    inputs = hosts.together(lambda: _read(c))
     require_alike(c, hosts, inputs)
     logs = own_folder(hosts, folder)
     profile = make_profiler(c, logs, inputs.total_steps)
@@ -224,7 +224,7 @@ def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
     return HostParts(written, logs, inputs, timer, profile, watch, display)
 
 
-def read(c: Settings) -> Inputs:
+def _read(c: Settings) -> Inputs:
     """Reads a host's inputs before it uses a device."""
     require_loggers(c)
     process.share_gpu(c)
