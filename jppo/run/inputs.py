@@ -59,7 +59,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         how = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
         train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **how))
     _require_teachers(c.ref.url, {p.data_source for p in train.prompts})
-    val = read_val(c, tokenizer, agent)
+    val = _read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
     return Inputs(
         tokenizer=tokenizer,
@@ -108,7 +108,7 @@ def read_test(c: Settings) -> Inputs:
     check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
-    val = read_val(c, tokenizer, agent)
+    val = _read_val(c, tokenizer, agent)
     return Inputs(
         tokenizer=tokenizer,
         end_tokens=end_tokens,
@@ -120,7 +120,7 @@ def read_test(c: Settings) -> Inputs:
     )
 
 
-def read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
+def _read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
     """Reads the validation prompts."""
     how = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
     return _with_messages(c, read_prompts(c.data.val_files, **how, **_reading(c, tokenizer, agent)))

@@ -143,7 +143,7 @@ def resume_or_begin(
     c: Common, checkpoints: Checkpoints, spare: state.Spare, begin: TrainState, now: dict[str, Any]
 ) -> Begun:
     """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
-    found = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
+    found = _read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
     if found is None:
         return Begun(Progress(begin, {"cursor": dataclasses.asdict(Cursor())}))
     there = state.placed(found.state, spare, begin)
@@ -162,7 +162,7 @@ def resume_or_begin(
         if int(there.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
             there = dataclasses.replace(there, bad_steps=begin.bad_steps)
     line = "the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"
-    said = (*differences(found.meta, now), *([line] if fresh else ()))
+    said = (*_differences(found.meta, now), *([line] if fresh else ()))
     queue = found.meta.get("queue")
     if not isinstance(queue, dict):  # an older format, whose samples are requested again
         queue = {}
@@ -170,7 +170,7 @@ def resume_or_begin(
     return Begun(Progress(there, place, found.meta.get("pending")), found.step, queue, said)
 
 
-def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+def _read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
     """Reads the checkpoint of trainer.resume_mode and removes later ones; None for a new run."""
     mode = c.trainer.resume_mode
     if mode == "disable":
@@ -224,7 +224,7 @@ def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
         raise UserError(f"{said} since the checkpoint was written; {remedy}")
 
 
-def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns a line on changed settings and one on changed versions.
 
     A fixed setting is equal, or the checkpoint is from before it.

@@ -108,7 +108,7 @@ class Run(Opened):
 
 
 @dataclasses.dataclass(frozen=True)
-class HostParts:
+class _HostParts:
     """The parts of a run on this host that need no mesh."""
 
     folder: pathlib.Path  # of what it writes
@@ -135,7 +135,7 @@ def join_hosts(c: Settings) -> Hosts:
 
 def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Run, Begun] | None:
     """Opens the run and its initial state; `stack` closes it. None: the same command has already finished."""
-    held = hold(stack, hosts, c)
+    held = _hold(stack, hosts, c)
     inputs, only_look, laps = held.inputs, c.trainer.val_only, Laps(held.timer)
     with held.timer("start"):  # every second from here on belongs to a stage, or a stop would be ignored
         folder = expanded(c.trainer.run_dir)
@@ -162,7 +162,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         if c.rollout.sleep_level:  # the GPU has no room for starting servers beside the trainer's arrays
             with laps("servers"):
                 open_sampler().sleep()
-        reward_sum = open_rewards(stack, hosts, c, inputs, mesh)
+        reward_sum = _open_rewards(stack, hosts, c, inputs, mesh)
         with laps("models"):
             learner, begin = make_learner(c, inputs, mesh)
         if not only_look:
@@ -182,7 +182,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             publisher.finish(begun.now.state)
         with laps("graders"):
             hosts.together(reward_sum.ready)
-        logger = open_logger(c, held, hosts, learner, begun)
+        logger = _open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
         greedy = learner.recipe.estimator.greedy
         supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts)
@@ -191,11 +191,11 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,
             inputs, learner, sampler, supply, reward_sum, publisher, Match(c), reference, origin,
         )  # fmt: skip
-        introduce_run(run, begun, kernel, chosen, laps)
+        _introduce_run(run, begun, kernel, chosen, laps)
         return run, begun
 
 
-def open_rewards(stack: contextlib.ExitStack, hosts: Hosts, c: Settings, inputs: Inputs, mesh: Mesh) -> RewardSum:
+def _open_rewards(stack: contextlib.ExitStack, hosts: Hosts, c: Settings, inputs: Inputs, mesh: Mesh) -> RewardSum:
     """Opens the reward; checks that dynamic sampling's metric is one of its parts."""
     reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
     stack.callback(reward_sum.close)
@@ -204,14 +204,14 @@ def open_rewards(stack: contextlib.ExitStack, hosts: Hosts, c: Settings, inputs:
     return reward_sum
 
 
-def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
+def _hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _HostParts:
     """Reads the inputs, takes the run folder, and watches for signals."""
     folder = expanded(c.trainer.run_dir)
     require_shareable(c, hosts)
     inputs = hosts.together(lambda: _read(c))
-    require_alike(c, hosts, inputs)
+    _require_alike(c, hosts, inputs)
     logs = own_folder(hosts, folder)
-    profile = make_profiler(c, logs, inputs.total_steps)
+    profile = _make_profiler(c, logs, inputs.total_steps)
     timer, t = Timers(), c.trainer
     written = folder / "val_only" if t.val_only else folder  # leaves the run's own files unchanged
     hosts.together(lambda: stack.enter_context(own(written)) if hosts.first else None)
@@ -221,7 +221,7 @@ def hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> HostParts:
     )  # fmt: skip
     stack.enter_context(watch)
     display = open_display(stack, c, timer, hosts)
-    return HostParts(written, logs, inputs, timer, profile, watch, display)
+    return _HostParts(written, logs, inputs, timer, profile, watch, display)
 
 
 def _read(c: Settings) -> Inputs:
@@ -251,7 +251,7 @@ def require_shareable(c: Settings, hosts: Hosts) -> None:
                 raise UserError(f"{name} is {there} on host {rank} and {value} on host {hosts.rank}; set it alike")
 
 
-def require_alike(c: Settings, hosts: Hosts, inputs: Inputs) -> None:
+def _require_alike(c: Settings, hosts: Hosts, inputs: Inputs) -> None:
     """Raises UserError where hosts read different data or do not share the run folder."""
     if hosts.count == 1:
         return
@@ -279,14 +279,14 @@ def _mark(folder: pathlib.Path) -> str:
     return mark
 
 
-def make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
+def _make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler:
     """Makes the profiler of the configured steps; checks that they are steps of this run."""
     steps = settings.parse_steps(c.trainer.profile_steps, "trainer.profile_steps")
     settings.check_within(steps, total_steps, f"trainer.profile_steps={c.trainer.profile_steps!r}")
     return Profiler(run / "profile", steps)
 
 
-def open_logger(c: Settings, held: HostParts, hosts: Hosts, learner: Learner, begun: Begun) -> Logger | Silent:
+def _open_logger(c: Settings, held: _HostParts, hosts: Hosts, learner: Learner, begun: Begun) -> Logger | Silent:
     """Opens the metrics loggers after the last step that was logged."""
     logged = begun.logged
     if begun.step is not None and c.trainer.val_only:
@@ -297,7 +297,7 @@ def open_logger(c: Settings, held: HostParts, hosts: Hosts, learner: Learner, be
     return make_logger(c, held.folder, hosts, muted=muted, **how)
 
 
-def introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
+def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:
     """Logs what the run will do, and compares the policies of engine and trainer."""
     c, inputs, logger, mesh = run.c, run.inputs, run.logger, run.learner.mesh
     step = begun.now.step

@@ -101,13 +101,13 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
         checkpoints = stack.enter_context(Checkpoints(run / "checkpoints", keep=t.max_ckpt_to_keep))
         if finished(c, checkpoints, task.steps):
             print(f"all {task.steps} steps are done: nothing is left to train; trainer.resume_mode=disable restarts")
-            return last_metrics(run)
+            return _last_metrics(run)
         with timer("start"):
             timer.part("the model")
             how = dict[str, Any](head=objective.head, key=jax.random.key(t.seed), adapters=task.adapters)
             trained = load_trained(c, task.mesh, task.cfg, c.model.path, **how)
             descent, opt = make_descent(c.optim, objective.name, task.accumulate, trained, task.steps)
-            origin = make_origin(c, task, objective, trained)
+            origin = _make_origin(c, task, objective, trained)
             timer.part("the first pass")
             if objective.begin is not None:
                 objective.begin(descent, trained.learned)
@@ -133,7 +133,7 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             run / "hf", descent.model(learned(objective, now.state)[0]), task.cfg, source=c.model.path,
             dtype=c.model.param_dtype, head=objective.head, changes=objective.changes,
         )  # fmt: skip
-        return last_metrics(run)
+        return _last_metrics(run)
 
 
 def folder(c: Supervised) -> pathlib.Path:
@@ -141,13 +141,13 @@ def folder(c: Supervised) -> pathlib.Path:
     return expanded(c.trainer.run_dir)
 
 
-def last_metrics(run: pathlib.Path) -> dict[str, float]:
+def _last_metrics(run: pathlib.Path) -> dict[str, float]:
     """Reads the last line of a run's metrics.jsonl."""
     lines = read_metrics(run)
     return lines[-1] if lines else {}
 
 
-def make_origin(c: Supervised, task: Task, objective: ExampleObjective, trained: Trained) -> dict[str, Any]:
+def _make_origin(c: Supervised, task: Task, objective: ExampleObjective, trained: Trained) -> dict[str, Any]:
     """Returns a run's identity for its checkpoints."""
     frozen = {} if trained.base is None else {"model.path": trained.base.params}
     return run_identity(c, task.mesh, data={"train": objective.checksum}, frozen=frozen)
@@ -203,7 +203,7 @@ def _method(run: SupervisedRun) -> loop.Method:
 
     return loop.Method(
         step=step,
-        finish=lambda now: require_learned(objective.name, now, c),
+        finish=lambda now: _require_learned(objective.name, now, c),
         test=test,
         test_freq=objective.test_freq,
         require_progress=lambda _: None,
@@ -238,7 +238,7 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
     return Progress(state, now.place if bad else {"cursor": dataclasses.asdict(cursor)}, metrics), drawn
 
 
-def require_learned(name: str, now: Progress, c: Supervised) -> None:
+def _require_learned(name: str, now: Progress, c: Supervised) -> None:
     """Raises Diverged where the last update was skipped."""
     if int(now.state.bad_steps):
         metrics = now.pending or {}

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.errors import escaped
+from jppo.errors import escaped, first_line
 from jppo.runlog import checkpoint_arrays, durable_files
 from jppo.runlog.checkpoint_arrays import Damaged, Restored, checkpointer, quiet, restore
 from jppo.settings import UserError
@@ -205,7 +205,7 @@ class Checkpoints:
     def _failed(self, error: Exception) -> None:
         """Reports a failed save and removes its remains."""
         step, self._writing = "?" if self._writing is None else self._writing.step, None
-        why = str(error).strip().partition("\n")[0][:200]
+        why = first_line(error)[:200]
         last = self.latest()
         print(
             f"checkpoint {step} could not be written to {self._directory} ({type(error).__name__}: {why}); the run"

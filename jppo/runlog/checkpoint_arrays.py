@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from jppo.errors import first_line
 from jppo.settings import UserError
 
 LARGE = 2**26  # bytes of an array that all devices should help to copy
@@ -42,12 +43,12 @@ def one_copy(array: jax.Array) -> jax.Array:
     return array.addressable_data(0) if small else array
 
 
-def rewrapped(array: jax.Array, saved: dict[str, Any]) -> jax.Array:
+def _rewrapped(array: jax.Array, saved: dict[str, Any]) -> jax.Array:
     """Returns a saved array as its leaf: the data of a random key as the key."""
     return jax.random.wrap_key_data(array, impl=saved["impl"]) if "impl" in saved else array
 
 
-def target(leaf: Any) -> jax.ShapeDtypeStruct:
+def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape, dtype and sharding in which a leaf is read, as numbers."""
     plain = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype, sharding=leaf.sharding)
@@ -63,7 +64,7 @@ def _describe(leaf: Any) -> dict[str, Any]:
     return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
-def check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _check_structure(path: pathlib.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises UserError where the names, shapes or dtypes of a checkpoint are not those that are wanted."""
     remedy = "resume with the settings of that run, or start a new run with another trainer.run_dir"
     for name in sorted(saved.keys() ^ wanted.keys()):
@@ -170,14 +171,14 @@ def restore(
         there = [name for name in whole if not any(_of_field(name, field) for field in missing)]
         stored = {name: name if name in saved else former_name(name) for name in there}
         wanted = {stored[name]: whole[name] for name in there}
-        check_structure(path, saved, wanted)
-        targets = {name: target(leaf) for name, leaf in wanted.items()}
+        _check_structure(path, saved, wanted)
+        targets = {name: _target(leaf) for name, leaf in wanted.items()}
         arrays = _read(reader, path.absolute(), state=ocp.args.StandardRestore(targets))["state"]
     _check_sums(path, arrays, saved)
     times = collections.Counter(stored.values())
 
     def found(name: str) -> jax.Array:
-        array = rewrapped(arrays[stored[name]], saved[stored[name]])
+        array = _rewrapped(arrays[stored[name]], saved[stored[name]])
         return array if times[stored[name]] == 1 else array.copy()  # each leaf may be donated
 
     leaves = [found(name) if name in stored else leaf for name, leaf in whole.items()]
@@ -196,8 +197,8 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
         saved = {name: item for name, item in content["arrays"].items() if _of_field(name, field)}
         if not saved:
             raise UserError(f"{path} has no {field}; name a run that trains one, or the model in its run's hf/")
-        check_structure(path, saved, wanted)
-        targets = {name: target(leaf) for name, leaf in wanted.items()}
+        _check_structure(path, saved, wanted)
+        targets = {name: _target(leaf) for name, leaf in wanted.items()}
         how = ocp.args.PyTreeRestore(
             targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
         )
@@ -265,5 +266,6 @@ def _read(reader: ocp.AsyncCheckpointer, path: pathlib.Path, **items: ocp.args.C
     try:
         return reader.restore(path, args=ocp.args.Composite(**items))
     except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
-        why = str(e).strip().partition("\n")[0][:200]
-        raise Damaged(f"{path} is no readable checkpoint ({type(e).__name__}: {why}); use another") from e
+        raise Damaged(
+            f"{path} is no readable checkpoint ({type(e).__name__}: {first_line(e)[:200]}); use another"
+        ) from e

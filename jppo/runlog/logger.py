@@ -81,7 +81,7 @@ class Logger:
         self._failed: set[str] = set()
         self._mended: set[str] = set()
         self._screen = None
-        self._lines = JsonLines(run_dir)
+        self._lines = _JsonLines(run_dir)
         self._sinks: dict[str, Sink] = {"jsonl": self._lines}
         if "tensorboard" in places:
             self._sinks["tensorboard"] = Board(run_dir / "tensorboard", first=done + 1)
@@ -113,7 +113,7 @@ class Logger:
 
     def arrays(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Writes bad_steps/NAME.npz."""
-        self._safely("bad_steps", lambda: write_arrays(self._run_dir, name, arrays))
+        self._safely("bad_steps", lambda: _write_arrays(self._run_dir, name, arrays))
 
     def note(self, text: str) -> None:
         """Prints a text between steps."""
@@ -185,7 +185,7 @@ class Silent:
         return self
 
 
-class JsonLines:
+class _JsonLines:
     """metrics.jsonl and warnings.jsonl: a line per step, a line per warning."""
 
     def __init__(self, run_dir: pathlib.Path) -> None:
@@ -252,7 +252,7 @@ def write_samples_file(run_dir: pathlib.Path, name: str, rows: Rows) -> pathlib.
     return durable_files.write_text(run_dir / "samples" / f"{name}.jsonl", text)
 
 
-def write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
+def _write_arrays(run_dir: pathlib.Path, name: str, arrays: Mapping[str, np.ndarray]) -> pathlib.Path:
     """Writes bad_steps/NAME.npz: the scored batch of a skipped update."""
 
     def write(path: pathlib.Path) -> None:

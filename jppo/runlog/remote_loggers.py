@@ -108,7 +108,7 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
-            self._run.log(finite_metrics(metrics), step=step, commit=True)
+            self._run.log(_finite_metrics(metrics), step=step, commit=True)
             self._sent.done(step)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -175,7 +175,7 @@ class MLflow:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
             now = int(time.time() * 1000)
-            found = finite_metrics(metrics).items()
+            found = _finite_metrics(metrics).items()
             self._waiting.append([self._metric(name, value, now, step) for name, value in found])
         while self._waiting:
             values = self._waiting[0]
@@ -241,7 +241,7 @@ class Swanlab:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
-            self._run.log(finite_metrics(metrics), step=step)
+            self._run.log(_finite_metrics(metrics), step=step)
             self._sent.done(step)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -299,7 +299,7 @@ class ClearML:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
-            for name, value in finite_metrics(metrics).items():
+            for name, value in _finite_metrics(metrics).items():
                 self._log.report_scalar(title=name, series=name, value=value, iteration=step)
             self._sent.done(step)
 
@@ -358,7 +358,7 @@ class Trackio:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
-            self._run.log(finite_metrics(metrics), step=step)
+            self._run.log(_finite_metrics(metrics), step=step)
             self._sent.done(step)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -376,7 +376,7 @@ class Trackio:
         self._run.finish()
 
 
-def finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
+def _finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Returns the finite metrics."""
     return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 

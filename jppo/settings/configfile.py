@@ -35,7 +35,7 @@ SCHEME = "jppo://"
 SHIPPED = pathlib.Path(__file__).resolve().parents[1] / "configs"  # of the package: in a checkout a link to configs/
 
 
-def read_configfile(named: str) -> ml_collections.ConfigDict:
+def _read_configfile(named: str) -> ml_collections.ConfigDict:
     """Returns the settings from get_config() of FILE or FILE:ARGUMENT, locked."""
     file, _, argument = named.partition(":")
     if not is_file(file):
@@ -188,7 +188,7 @@ def parse(
         raise UserError("--config is given without a file; name it behind a =, as in --config=configs/quickstart.py")
     if (needs_file or named) and (len(named) != 1 or not named[0]):
         raise UserError(f"--config is given {len(named)} times; name one file, as in --config=configs/quickstart.py")
-    config = read_configfile(named[0]) if named else defaults
+    config = _read_configfile(named[0]) if named else defaults
     if set(config) != set(defaults):
         raise UserError(
             f"--config={named[0]} is a config of {training_command(config)}; name one of {training_command(defaults)}"
@@ -287,8 +287,7 @@ def typed(
         return config
     made = sections(config, kind)
     raise_faults(_faults(by_name(config), made, training=training))
-    made = with_preset(made) if isinstance(made, Settings) else made
-    return made
+    return _with_preset(made) if isinstance(made, Settings) else made
 
 
 def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) -> None:
@@ -299,7 +298,7 @@ def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) 
         raise_faults(_faults(by_name(config), config, training=training))
 
 
-def with_preset(config: Settings) -> Settings:
+def _with_preset(config: Settings) -> Settings:
     """Returns the settings with the values of `algorithm.rollout_correction` in place of its name.
 
     A threshold of the config's own replaces the preset's; another setting that differs raises a UserError.
@@ -338,8 +337,8 @@ def _faults(found: dict[str, Any], made: Common, *, training: bool) -> list[str]
     expanded = mended
     if isinstance(mended, Settings):
         with contextlib.suppress(UserError):
-            expanded = with_preset(mended)
-        checks.append(functools.partial(with_preset, mended))
+            expanded = _with_preset(mended)
+        checks.append(functools.partial(_with_preset, mended))
     between = faults_of([*checks, *_rules(expanded, training=training)])
     of_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)" for name in wrong) or "(?!)")
     return [*itertools.chain(*wrong.values()), *(fault for fault in between if not of_wrong.search(fault))]

@@ -43,7 +43,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun
     if FOLDER in given:
         raise UserError(f"--config.{FOLDER} is given, but each run of a sweep has a separate folder; use --out")
     runs = []
-    for overrides in read_sweep(file):
+    for overrides in _read_sweep(file):
         for name in overrides:
             _check_name(name, known, given)
         runs.append(_resolve(overrides, argv, out, known))
@@ -54,7 +54,7 @@ def plan(argv: Sequence[str], out: pathlib.Path | None) -> tuple[list[PlannedRun
     return runs, out
 
 
-def read_sweep(file: str) -> list[dict[str, Any]]:
+def _read_sweep(file: str) -> list[dict[str, Any]]:
     """Returns the overrides of each run that the `sweep(add)` of a config file adds."""
     sweep = configfile.functions(file).get("sweep")
     if not callable(sweep):
