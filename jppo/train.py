@@ -246,8 +246,8 @@ def train(config: Settings | ConfigDict) -> None:
                 now = loop.learn(run, method(run), begun.now)
                 with run.timer("save"):
                     run.checkpoints.wait()  # `finished` compares the times of the two files
-                    where, model = run.folder, (run.c, run.inputs, run.learner)
-                    hosts.together(lambda: export_policy(*model, where, now.state, write=hosts.first))
+                    parts = (run.c, run.inputs, run.learner, run.folder)
+                    hosts.together(lambda: export_policy(*parts, now.state, write=hosts.first))
         if hosts.first:
             folder = expanded(c.trainer.run_dir)
             print_summary(folder, report_line(folder))
