@@ -73,9 +73,10 @@ def make_turn(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory]
 ) -> tuple[Callable[[], dict[str, tuple[float, float]]], dict[str, Any]]:
     """Makes a function that runs both stages and returns wall and CPU seconds of each; and the fill of rows."""
-    mesh = make_mesh(settings.typed(c))
+    made = settings.typed(c)
+    mesh = make_mesh(made)
     inputs = ModelConfigs(policy=cfg, total_steps=1)
-    learner, now = make_learner(settings.typed(c), inputs, mesh)
+    learner, now = make_learner(made, inputs, mesh)
     state = [now]
 
     def turn() -> dict[str, tuple[float, float]]:
@@ -87,7 +88,7 @@ def make_turn(
         found = {"old_log_prob": since(begin)}
         data, _ = ppo.with_advantages(learner.passes, data, now.kl_coef, mesh)
         begin = time.perf_counter(), time.process_time()
-        state[0], _ = update_models(c, learner, now, data, trajectories, Timers())
+        state[0], _ = update_models(made, learner, now, data, trajectories, Timers())
         return found | {"update_actor": since(begin)}
 
     shapes = [rows.inputs.shape for rows in make_rows(trajectories, learner.plan, mesh)]

@@ -50,9 +50,10 @@ def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]
         "data.train_batch_size": len(responses),
         "actor.ppo_mini_batch_size": min(32, len(responses)),
     }
-    c = make_config("none: the weights are random", "float32", [*(f"{k}={v}" for k, v in sizes.items()), *changes])
+    changes = [*(f"{k}={v}" for k, v in sizes.items()), *changes]
+    c = settings.typed(make_config("none: the weights are random", "float32", changes))
     inputs = ModelConfigs(policy=cfg, critic=cfg, total_steps=1)
-    learner, now = make_learner(settings.typed(c), inputs, make_mesh(settings.typed(c)))
+    learner, now = make_learner(c, inputs, make_mesh(c))
     timer = Timers()
 
     def run() -> dict[str, float]:

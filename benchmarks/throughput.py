@@ -55,7 +55,7 @@ from jppo.rollout.make import sampling as made_sampling
 from jppo.rollout.publish import publish_policy
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.runlog.timers import Timers
-from jppo.settings import UserError
+from jppo.settings import Settings, UserError
 from jppo.train import update_models
 from jppo.types import Prompt, TrainState, Trajectory
 
@@ -96,7 +96,7 @@ def write_model(folder: pathlib.Path, described: dict[str, Any]) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w0").save_pretrained(folder)
 
 
-def draw(c: ConfigDict, sampler: Any, trajectories: Sequence[Trajectory], *, version: int) -> None:
+def draw(c: Settings, sampler: Any, trajectories: Sequence[Trajectory], *, version: int) -> None:
     """Samples the batch with vLLM, each response to its own length."""
     prompts = [Prompt(t.uid, "", "", t.tokens[:PROMPT], "", {}) for t in trajectories]
     lengths = [int(t.sampled.sum()) for t in trajectories]
@@ -111,7 +111,7 @@ def draw(c: ConfigDict, sampler: Any, trajectories: Sequence[Trajectory], *, ver
 
 
 def step(
-    c: ConfigDict,
+    c: Settings,
     learner: Learner,
     now: TrainState,
     trajectories: list[Trajectory],
@@ -128,15 +128,16 @@ def step(
         now = dataclasses.replace(now, step=now.step + 1)
         if sampler is not None:
             with timer("update_weights"):
-                publish_policy(settings.typed(c), learner, sampler, now, None)
+                publish_policy(c, learner, sampler, now, None)
     return now
 
 
 def time_stages(
-    c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, rollout: bool, repeats: int
+    config: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory], *, rollout: bool, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Returns seconds by stage of whole steps, each after a matrix product, after a warm-up; and the packing."""
-    mesh = make_mesh(settings.typed(c))
+    c = settings.typed(config)
+    mesh = make_mesh(c)
     inputs = ModelConfigs(policy=cfg, critic=cfg, total_steps=1)
     multiply, flops = sharding.make_product(mesh, c.model.compute_dtype)
     timer, history, products = Timers(), [], []
@@ -144,12 +145,12 @@ def time_stages(
         sampler = None
         if rollout:
             run = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            engine = open_engine(settings.typed(c), run)
+            engine = open_engine(c, run)
             stack.callback(engine.close)
-        learner, now = make_learner(settings.typed(c), inputs, mesh)
+        learner, now = make_learner(c, inputs, mesh)
         if rollout:
             sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
-            publish_policy(settings.typed(c), learner, sampler, now, None)
+            publish_policy(c, learner, sampler, now, None)
         timer.next_step()
         for _ in range(1 + repeats):
             start = time.perf_counter()

@@ -35,12 +35,13 @@ def make_trajectories(work: Work) -> list[Trajectory]:
 
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Prepares both models and compiles all programs."""
-    c = base_config(work.model, work.dtype)
-    c = change(c, ["model.init=pretrained", f"model.scan_layers={jax.default_backend() != 'cpu'}", *work.how["jppo"]])
-    mesh = make_mesh(settings.typed(c))
+    scan = f"model.scan_layers={jax.default_backend() != 'cpu'}"
+    changes = ["model.init=pretrained", scan, *work.how["jppo"]]
+    c = settings.typed(change(base_config(work.model, work.dtype), changes))
+    mesh = make_mesh(c)
     _, cfg = hf.read_config(work.model)
     inputs = ModelConfigs(policy=cfg, critic=cfg, total_steps=1)
-    learner, now = make_learner(settings.typed(c), inputs, mesh)
+    learner, now = make_learner(c, inputs, mesh)
     trajectories = make_trajectories(work)
     data = flat_batch(trajectories, mesh)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)
