@@ -172,7 +172,7 @@ SECTIONS = {name.split(".")[0] for name in table.TABLE}
 PLACES = {tuple(name.split(".")[-2:]) for name in table.TABLE}  # (section, setting)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess", "jppo.rollout.continuous_batching", "jppo.rollout.make", "jppo.rollout.publish")
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.publish")
 
 
 class Import(NamedTuple):

@@ -18,8 +18,7 @@ from jppo.learner.make import make_mesh
 from jppo.learner.recipe import kept_tokens, sequences_of_step
 from jppo.models import cache, cost, hf
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.rollout.continuous_batching import InprocessSettings
-from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.protocol import Served
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
