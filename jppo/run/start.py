@@ -42,8 +42,7 @@ from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch
-from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
-from jppo.samples.make import make_supply
+from jppo.samples.make import DynamicSampleQueue, make_supply, require_metric
 from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
 from jppo.settings import Settings
