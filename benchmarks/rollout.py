@@ -48,7 +48,7 @@ from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, environment, flags
 from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
-from jppo.rollout.vllm.publish import Buffers, Parcel, Publisher
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
 from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
@@ -106,7 +106,7 @@ def publish(sampler: Fleet, parcel: Parcel, number: int) -> dict[str, float]:
     endpoint = sampler.members[0].endpoint
 
     def accept(method: str, **kwargs: Any) -> None:
-        (result,) = endpoint.call(method, version=number, **kwargs)
+        (result,) = call_workers(endpoint, method, version=number, **kwargs)
         if not result["ok"]:
             raise RuntimeError(result["error"])
 
@@ -184,7 +184,7 @@ def sampling(
     }
 
 
-def deliver(sampler: Fleet, way: Publisher, tensors: Callable[[], Tensors], number: int) -> None:
+def deliver(sampler: Fleet, way: FilePublisher, tensors: Callable[[], Tensors], number: int) -> None:
     sampler.weights.deliver(way.whole(Repeatable(tensors), number))
 
 
@@ -214,7 +214,7 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, 
     memory: dict[str, list[int]] = {}
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(contextlib.closing(Buffers("")))
-        ways: dict[str, Publisher] = {"file": Publisher(file), "TCP": StreamPublisher(file, Tcp("", TIMEOUT_S))}
+        ways: dict[str, FilePublisher] = {"file": FilePublisher(file), "TCP": StreamPublisher(file, Tcp("", TIMEOUT_S))}
         stack.callback(ways["TCP"].close)
         for number in range(1, 2 + repeats):
             note("copy", timed(lambda: [None for _ in tensors()])[0])

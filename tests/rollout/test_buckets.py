@@ -12,7 +12,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, layout, tcp
+from jppo.rollout.vllm import buckets, layout, transports
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
 from jppo.settings import UserError, default
@@ -47,8 +47,10 @@ def stages(fake):
         info = body["update_info"]
         if "digest" in info:
             return fake.staging.finish(info["version"], info["digest"])
-        entries = layout.unpack(info["entries"])
-        fake.staging.add(info["version"], entries, lambda: tcp.receive(tcp.Address(**info["address"]), entries))
+        entries = layout.unpack_entries(info["entries"])
+        fake.staging.add(
+            info["version"], entries, lambda: transports.receive(transports.Address(**info["address"]), entries)
+        )
 
     def finish(_):
         fake.active = False

@@ -24,7 +24,7 @@ from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
 from jppo.types import OVERFLOW, Prompt
 from tests.rollout import nobody
-from tests.rollout.test_delta import published_share
+from tests.rollout.test_publish_changes import published_share
 
 pytestmark = [
     pytest.mark.vllm,
@@ -364,7 +364,7 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
         sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
     cut = CutBuffers("")
     with pytest.raises(RolloutError, match=r"truncated: model\.\S+ ends at byte"):
-        sampler.weights.deliver(publish.Publisher(cut).whole(tensors.items(), 2))
+        sampler.weights.deliver(publish.FilePublisher(cut).whole(tensors.items(), 2))
     cut.close()
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
 
@@ -389,7 +389,7 @@ def test_attaching_by_url(served, settings, monkeypatch):
     sampler.members[0].endpoint.post("/resume")
     # an extension that is not there is an error, not the end of the server
     with pytest.raises(RolloutError, match="500"):
-        sampler.members[0].endpoint.call("jppo_no_such_method")
+        publish.call_workers(sampler.members[0].endpoint, "jppo_no_such_method")
     assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=1)) == 2
 
 
@@ -653,6 +653,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import buckets
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.publish import call_workers
 url, settings, names = json.loads(sys.argv[1])
 buckets.BUCKET = 1
 settings = ServerSettings(**settings)
@@ -661,7 +662,7 @@ sampler = engine.ready(eos_token_ids=[2], decode=str)
 def tensors():
     yield names[0], np.zeros((96, 64), np.float32)
     yield names[1], np.zeros((64, 64), np.float32)
-    assert "refused" not in str(sampler.members[0].endpoint.call("jppo_transfer"))
+    assert "refused" not in str(call_workers(sampler.members[0].endpoint, "jppo_transfer"))
     os.kill(os.getpid(), signal.SIGKILL)
 sampler.load(tensors(), version=3)
 """

@@ -33,7 +33,7 @@ from jppo.rollout.servers.process import Server, ServerProgram, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program, triton
-from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder
+from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder, write_tensors
 from jppo.settings import UserError
 from jppo.types import Sampling
 
@@ -183,7 +183,7 @@ def start_sglang(
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
         return Sglang(eos_token_ids, how_to_start(model_dir, settings))
 
-    publisher = Publisher(publish_dir, config)
+    publisher = DirectoryPublisher(publish_dir, config)
     servers = [
         Server(program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
         for i in range(0 if urls else settings.servers)
@@ -310,7 +310,7 @@ class Directory:
             raise ServerFault(f"the server at {endpoint.url} was given version {self.version} but reports {has!r}")
 
 
-class Publisher:
+class DirectoryPublisher:
     """Writes whole policies as directories: two, in shared memory or in `publish_dir`, with the model's `config`."""
 
     def __init__(self, publish_dir: str, config: pathlib.Path):
@@ -358,7 +358,7 @@ class Publisher:
         try:
             (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
             with (folder / FILE).open("wb") as file:
-                entries = layout.write(file.fileno(), tensors, start=HEAD_ROOM, align=1)
+                entries = write_tensors(file.fileno(), tensors, start=HEAD_ROOM, align=1)
                 head = tensorheader.make_header(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
                 if len(head) > HEAD_ROOM:
                     raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")

@@ -29,7 +29,7 @@ from jppo.rollout.servers.process import Server, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import arguments, buckets, device_carriers
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.publish import Buffers, Publisher
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers
 from jppo.settings import UserError
 from jppo.types import OVERFLOW, Sampling
 
@@ -94,7 +94,7 @@ class Vllm:
         """Checks the routes, the worker and the settings that training needs."""
         try:
             model = endpoint.get("/v1/models")["data"][0]["id"]
-            info = endpoint.call("jppo_info")[0]
+            info = call_workers(endpoint, "jppo_info")[0]
             routes = endpoint.get("/openapi.json")["paths"]
             found = [
                 info[name]
@@ -132,7 +132,7 @@ class Vllm:
     def working(self, endpoint: Endpoint, requests: int) -> bool:
         """Asks its workers, which answer between two steps of sampling."""
         try:
-            return any(has["requests"] >= min(requests, has["most"]) for has in endpoint.call("jppo_working"))
+            return any(has["requests"] >= min(requests, has["most"]) for has in call_workers(endpoint, "jppo_working"))
         except (RolloutError, KeyError, TypeError):
             return False
 
@@ -206,7 +206,7 @@ def start_vllm(
         check_ports(settings.port, settings.servers)
     spare = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
     buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare)
-    publisher = Publisher(buffers)
+    publisher = FilePublisher(buffers)
     if settings.publish_via == "tcp":
         carrier = buckets.Tcp(publish_host, limits.request_timeout_s)
         publisher = buckets.StreamPublisher(buffers, carrier, changes=settings.publish_delta)

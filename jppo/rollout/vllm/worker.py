@@ -48,9 +48,10 @@ class WeightLoader:
             with config_set(self):
                 self._jppo_expected = expected(self.model_config.hf_config)
         self._jppo_checked = None  # drops an older one
-        unpacked = layout.unpack(entries)
+        unpacked = layout.unpack_entries(entries)
         try:
-            self._jppo_checked = ((version, path), (unpacked, layout.check(path, unpacked, self._jppo_expected[0])))
+            data = layout.map_checked(path, unpacked, self._jppo_expected[0])
+            self._jppo_checked = ((version, path), (unpacked, data))
         except layout.WeightsRefused as e:
             return {"ok": False, "error": str(e)}
         return {"ok": True, "error": None}
