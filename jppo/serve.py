@@ -27,7 +27,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.launch import die_with_parent
-from jppo.rollout.servers.process import HOST
+from jppo.rollout.servers.member import HOST
 from jppo.rollout.vllm import arguments
 from jppo.runlog import durable_files
 from jppo.settings import Settings, UserError

@@ -357,7 +357,7 @@ def test_the_walk_sees_the_project():
         ("jppo.strange", "", "has no layer"),
         ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
-        ("jppo.rollout.servers.process", "def f():\n    import vllm", "jppo.rollout.vllm.kept may"),
+        ("jppo.rollout.servers.member", "def f():\n    import vllm", "jppo.rollout.vllm.kept may"),
         ("jppo.rollout.vllm.worker", "import vllm", "only inside the function"),
         ("jppo.rollout.vllm.weight_engine", "from vllm import LLM", None),
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
@@ -371,7 +371,7 @@ def test_the_walk_sees_the_project():
         ),
         ("configs.gsm8k", "from jppo import run", "configs may import of jppo only jppo.settings"),
         ("jppo.rollout", "from jppo.rollout.vllm.client import start_vllm", "jppo.rollout must import nothing"),
-        ("jppo.rollout.servers.process", "from jppo import __version__", None),
+        ("jppo.rollout.servers.member", "from jppo import __version__", None),
     ],
 )
 def test_the_rules_see_what_breaks_them_and_nothing_else(module, source, complaint):

@@ -23,8 +23,7 @@ from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.servers.repair import Lookup, address_lookup
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.client import start_vllm
-from jppo.rollout.vllm.reference import ServedReferences
+from jppo.rollout.vllm.client import ServedReferences, start_vllm
 from jppo.settings import Rollout, Settings, UserError, parts, texts
 from jppo.settings.rules_rollout import publish_via
 

@@ -26,7 +26,7 @@ from jppo.rewards.make import make_reward_sum
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.make import Source, describe_servers, open_engine, served_reference, with_servers
 from jppo.rollout.publish import PolicyPublisher, publish_base
-from jppo.rollout.vllm.reference import ServedReferences
+from jppo.rollout.vllm.client import ServedReferences
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
 from jppo.run.hosts import require_alike, require_shareable

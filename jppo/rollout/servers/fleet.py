@@ -36,8 +36,7 @@ from jppo.rollout.protocol import (
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.delivery import Completion, PublishedServers, Publisher, ServedWeights, ServerApi, wants_token
 from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, Taken, attached_key, wait_s
-from jppo.rollout.servers.member import Cut, Member, Router, ServerLimits
-from jppo.rollout.servers.process import Server, stop_all
+from jppo.rollout.servers.member import Cut, Member, Router, Server, ServerLimits, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory

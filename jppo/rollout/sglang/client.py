@@ -28,8 +28,7 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.delivery import Completion, Offers, end_ids, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.servers.process import Server, ServerProgram, check_ports
+from jppo.rollout.servers.member import Server, ServerLimits, ServerProgram, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program, triton

@@ -12,7 +12,7 @@ from typing import Any
 
 from jppo import child_process
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.process import HOST, ServerProgram
+from jppo.rollout.servers.member import HOST, ServerProgram
 from jppo.settings import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"

@@ -20,8 +20,8 @@ from jppo.learner.make import make_mesh
 from jppo.models import config_reader
 from jppo.rollout.make import describe_servers, require_routing, server_threads, with_servers
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers import process
-from jppo.rollout.servers.process import Server, check_ports, telling
+from jppo.rollout.servers import member
+from jppo.rollout.servers.member import Server, check_ports, telling
 from jppo.rollout.sglang import client as sglang
 from jppo.rollout.vllm.arguments import (
     LORA_RANKS,
@@ -475,7 +475,7 @@ def hang_up(taken):
 
 
 def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm, monkeypatch):
-    monkeypatch.setattr(process, "PORT_S", 0.5)
+    monkeypatch.setattr(member, "PORT_S", 0.5)
     server = fake_vllm()
     server.wait_ready()
     url = server.url
