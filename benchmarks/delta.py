@@ -58,7 +58,7 @@ def rates(nbytes: int, share: float = 0.003) -> dict[str, float]:
         words[rng.integers(0, size, int(share * size))] ^= 1
         new.append((name, words.view(ml_dtypes.bfloat16)))
     copy, base = layout.Copy(), layout.LoadedWeights()
-    entries, views = buckets.describe(old)
+    entries, views = buckets.checksummed(old)
     copy.replace(entries, [tensor for _, tensor in old])
     memory = mmap.mmap(-1, layout.size_of(entries))
     for entry, view in zip(entries, views, strict=True):
@@ -73,9 +73,9 @@ def rates(nbytes: int, share: float = 0.003) -> dict[str, float]:
         return result
 
     for tensors in (new, old) * 4:
-        entries, _ = timed("checksum", lambda tensors=tensors: buckets.describe(tensors))
+        entries, _ = timed("checksum", lambda tensors=tensors: buckets.checksummed(tensors))
         changes = timed("compare", lambda e=entries, t=tensors: copy.changes(e, [tensor for _, tensor in t]))
-        described, views = buckets.describe(changes)
+        described, views = buckets.checksummed(changes)
         data = bytearray(layout.size_of(described))
         for entry, view in zip(described, views, strict=True):
             data[entry.offset : entry.offset + entry.nbytes] = view

@@ -46,7 +46,7 @@ from jppo.rollout.make import open_engine, server_settings
 from jppo.rollout.publish import Repeatable, published_dtype
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import check_vllm, environment, flags
+from jppo.rollout.vllm.arguments import check_vllm, vllm_environment, vllm_options
 from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
 from jppo.settings import UserError
@@ -149,7 +149,7 @@ def sampling(
     requests.sort(key=lambda body: body["sampling_params"]["seed"])  # they were sent in any order
     tokens = sorted(t.tokens[PROMPT:].tolist() for t in trajectories)
     server = server_settings(settings.typed(c))
-    options, variables = flags(server, check_vllm("")), environment(server, check_vllm(""))
+    options, variables = vllm_options(server, check_vllm("")), vllm_environment(server, check_vllm(""))
     buffers = Buffers("")
     seconds: dict[str, list[float]] = {}
     with contextlib.closing(buffers), offline(c.model.path, options, variables) as engine:

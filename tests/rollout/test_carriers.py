@@ -174,7 +174,7 @@ def test_a_refusal_by_one_worker_touches_no_server(way, fakes, which):
 
 
 def test_bytes_that_change_on_the_way_are_refused(way, monkeypatch):
-    way, write, describe = way(), publish.Buffers.write, buckets.describe
+    way, write, describe = way(), publish.Buffers.write, buckets.checksummed
 
     def spoiled_file(self, tensors):
         parcel = write(self, tensors)
@@ -195,7 +195,7 @@ def test_bytes_that_change_on_the_way_are_refused(way, monkeypatch):
     if way.carrier == "ipc":
         monkeypatch.setattr(type(transports.CudaDevice(0)), "copy", one_byte_less)
     monkeypatch.setattr(publish.Buffers, "write", spoiled_file)
-    monkeypatch.setattr(buckets, "describe", spoiled_bucket)
+    monkeypatch.setattr(buckets, "checksummed", spoiled_bucket)
     if way.carrier == "nccl":
         monkeypatch.setattr(device_carriers, "_checksum", lambda array: 17)
     with pytest.raises(RolloutError, match="different checksum"):

@@ -57,7 +57,7 @@ class Run:
 
     def equal(self):
         """Whether each worker has loaded every bit, and proves it."""
-        digest = layout.digest(buckets.describe(list(self.now.items()))[0])
+        digest = layout.digest(buckets.checksummed(list(self.now.items()))[0])
         return all(
             worker.base.digest == digest
             and worker.loaded.keys() == self.now.keys()

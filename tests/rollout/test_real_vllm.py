@@ -162,8 +162,8 @@ def served(request, settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     config = make_model(folder / "model", request.param)
     latent = hf.read_config(folder / "model")[1].latent_sizes
-    counts, flags = pytest.MonkeyPatch(), arguments.flags  # a test reads the server's count of tokens
-    counts.setattr(arguments, "flags", lambda *a: [flag for flag in flags(*a) if flag != "--disable-log-stats"])
+    counts, options = pytest.MonkeyPatch(), arguments.vllm_options  # a test reads the server's count of tokens
+    counts.setattr(arguments, "vllm_options", lambda *a: [one for one in options(*a) if one != "--disable-log-stats"])
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),
@@ -409,13 +409,13 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
         found = attached.generate(PROMPTS, SAMPLING, version=4)
         assert gap(new, found) < 1e-3 and gap(old, found) > 0.1
         attached.load(random_weights(config, 1)[1].items(), version=1)
-        describe = buckets.describe
+        describe = buckets.checksummed
 
         def describe_and_break(bucket):
             entries, views = describe(bucket)
             return entries, [memoryview(b"broken" + bytes(views[0])[6:]), *views[1:]]
 
-        monkeypatch.setattr(buckets, "describe", describe_and_break)
+        monkeypatch.setattr(buckets, "checksummed", describe_and_break)
         with pytest.raises(RolloutError, match=r"refused version 5 .* \S+\.weight has a different checksum"):
             attached.load(tensors.items(), version=5)
     finally:
@@ -522,8 +522,9 @@ def test_speculated_samples_have_the_policys_distribution_and_its_log_probs(tmp_
     """Prompts that repeat themselves, so that drafts are accepted; entropies by transformers."""
     import torch
 
-    flags = arguments.flags  # the server counts
-    monkeypatch.setattr(arguments, "flags", lambda *a: [flag for flag in flags(*a) if flag != "--disable-log-stats"])
+    options = arguments.vllm_options  # the server counts
+    quiet = "--disable-log-stats"
+    monkeypatch.setattr(arguments, "vllm_options", lambda *a: [one for one in options(*a) if one != quiet])
 
     config = make_model(tmp_path / "model", "tied")
     ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)

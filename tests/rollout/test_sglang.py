@@ -20,7 +20,7 @@ from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import client
-from jppo.rollout.sglang.client import GENERATE, OURS, Sglang, check_sglang, flags, start_sglang
+from jppo.rollout.sglang.client import GENERATE, OURS, Sglang, check_sglang, sglang_options, start_sglang
 from jppo.run.inputs import read_inputs, read_test, require_publishable
 from jppo.settings import UserError, check
 from jppo.types import Prompt
@@ -282,13 +282,13 @@ def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
 
 
 def test_what_the_servers_are_started_with(settings, python, tmp_path):
-    given = flags(settings(engine_args="--attention-backend triton"))
+    given = sglang_options(settings(engine_args="--attention-backend triton"))
     assert given[-2:] == ["--attention-backend", "triton"] and "--enable-deterministic-inference" in given
     assert given[given.index("--context-length") + 1] == "66"
-    assert "--disable-cuda-graph" not in flags(settings(enforce_eager=False))
+    assert "--disable-cuda-graph" not in sglang_options(settings(enforce_eager=False))
     for option in OURS:
         with pytest.raises(UserError, match="is set by"):
-            flags(settings(engine_args=f"{option} 1"))
+            sglang_options(settings(engine_args=f"{option} 1"))
     assert check_sglang(python) == "0.5.9"
     with pytest.raises(UserError, match=r"SGLang is not installed for .*pip install sglang.*rollout\.python"):
         check_sglang(sys.executable)

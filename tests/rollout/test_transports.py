@@ -26,7 +26,7 @@ TENSORS = {
 @pytest.fixture
 def bucket():
     """The entries and the bytes of TENSORS."""
-    return buckets.describe(list(TENSORS.items()))
+    return buckets.checksummed(list(TENSORS.items()))
 
 
 @pytest.fixture(params=["", "127.0.0.1"])
@@ -94,7 +94,7 @@ def test_a_token_is_of_one_offer(sender, bucket):
 
 def test_two_buckets_are_offered_at_the_same_time(sender, bucket):
     """A restarted server gets its weights while the next ones go to the others."""
-    entries, views = buckets.describe([("a", TENSORS["a"] + 1)])
+    entries, views = buckets.checksummed([("a", TENSORS["a"] + 1)])
     with sender.offer(*bucket) as first:
         with sender.offer(entries, views) as second:
             assert arrived(transports.receive(first, bucket[0]), bucket[0]) == SENT

@@ -198,7 +198,7 @@ def test_a_scalar_and_an_empty_tensor_arrive(tmp_path):
     from jppo.rollout.vllm import buckets, worker
 
     tensors = {"scale": np.array(2.5, np.float32), "none": np.zeros((0, 3), np.float32)}
-    entries, views = buckets.describe(list(tensors.items()))
+    entries, views = buckets.checksummed(list(tensors.items()))
     (tmp_path / "w").write_bytes(bytes(views[0]).ljust(layout.ALIGN, b"\0"))
     data = layout.map_checked(str(tmp_path / "w"), entries, {name: tensor.shape for name, tensor in tensors.items()})
     found = {name: tensor.numpy() for name, tensor in worker._stream([(entries, data)], {}, ())}

@@ -71,7 +71,7 @@ class Tcp:
     @contextlib.contextmanager
     def offer(self, bucket: Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:
         """Checksums the tensors and lets servers download them."""
-        entries, views = describe(bucket)
+        entries, views = checksummed(bucket)
         with self._sender.offer(entries, views) as address:
             yield entries, {"address": dataclasses.asdict(address)}
 
@@ -257,7 +257,7 @@ def _buckets(tensors: Iterator[tuple[str, Any]]) -> Iterator[Tensors]:
         yield bucket
 
 
-def describe(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEntry], list[memoryview]]:
+def checksummed(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEntry], list[memoryview]]:
     """Returns the entries of a bucket, checksums included, and the tensors' bytes."""
     arrays = [np.asarray(tensor, order="C") for _, tensor in bucket]
     views = [array.reshape(-1).view(np.uint8).data for array in arrays]

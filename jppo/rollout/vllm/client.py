@@ -219,7 +219,7 @@ def start_vllm(
     elif settings.publish_via == "ipc":
         publisher = buckets.StreamPublisher(buffers, device_carriers.on_gpus())
     for i in range(0 if urls else settings.servers):
-        program = arguments.program(
+        program = arguments.vllm_program(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
@@ -230,8 +230,8 @@ def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
     """Returns the start command of a server for `rollout.urls`."""
 
     def command(build: str) -> str:
-        variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings, build).items())
-        options = shlex.join([*model, *arguments.flags(settings, build)])
+        variables = " ".join(f"{name}={value}" for name, value in arguments.vllm_environment(settings, build).items())
+        options = shlex.join([*model, *arguments.vllm_options(settings, build)])
         return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} {options}"
 
     on_cpu = "" if settings.sleeps else f", on a CPU with `{command('cpu')}`"  # which cannot sleep

@@ -49,7 +49,7 @@ _NCCL: dict[str, tuple[Any, ...]] = {
 _CUDA: dict[str, tuple[Any, ...]] = {"cudaSetDevice": (ctypes.c_int,), "cudaStreamSynchronize": (_P,)}
 
 
-def find(pattern: str) -> str:
+def find_library(pattern: str) -> str:
     """Returns the path of a library in the `nvidia` wheels, or its name, for the system's search path."""
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -66,8 +66,8 @@ class Communicator:
     def __init__(self, device: int, *, nccl: str = "", cuda: str = ""):
         """`device` is the GPU's number; no rank is joined yet."""
         try:
-            self._lib = ctypes.CDLL(nccl or find("libnccl.so.2"))
-            self._cuda = ctypes.CDLL(cuda or find("libcudart.so*"))
+            self._lib = ctypes.CDLL(nccl or find_library("libnccl.so.2"))
+            self._cuda = ctypes.CDLL(cuda or find_library("libcudart.so*"))
         except OSError as e:
             raise UserError(
                 f"rollout.publish_via='nccl': {e}; install JAX for CUDA, which brings NCCL, or set it to tcp"

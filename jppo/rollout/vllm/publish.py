@@ -2,8 +2,9 @@
 
     write the file -> every server checks it (offer) -> pause -> load and label it (take) -> resume
 
-`servers/delivery.py` runs these steps. `accept` calls a method of `worker.py` in every worker of a server, by vLLM's
-`/collective_rpc`; a file that any worker refuses changes nothing on any server. `buckets.py` publishes without a file.
+`servers/delivery.py` runs these steps; pause and resume are vLLM's routes of these names. `accept` calls a method of
+`worker.py` in every worker of a server, by vLLM's `/collective_rpc`; a file that any worker refuses changes nothing on
+any server. `buckets.py` publishes without a file.
 """
 
 import dataclasses

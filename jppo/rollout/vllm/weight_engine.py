@@ -96,7 +96,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         if staged := self.staging.take():
             buckets = self.base.apply(staged)
             loaded = list(buckets)
-            self.staging.error = worker.load(
+            self.staging.error = worker.load_weights(
                 self.model, self.model_config.hf_config.model_type, buckets, self._tied, self._reload
             )
             self.base.hold(loaded if self.staging.error is None else [])
