@@ -25,7 +25,7 @@ from jppo.models.config import ModelConfig
 from jppo.models.generate import SamplingRule, Slots
 from jppo.models.lora import Weights
 from jppo.rollout import protocol
-from jppo.rollout.protocol import Answer, Done, Kept, RolloutError, Sampler, Talk, cut_at, greedy, require_kept
+from jppo.rollout.protocol import Answer, Done, Kept, RolloutError, Sampler, Served, Talk, cut_at, greedy, require_kept
 from jppo.settings import UserError
 from jppo.types import Params, Prompt, Sampling, Trajectory
 
@@ -383,6 +383,9 @@ class InprocessSampler(Sampler):
                 f"version {self.version} of the weights is gone: it was trained on, and none was published"
             )
         return self._policy
+
+
+Source = Served | InprocessSampler  # of samples: the engines that can be published to
 
 
 def stream(

@@ -16,8 +16,7 @@ from jppo.learner.make import make_mesh
 from jppo.learner.recipe import kept_tokens, sequences_of_step
 from jppo.models import cache, cost, hf
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
-from jppo.rollout.protocol import Served
+from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.servers.repair import Lookup, address_lookup
@@ -28,8 +27,6 @@ from jppo.settings import Rollout, Settings, UserError, parts, texts
 from jppo.settings.rules_rollout import publish_via
 
 SMALL = 2e7  # FLOP of a token
-
-Source = Served | InprocessSampler  # of samples
 
 
 def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReferences | None:

@@ -25,8 +25,7 @@ from jppo.learner.make import Learner, make_mesh
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
-from jppo.rollout.inprocess import InprocessSampler
-from jppo.rollout.make import Source
+from jppo.rollout.inprocess import InprocessSampler, Source
 from jppo.rollout.protocol import Served
 from jppo.settings import Settings
 from jppo.types import TrainState

@@ -13,8 +13,7 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import batch, ppo
 from jppo.learner.make import Learner
 from jppo.models import placing
-from jppo.rollout.inprocess import InprocessSampler
-from jppo.rollout.make import Source
+from jppo.rollout.inprocess import InprocessSampler, Source
 from jppo.rollout.protocol import RolloutError, Sampler
 from jppo.run.inputs import Inputs
 from jppo.runlog import trajectories

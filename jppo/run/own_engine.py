@@ -11,7 +11,7 @@ from jppo.data.tokenizer import decode
 from jppo.errors import UserError
 from jppo.learner.make import Learner
 from jppo.models.lora import Lora
-from jppo.rollout.make import Source
+from jppo.rollout.inprocess import Source
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run.agreement import LogpGap, Mismatch, limits
 from jppo.run.responses import Responses

@@ -24,7 +24,8 @@ from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
 from jppo.rewards.parts import RewardSum
-from jppo.rollout.make import Source, describe_servers, open_engine, served_reference, with_servers
+from jppo.rollout.inprocess import Source
+from jppo.rollout.make import describe_servers, open_engine, served_reference, with_servers
 from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.client import ServedReferences
 from jppo.run import resume

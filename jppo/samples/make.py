@@ -16,7 +16,7 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
 from jppo.learner.batch import filtered
 from jppo.rewards.parts import RewardSum
-from jppo.rollout.make import Source
+from jppo.rollout.inprocess import Source
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
