@@ -462,7 +462,7 @@ def test_agents_end_with_a_killed_trainer(form, tmp_path):
             f"def agent(task): os.system('bash {agent}')"
         )
     spec = f"bash {agent}" if form == "command" else f"{tmp_path / 'agent.py'}:agent"
-    work = f"process.run_program(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
+    work = f"process.run_agent(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
     program = f"import asyncio; from jppo.agent.gateway import process; asyncio.run({work})"
     with subprocess.Popen([sys.executable, "-c", program]) as trainer:
         wait_for(lambda: pids.is_file() and pids.read_text().endswith("\n"))
@@ -582,7 +582,7 @@ try:
 except UserError as e:
     print(e)
 """
-    said = subprocess.run_program([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said == (
         "4096\nrollout.agent_concurrency=256 needs 1408 open files; the limit is 1024: lower it to 179, or raise the"
         " limit (ulimit -n)\n"

@@ -43,7 +43,7 @@ def ends(tmp_path, program, tasks):
     async def all_of_them():
         program = process.program_of(f"{tmp_path / 'agent.py'}:agent")
         try:
-            return await asyncio.gather(*(process.run_program(program, task, {}, 20.0) for task in tasks))
+            return await asyncio.gather(*(process.run_agent(program, task, {}, 20.0) for task in tasks))
         finally:
             await program.close()
 

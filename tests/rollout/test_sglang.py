@@ -247,7 +247,7 @@ def test_a_publish_that_is_not_the_model_is_refused_before_a_server_hears_of_it(
 def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(start):
     sampler = start()
     sampler.load(weights(1).items(), version=1)
-    path = pathlib.Path(sampler._publisher.whole(weights(2).items(), 2).path)
+    path = pathlib.Path(sampler.publisher.whole(weights(2).items(), 2).path)
     (path / client.FILE).write_bytes(b"")
     with pytest.raises(RolloutError, match=r"answered /update_weights_from_disk with 400.*Failed to update weights"):
         sampler.weights.deliver(client.Directory(path, 2))

@@ -289,7 +289,7 @@ class Gateway:
             failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._open[name] = _Open(secret, episode, failure, set())
             env = process.episode_variables(self._url, f"{name}.{secret}")
-            program = process.run_program(self._program, episode.task(), env, self._rules.timeout_s)
+            program = process.run_agent(self._program, episode.task(), env, self._rules.timeout_s)
             running = asyncio.ensure_future(program)
             try:
                 either: set[asyncio.Future[Any]] = {running, failure}

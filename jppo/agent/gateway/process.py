@@ -184,7 +184,7 @@ def _tell(future: asyncio.Future[Any], result: Any) -> None:
         future.set_result(result)
 
 
-async def run_program(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
+async def run_agent(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
     """Runs a program with the task as JSON on its input; afterwards none of its processes is left."""
     with contextlib.ExitStack() as stack:
         given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
