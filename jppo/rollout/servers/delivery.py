@@ -3,9 +3,9 @@
     for each offer: every server gets a part of the weights and checks it; one refusal ends it, with no server changed
     pause -> take: every server loads and labels the weights -> resume
 
-A `ServerApi` has the routes for requests and pauses. A `Publisher` makes a `Delivery` of the trainer's tensors:
-`vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to `repair.py`; a repaired server and one that
-joins get the current weights by `catch_up`.
+A publish begins in `PublishedServers.load`. A `ServerApi` has the routes for requests and pauses. A `Publisher` makes a
+`Delivery` of the trainer's tensors: `vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to
+`repair.py`; a repaired server and one that joins get the current weights by `catch_up`.
 """
 
 import asyncio
