@@ -41,7 +41,6 @@ from jppo import settings
 from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
-from jppo.rollout import make as rollout
 from jppo.rollout.make import open_engine, server_settings
 from jppo.rollout.publish import Repeatable, published_dtype
 from jppo.rollout.servers.fleet import Fleet
@@ -49,6 +48,7 @@ from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, vllm_environment, vllm_options
 from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
+from jppo.samples.make import step_sampling
 from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
@@ -130,7 +130,7 @@ def sampling(
     ]
     c = copy.deepcopy(c)
     c.rollout.n, c.data.max_response_length = SAMPLES, 16 if small else LONGEST
-    how = rollout.sampling(settings.typed(c), 0)
+    how = step_sampling(settings.typed(c), 0)
     endpoint = sampler.members[0].endpoint
     requests: list[dict[str, Any]] = []
     ask = endpoint.ask

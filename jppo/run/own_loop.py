@@ -41,6 +41,7 @@ from jppo.run.own_settings import make_settings
 from jppo.run.own_state import load_state, save_state
 from jppo.run.responses import Responses, aims, of_samples, trajectory_of
 from jppo.run.trainable import Trainable
+from jppo.samples.make import step_sampling
 from jppo.settings import Settings, changed, stop_texts
 from jppo.types import TrainState, Trajectory
 
@@ -120,7 +121,7 @@ class Model:
         asked = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
         sampling |= {} if n is None else {"n": n}
         require_sampling(sampling, {}, self.vocab_size)
-        how = dataclasses.replace(rollout.sampling(c, self.step, self._sampled), **sampling)
+        how = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
         if weights is not None:
             engine.ensure(weights)
         elif engine.holds is not self:

@@ -350,6 +350,7 @@ class ServedWeights:
 class PublishedServers(Served):
     """A run's servers as a publish sees them; `Fleet` adds sampling."""
 
+    version: int | None
     weights: ServedWeights
     publisher: Publisher
 
