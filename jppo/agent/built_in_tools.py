@@ -61,10 +61,10 @@ class Calculator:
 
     async def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:
         """Returns the value as text."""
-        return shown(calculate(str(arguments["expression"])))
+        return shown(evaluate(str(arguments["expression"])))
 
 
-def calculate(expression: str) -> Fraction:
+def evaluate(expression: str) -> Fraction:
     """Evaluates an expression; ValueError if it is invalid or too large."""
     if len(expression) > _LONGEST:
         raise ValueError(f"the expression has more than {_LONGEST} characters")

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from jppo.agent.built_in_tools import calculate, shown
+from jppo.agent.built_in_tools import evaluate, shown
 
 
 def by_python(text):
@@ -34,10 +34,10 @@ def test_it_computes_as_python_does():
             expected = by_python(text)
         except ZeroDivisionError:
             with pytest.raises(ValueError, match="division by zero"):
-                calculate(text)
+                evaluate(text)
             continue
         tried += 1
-        assert calculate(text) == expected, text
+        assert evaluate(text) == expected, text
     assert tried > 1500
 
 
@@ -59,7 +59,7 @@ def test_it_computes_as_python_does():
     ],
 )
 def test_what_it_shows(text, value):
-    assert shown(calculate(text)) == value
+    assert shown(evaluate(text)) == value
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_what_it_shows(text, value):
 def test_what_is_no_arithmetic_is_an_error_at_once(text):
     began = time.monotonic()
     with pytest.raises((ValueError, OverflowError)):
-        shown(calculate(text))
+        shown(evaluate(text))
     assert time.monotonic() - began < 1
