@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from machine import ROOT, begin, write
 
-from jppo.rollout.vllm import buckets, delta, layout
+from jppo.rollout.vllm import buckets, layout
 from jppo.settings import exit_on_user_error
 
 BYTES = ("rollout/published_mb", "rollout/published_whole_mb")
@@ -57,8 +57,8 @@ def rates(nbytes: int, share: float = 0.003) -> dict[str, float]:
         words = tensor.view(np.uint16).copy()
         words[rng.integers(0, size, int(share * size))] ^= 1
         new.append((name, words.view(ml_dtypes.bfloat16)))
-    copy, base = delta.Copy(), delta.LoadedWeights()
-    entries, views = buckets.describe(old)
+    copy, base = layout.Copy(), layout.LoadedWeights()
+    entries, views = buckets.checksummed(old)
     copy.replace(entries, [tensor for _, tensor in old])
     memory = mmap.mmap(-1, layout.size_of(entries))
     for entry, view in zip(entries, views, strict=True):
@@ -73,9 +73,9 @@ def rates(nbytes: int, share: float = 0.003) -> dict[str, float]:
         return result
 
     for tensors in (new, old) * 4:
-        entries, _ = timed("checksum", lambda tensors=tensors: buckets.describe(tensors))
+        entries, _ = timed("checksum", lambda tensors=tensors: buckets.checksummed(tensors))
         changes = timed("compare", lambda e=entries, t=tensors: copy.changes(e, [tensor for _, tensor in t]))
-        described, views = buckets.describe(changes)
+        described, views = buckets.checksummed(changes)
         data = bytearray(layout.size_of(described))
         for entry, view in zip(described, views, strict=True):
             data[entry.offset : entry.offset + entry.nbytes] = view

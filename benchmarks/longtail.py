@@ -56,7 +56,7 @@ def inside(options: list[str]) -> None:
     from jppo import train
     from jppo.rollout.protocol import Answer, sample_seed
     from jppo.rollout.servers.fleet import Fleet
-    from jppo.rollout.servers.process import Server
+    from jppo.rollout.servers.member import Server
 
     ask, start = Fleet.ask, Server.start
 

@@ -41,14 +41,14 @@ from jppo import settings
 from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
-from jppo.rollout import make as rollout
 from jppo.rollout.make import open_engine, server_settings
 from jppo.rollout.publish import Repeatable, published_dtype
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import check_vllm, environment, flags
+from jppo.rollout.vllm.arguments import check_vllm, vllm_environment, vllm_options
 from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
-from jppo.rollout.vllm.publish import Buffers, Parcel, Publisher
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
+from jppo.samples.make import step_sampling
 from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
@@ -106,7 +106,7 @@ def publish(sampler: Fleet, parcel: Parcel, number: int) -> dict[str, float]:
     endpoint = sampler.members[0].endpoint
 
     def accept(method: str, **kwargs: Any) -> None:
-        (result,) = endpoint.call(method, version=number, **kwargs)
+        (result,) = call_workers(endpoint, method, version=number, **kwargs)
         if not result["ok"]:
             raise RuntimeError(result["error"])
 
@@ -130,7 +130,7 @@ def sampling(
     ]
     c = copy.deepcopy(c)
     c.rollout.n, c.data.max_response_length = SAMPLES, 16 if small else LONGEST
-    how = rollout.sampling(settings.typed(c), 0)
+    how = step_sampling(settings.typed(c), 0)
     endpoint = sampler.members[0].endpoint
     requests: list[dict[str, Any]] = []
     ask = endpoint.ask
@@ -149,7 +149,7 @@ def sampling(
     requests.sort(key=lambda body: body["sampling_params"]["seed"])  # they were sent in any order
     tokens = sorted(t.tokens[PROMPT:].tolist() for t in trajectories)
     server = server_settings(settings.typed(c))
-    options, variables = flags(server, check_vllm("")), environment(server, check_vllm(""))
+    options, variables = vllm_options(server, check_vllm("")), vllm_environment(server, check_vllm(""))
     buffers = Buffers("")
     seconds: dict[str, list[float]] = {}
     with contextlib.closing(buffers), offline(c.model.path, options, variables) as engine:
@@ -184,7 +184,7 @@ def sampling(
     }
 
 
-def deliver(sampler: Fleet, way: Publisher, tensors: Callable[[], Tensors], number: int) -> None:
+def deliver(sampler: Fleet, way: FilePublisher, tensors: Callable[[], Tensors], number: int) -> None:
     sampler.weights.deliver(way.whole(Repeatable(tensors), number))
 
 
@@ -214,7 +214,7 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, 
     memory: dict[str, list[int]] = {}
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(contextlib.closing(Buffers("")))
-        ways: dict[str, Publisher] = {"file": Publisher(file), "TCP": StreamPublisher(file, Tcp("", TIMEOUT_S))}
+        ways: dict[str, FilePublisher] = {"file": FilePublisher(file), "TCP": StreamPublisher(file, Tcp("", TIMEOUT_S))}
         stack.callback(ways["TCP"].close)
         for number in range(1, 2 + repeats):
             note("copy", timed(lambda: [None for _ in tensors()])[0])

@@ -26,6 +26,7 @@ from machine import ROOT, begin, title, version, write
 from jppo import settings
 from jppo.models import hf, hf_write
 from jppo.rollout import make as rollout
+from jppo.samples.make import step_sampling
 from jppo.settings import Settings, UserError, exit_on_user_error
 from jppo.types import Prompt
 
@@ -82,7 +83,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             engine = rollout.open_engine(c, folder).ready(eos_token_ids=(0,), decode=lambda _: "")
             stack.callback(engine.close)
             engine.load(hf_write.hf_tensors(params, cfg, dtype=args.dtype), version=0)
-            servers[threads] = engine, rollout.sampling(c, 0)
+            servers[threads] = engine, step_sampling(c, 0)
 
         def sample(threads: int, some: list[Prompt]) -> Samples:
             engine, how = servers[threads]

@@ -51,10 +51,10 @@ from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
 from jppo.rollout.make import open_engine
-from jppo.rollout.make import sampling as made_sampling
 from jppo.rollout.publish import publish_policy
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.runlog.timers import Timers
+from jppo.samples.make import step_sampling
 from jppo.settings import Settings, UserError
 from jppo.train import update_models
 from jppo.types import Prompt, TrainState, Trajectory
@@ -100,7 +100,7 @@ def draw(c: Settings, sampler: Any, trajectories: Sequence[Trajectory], *, versi
     """Samples the batch with vLLM, each response to its own length."""
     prompts = [Prompt(t.uid, "", "", t.tokens[:PROMPT], "", {}) for t in trajectories]
     lengths = [int(t.sampled.sum()) for t in trajectories]
-    sampling = dataclasses.replace(made_sampling(c, 0), n=1)
+    sampling = dataclasses.replace(step_sampling(c, 0), n=1)
 
     def ask(prompt: Prompt, length: int) -> list[Trajectory]:
         return sampler.generate([prompt], dataclasses.replace(sampling, max_tokens=length), version=version)

@@ -26,8 +26,7 @@ from jppo.errors import escaped, one_line
 from jppo.learner import sharding, state
 from jppo.models import cache, hf
 from jppo.models.config import ModelConfig
-from jppo.rollout.continuous_batching import InprocessSettings, make_programs
-from jppo.rollout.inprocess import stream
+from jppo.rollout.inprocess import InprocessSettings, make_programs, stream
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.settings import Parser, UserError, exit_on_user_error
 from jppo.types import Params

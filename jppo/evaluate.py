@@ -27,7 +27,7 @@ from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.process import share_gpu
 from jppo.rewards.make import make_reward_sum
-from jppo.rollout.make import open_engine, val_sampling, with_servers
+from jppo.rollout.make import open_engine, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_stored
 from jppo.run import validation
@@ -38,6 +38,7 @@ from jppo.runlog.console import Display
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import write_samples_file
 from jppo.runlog.timers import Timers
+from jppo.samples.make import val_sampling
 from jppo.settings import Settings, UserError
 
 # Short option: the setting and its help text.

@@ -27,7 +27,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.launch import die_with_parent
-from jppo.rollout.servers.process import HOST
+from jppo.rollout.servers.member import HOST
 from jppo.rollout.vllm import arguments
 from jppo.runlog import durable_files
 from jppo.settings import Settings, UserError
@@ -57,10 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     model = ["--model", path, *arguments.model_options(path, c.trainer.run_dir)]
     place = ["--host", args.host, "--port", str(port), "--served-model-name", "policy"]
     command = [child_process.executable(c.rollout.python), "-m", arguments.MODULE, *model, *place]
-    env = {**os.environ, **arguments.environment(server, build)}
+    env = {**os.environ, **arguments.vllm_environment(server, build)}
     sys.exit(
         run_server(
-            [*command, *arguments.flags(server, build)],
+            [*command, *arguments.vllm_options(server, build)],
             env,
             address=args.address or f"http://{socket.gethostname()}:{port}",
             own=own_address(args.host, port),

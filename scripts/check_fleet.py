@@ -113,7 +113,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
                     found = {member.endpoint.url for member in fleet[0].members if member.up}
                 print(f"step {event.step}: {event.name}, after {time.monotonic() - began:.1f} s", flush=True)
 
-    ask_one, take, whole = Fleet._ask_one, SampleQueue.take, publish.Publisher.whole
+    ask_one, take, whole = Fleet._ask_one, SampleQueue.take, publish.FilePublisher.whole
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         asked[0] += 1
@@ -133,7 +133,7 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
         return whole(self, tensors, version)
 
     Fleet._ask_one, SampleQueue.take = broken_ask_one, broken_take  # type: ignore[method-assign]
-    publish.Publisher.whole = broken_whole  # type: ignore[method-assign]
+    publish.FilePublisher.whole = broken_whole  # type: ignore[method-assign]
     return answers
 
 

@@ -261,7 +261,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
     def ready(member: Member) -> bool:
         return member.up and not member.mending
 
-    ask_one, take, whole, whole_take = Fleet._ask_one, SampleQueue.take, publish.Publisher.whole, publish.Whole.take
+    ask_one, take, whole, whole_take = Fleet._ask_one, SampleQueue.take, publish.FilePublisher.whole, publish.Whole.take
 
     async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
         sent[0] += 1
@@ -293,7 +293,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
         whole_take(self, endpoint)
 
     Fleet._ask_one, SampleQueue.take = broken_ask_one, broken_take  # type: ignore[method-assign]
-    publish.Publisher.whole, publish.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
+    publish.FilePublisher.whole, publish.Whole.take = broken_whole, broken_whole_take  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
-from jppo.rollout.vllm.publish import Buffers, Parcel, Publisher
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel
 from jppo.run.agreement import TOLERANCE, LogpGap, MismatchLimits
 from jppo.settings import UserError
 from jppo.types import Params, Prompt, Trajectory
@@ -122,7 +122,7 @@ def check(
         "a wrong shape": lambda: sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=3),
     }
     if via == "file":
-        faults["a cut file"] = lambda: sampler.weights.deliver(Publisher(cut).whole(tensors.items(), 3))
+        faults["a cut file"] = lambda: sampler.weights.deliver(FilePublisher(cut).whole(tensors.items(), 3))
     else:
         faults["another dtype"] = lambda: sampler.load(
             (tensors | {name: tensors[name].astype("int32")}).items(), version=3

@@ -15,13 +15,13 @@ from jppo.learner.make import make_learner, make_mesh
 from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
 from jppo.preflight.preview import dry_run, sampling_warnings
-from jppo.rollout import make as rollout
 from jppo.rollout.make import open_engine
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_policy
 from jppo.run import agreement
 from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree
 from jppo.run.inputs import read_inputs
+from jppo.samples.make import step_sampling
 from jppo.settings import UserError
 from jppo.types import Reward
 from tests import make
@@ -48,7 +48,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     publish_policy(typed(c), learner, sampler, now, None)
     assert "agree" in agree(typed(c), inputs, learner, now, sampler, 0)
     # what the run then samples is cut: by the same comparison it would not agree
-    drawn = sampler.generate(inputs.train.prompts, rollout.sampling(typed(c), 0), version=0)
+    drawn = sampler.generate(inputs.train.prompts, step_sampling(typed(c), 0), version=0)
     rewards = [Reward(0.0, {}, None)] * len(drawn)
     data = batch.flatten(drawn, rewards, np.zeros(len(drawn), np.int32), shape=learner.shape)
     micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)

@@ -99,11 +99,9 @@ NO_MORE_THAN = {
     # what runs in vLLM's process, whose environment may have no more of jppo's dependencies
     "jppo.rollout.vllm.weight_engine": {*sys.stdlib_module_names, "torch", "vllm"},
     "jppo.rollout.vllm.worker": {*sys.stdlib_module_names, "numpy", "torch", "transformers"},
-    "jppo.rollout.vllm.cuda_ipc": {*sys.stdlib_module_names},
-    "jppo.rollout.vllm.delta": {*sys.stdlib_module_names, "numpy"},
     "jppo.rollout.vllm.kept": {*sys.stdlib_module_names, "numpy", "vllm"},
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
-    "jppo.rollout.vllm.tcp": {*sys.stdlib_module_names},
+    "jppo.rollout.vllm.transports": {*sys.stdlib_module_names},
     "jppo.rewards.model.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     "jppo.rewards.model.convert_worker": {*sys.stdlib_module_names, "torch", "transformers", "safetensors"},
     "jppo.preflight.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
@@ -126,16 +124,12 @@ OF_JPPO = {
     "jppo.statistics": (),
     "configs": ("jppo.settings",),
     "jppo.rollout.vllm.weight_engine": (
-        "jppo.rollout.vllm.cuda_ipc",
-        "jppo.rollout.vllm.delta",
         "jppo.rollout.vllm.layout",
-        "jppo.rollout.vllm.tcp",
+        "jppo.rollout.vllm.transports",
         "jppo.rollout.vllm.worker",
     ),
     "jppo.rollout.vllm.worker": ("jppo.rollout.vllm.layout",),
-    "jppo.rollout.vllm.cuda_ipc": (),
-    "jppo.rollout.vllm.delta": ("jppo.rollout.vllm.layout",),
-    "jppo.rollout.vllm.tcp": ("jppo.rollout.vllm.layout",),
+    "jppo.rollout.vllm.transports": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.kept": (),
     "jppo.rollout.vllm.layout": (),
     "jppo.rewards.model.torch_worker": (),
@@ -173,7 +167,7 @@ SECTIONS = {name.split(".")[0] for name in table.TABLE}
 PLACES = {tuple(name.split(".")[-2:]) for name in table.TABLE}  # (section, setting)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess", "jppo.rollout.continuous_batching", "jppo.rollout.make", "jppo.rollout.publish")
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.publish")
 
 
 class Import(NamedTuple):
@@ -364,7 +358,7 @@ def test_the_walk_sees_the_project():
         ("jppo.strange", "", "has no layer"),
         ("jppo.algorithms.kl", "import flax", "may import nothing of the kind"),
         ("jppo.algorithms.kl", "import jax.numpy as jnp", None),
-        ("jppo.rollout.servers.process", "def f():\n    import vllm", "jppo.rollout.vllm.kept may"),
+        ("jppo.rollout.servers.member", "def f():\n    import vllm", "jppo.rollout.vllm.kept may"),
         ("jppo.rollout.vllm.worker", "import vllm", "only inside the function"),
         ("jppo.rollout.vllm.weight_engine", "from vllm import LLM", None),
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
@@ -378,7 +372,7 @@ def test_the_walk_sees_the_project():
         ),
         ("configs.gsm8k", "from jppo import run", "configs may import of jppo only jppo.settings"),
         ("jppo.rollout", "from jppo.rollout.vllm.client import start_vllm", "jppo.rollout must import nothing"),
-        ("jppo.rollout.servers.process", "from jppo import __version__", None),
+        ("jppo.rollout.servers.member", "from jppo import __version__", None),
     ],
 )
 def test_the_rules_see_what_breaks_them_and_nothing_else(module, source, complaint):

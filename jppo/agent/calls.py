@@ -88,7 +88,7 @@ def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[Found]:
     return _tagged(text, one)
 
 
-def plain(text: str, schemas: Sequence[Schema]) -> list[Found]:
+def plain_calls(text: str, schemas: Sequence[Schema]) -> list[Found]:
     """Parses calls between angle brackets. A single tool needs no name, a single parameter no JSON."""
     names = [schema["function"]["name"] for schema in schemas]
 
@@ -182,5 +182,5 @@ def _finite(text: str) -> float:
 PARSERS: dict[str, Parser] = {
     **dict.fromkeys(("hermes", "openai", "qwen3"), hermes),
     "qwen3_coder": qwen3_coder,
-    "plain": plain,
+    "plain": plain_calls,
 }

@@ -58,7 +58,7 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
     if m.environment:
         begin = conversation.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.format == "plain":
-        chat, told = turn_tokens.plain(tokenizer), []
+        chat, told = turn_tokens.plain_chat(tokenizer), []
     else:
         roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
         how = _templated(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
@@ -93,7 +93,7 @@ def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
     @functools.lru_cache(maxsize=64)
     def chat(schemas: str) -> turn_tokens.Chat:
         if name == "plain":
-            return turn_tokens.plain(tokenizer)
+            return turn_tokens.plain_chat(tokenizer)
         found = json.loads(schemas)
         roles = ["user", *(["tool"] if found else [])]
         return turn_tokens.templated(tokenizer, found, roles=roles, **how)

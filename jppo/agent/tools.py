@@ -227,7 +227,7 @@ class Toolbox:
 
     def _cut(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer cannot encode half a surrogate pair
-        return cut(text, self._limits.characters, self._limits.side)
+        return cut_to_length(text, self._limits.characters, self._limits.side)
 
     def close(self) -> None:
         """Closes the tools; may be called twice."""
@@ -242,7 +242,7 @@ def of_row(prompt: Prompt, name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def cut(text: str, length: int, side: str) -> str:
+def cut_to_length(text: str, length: int, side: str) -> str:
     """Truncates the text to `length` characters: left, middle or right is replaced by three dots."""
     if len(text) <= length:
         return text

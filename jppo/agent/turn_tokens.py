@@ -317,7 +317,7 @@ def as_messages(prompt: Messages) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
 
 
-def plain(tokenizer: Any) -> Chat:
+def plain_chat(tokenizer: Any) -> Chat:
     """Builds a Chat for models without a template: [[a tool's answer]], and other messages on their own lines."""
     encode = functools.partial(tokenize, tokenizer)
 

@@ -28,7 +28,7 @@ from jppo.preflight import auto
 from jppo.preflight.finding import GIB, Finding, Verdict
 from jppo.preflight.gpus import NvidiaGpu, gpus
 from jppo.preflight.memory_budget import MemoryBudget
-from jppo.rollout.servers.process import HOST, check_ports
+from jppo.rollout.servers.member import HOST, check_ports
 from jppo.rollout.sglang.client import check_sglang
 from jppo.rollout.vllm.arguments import check_vllm, install_for_cpu
 from jppo.run.resume import require_own, require_resumable

@@ -23,7 +23,7 @@ from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
 from jppo.preflight.gpus import server_memory
 from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
-from jppo.rollout.continuous_batching import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
+from jppo.rollout.inprocess import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
 from jppo.settings import Common, Optimizer, Settings, Supervised, optimizers

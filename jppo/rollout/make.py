@@ -1,6 +1,5 @@
-"""The rollout engine from the settings: kind, start, sampling, weight updates."""
+"""The rollout engine from the settings: its kind, its servers, its start."""
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -8,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-import numpy as np
 from jax.sharding import Mesh
 
 from jppo import settings
@@ -18,49 +16,17 @@ from jppo.learner.make import make_mesh
 from jppo.learner.recipe import kept_tokens, sequences_of_step
 from jppo.models import cache, cost, hf
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.rollout.continuous_batching import InprocessSettings
-from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
-from jppo.rollout.protocol import Served
+from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.servers.repair import Lookup, address_lookup
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.client import start_vllm
-from jppo.rollout.vllm.reference import ServedReferences
-from jppo.settings import Rollout, Settings, UserError, ValKwargs, parts, texts
+from jppo.rollout.vllm.client import ServedReferences, start_vllm
+from jppo.settings import Rollout, Settings, UserError, parts, texts
 from jppo.settings.rules_rollout import publish_via
-from jppo.types import Sampling
 
 SMALL = 2e7  # FLOP of a token
-
-Source = Served | InprocessSampler  # of samples
-
-
-def sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
-    """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
-    found = _sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
-    kept = c.rollout.mask_replay_tokens if c.rollout.mask_replay else 0
-    return dataclasses.replace(found, experts=c.rollout.routing_replay, kept=kept)
-
-
-def val_sampling(c: Settings) -> Sampling:
-    """Makes the sampling parameters of a test; all tests of a run use the same seeds, to be comparable."""
-    return _sampling(c, c.rollout.val_kwargs, c.trainer.seed)
-
-
-def _sampling(c: Settings, how: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
-    return Sampling(
-        temperature=how.temperature,
-        top_p=how.top_p,
-        top_k=how.top_k,
-        min_p=how.min_p,
-        n=how.n,
-        max_tokens=c.data.max_response_length,
-        stop=settings.stop_texts(c.rollout.stop),
-        ignore_eos=c.rollout.ignore_eos,
-        seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
-    )
 
 
 def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReferences | None:

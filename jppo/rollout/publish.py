@@ -1,7 +1,8 @@
 """The publish of a policy: its weights as named tensors for the rollout engine, after each update.
 
-    train.py -> PolicyPublisher -> hf_write.py: named tensors -> the engine's `load`, in servers/fleet.py
-        -> servers/delivery.py: all servers or none -> vllm/publish.py with layout.py -> vllm/worker.py
+    train.py -> PolicyPublisher, with the named tensors of hf_write.py
+        -> `load` in servers/delivery.py: all servers or none
+        -> vllm/publish.py with layout.py: the file, and the requests to the workers -> vllm/worker.py
 
 Without a file, `vllm/buckets.py` stands in for `vllm/publish.py`, and `weight_engine.py` for the worker. A publish runs
 concurrently with the critic's update where possible. The in-process engine gets the trainer's own arrays.
@@ -24,8 +25,7 @@ from jppo.learner.make import Learner, make_mesh
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
-from jppo.rollout.inprocess import InprocessSampler
-from jppo.rollout.make import Source
+from jppo.rollout.inprocess import InprocessSampler, Source
 from jppo.rollout.protocol import Served
 from jppo.settings import Settings
 from jppo.types import TrainState

@@ -13,12 +13,12 @@ from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import batch, ppo
 from jppo.learner.make import Learner
 from jppo.models import placing
-from jppo.rollout.inprocess import InprocessSampler
-from jppo.rollout.make import Source, sampling
+from jppo.rollout.inprocess import InprocessSampler, Source
 from jppo.rollout.protocol import RolloutError, Sampler
 from jppo.run.inputs import Inputs
 from jppo.runlog import trajectories
 from jppo.runlog.checkpoint import NonFinite
+from jppo.samples.make import step_sampling
 from jppo.settings import Settings
 from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Trajectory
 
@@ -170,7 +170,7 @@ def _longest(inputs: Inputs, count: int) -> list[Prompt]:
 
 def _unfiltered(c: Settings, version: int) -> Sampling:
     """Returns the sampling without filters: they renormalise the engine's log-probs, but not the trainer's."""
-    return dataclasses.replace(sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0, kept=0)
+    return dataclasses.replace(step_sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0, kept=0)
 
 
 def _gaps(learner: Learner, now: TrainState, drawn: Sequence[Trajectory]) -> list[np.ndarray]:

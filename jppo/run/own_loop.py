@@ -37,6 +37,7 @@ from jppo.run.inputs import read_tokenizer, require_publishable
 from jppo.run.own_inputs import PromptLike, make_prompts, make_settings, require_sampling
 from jppo.run.own_learner import Losses, Trainable, load_state, save_state
 from jppo.run.own_samples import Engine, Kept, Responses, aims, of_samples, trajectory_of
+from jppo.samples.make import step_sampling
 from jppo.settings import Settings, changed, stop_texts
 from jppo.types import TrainState, Trajectory
 
@@ -116,7 +117,7 @@ class Model:
         asked = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
         sampling |= {} if n is None else {"n": n}
         require_sampling(sampling, {}, self.vocab_size)
-        how = dataclasses.replace(rollout.sampling(c, self.step, self._sampled), **sampling)
+        how = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
         if weights is not None:
             engine.ensure(weights)
         elif engine.holds is not self:

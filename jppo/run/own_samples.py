@@ -19,7 +19,7 @@ from jppo.errors import UserError
 from jppo.learner import batch, packing, sharding, update
 from jppo.learner.make import Learner
 from jppo.models.lora import Lora
-from jppo.rollout.make import Source
+from jppo.rollout.inprocess import Source
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run.agreement import LogpGap, Mismatch, disagreement, limits
 from jppo.settings import Settings

@@ -32,9 +32,10 @@ from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
 from jppo.rewards.parts import RewardSum
-from jppo.rollout.make import Source, describe_servers, open_engine, served_reference, with_servers
+from jppo.rollout.inprocess import Source
+from jppo.rollout.make import describe_servers, open_engine, served_reference, with_servers
 from jppo.rollout.publish import PolicyPublisher, publish_base
-from jppo.rollout.vllm.reference import ServedReferences
+from jppo.rollout.vllm.client import ServedReferences
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs, speaking
@@ -49,8 +50,7 @@ from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch, ending
-from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
-from jppo.samples.make import make_supply
+from jppo.samples.make import DynamicSampleQueue, make_supply, require_metric
 from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
 from jppo.settings import Common, Settings, table

@@ -11,10 +11,10 @@ from jppo import statistics
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import escaped
 from jppo.rewards.parts import Grading, RewardSum, sample_of
-from jppo.rollout.make import val_sampling
 from jppo.rollout.protocol import Sampler
 from jppo.run.sample_log import sample_rows
 from jppo.runlog import trajectories as of_hosts
+from jppo.samples.make import val_sampling
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
 if TYPE_CHECKING:

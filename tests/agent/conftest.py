@@ -63,7 +63,7 @@ class Hall:
     def talk(self):
         toolbox = Toolbox(self.tools, ToolLimits(**self.limits), self.user_code)
         if self.format == "plain":
-            chat = turn_tokens.plain(self.tokenizer)
+            chat = turn_tokens.plain_chat(self.tokenizer)
         else:
             how = dict(roles=self.roles, name=self.format, parse=PARSERS[self.format], parallel=2)
             chat = turn_tokens.templated(self.tokenizer, toolbox.schemas, **how, **self.how)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jppo.agent.calls import Call, Fault, hermes, opened_thought, plain, qwen3_coder, without_calls
+from jppo.agent.calls import Call, Fault, hermes, opened_thought, plain_calls, qwen3_coder, without_calls
 
 
 def schema(name, required=(), **types):
@@ -18,7 +18,7 @@ BOTH = [ADD, ASK]
 @pytest.mark.parametrize("text", ["", "no call here", 'a < b << 3 and {"name": "ask"}', "tool_call"])
 def test_text_without_calls_has_none(text):
     assert hermes(text, BOTH) == [] and qwen3_coder(text, BOTH) == []
-    assert plain(text.replace("<<", "<"), BOTH) == []
+    assert plain_calls(text.replace("<<", "<"), BOTH) == []
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ THOUGHTS = [  # text before a call, text after it, whether it is a call
     [
         (hermes, "hermes", '<tool_call>{"name": "ask", "arguments": {"what": "x"}}</tool_call>'),
         (qwen3_coder, "qwen3_coder", "<tool_call><function=ask><parameter=what>x</parameter></function></tool_call>"),
-        (plain, "plain", "<<ask x>>"),
+        (plain_calls, "plain", "<<ask x>>"),
     ],
 )
 def test_a_call_in_a_thought_is_none(parse, format, call, before, after, is_call):
@@ -118,7 +118,7 @@ def test_qwen3_coder_takes_types_from_the_schema():
     ],
 )
 def test_plain(text, schemas, found):
-    assert plain(text, schemas) == found
+    assert plain_calls(text, schemas) == found
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
@@ -128,13 +128,13 @@ def test_non_finite_arguments_are_invalid_because_json_has_none(number):
     assert isinstance(found, Fault) and f"{number} is not finite" in found.why
     text = f"<tool_call><function=add><parameter=a>{number}</parameter></function></tool_call>"
     assert isinstance(qwen3_coder(text, BOTH)[0], Fault)
-    assert isinstance(plain(f'<<add {{"a": {number}}}>>', BOTH)[0], Fault)
+    assert isinstance(plain_calls(f'<<add {{"a": {number}}}>>', BOTH)[0], Fault)
 
 
 def test_a_schema_may_have_nulls_and_lists_of_types():
     empty = {"type": "function", "function": {"name": "f", "parameters": {"properties": None, "required": None}}}
     assert hermes('<tool_call>{"name": "f"}</tool_call>', [empty]) == [Call("f", {})]
-    assert plain("<<f>>", [empty]) == [Call("f", {})]
+    assert plain_calls("<<f>>", [empty]) == [Call("f", {})]
     text = "<tool_call><function=f><parameter=x>a</parameter></function></tool_call>"
     assert (
         qwen3_coder(text, [empty]) == qwen3_coder(text, [schema("f", x=["string", "null"])]) == [Call("f", {"x": "a"})]

@@ -31,7 +31,7 @@ def language(hall):
     @functools.cache
     def chat(schemas):
         if hall.format == "plain":
-            return turn_tokens.plain(hall.tokenizer)
+            return turn_tokens.plain_chat(hall.tokenizer)
         how = dict(roles=["user"], name=hall.format, parse=PARSERS[hall.format], **hall.how)
         return turn_tokens.templated(hall.tokenizer, json.loads(schemas), **how)
 
@@ -462,7 +462,7 @@ def test_agents_end_with_a_killed_trainer(form, tmp_path):
             f"def agent(task): os.system('bash {agent}')"
         )
     spec = f"bash {agent}" if form == "command" else f"{tmp_path / 'agent.py'}:agent"
-    work = f"process.run(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
+    work = f"process.run_agent(process.program_of({spec!r}), {{}}, {{}}, 60.0)"
     program = f"import asyncio; from jppo.agent.gateway import process; asyncio.run({work})"
     with subprocess.Popen([sys.executable, "-c", program]) as trainer:
         wait_for(lambda: pids.is_file() and pids.read_text().endswith("\n"))

@@ -10,7 +10,7 @@ import tracemalloc
 
 import pytest
 
-from jppo.agent.gateway import chat, completions, messages, responses
+from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.rollout.protocol import Answer, greedy
@@ -58,10 +58,10 @@ def test_the_ids_of_calls_tell_equal_answers_apart(hermes):
     assert one._turns[2].parent is one._turns[0]
 
 
-@pytest.mark.parametrize("api", [messages, responses])
+@pytest.mark.parametrize("api", [MESSAGES, RESPONSES])
 def test_the_other_apis_recognise_turns_by_calls_too(hermes, api):
     one, ask = episode(hermes, "See." + CALL % '{"x": 1}', "1")
-    if api is messages:
+    if api is MESSAGES:
         tools = {"tools": [{"name": "calculator"}]}
         call = answered(one, tools, api)["content"][1]
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": "1"}
@@ -98,14 +98,14 @@ def test_a_conversation_of_shortened_turns_is_one_branch(hermes):
     assert t.branches == () and t.turns == 7 and t.sampled.sum() == sum(map(len, ask.answers))
 
 
-@pytest.mark.parametrize("api,none", [(chat, "none"), (responses, "none"), (messages, {"type": "none"})])
+@pytest.mark.parametrize("api,none", [(CHAT, "none"), (RESPONSES, "none"), (MESSAGES, {"type": "none"})])
 def test_a_request_without_a_choice_of_tools_continues_the_conversation(hermes, api, none):
     """The prompt has the tools, and a call in the answer is text."""
     one, ask = episode(hermes, "yes", CALL % "{}")
     tools = {
-        chat: TOOLS,
-        messages: {"tools": [{"name": "calculator"}]},
-        responses: {"tools": [{"type": "function", "name": "calculator"}]},
+        CHAT: TOOLS,
+        MESSAGES: {"tools": [{"name": "calculator"}]},
+        RESPONSES: {"tools": [{"type": "function", "name": "calculator"}]},
     }[api]
     answered(one, tools, api)
     said = [USER, {"role": "assistant", "content": "yes"}, USER]
@@ -191,7 +191,7 @@ def test_the_graded_branch_does_not_depend_on_which_answer_is_slow(hermes, asks,
             rng.shuffle(ready)
             for name in ready if rng.random() < 0.8 else ready[:1]:
                 body = {"messages": told(*left.pop(name)[1])}
-                answers[name] = asyncio.ensure_future(one.answer(chat.read(body)))
+                answers[name] = asyncio.ensure_future(one.answer(CHAT.read(body)))
                 await asyncio.sleep(0)
             waiting = [future for future in engine.waiting.values() if not future.done()]
             if waiting:
@@ -213,7 +213,7 @@ def test_an_agent_may_name_the_answer(hermes):
     assert "answer_id='chatcmpl-1', which is no answer of this episode" in wrong.exchange.fault
 
 
-@pytest.mark.parametrize("api", [chat, completions])
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
 def test_an_episode_keeps_each_token_once(hermes, api):
     """200 turns of 60 tokens kept 12 to 19 MiB, as every turn had all tokens or all text before it."""
     end = hermes.tokenizer.eos_token_id

@@ -30,10 +30,10 @@ def test_the_last_line_of_an_output(output, last):
 def test_the_users_own_hosts_without_a_proxy_stay(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "corp.example")
     monkeypatch.delenv("no_proxy", raising=False)
-    env = process.environment("http://127.0.0.1:1", "key")
+    env = process.episode_variables("http://127.0.0.1:1", "key")
     assert env["NO_PROXY"] == env["no_proxy"] == "127.0.0.1,localhost,corp.example"
     monkeypatch.delenv("NO_PROXY")
-    assert process.environment("http://127.0.0.1:1", "key")["no_proxy"] == "127.0.0.1,localhost"
+    assert process.episode_variables("http://127.0.0.1:1", "key")["no_proxy"] == "127.0.0.1,localhost"
 
 
 def ends(tmp_path, program, tasks):
@@ -43,7 +43,7 @@ def ends(tmp_path, program, tasks):
     async def all_of_them():
         program = process.program_of(f"{tmp_path / 'agent.py'}:agent")
         try:
-            return await asyncio.gather(*(process.run(program, task, {}, 20.0) for task in tasks))
+            return await asyncio.gather(*(process.run_agent(program, task, {}, 20.0) for task in tasks))
         finally:
             await program.close()
 

@@ -14,7 +14,8 @@ from http import client
 
 import pytest
 
-from jppo.agent.gateway import chat, completions, gateway, messages, responses
+from jppo.agent.gateway import gateway
+from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import BadRequest
@@ -28,7 +29,7 @@ CALL = '<tool_call>{"name": "calculator", "arguments": %s}</tool_call>'
 def read(api, body):
     """Parses a body with the API's required fields."""
     body = {"messages": [USER], "prompt": "hi", "input": "hi"} | body
-    if api is responses:
+    if api is RESPONSES:
         del body["prompt"]
         return api.read(body, {})
     return api.read(body)
@@ -40,7 +41,7 @@ def episode(hall, *said):
     return Episode(language(hall), RULES, functools.partial(ask, near=0), hall.prompt(), greedy(400), 0), ask
 
 
-def answered(one, body, api=chat, **how):
+def answered(one, body, api=CHAT, **how):
     """The response to a request."""
     request = read(api, body)
     return json.loads(json.dumps(api.write(asyncio.run(one.answer(request, **how)), request)))
@@ -49,21 +50,21 @@ def answered(one, body, api=chat, **how):
 @pytest.mark.parametrize(
     "api,body,allowed",
     [
-        (chat, {"frequency_penalty": 0.5}, {"frequency_penalty": 0.0}),
-        (chat, {"logit_bias": {"5": 100}}, {"logit_bias": {}}),
-        (chat, {"functions": [{"name": "f"}]}, {"functions": []}),
-        (chat, {"modalities": ["text", "audio"]}, {"modalities": ["text"]}),
-        (chat, {"continue_final_message": True}, {"add_generation_prompt": True}),
-        (chat, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}, USER]}, {}),
-        (completions, {"best_of": 3, "n": 2}, {"best_of": 2, "n": 2}),
-        (completions, {"repetition_penalty": 1.1}, {"repetition_penalty": 1.0}),
-        (completions, {"ignore_eos": True}, {"min_tokens": 0}),
-        (responses, {"conversation": "conv_1"}, {"conversation": None}),
-        (responses, {"background": True}, {"background": False}),
-        (responses, {"top_logprobs": 1}, {"top_logprobs": 0}),
-        (responses, {"presence_penalty": 1}, {"store": False, "temperature": 0.5}),
-        (messages, {"output_config": {"format": {"type": "json_schema"}}}, {"output_config": {"effort": "low"}}),
-        (messages, {"mcp_servers": [{"name": "x"}]}, {"thinking": {"type": "enabled"}, "top_k": 5}),
+        (CHAT, {"frequency_penalty": 0.5}, {"frequency_penalty": 0.0}),
+        (CHAT, {"logit_bias": {"5": 100}}, {"logit_bias": {}}),
+        (CHAT, {"functions": [{"name": "f"}]}, {"functions": []}),
+        (CHAT, {"modalities": ["text", "audio"]}, {"modalities": ["text"]}),
+        (CHAT, {"continue_final_message": True}, {"add_generation_prompt": True}),
+        (CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}, USER]}, {}),
+        (COMPLETIONS, {"best_of": 3, "n": 2}, {"best_of": 2, "n": 2}),
+        (COMPLETIONS, {"repetition_penalty": 1.1}, {"repetition_penalty": 1.0}),
+        (COMPLETIONS, {"ignore_eos": True}, {"min_tokens": 0}),
+        (RESPONSES, {"conversation": "conv_1"}, {"conversation": None}),
+        (RESPONSES, {"background": True}, {"background": False}),
+        (RESPONSES, {"top_logprobs": 1}, {"top_logprobs": 0}),
+        (RESPONSES, {"presence_penalty": 1}, {"store": False, "temperature": 0.5}),
+        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, {"output_config": {"effort": "low"}}),
+        (MESSAGES, {"mcp_servers": [{"name": "x"}]}, {"thinking": {"type": "enabled"}, "top_k": 5}),
     ],
 )
 def test_a_parameter_that_would_change_the_samples_is_refused(api, body, allowed):
@@ -79,14 +80,14 @@ def of_schema(**parameters):
 @pytest.mark.parametrize(
     "api,body,said",
     [
-        (messages, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool has type='web_search_"),
-        (responses, {"tools": [{"type": "web_search"}], "tool_choice": "none"}, "calls tools of type='function'"),
-        (chat, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "a tool has type='custom'"),
-        (chat, of_schema(required=5), "required=5 must be of type list"),
-        (chat, of_schema(required=[{}]), "must be names"),
-        (chat, of_schema(properties=["x"]), "must be of type dict"),
-        (chat, {"stop": ["\ud800"]}, "has half a character"),
-        (chat, {"n": 10**400}, "must be at least 1 and at most 128"),
+        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool has type='web_search_"),
+        (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "none"}, "calls tools of type='function'"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "a tool has type='custom'"),
+        (CHAT, of_schema(required=5), "required=5 must be of type list"),
+        (CHAT, of_schema(required=[{}]), "must be names"),
+        (CHAT, of_schema(properties=["x"]), "must be of type dict"),
+        (CHAT, {"stop": ["\ud800"]}, "has half a character"),
+        (CHAT, {"n": 10**400}, "must be at least 1 and at most 128"),
     ],
 )
 def test_malformed_tools_and_numbers_are_refused(api, body, said):
@@ -103,10 +104,10 @@ def test_requests_that_no_engine_can_answer_are_refused(hermes):
         deep = {"a": deep}
     calls = [{"function": {"name": "f", "arguments": deep}}]
     for api, body, why in (
-        (completions, {"prompt": ""}, "the prompt has no tokens"),
-        (chat, {"messages": [USER, {"role": "assistant", "tool_calls": calls}, USER]}, "cannot be read"),
-        (chat, of_schema(properties=deep), "cannot be read"),
-        (chat, {"tools": [{"function": {"name": 'a"\nb'}}]}, "does not show the tools"),
+        (COMPLETIONS, {"prompt": ""}, "the prompt has no tokens"),
+        (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": calls}, USER]}, "cannot be read"),
+        (CHAT, of_schema(properties=deep), "cannot be read"),
+        (CHAT, {"tools": [{"function": {"name": 'a"\nb'}}]}, "does not show the tools"),
     ):
         with pytest.raises(BadRequest, match=why) as e:
             answered(one, body, api)
@@ -138,7 +139,7 @@ def test_several_calls_are_text_for_an_agent_that_takes_one(hermes):
     assert len(answered(one, tools)["choices"][0]["message"]["tool_calls"]) == 2
     said = answered(one, tools | {"parallel_tool_calls": False})["choices"][0]
     assert said["message"]["content"] == two and said["finish_reason"] == "stop" and "tool_calls" not in said["message"]
-    assert answered(one, of_anthropic, messages)["content"] == [{"type": "text", "text": two}]
+    assert answered(one, of_anthropic, MESSAGES)["content"] == [{"type": "text", "text": two}]
     assert answered(one, tools | {"parallel_tool_calls": False})["choices"][0]["finish_reason"] == "tool_calls"
 
 
@@ -171,18 +172,18 @@ def test_a_call_is_recognised_as_clients_repeat_it(hermes, said, given):
 def test_a_stop_text_that_the_agent_adds_again_is_once_in_the_tokens(hermes, sampled, added, inserted):
     ask = hermes.policy(hermes.encode(sampled), "yes")
     one = Episode(language(hermes), RULES, functools.partial(ask, near=0), hermes.prompt(), greedy(400), 0)
-    text = "How?" + answered(one, {"prompt": "How?", "stop": ["\nSee"]}, completions)["choices"][0]["text"]
+    text = "How?" + answered(one, {"prompt": "How?", "stop": ["\nSee"]}, COMPLETIONS)["choices"][0]["text"]
     assert text == "How?1+1"
-    answered(one, {"prompt": text + added}, completions)
+    answered(one, {"prompt": text + added}, COMPLETIONS)
     assert ask.asked[1] == ask.asked[0] + ask.answers[0] + hermes.encode(inserted)
 
 
 def test_a_text_is_asked_anew_after_an_empty_answer(hermes):
     one, ask = episode(hermes, "", "yes", "no")
-    text = answered(one, {"prompt": "How?"}, completions)["choices"][0]["text"]
+    text = answered(one, {"prompt": "How?"}, COMPLETIONS)["choices"][0]["text"]
     assert text == "" and ask.asked[0] == hermes.encode("How?")
-    answered(one, {"prompt": "How?"}, completions)
-    answered(one, {"prompt": "How?yes"}, completions)
+    answered(one, {"prompt": "How?"}, COMPLETIONS)
+    answered(one, {"prompt": "How?yes"}, COMPLETIONS)
     assert ask.asked[1:] == [ask.asked[0], ask.asked[0] + ask.answers[1]]
 
 
@@ -196,7 +197,7 @@ def asked(*sent, closes=None):
         return {"path": call.path, "key": call.key}
 
     async def exchange():
-        async with await gateway.serve(answer, lambda key: None) as server:
+        async with await gateway.start_server(answer, lambda key: None) as server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
             writer.write(b"".join(sent))
             if closes is not None:
@@ -248,9 +249,9 @@ def test_a_wrong_reported_reward_is_an_error_with_posted_ones_too(hermes, last):
 
 def test_responses_and_completions_say_what_their_references_do(hermes):
     one, _ = episode(hermes, "one two three", "a b")
-    found = answered(one, {"max_output_tokens": 2}, responses)
+    found = answered(one, {"max_output_tokens": 2}, RESPONSES)
     assert found["status"] == found["output"][0]["status"] == "incomplete"
-    logprobs = answered(one, {"logprobs": 0}, completions)["choices"][0]["logprobs"]
+    logprobs = answered(one, {"logprobs": 0}, COMPLETIONS)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", " b", "<|im_end|>"] and logprobs["text_offset"] == [0, 1, 3]
 
 
@@ -285,7 +286,7 @@ def served():
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    server = asyncio.run_coroutine_threadsafe(gateway.serve(answer, admit), loop).result()
+    server = asyncio.run_coroutine_threadsafe(gateway.start_server(answer, admit), loop).result()
     yield server.sockets[0].getsockname()[1]
 
     async def end():

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.agent.gateway import chat, completions, gateway, messages, responses
+from jppo.agent.gateway import gateway
+from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import BadRequest
@@ -51,11 +52,11 @@ async def an_episode(hall, seed, spoken=None):
         history = rng.choice(histories)
         body = {"messages": history, "n": rng.choice([1, 1, 2]), "tools": [CALCULATOR] if seed % 2 else None}
         try:
-            reply = await episode.answer(request := chat.read(body))
+            reply = await episode.answer(request := CHAT.read(body))
         except BadRequest as e:
             assert e.code == "context_length_exceeded"
             break
-        for choice in json.loads(json.dumps(chat.write(reply, request)))["choices"]:  # as it goes over the wire
+        for choice in json.loads(json.dumps(CHAT.write(reply, request)))["choices"]:  # as it goes over the wire
             said = choice["message"]
             calls = [{"role": "tool", "tool_call_id": c["id"], "content": "1"} for c in said.get("tool_calls", [])]
             text = "".join(rng.choices(string.printable, k=5))
@@ -103,11 +104,11 @@ ITEMS = st.lists(st.dictionaries(name, name | JSON, max_size=5), max_size=3)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from([chat, completions, messages, responses]), st.dictionaries(name, JSON), ITEMS)
+@given(st.sampled_from([CHAT, COMPLETIONS, MESSAGES, RESPONSES]), st.dictionaries(name, JSON), ITEMS)
 def test_any_body_is_read_or_refused_with_a_line(api, body, said):
     body = body | ({"messages": said, "input": said} if said else {})
     try:
-        request = api.read(body, {}) if api is responses else api.read(body)
+        request = api.read(body, {}) if api is RESPONSES else api.read(body)
     except BadRequest as e:
         assert "\n" not in str(e) and len(str(e)) < 400
     else:
@@ -141,7 +142,7 @@ def test_what_is_no_request_is_refused(sent, status, said):
         raise BadRequest(f"no path: {call.body}", status=404)
 
     async def exchange():
-        server = await gateway.serve(answer, admit)
+        server = await gateway.start_server(answer, admit)
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
             writer.write(sent)
@@ -158,7 +159,7 @@ def test_a_message_that_the_template_or_the_tokenizer_cannot_take_is_refused(her
     episode = Episode(language(hermes), RULES, Recording(hermes, random.Random(0)), hermes.prompt(), greedy(50), 0)
     for content, why in (("\ud800", "cannot be read"), ("a " * 600, "room for"), ("x" * 2 * 10**6, "characters")):
         with pytest.raises(BadRequest, match=why):
-            asyncio.run(episode.answer(chat.read({"messages": [{"role": "user", "content": content}]})))
+            asyncio.run(episode.answer(CHAT.read({"messages": [{"role": "user", "content": content}]})))
 
 
 def test_branches_are_packed_and_trained_with_their_episode(hermes):

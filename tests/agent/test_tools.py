@@ -12,7 +12,7 @@ import pytest
 
 from jppo.agent.built_in_tools import Index, Python, Search
 from jppo.agent.calls import Call
-from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner, cut, read_tools
+from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner, cut_to_length, read_tools
 from jppo.settings import UserError
 from jppo.types import Prompt
 
@@ -31,7 +31,7 @@ from jppo.types import Prompt
     ],
 )
 def test_cut(side, length, cut_to):
-    assert cut("0123456789", length, side) == cut_to
+    assert cut_to_length("0123456789", length, side) == cut_to
 
 
 USER = """

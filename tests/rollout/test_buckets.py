@@ -12,7 +12,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, layout, tcp
+from jppo.rollout.vllm import buckets, layout, transports
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
 from jppo.settings import UserError, default
@@ -47,8 +47,10 @@ def stages(fake):
         info = body["update_info"]
         if "digest" in info:
             return fake.staging.finish(info["version"], info["digest"])
-        entries = layout.unpack(info["entries"])
-        fake.staging.add(info["version"], entries, lambda: tcp.receive(tcp.Address(**info["address"]), entries))
+        entries = layout.unpack_entries(info["entries"])
+        fake.staging.add(
+            info["version"], entries, lambda: transports.receive(transports.Address(**info["address"]), entries)
+        )
 
     def finish(_):
         fake.active = False
@@ -108,13 +110,13 @@ def test_the_order_of_a_publish_and_every_byte(made, fakes):
 
 
 def test_bytes_that_are_lost_on_the_way_are_refused(made, fakes, monkeypatch):
-    sampler, real = made(), buckets.describe
+    sampler, real = made(), buckets.checksummed
 
     def spoiled(bucket):
         entries, views = real(bucket)
         return entries, [*views[:-1], views[-1][:-1]]
 
-    monkeypatch.setattr(buckets, "describe", spoiled)
+    monkeypatch.setattr(buckets, "checksummed", spoiled)
     with pytest.raises(RolloutError, match="broke off in w1"):
         sampler.load(changed(1).items(), version=8)
     assert all(has(fake, TENSORS) for fake in fakes)
@@ -151,7 +153,7 @@ def test_a_tensor_that_is_overwritten_before_it_is_sent_waits_too(made, fakes, m
         raise RuntimeError("Array has been deleted with shape=float32[250].")
 
     with monkeypatch.context() as patched:
-        patched.setattr(buckets, "describe", describe)
+        patched.setattr(buckets, "checksummed", describe)
         fakes[0].answers["/health"] = (503, None)
         until(lambda: not sampler.members[0].up)
         fakes[0].answers["/health"] = (200, None)
@@ -233,7 +235,7 @@ def test_auto_takes_the_way_that_the_addresses_allow(urls, via):
 class TestStaging:
     """The worker's side, step by step."""
 
-    ENTRIES = buckets.describe(list(TENSORS.items()))[0]
+    ENTRIES = buckets.checksummed(list(TENSORS.items()))[0]
 
     def staging(self, *parts):
         made = Staging(SHAPES)

@@ -14,7 +14,7 @@ from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, cuda_ipc, device_carriers, layout, publish
+from jppo.rollout.vllm import buckets, device_carriers, layout, publish, transports
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout import test_buckets
 from tests.rollout.conftest import INFO
@@ -33,9 +33,9 @@ def maps(fake):
     fake.shapes, fake.model, fake.checked = test_buckets.SHAPES, {}, None
 
     def check(body):
-        entries, path, fake.checked = layout.unpack(body["kwargs"]["entries"]), body["kwargs"]["path"], None
+        entries, path, fake.checked = layout.unpack_entries(body["kwargs"]["entries"]), body["kwargs"]["path"], None
         try:
-            fake.checked = path, entries, layout.check(path, entries, fake.shapes)
+            fake.checked = path, entries, layout.map_checked(path, entries, fake.shapes)
         except layout.WeightsRefused as e:
             return {"results": [{"ok": False, "error": str(e)}]}
         return {"results": [{"ok": True, "error": None}]}
@@ -174,7 +174,7 @@ def test_a_refusal_by_one_worker_touches_no_server(way, fakes, which):
 
 
 def test_bytes_that_change_on_the_way_are_refused(way, monkeypatch):
-    way, write, describe = way(), publish.Buffers.write, buckets.describe
+    way, write, describe = way(), publish.Buffers.write, buckets.checksummed
 
     def spoiled_file(self, tensors):
         parcel = write(self, tensors)
@@ -193,9 +193,9 @@ def test_bytes_that_change_on_the_way_are_refused(way, monkeypatch):
         self._call("cuMemcpyDtoD_v2", to, origin, nbytes - 1)
 
     if way.carrier == "ipc":
-        monkeypatch.setattr(type(cuda_ipc.CudaDevice(0)), "copy", one_byte_less)
+        monkeypatch.setattr(type(transports.CudaDevice(0)), "copy", one_byte_less)
     monkeypatch.setattr(publish.Buffers, "write", spoiled_file)
-    monkeypatch.setattr(buckets, "describe", spoiled_bucket)
+    monkeypatch.setattr(buckets, "checksummed", spoiled_bucket)
     if way.carrier == "nccl":
         monkeypatch.setattr(device_carriers, "_checksum", lambda array: 17)
     with pytest.raises(RolloutError, match="different checksum"):

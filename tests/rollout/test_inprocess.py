@@ -16,9 +16,8 @@ from jppo.learner import packing, score, sharding, state
 from jppo.models import cache, config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
-from jppo.rollout import continuous_batching, protocol
-from jppo.rollout.continuous_batching import InprocessSettings
-from jppo.rollout.inprocess import InprocessEngine, InprocessSampler
+from jppo.rollout import inprocess, protocol
+from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import RolloutError, greedy, require_kept, sample_seed
 from jppo.settings import UserError
@@ -247,7 +246,7 @@ def test_what_is_cut_is_not_sampled(made, top_p, top_k, min_p):
 @pytest.mark.parametrize("turns", [2, 32])
 def test_stop_texts_and_ids_end_a_response_where_it_first_holds_one(monkeypatch, turns):
     """However seldom the host looks; across tokens too, beside end tokens and where these are ignored."""
-    monkeypatch.setattr(continuous_batching, "TURNS", turns)
+    monkeypatch.setattr(inprocess, "TURNS", turns)
     cfg, mesh, values = model_of(NAME)
     sampler = engine_of(cfg, mesh, rows=4)
     sampler.hold(values, version=7)
@@ -520,7 +519,8 @@ def test_only_the_version_that_is_held_is_sampled_from(made):
     with pytest.raises(RolloutError, match="version 3 give no finite numbers"):
         sampler.generate(ask(1), greedy(2), version=3)
     with pytest.raises(RolloutError, match="give no finite numbers"):  # of one token
-        sampler._batcher(sampler._programs.prepare(values))._answer(np.ones(2, int), np.array([-1.0, np.nan]), "stop")
+        batcher, logprob = sampler._batcher(sampler._programs.prepare(values)), np.array([-1.0, np.nan])
+        batcher._answer(np.ones(2, int), logprob, "stop", None, None)
     sampler.close()
     sampler.close()
     with pytest.raises(RolloutError, match="version 3 of the weights was requested, but the engine has none"):
@@ -573,7 +573,7 @@ def test_a_training_samples_from_what_it_learned(small_run, engine, mesh, own):
 
 def test_the_row_of_a_caller_that_has_gone_is_free(made, monkeypatch):
     """Of ten requests whose callers go, two are in rows and eight wait; a later one is answered without theirs."""
-    monkeypatch.setattr(continuous_batching, "TURNS", 2)
+    monkeypatch.setattr(inprocess, "TURNS", 2)
     cfg, mesh, values = model_of(NAME, (1, 1, 1))
     sampler = engine_of(cfg, mesh, 2)
     sampler.hold(values, version=7)

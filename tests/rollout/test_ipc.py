@@ -12,7 +12,7 @@ import pytest
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, cuda_ipc, device_carriers
+from jppo.rollout.vllm import buckets, device_carriers, transports
 from jppo.rollout.vllm.client import start_vllm
 from jppo.settings import UserError
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, whole
@@ -31,9 +31,9 @@ def cuda(tmp_path_factory):
 @pytest.fixture
 def gpu(cuda, monkeypatch):
     """A maker of GPUs, which the workers use too."""
-    real = cuda_ipc.CudaDevice
-    monkeypatch.setattr(cuda_ipc, "CudaDevice", lambda number: real(number, library=cuda))
-    return cuda_ipc.CudaDevice
+    real = transports.CudaDevice
+    monkeypatch.setattr(transports, "CudaDevice", lambda number: real(number, library=cuda))
+    return transports.CudaDevice
 
 
 @pytest.fixture
@@ -96,15 +96,15 @@ def test_a_buffer_that_was_freed_is_refused(made, fakes, engine):  # noqa: F811
 
 def test_another_process_reads_the_buffer_until_it_is_freed(cuda):
     """Without JAX, torch or vLLM: the binding alone."""
-    gpu = cuda_ipc.CudaDevice(0, library=cuda)
+    gpu = transports.CudaDevice(0, library=cuda)
     address, handle = gpu.allocate(4096)
     sent = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint8)
     gpu.copy(address + 64, sent.ctypes.data, 4000)
     gpu.wait()
     program = f"""
 import ctypes, sys, zlib
-from jppo.rollout.vllm import cuda_ipc
-gpu, data = cuda_ipc.CudaDevice(0, library={cuda!r}), ctypes.create_string_buffer(4000)
+from jppo.rollout.vllm import transports
+gpu, data = transports.CudaDevice(0, library={cuda!r}), ctypes.create_string_buffer(4000)
 with gpu.opened({handle!r}) as address:
     gpu.copy(ctypes.addressof(data), address + 64, 4000)
     gpu.wait()
@@ -122,13 +122,13 @@ assert "jax" not in sys.modules and "torch" not in sys.modules
 
 def test_the_library_of_these_tests_sees_a_missing_wait_and_a_copy_beyond_the_end(cuda):
     """Otherwise the tests above would prove less."""
-    gpu = cuda_ipc.CudaDevice(0, library=cuda)
+    gpu = transports.CudaDevice(0, library=cuda)
     address, _ = gpu.allocate(64)
     data = np.ones(65, np.uint8)
-    with pytest.raises(cuda_ipc.CudaError, match="cuMemcpyDtoD_v2 failed with 1"):
+    with pytest.raises(transports.CudaError, match="cuMemcpyDtoD_v2 failed with 1"):
         gpu.copy(address, data.ctypes.data, 65)
     gpu.copy(address, data.ctypes.data, 64)
-    with pytest.raises(cuda_ipc.CudaError, match="cuMemFree_v2 failed with 1"):
+    with pytest.raises(transports.CudaError, match="cuMemFree_v2 failed with 1"):
         gpu.free(address)
     gpu.wait()
     gpu.free(address)
@@ -137,5 +137,5 @@ def test_the_library_of_these_tests_sees_a_missing_wait_and_a_copy_beyond_the_en
 def test_without_a_gpu_or_its_driver_the_setting_is_refused(monkeypatch):
     with pytest.raises(UserError, match=r"publish_via='ipc' shares memory of GPUs: JAX runs on a cpu; .* file or tcp"):
         device_carriers.on_gpus()
-    with pytest.raises(cuda_ipc.CudaError, match="the driver of CUDA cannot be used: /nowhere"):
-        cuda_ipc.CudaDevice(0, library="/nowhere/libcuda.so.1")
+    with pytest.raises(transports.CudaError, match="the driver of CUDA cannot be used: /nowhere"):
+        transports.CudaDevice(0, library="/nowhere/libcuda.so.1")

@@ -24,7 +24,7 @@ from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
 from jppo.types import OVERFLOW, Prompt
 from tests.rollout import nobody
-from tests.rollout.test_delta import published_share
+from tests.rollout.test_publish_changes import published_share
 
 pytestmark = [
     pytest.mark.vllm,
@@ -162,8 +162,8 @@ def served(request, settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     config = make_model(folder / "model", request.param)
     latent = hf.read_config(folder / "model")[1].latent_sizes
-    counts, flags = pytest.MonkeyPatch(), arguments.flags  # a test reads the server's count of tokens
-    counts.setattr(arguments, "flags", lambda *a: [flag for flag in flags(*a) if flag != "--disable-log-stats"])
+    counts, options = pytest.MonkeyPatch(), arguments.vllm_options  # a test reads the server's count of tokens
+    counts.setattr(arguments, "vllm_options", lambda *a: [one for one in options(*a) if one != "--disable-log-stats"])
     engine = start_vllm(
         str(folder / "model"),
         str(folder / "run"),
@@ -364,7 +364,7 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
         sampler.load((tensors | {name: tensors[name][:-1]}).items(), version=2)
     cut = CutBuffers("")
     with pytest.raises(RolloutError, match=r"truncated: model\.\S+ ends at byte"):
-        sampler.weights.deliver(publish.Publisher(cut).whole(tensors.items(), 2))
+        sampler.weights.deliver(publish.FilePublisher(cut).whole(tensors.items(), 2))
     cut.close()
     assert same(sampler.generate(PROMPTS, SAMPLING, version=1), before)
 
@@ -389,7 +389,7 @@ def test_attaching_by_url(served, settings, monkeypatch):
     sampler.members[0].endpoint.post("/resume")
     # an extension that is not there is an error, not the end of the server
     with pytest.raises(RolloutError, match="500"):
-        sampler.members[0].endpoint.call("jppo_no_such_method")
+        publish.call_workers(sampler.members[0].endpoint, "jppo_no_such_method")
     assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=1)) == 2
 
 
@@ -409,13 +409,13 @@ def test_a_server_on_another_machine_pulls_its_weights(served, settings, monkeyp
         found = attached.generate(PROMPTS, SAMPLING, version=4)
         assert gap(new, found) < 1e-3 and gap(old, found) > 0.1
         attached.load(random_weights(config, 1)[1].items(), version=1)
-        describe = buckets.describe
+        describe = buckets.checksummed
 
         def describe_and_break(bucket):
             entries, views = describe(bucket)
             return entries, [memoryview(b"broken" + bytes(views[0])[6:]), *views[1:]]
 
-        monkeypatch.setattr(buckets, "describe", describe_and_break)
+        monkeypatch.setattr(buckets, "checksummed", describe_and_break)
         with pytest.raises(RolloutError, match=r"refused version 5 .* \S+\.weight has a different checksum"):
             attached.load(tensors.items(), version=5)
     finally:
@@ -522,8 +522,9 @@ def test_speculated_samples_have_the_policys_distribution_and_its_log_probs(tmp_
     """Prompts that repeat themselves, so that drafts are accepted; entropies by transformers."""
     import torch
 
-    flags = arguments.flags  # the server counts
-    monkeypatch.setattr(arguments, "flags", lambda *a: [flag for flag in flags(*a) if flag != "--disable-log-stats"])
+    options = arguments.vllm_options  # the server counts
+    quiet = "--disable-log-stats"
+    monkeypatch.setattr(arguments, "vllm_options", lambda *a: [one for one in options(*a) if one != quiet])
 
     config = make_model(tmp_path / "model", "tied")
     ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
@@ -653,6 +654,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import buckets
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
+from jppo.rollout.vllm.publish import call_workers
 url, settings, names = json.loads(sys.argv[1])
 buckets.BUCKET = 1
 settings = ServerSettings(**settings)
@@ -661,7 +663,7 @@ sampler = engine.ready(eos_token_ids=[2], decode=str)
 def tensors():
     yield names[0], np.zeros((96, 64), np.float32)
     yield names[1], np.zeros((64, 64), np.float32)
-    assert "refused" not in str(sampler.members[0].endpoint.call("jppo_transfer"))
+    assert "refused" not in str(call_workers(sampler.members[0].endpoint, "jppo_transfer"))
     os.kill(os.getpid(), signal.SIGKILL)
 sampler.load(tensors(), version=3)
 """

@@ -20,8 +20,8 @@ from jppo import settings, train
 from jppo.data.tokenizer import load_tokenizer
 from jppo.preflight import models_and_data
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.vllm import reference
-from jppo.rollout.vllm.reference import ROUTE, ServedReferences
+from jppo.rollout.vllm import client
+from jppo.rollout.vllm.client import SCORE_ROUTE, ServedReferences
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from jppo.types import Trajectory
@@ -50,7 +50,7 @@ def tokenizer(tmp_path):
 
 @pytest.fixture
 def fake(fakes, tokenizer, monkeypatch):
-    monkeypatch.setattr(reference, "PAUSE_S", 0.0)
+    monkeypatch.setattr(client, "PAUSE_S", 0.0)
     for one in fakes:
         make_teacher(one.answers, tokenizer)
     return fakes[0]
@@ -59,7 +59,7 @@ def fake(fakes, tokenizer, monkeypatch):
 def make_teacher(answers, tokenizer):
     answers["/v1/models"] = (200, {"data": [{"id": "teacher", "max_model_len": 64}]})
     answers["/detokenize"] = (200, lambda body: {"prompt": tokenizer.decode(body["tokens"])})
-    answers[ROUTE] = (200, reply)
+    answers[SCORE_ROUTE] = (200, reply)
 
 
 class ForAll:
@@ -93,7 +93,7 @@ def test_a_failed_request_is_repeated_and_counted(fake, tokenizer):
         left[0] -= 1
         return {"choices": []} if left[0] >= 0 else reply(body)
 
-    fake.answers[ROUTE] = (200, flaky)
+    fake.answers[SCORE_ROUTE] = (200, flaky)
     found, metrics = served.logprobs([trajectory(TOKENS)])
     assert found[0].tolist() == [0.0, -0.5, -3.0, -0.75] and metrics == {"ref/retries": 2.0}
 
@@ -110,10 +110,10 @@ def test_a_failed_request_is_repeated_and_counted(fake, tokenizer):
 )
 def test_a_server_that_goes_on_failing_ends_the_run_by_the_prompts_name(fake, tokenizer, answer, said):
     served = attach(fake, tokenizer)
-    fake.answers[ROUTE] = answer
+    fake.answers[SCORE_ROUTE] = answer
     with pytest.raises(RolloutError, match="(?s)no log-probs for prompt p7 after 3 tries.*" + said):
         served.logprobs([trajectory(TOKENS, "p7")])
-    assert fake.asked.count(ROUTE) == 3
+    assert fake.asked.count(SCORE_ROUTE) == 3
 
 
 def test_a_server_that_does_not_fit_is_refused_at_the_start(fake, tokenizer):
@@ -132,7 +132,7 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(fake, tokenizer):
 
 def test_each_data_source_has_its_own_teacher(fake, fakes, tokenizer):
     other = fakes[1]
-    other.answers[ROUTE] = (200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-0.125")))
+    other.answers[SCORE_ROUTE] = (200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-0.125")))
     urls = {"openai/gsm8k": fake.url, "math": other.url}
     served = ServedReferences(urls, longest=63, tokenizer=tokenizer, timeout_s=5.0)
     asked = [trajectory([i, *TOKENS]) for i in range(2, 12)]

@@ -20,7 +20,7 @@ from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import client
-from jppo.rollout.sglang.client import GENERATE, OURS, Sglang, check_sglang, flags, start_sglang
+from jppo.rollout.sglang.client import GENERATE, OURS, Sglang, check_sglang, sglang_options, start_sglang
 from jppo.run.inputs import read_inputs, read_test, require_publishable
 from jppo.settings import UserError, check
 from jppo.types import Prompt
@@ -247,7 +247,7 @@ def test_a_publish_that_is_not_the_model_is_refused_before_a_server_hears_of_it(
 def test_a_directory_that_the_server_cannot_read_is_an_error_with_its_words(start):
     sampler = start()
     sampler.load(weights(1).items(), version=1)
-    path = pathlib.Path(sampler._publisher.whole(weights(2).items(), 2).path)
+    path = pathlib.Path(sampler.publisher.whole(weights(2).items(), 2).path)
     (path / client.FILE).write_bytes(b"")
     with pytest.raises(RolloutError, match=r"answered /update_weights_from_disk with 400.*Failed to update weights"):
         sampler.weights.deliver(client.Directory(path, 2))
@@ -282,13 +282,13 @@ def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
 
 
 def test_what_the_servers_are_started_with(settings, python, tmp_path):
-    given = flags(settings(engine_args="--attention-backend triton"))
+    given = sglang_options(settings(engine_args="--attention-backend triton"))
     assert given[-2:] == ["--attention-backend", "triton"] and "--enable-deterministic-inference" in given
     assert given[given.index("--context-length") + 1] == "66"
-    assert "--disable-cuda-graph" not in flags(settings(enforce_eager=False))
+    assert "--disable-cuda-graph" not in sglang_options(settings(enforce_eager=False))
     for option in OURS:
         with pytest.raises(UserError, match="is set by"):
-            flags(settings(engine_args=f"{option} 1"))
+            sglang_options(settings(engine_args=f"{option} 1"))
     assert check_sglang(python) == "0.5.9"
     with pytest.raises(UserError, match=r"SGLang is not installed for .*pip install sglang.*rollout\.python"):
         check_sglang(sys.executable)

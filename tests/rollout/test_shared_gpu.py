@@ -18,7 +18,7 @@ from jppo.preflight import gpus
 from jppo.preflight.gpus import CONTEXT, ServerMemory
 from jppo.preflight.memory_budget import device_budgets
 from jppo.preflight.programs import Estimate, ProgramMemory
-from jppo.rollout.servers.process import Server
+from jppo.rollout.servers.member import Server
 from jppo.rollout.servers.repair import Repairs
 from jppo.run import start
 from tests.conftest import write_small_run

@@ -14,6 +14,7 @@ from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments
 from jppo.rollout.vllm.client import GENERATE, start_vllm
+from jppo.rollout.vllm.publish import call_workers
 from jppo.settings import UserError
 from jppo.types import OVERFLOW, Prompt
 
@@ -279,7 +280,7 @@ def test_a_server_with_the_wrong_settings(attach, fakes, info, said):
 def test_a_call_without_a_result_of_a_worker_is_a_fault(fakes, results):
     fakes[0].answers["jppo_info"] = (200, {"results": results})
     with pytest.raises(RolloutError, match="answered jppo_info with"):
-        Endpoint(fakes[0].url, timeout_s=5.0, why=str).call("jppo_info")
+        call_workers(Endpoint(fakes[0].url, timeout_s=5.0, why=str), "jppo_info")
 
 
 def test_no_model_is_refused_before_any_server(settings, tmp_path):

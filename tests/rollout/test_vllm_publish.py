@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.publish import Buffers, Publisher
+from jppo.rollout.vllm import layout, publish
+from jppo.rollout.vllm.publish import Buffers, FilePublisher
 from jppo.settings import UserError
 
 TENSORS = {f"w{i}": np.arange(i, i + 500, dtype=np.float32) for i in range(5)}
@@ -44,7 +44,7 @@ def test_a_renewed_file_is_not_the_one_that_may_still_be_read(buffers):
     with open(buffers.write([("w0", TENSORS["w0"] + 1)]).path, "rb") as reader:
         buffers.renew()
         buffers.write([("w0", TENSORS["w0"] + 2)])
-        layout.check(kept.path, kept.entries, SHAPES)  # the last good one is still there
+        layout.map_checked(kept.path, kept.entries, SHAPES)  # the last good one is still there
         buffers.write([("w0", TENSORS["w0"] + 3)])
         assert reader.read()[:2000] == (TENSORS["w0"] + 1).tobytes()
     assert kept.check_args().keys() == {"entries", "path"}
@@ -117,7 +117,7 @@ def test_where_there_is_no_room_another_folder_takes_all_of_it(little_room, fold
     parcels = []
     for _ in range(4):
         parcels.append(buffers.write(iter(TENSORS.items())))
-        layout.check(parcels[-1].path, parcels[-1].entries, SHAPES)
+        layout.map_checked(parcels[-1].path, parcels[-1].entries, SHAPES)
         assert in_another_process(parcels[-1].path)[2048:4048] == TENSORS["w1"].tobytes()
     said = capsys.readouterr().err
     assert said.count("\n") == said.count(f"{spare} is used from now on") == 2  # of each file
@@ -132,7 +132,7 @@ def test_a_full_file_that_ends_before_the_next_tensors_place_is_copied(little_ro
     tensors = {"w0": np.arange(1249, dtype=np.float32), "w1": np.arange(500, dtype=np.float32)}  # 4,996 bytes
     buffers = Buffers("", spare=[str(tmp_path)])
     parcel = buffers.write(tensors.items())
-    layout.check(parcel.path, parcel.entries, {name: tensor.shape for name, tensor in tensors.items()})
+    layout.map_checked(parcel.path, parcel.entries, {name: tensor.shape for name, tensor in tensors.items()})
     assert pathlib.Path(parcel.path).stat().st_size >= layout.size_of(parcel.entries)
     buffers.close()
 
@@ -142,7 +142,7 @@ def test_no_room_anywhere_is_the_users_fault(little_room, tmp_path):
     with pytest.raises(UserError, match=r"shared memory: .*No space left.*rollout\.publish_dir"):
         buffers.write(TENSORS.items())
     little_room.append("/memfd")  # room again
-    layout.check((parcel := buffers.write(TENSORS.items())).path, parcel.entries, SHAPES)
+    layout.map_checked((parcel := buffers.write(TENSORS.items())).path, parcel.entries, SHAPES)
     buffers.close()
 
 
@@ -159,7 +159,7 @@ def test_another_fault_than_no_room_is_not_answered_by_another_folder(monkeypatc
 
 
 def test_many_tensors_are_never_all_held(buffers, monkeypatch):
-    monkeypatch.setattr(layout, "UNDER_WAY", 3000)
+    monkeypatch.setattr(publish, "UNDER_WAY", 3000)
     alive, most = set(), 0
 
     class Tensor(np.ndarray):
@@ -176,7 +176,7 @@ def test_many_tensors_are_never_all_held(buffers, monkeypatch):
             del tensor
 
     parcel = buffers.write(tensors())
-    layout.check(parcel.path, parcel.entries, {f"w{i}": (250,) for i in range(50)})
+    layout.map_checked(parcel.path, parcel.entries, {f"w{i}": (250,) for i in range(50)})
     assert 2 <= most <= 6  # 3 of 1,000 bytes, the one that was just made, and what the loops hold
 
 
@@ -191,7 +191,7 @@ def adapters_in(buffers):
 
 def test_the_last_two_adapters_are_kept_until_a_whole_policy_comes(tmp_path):
     buffers = Buffers(str(tmp_path), named=True)
-    publisher = Publisher(buffers)
+    publisher = FilePublisher(buffers)
     publisher.whole(TENSORS.items(), 1)
     made = [publisher.adapter(save, version) for version in (1, 2, 3)]
     assert [one.before for one in made] == [None, made[0].model, made[1].model]
@@ -206,4 +206,4 @@ def test_adapters_that_cannot_be_written_are_an_error_of_the_folder(tmp_path):
         raise OSError("No space left on device")
 
     with pytest.raises(UserError, match="to a folder with room"):
-        Publisher(Buffers(str(tmp_path), named=True)).adapter(full, 1)
+        FilePublisher(Buffers(str(tmp_path), named=True)).adapter(full, 1)

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm import layout
+from jppo.rollout.vllm import layout, publish
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -58,7 +58,7 @@ def load(worker, tmp_path, *, version, name="w"):
 
 def send(worker, path, tensors, version):
     with open(path, "wb") as file:
-        entries = layout.write(file.fileno(), tensors)
+        entries = publish.write_tensors(file.fileno(), tensors)
     return worker.jppo_check(path=str(path), version=version, entries=layout.pack_bytes(entries))
 
 
@@ -198,9 +198,9 @@ def test_a_scalar_and_an_empty_tensor_arrive(tmp_path):
     from jppo.rollout.vllm import buckets, worker
 
     tensors = {"scale": np.array(2.5, np.float32), "none": np.zeros((0, 3), np.float32)}
-    entries, views = buckets.describe(list(tensors.items()))
+    entries, views = buckets.checksummed(list(tensors.items()))
     (tmp_path / "w").write_bytes(bytes(views[0]).ljust(layout.ALIGN, b"\0"))
-    data = layout.check(str(tmp_path / "w"), entries, {name: tensor.shape for name, tensor in tensors.items()})
+    data = layout.map_checked(str(tmp_path / "w"), entries, {name: tensor.shape for name, tensor in tensors.items()})
     found = {name: tensor.numpy() for name, tensor in worker._stream([(entries, data)], {}, ())}
     assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
 

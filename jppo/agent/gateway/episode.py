@@ -117,7 +117,7 @@ class Episode:
 
     def post(self, body: Body) -> dict[str, Any]:
         """Records a reward for the turn of the reply `id`, or for the last turn."""
-        amount, of = finite(body.get("reward")), r.get(body, "id", str)
+        amount, of = finite(body.get("reward")), r.optional(body, "id", str)
         if amount is None:
             raise BadRequest(f"reward={short(body.get('reward'))} must be a finite number")
         turn = self._named(of) if of is not None else self._turns[-1] if self._turns else None

@@ -131,7 +131,7 @@ def _become(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
             os._exit(code & 255)
 
 
-def call(function: Callable[..., Any]) -> int:
+def call_with_task(function: Callable[..., Any]) -> int:
     """Runs the function with the task."""
     found = function(json.loads(sys.stdin.readline()))
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
@@ -159,7 +159,7 @@ def _execute(command: list[str]) -> int:
 def _serve(channel: socket.socket, kind: str, *what: str) -> None:
     work = functools.partial(_execute, list(what))
     if kind == "function":
-        work = functools.partial(call, resolve(what[0], "rollout.agent"))
+        work = functools.partial(call_with_task, resolve(what[0], "rollout.agent"))
     channel.send(json.dumps({"ready": True}).encode())
     main(channel, work)
 

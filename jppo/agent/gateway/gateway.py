@@ -16,7 +16,8 @@ import threading
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jppo.agent.gateway import chat, completions, messages, process, responses
+from jppo.agent.gateway import process
+from jppo.agent.gateway.apis import APIS, RESPONSES
 from jppo.agent.gateway.episode import MODEL, Episode, Language, Rules
 from jppo.agent.gateway.request import BadRequest, Request
 from jppo.process import allow_files
@@ -63,7 +64,7 @@ class _Reader(asyncio.StreamReader):
         self.ended.set()
 
 
-async def serve(answer: Answering, admit: Admitting) -> asyncio.Server:
+async def start_server(answer: Answering, admit: Admitting) -> asyncio.Server:
     """Starts the server on a free port; `answer` returns JSON or events, or raises BadRequest.
 
     `admit` raises BadRequest for an unknown key, before the body is read. Other users of the machine can connect, too.
@@ -209,12 +210,6 @@ def _stream(events: Events) -> bytes:
 
 
 FILES_OF_ONE, OTHER_FILES = 5, 128  # open ones of an episode, with two connections; of the rest of the process
-_APIS: dict[str, Any] = {
-    "/v1/chat/completions": chat,
-    "/v1/completions": completions,
-    "/v1/messages": messages,
-    "/v1/responses": responses,
-}
 
 
 class _Open(NamedTuple):
@@ -277,7 +272,7 @@ class Gateway:
 
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self._concurrency)
-        self._server = await serve(self._answer, self._admit)
+        self._server = await start_server(self._answer, self._admit)
         self._url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}"
 
     async def _end(self) -> None:
@@ -293,8 +288,9 @@ class Gateway:
             episode, name, secret = Episode(*how), secrets.token_hex(8), secrets.token_urlsafe(32)
             failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._open[name] = _Open(secret, episode, failure, set())
-            env = process.environment(self._url, f"{name}.{secret}")
-            running = asyncio.ensure_future(process.run(self._program, episode.task(), env, self._rules.timeout_s))
+            env = process.episode_variables(self._url, f"{name}.{secret}")
+            program = process.run_agent(self._program, episode.task(), env, self._rules.timeout_s)
+            running = asyncio.ensure_future(program)
             try:
                 either: set[asyncio.Future[Any]] = {running, failure}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -322,14 +318,14 @@ class Gateway:
         episode = of.episode
         if call.method == "GET" and call.path == "/v1/models":
             return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "jppo", "created": 0}]}
-        api = _APIS.get(call.path)
+        api = APIS.get(call.path)
         if call.method != "POST" or (api is None and call.path != "/v1/reward"):
-            paths = ", ".join((*_APIS, "/v1/reward"))
+            paths = ", ".join((*APIS, "/v1/reward"))
             raise BadRequest(f"there is no {call.method[:16]} {call.path[:80]!r}; POST one of {paths}", status=404)
         body = _parsed(call.body)
         if api is None:
             return episode.post(body)
-        request: Request = api.read(body, episode.earlier) if api is responses else api.read(body)
+        request: Request = api.read(body, episode.earlier) if api is RESPONSES else api.read(body)
         answering = asyncio.current_task()
         assert answering is not None
         of.answering.add(answering)
@@ -343,7 +339,7 @@ class Gateway:
             raise BadRequest("the rollout engine failed", "server_error", 500) from e
         finally:
             of.answering.discard(answering)
-        if api is responses:
+        if api is RESPONSES:
             said = request.messages[1:] if body.get("instructions") else request.messages
             episode.keep(reply.id, (*said, reply.choices[0].message))
         return api.events(reply, request) if request.stream else api.write(reply, request)

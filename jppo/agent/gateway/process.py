@@ -57,7 +57,7 @@ def program_of(agent: str) -> "Program":
     return Program(agent, ("command", *command))
 
 
-def environment(url: str, key: str) -> dict[str, str]:
+def episode_variables(url: str, key: str) -> dict[str, str]:
     """Returns the variables of an episode: the gateway's addresses and the key."""
     own = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key}
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
@@ -184,7 +184,7 @@ def _tell(future: asyncio.Future[Any], result: Any) -> None:
         future.set_result(result)
 
 
-async def run(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
+async def run_agent(program: Program, task: Mapping[str, Any], env: Mapping[str, str], timeout_s: float) -> Ended:
     """Runs a program with the task as JSON on its input; afterwards none of its processes is left."""
     with contextlib.ExitStack() as stack:
         given, output, error = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))

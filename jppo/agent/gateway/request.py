@@ -103,7 +103,7 @@ def call_of(id: str, name: str, arguments: Any) -> Message:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def get(body: Any, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+def optional(body: Any, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
     """Returns a field; `default` if it is absent or null; BadRequest if it has another type."""
     if not isinstance(body, dict):
         raise BadRequest(f"{short(body)} must be a JSON object")
@@ -116,17 +116,17 @@ def get(body: Any, name: str, kind: type | tuple[type, ...], default: Any = None
     return value
 
 
-def need(body: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+def required(body: Any, name: str, kind: type | tuple[type, ...]) -> Any:
     """Returns a required field."""
-    value = get(body, name, kind)
+    value = optional(body, name, kind)
     if value is None:
         raise BadRequest(f"{short(body)} lacks {name!r}")
     return value
 
 
-def whole(body: Body, name: str, least: int = 1, most: int | None = None) -> int | None:
+def whole_number(body: Body, name: str, least: int = 1, most: int | None = None) -> int | None:
     """Returns an optional integer within bounds."""
-    value: int | None = get(body, name, int)
+    value: int | None = optional(body, name, int)
     if value is not None and not (least <= value and (most is None or value <= most)):
         upper = "" if most is None else f" and at most {most}"
         raise BadRequest(f"{name}={short(value)} must be at least {least}{upper}")
@@ -135,7 +135,7 @@ def whole(body: Body, name: str, least: int = 1, most: int | None = None) -> int
 
 def texts(body: Body, name: str) -> tuple[str, ...]:
     """Returns an optional text or list of texts, none of them empty."""
-    value = get(body, name, (str, list), [])
+    value = optional(body, name, (str, list), [])
     found = [value] if isinstance(value, str) else value
     if not all(isinstance(one, str) and one for one in found):
         raise BadRequest(f"{name}={short(value)} must be texts that are not empty")
@@ -150,21 +150,21 @@ def text_of(content: Any, kinds: Sequence[str]) -> str:
         return content or ""
     if not isinstance(content, list):
         raise BadRequest(f"content={short(content)} must be a text or a list of parts")
-    return "".join(need(part, "text", str) for part in content if require_kind(part, kinds))
+    return "".join(required(part, "text", str) for part in content if require_kind(part, kinds))
 
 
 def require_kind(part: Any, kinds: Sequence[str]) -> bool:
     """Returns True for a part of one of these kinds; else BadRequest."""
-    if need(part, "type", str) not in kinds:
+    if required(part, "type", str) not in kinds:
         raise BadRequest(f"a content part has type={short(part['type'])}; the policy reads {', '.join(kinds)}")
     return True
 
 
 def tools_of(body: Body, kind: str) -> list[Any]:
     """Returns the tools, all of this kind."""
-    found: list[Any] = get(body, "tools", list, [])
+    found: list[Any] = optional(body, "tools", list, [])
     for tool in found:
-        if (own := get(tool, "type", str, kind)) != kind:
+        if (own := optional(tool, "type", str, kind)) != kind:
             raise BadRequest(f"a tool has type={short(own)}; the policy calls tools of type={kind!r} only")
     return found
 
@@ -177,11 +177,11 @@ def may_call(body: Body) -> bool:
 
 def schema(function: Any, parameters: str = "parameters") -> Schema:
     """Returns the schema of a tool in OpenAI's chat form."""
-    said = {"name": need(function, "name", str), "description": get(function, "description", str, "")}
-    given = get(function, parameters, dict, {})
-    if not all(isinstance(name, str) for name in get(given, "required", list, [])):
+    said = {"name": required(function, "name", str), "description": optional(function, "description", str, "")}
+    given = optional(function, parameters, dict, {})
+    if not all(isinstance(name, str) for name in optional(given, "required", list, [])):
         raise BadRequest(f"required={short(given['required'])} of the tool {short(said['name'])} must be names")
-    get(given, "properties", dict)
+    optional(given, "properties", dict)
     return {"type": "function", "function": {**said, "parameters": given}}
 
 
@@ -207,7 +207,7 @@ def unsupported_sampling(body: Body) -> None:
     unsupported(body, structured_outputs={}, guided_json=None, guided_regex=None, guided_choice=None)
 
 
-def check(request: Request) -> Request:
+def answerable(request: Request) -> Request:
     """Returns a request that has something to answer."""
     if request.text is None and (not request.messages or request.messages[-1]["role"] == "assistant"):
         raise BadRequest("the messages must not be empty and must end with another role than 'assistant'")

@@ -3,9 +3,9 @@
     for each offer: every server gets a part of the weights and checks it; one refusal ends it, with no server changed
     pause -> take: every server loads and labels the weights -> resume
 
-A `ServerApi` has the routes for requests and pauses. A `Publisher` makes a `Delivery` of the trainer's tensors:
-`vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to `repair.py`; a repaired server and one that
-joins get the current weights by `catch_up`.
+A publish begins in `PublishedServers.load`. A `ServerApi` has the routes for requests and pauses. A `Publisher` makes a
+`Delivery` of the trainer's tensors: `vllm/publish.py`, `sglang/client.py`. A server that breaks off is left to
+`repair.py`; a repaired server and one that joins get the current weights by `catch_up`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jppo.rollout.protocol import Kept, RolloutError
+from jppo.rollout.protocol import Kept, RolloutError, Served
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import Member, Router
 from jppo.settings import UserError
@@ -345,6 +345,30 @@ class ServedWeights:
         for member in self._router.members:
             member.resumed()
         self._router.wake_all()
+
+
+class PublishedServers(Served):
+    """A run's servers as a publish sees them; `Fleet` adds sampling."""
+
+    version: int | None
+    weights: ServedWeights
+    publisher: Publisher
+
+    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
+        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
+        self._deliver(self.publisher.whole(tensors, version), mode)
+
+    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
+        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
+        self._deliver(self.publisher.adapter(save, version), mode)
+
+    def _deliver(self, delivery: Delivery, mode: str) -> None:
+        try:
+            self.weights.deliver(delivery, mode=mode)
+        except RolloutError:
+            self.publisher.refused()
+            raise
+        self.version = delivery.version
 
 
 async def _drained(members: Sequence[Member]) -> None:

@@ -130,15 +130,6 @@ class Endpoint:
         """Blocking version of `look`."""
         self._accepted(self._sent("GET", route))
 
-    def call(self, method: str, **kwargs: Any) -> list[Any]:
-        """Calls a method of the worker extension; returns one result per worker."""
-        body = {"method": method, "kwargs": kwargs, "timeout": self._timeout_s}
-        answered = self.post("/collective_rpc", body)
-        results = answered.get("results") if isinstance(answered, dict) else None
-        if not isinstance(results, list) or not results:
-            raise self._failed(f"answered {method} with {str(answered)[:300]}")
-        return results
-
     @property
     def timeout_s(self) -> float:
         """Returns the timeout of a request."""
@@ -146,7 +137,7 @@ class Endpoint:
 
     def late(self, route: str) -> ServerFault:
         """Returns the fault of a late answer."""
-        return self._failed(f"did not answer {route} within {self._timeout_s:g} s")
+        return self.fault(f"did not answer {route} within {self._timeout_s:g} s")
 
     def _sent(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         self._prove()
@@ -162,7 +153,7 @@ class Endpoint:
         if self._key not in self._proven:
             reply = self._request("GET", "/health", headers=(asked := guard.challenge()))
             if not self._key.opened(asked, reply.headers):
-                raise self._failed(f"does not prove that it has this run's {TOKEN}, so it is not sent")
+                raise self.fault(f"does not prove that it has this run's {TOKEN}, so it is not sent")
             self._proven.add(self._key)
 
     async def _prove_later(self) -> None:
@@ -185,22 +176,22 @@ class Endpoint:
         except (httpx.TimeoutException, TimeoutError) as e:
             raise self.late(route) from e
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError, Broken) as e:
-            raise self._failed(f"broke off {route} ({type(e).__name__} {e})") from e
+            raise self.fault(f"broke off {route} ({type(e).__name__} {e})") from e
 
     def _json(self, reply: httpx.Response) -> Any:
         try:
             return self._accepted(reply).json()
         except json.JSONDecodeError as e:
-            raise self._failed(f"answered {reply.url.path} with {reply.text[:200]!r}, which is not valid JSON") from e
+            raise self.fault(f"answered {reply.url.path} with {reply.text[:200]!r}, which is not valid JSON") from e
 
     def _accepted(self, reply: httpx.Response) -> httpx.Response:
         answered = f"answered {reply.url.path} with {reply.status_code}: {reply.text[:500]}"
         if reply.status_code >= 500 or reply.status_code in (MISSING, BUSY):  # the guard may know nothing of a crash
-            fault = self._failed(answered, Busy if reply.status_code == BUSY else ServerFault)
+            fault = self.fault(answered, Busy if reply.status_code == BUSY else ServerFault)
             fault.after_s = _after(reply) if reply.status_code < 500 or "retry-after" in reply.headers else None
             raise fault
         if not self._key.opened(reply.request.headers, reply.headers):
-            raise self._failed(f"sent no proof on {reply.url.path} that it is the server started here")
+            raise self.fault(f"sent no proof on {reply.url.path} that it is the server started here")
         if reply.status_code in (401, 403):
             answered += f"; set {TOKEN} to the value that the server was started with, and resume"
         if reply.status_code != 200:  # an error of the request; the server's message is complete
@@ -208,7 +199,8 @@ class Endpoint:
             raise kind(f"the server at {self.url} {answered}")
         return reply
 
-    def _failed(self, what: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
+    def fault(self, what: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
+        """Returns the fault of a server that `what` says, with the reason as far as it is known."""
         self._proven &= {OPEN}  # another program may have taken the port
         why = self._why()
         return kind(f"the server at {self.url} {what}" + (f"; {why}" if why else ""))

@@ -10,10 +10,9 @@ import asyncio
 import dataclasses
 import functools
 import itertools
-import pathlib
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -27,7 +26,6 @@ from jppo.rollout.protocol import (
     Done,
     Kept,
     RolloutError,
-    Served,
     Talk,
     begun,
     cut_at,
@@ -36,10 +34,9 @@ from jppo.rollout.protocol import (
     sample_seed,
 )
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.delivery import Completion, Delivery, Publisher, ServedWeights, ServerApi, wants_token
+from jppo.rollout.servers.delivery import Completion, PublishedServers, Publisher, ServedWeights, ServerApi, wants_token
 from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, Taken, attached_key, wait_s
-from jppo.rollout.servers.member import Cut, Member, Router, ServerLimits
-from jppo.rollout.servers.process import Server, stop_all
+from jppo.rollout.servers.member import Cut, Member, Router, Server, ServerLimits, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
@@ -48,7 +45,7 @@ T = TypeVar("T")
 THREADS = 32  # of calls to servers that come and go
 
 
-class Fleet(Served):
+class Fleet(PublishedServers):
     """The servers of a run, as the engine that it samples with."""
 
     def __init__(
@@ -72,7 +69,7 @@ class Fleet(Served):
         self.asked_again = 0
         self._reported = (0, 0)
         self._api = api
-        self._publisher = publisher
+        self.publisher = publisher
         self._limits = limits
         self._decode = decode
         self._talk = talk or protocol.one_turn(decode)
@@ -121,22 +118,6 @@ class Fleet(Served):
         asked = list(itertools.islice(itertools.cycle(prompts), count))  # an idle fleet takes turns
         return self._run(protocol.converse(ask, one_turn, asked, sampling, None)).result()
 
-    def load(self, tensors: Iterable[tuple[str, np.ndarray]], *, version: int, mode: str = "wait") -> None:
-        """Replaces the whole model by `tensors` (HF names, a tied embedding once) and sets `version`."""
-        self._deliver(self._publisher.whole(tensors, version), mode)
-
-    def load_adapter(self, save: Callable[[pathlib.Path], object], *, version: int, mode: str = "wait") -> None:
-        """Adds adapters to the last loaded model and sets `version` for both; `save` writes peft's files."""
-        self._deliver(self._publisher.adapter(save, version), mode)
-
-    def _deliver(self, delivery: Delivery, mode: str) -> None:
-        try:
-            self.weights.deliver(delivery, mode=mode)
-        except RolloutError:
-            self._publisher.refused()
-            raise
-        self.version = delivery.version
-
     def sleep(self) -> None:
         """Frees the servers' memory until the next weights."""
         if self._limits.sleep_level:
@@ -150,7 +131,7 @@ class Fleet(Served):
             "rollout/servers": float(sum(member.up for member in self.members)),
             "rollout/restarts": float(now[0] - before[0]),
             "rollout/asked_again": float(now[1] - before[1]),
-            **self._publisher.metrics(),
+            **self.publisher.metrics(),
         }
 
     def close(self) -> None:
@@ -159,7 +140,7 @@ class Fleet(Served):
             self._repairs.closed = True
             self.weights.may_start.set()
             self._stop()
-        self._publisher.close()
+        self.publisher.close()
 
     def _stop(self) -> None:
         own = {member.endpoint: member.server for member in self.members if member.server is not None}

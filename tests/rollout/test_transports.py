@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm import buckets, layout, tcp
-from jppo.rollout.vllm.tcp import Address, Sender
+from jppo.rollout.vllm import buckets, layout, transports
+from jppo.rollout.vllm.transports import Address, Sender
 
 TENSORS = {
     "a": np.arange(700_000, dtype=np.float32),
@@ -26,7 +26,7 @@ TENSORS = {
 @pytest.fixture
 def bucket():
     """The entries and the bytes of TENSORS."""
-    return buckets.describe(list(TENSORS.items()))
+    return buckets.checksummed(list(TENSORS.items()))
 
 
 @pytest.fixture(params=["", "127.0.0.1"])
@@ -45,27 +45,27 @@ SENT = {name: tensor.tobytes() for name, tensor in TENSORS.items()}
 
 def refusal(address, entries) -> str:
     with pytest.raises(layout.WeightsRefused) as caught:
-        tcp.receive(address, entries)
+        transports.receive(address, entries)
     return str(caught.value)
 
 
 def test_every_byte_arrives(sender, bucket):
     with sender.offer(*bucket) as address:
-        assert arrived(tcp.receive(address, bucket[0]), bucket[0]) == SENT
+        assert arrived(transports.receive(address, bucket[0]), bucket[0]) == SENT
 
 
 def test_several_pull_at_the_same_time(sender, bucket, monkeypatch):
     """Each waits until all of them are in the middle: nothing may serve one after the other."""
-    together, real = threading.Barrier(4), tcp._receive_one
+    together, real = threading.Barrier(4), transports._receive_one
 
     def one(connection, entry, view, deadline):
         if entry.name == "b":
             together.wait(5)
         real(connection, entry, view, deadline)
 
-    monkeypatch.setattr(tcp, "_receive_one", one)
+    monkeypatch.setattr(transports, "_receive_one", one)
     with sender.offer(*bucket) as address, ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: arrived(tcp.receive(address, bucket[0]), bucket[0]), range(4)))
+        found = list(pool.map(lambda _: arrived(transports.receive(address, bucket[0]), bucket[0]), range(4)))
     assert found == [SENT] * 4
 
 
@@ -73,33 +73,33 @@ def test_a_wrong_token_gets_no_byte_of_them(sender, bucket):
     with sender.offer(*bucket) as address:
         wrong = dataclasses.replace(address, token="0" * 32)
         assert "rejects the token" in refusal(wrong, bucket[0])
-        with tcp._connected(address) as connection:
+        with transports._connected(address) as connection:
             connection.sendall(b"0" * 32)
-            assert connection.makefile("rb").read() == tcp.NO
-        with tcp._connected(address) as connection:  # one that ends in its middle is read no further
+            assert connection.makefile("rb").read() == transports.NO
+        with transports._connected(address) as connection:  # one that ends in its middle is read no further
             connection.sendall(address.token[:5].encode())
             connection.shutdown(socket.SHUT_WR)
-            assert connection.makefile("rb").read() == tcp.NO
-        assert tcp.receive(address, bucket[0])
+            assert connection.makefile("rb").read() == transports.NO
+        assert transports.receive(address, bucket[0])
 
 
 def test_a_token_is_of_one_offer(sender, bucket):
     with sender.offer(*bucket) as first:
         pass
     with sender.offer(*bucket) as second:
-        assert first.token != second.token and len(first.token) == tcp.TOKEN_BYTES
+        assert first.token != second.token and len(first.token) == transports.TOKEN_BYTES
         assert "rejects the token" in refusal(first, bucket[0])
-        assert tcp.receive(second, bucket[0])
+        assert transports.receive(second, bucket[0])
 
 
 def test_two_buckets_are_offered_at_the_same_time(sender, bucket):
     """A restarted server gets its weights while the next ones go to the others."""
-    entries, views = buckets.describe([("a", TENSORS["a"] + 1)])
+    entries, views = buckets.checksummed([("a", TENSORS["a"] + 1)])
     with sender.offer(*bucket) as first:
         with sender.offer(entries, views) as second:
-            assert arrived(tcp.receive(first, bucket[0]), bucket[0]) == SENT
-            assert arrived(tcp.receive(second, entries), entries) == {"a": (TENSORS["a"] + 1).tobytes()}
-        assert arrived(tcp.receive(first, bucket[0]), bucket[0]) == SENT
+            assert arrived(transports.receive(first, bucket[0]), bucket[0]) == SENT
+            assert arrived(transports.receive(second, entries), entries) == {"a": (TENSORS["a"] + 1).tobytes()}
+        assert arrived(transports.receive(first, bucket[0]), bucket[0]) == SENT
 
 
 def test_bytes_that_changed_after_the_checksum_are_refused(sender, bucket):
@@ -135,7 +135,7 @@ def fake(behave):
 
     def serve():
         with listening, listening.accept()[0] as connection:
-            connection.recv(tcp.TOKEN_BYTES)
+            connection.recv(transports.TOKEN_BYTES)
             behave(connection)
 
     threading.Thread(target=serve, daemon=True).start()
@@ -146,8 +146,8 @@ def test_a_connection_that_ends_in_a_tensor_is_refused(bucket):
     entries, _ = bucket
 
     def cut(connection):
-        header = tcp.HEADER.pack(entries[0].nbytes, entries[0].crc32)
-        connection.sendall(tcp.YES + header + SENT["a"][:1000])
+        header = transports.HEADER.pack(entries[0].nbytes, entries[0].crc32)
+        connection.sendall(transports.YES + header + SENT["a"][:1000])
 
     assert "broke off in a: the connection was closed" in refusal(fake(cut), entries)
     assert "broke off before the first tensor" in refusal(fake(lambda connection: None), entries)
@@ -158,8 +158,8 @@ def test_a_trainer_that_drips_is_refused_in_time(bucket):
     over = threading.Event()
 
     def drip(connection):
-        header = tcp.HEADER.pack(entries[0].nbytes, entries[0].crc32)
-        connection.sendall(tcp.YES + header)
+        header = transports.HEADER.pack(entries[0].nbytes, entries[0].crc32)
+        connection.sendall(transports.YES + header)
         while not over.wait(0.05):
             connection.send(b"0")
 
@@ -172,9 +172,9 @@ def test_a_trainer_that_drips_is_refused_in_time(bucket):
 def test_a_bucket_whose_offer_has_ended_is_sent_no_longer(sender, bucket):
     with contextlib.ExitStack() as stack:
         with sender.offer(*bucket) as address:
-            slow = stack.enter_context(tcp._connected(address))
+            slow = stack.enter_context(transports._connected(address))
             slow.sendall(address.token.encode())
-            assert slow.recv(1) == tcp.YES
+            assert slow.recv(1) == transports.YES
         rest = 0
         while more := slow.recv(1 << 16):
             rest += len(more)
@@ -193,7 +193,7 @@ def test_a_connection_that_cannot_be_accepted_for_a_moment_ends_nothing(sender, 
     monkeypatch.setattr(socket.socket, "accept", accept)
     with sender.offer(*bucket) as address:
         for _ in range(2):  # the first is of the call before
-            assert arrived(tcp.receive(address, bucket[0]), bucket[0]) == SENT
+            assert arrived(transports.receive(address, bucket[0]), bucket[0]) == SENT
     assert left[0] < 0
 
 
@@ -202,7 +202,7 @@ def test_nothing_is_left_open(bucket):
     sender = Sender("127.0.0.1", timeout_s=5.0)
     for _ in range(3):
         with sender.offer(*bucket) as address:
-            tcp.receive(address, bucket[0]).close()
+            transports.receive(address, bucket[0]).close()
     sender.close()
     sender.close()
     deadline = time.monotonic() + 5
@@ -241,25 +241,29 @@ def test_another_user_who_holds_all_connections_keeps_no_worker_out(sender, buck
             try:
                 before = threading.active_count()
                 for _ in range(10):
-                    assert arrived(tcp.receive(address, bucket[0]), bucket[0]) == SENT
+                    assert arrived(transports.receive(address, bucket[0]), bucket[0]) == SENT
                 assert threading.active_count() <= before + 1
             finally:
                 flood.kill()
 
 
 def test_a_connection_without_a_token_is_closed_in_time(sender, bucket, monkeypatch):
-    monkeypatch.setattr(tcp, "HELLO_S", 0.3)
-    with sender.offer(*bucket) as address, tcp._connected(address) as silent, tcp._connected(address) as slow:
+    monkeypatch.setattr(transports, "HELLO_S", 0.3)
+    with (
+        sender.offer(*bucket) as address,
+        transports._connected(address) as silent,
+        transports._connected(address) as slow,
+    ):
         slow.sendall(address.token[:5].encode())
         time.sleep(0.1)
         slow.sendall(address.token[5:].encode())
-        assert slow.recv(1) == tcp.YES
+        assert slow.recv(1) == transports.YES
         began = time.monotonic()
         assert silent.recv(1) == b"" and time.monotonic() - began < 2
 
 
 def test_connections_without_a_token_take_a_bounded_number_of_files_and_no_threads(monkeypatch):
-    monkeypatch.setattr(tcp, "UNKNOWN", 20)
+    monkeypatch.setattr(transports, "UNKNOWN", 20)
     sender = Sender("127.0.0.1", timeout_s=5.0)
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     idle = [socket.create_connection(("127.0.0.1", sender._port)) for _ in range(100)]

@@ -20,18 +20,18 @@ from jppo.learner.make import make_mesh
 from jppo.models import config_reader
 from jppo.rollout.make import describe_servers, require_routing, server_threads, with_servers
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers import process
-from jppo.rollout.servers.process import Server, check_ports, telling
+from jppo.rollout.servers import member
+from jppo.rollout.servers.member import Server, check_ports, telling
 from jppo.rollout.sglang import client as sglang
 from jppo.rollout.vllm.arguments import (
     LORA_RANKS,
     check_vllm,
-    environment,
-    flags,
     install_for_cpu,
-    program,
     require_attention,
     require_options,
+    vllm_environment,
+    vllm_options,
+    vllm_program,
 )
 from jppo.settings import UserError, cpu_dtype, default, rules_rollout
 from tests.make import typed
@@ -150,25 +150,25 @@ def test_check_ports():
 
 
 def test_flags_and_environment_of_both_builds(settings, monkeypatch):
-    cpu, gpu = flags(settings(), "cpu"), flags(settings(), "gpu")
+    cpu, gpu = vllm_options(settings(), "cpu"), vllm_options(settings(), "gpu")
     assert "--no-enable-chunked-prefill" in cpu and "--no-enable-chunked-prefill" not in gpu
     assert gpu[gpu.index("--gpu-memory-utilization") + 1] == "0.4"
-    assert "--enforce-eager" in cpu and "--enforce-eager" not in flags(settings(enforce_eager=False), "cpu")
+    assert "--enforce-eager" in cpu and "--enforce-eager" not in vllm_options(settings(enforce_eager=False), "cpu")
     for given in (cpu, gpu):
         assert given[given.index("--logprobs-mode") + 1] == "processed_logprobs"
         assert given[given.index("--load-format") + 1] == "dummy"
     names = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
-    assert names.items() <= environment(settings(), "cpu").items()
-    assert not names.keys() & environment(settings(), "gpu").keys()
+    assert names.items() <= vllm_environment(settings(), "cpu").items()
+    assert not names.keys() & vllm_environment(settings(), "gpu").keys()
     monkeypatch.setenv("GOMP_SPINCOUNT", "ACTIVE")
-    assert environment(settings(), "cpu")["GOMP_SPINCOUNT"] == "ACTIVE"
+    assert vllm_environment(settings(), "cpu")["GOMP_SPINCOUNT"] == "ACTIVE"
 
 
 @pytest.mark.parametrize("dtype, value", [("float32", "ieee"), ("bfloat16", None)])
 def test_float32_servers_on_a_gpu_have_float32_attention(settings, dtype, value):
-    assert environment(settings(dtype=dtype), "gpu").get("TRITON_F32_DEFAULT") == value
-    assert "TRITON_F32_DEFAULT" not in environment(settings(dtype=dtype), "cpu")
-    assert sglang.environment(settings(dtype=dtype)).get("TRITON_F32_DEFAULT") == value
+    assert vllm_environment(settings(dtype=dtype), "gpu").get("TRITON_F32_DEFAULT") == value
+    assert "TRITON_F32_DEFAULT" not in vllm_environment(settings(dtype=dtype), "cpu")
+    assert sglang.sglang_environment(settings(dtype=dtype)).get("TRITON_F32_DEFAULT") == value
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def fake_vllm(site, settings, tmp_path, monkeypatch):
         monkeypatch.setenv("FAKE", fake)
         made.append(
             Server(
-                program(
+                vllm_program(
                     len(made),
                     model=("--model", "model"),
                     run_dir=str(tmp_path / "run"),
@@ -322,7 +322,7 @@ def test_servers_share_out_the_gpus(settings, tmp_path, monkeypatch, servers, ea
     devices = tuple(named.split(",")) if named else ()
     many = settings(servers=servers, tensor_model_parallel_size=each, devices=devices)
     found = [
-        program(i, model=("--model", "m"), run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
+        vllm_program(i, model=("--model", "m"), run_dir=str(tmp_path), settings=many, build="gpu", folder=None)
         for i in range(servers)
     ]
     assert [p.env["CUDA_VISIBLE_DEVICES"] for p in found] == expected
@@ -331,7 +331,7 @@ def test_servers_share_out_the_gpus(settings, tmp_path, monkeypatch, servers, ea
 
 
 def test_further_options_reach_the_server_and_ours_do_not_change(settings):
-    given = flags(settings(engine_args="--block-size 16 --kv-cache-dtype=fp8"), "cpu")
+    given = vllm_options(settings(engine_args="--block-size 16 --kv-cache-dtype=fp8"), "cpu")
     assert given[-3:] == ["--block-size", "16", "--kv-cache-dtype=fp8"]
     for wrong, said in [
         ("--dtype half", "set by rollout.dtype"),
@@ -339,19 +339,19 @@ def test_further_options_reach_the_server_and_ours_do_not_change(settings):
         ("16", "begin"),
     ]:
         with pytest.raises(UserError, match=said):
-            flags(settings(engine_args=wrong), "cpu")
+            vllm_options(settings(engine_args=wrong), "cpu")
 
 
 def test_vllm_gets_the_longest_row(settings):
-    given = flags(settings(max_positions=64), "gpu")
+    given = vllm_options(settings(max_positions=64), "gpu")
     assert given[given.index("--hf-overrides") + 1] == '{"max_position_embeddings": 64}'
-    assert "--hf-overrides" not in flags(settings(), "gpu")
+    assert "--hf-overrides" not in vllm_options(settings(), "gpu")
 
 
 def test_quantisation_is_vllms_and_on_a_cpu_by_channel(settings):
-    given = flags(settings(quantization="fp8_per_block"), "gpu")
+    given = vllm_options(settings(quantization="fp8_per_block"), "gpu")
     assert given[given.index("--quantization") + 1] == "fp8_per_block"
-    assert "--quantization" not in flags(settings(), "gpu")
+    assert "--quantization" not in vllm_options(settings(), "gpu")
     require_options(settings(quantization="fp8_per_channel"), "cpu")
     with pytest.raises(UserError, match="fp8_per_channel only"):
         require_options(settings(quantization="fp8_per_block"), "cpu")
@@ -359,9 +359,9 @@ def test_quantisation_is_vllms_and_on_a_cpu_by_channel(settings):
 
 def test_speculation_on_a_cpu_has_jppos_worker_and_no_replay(settings):
     ngram = "--speculative-config '{}'"
-    given = flags(settings(engine_args=ngram), "cpu")
+    given = vllm_options(settings(engine_args=ngram), "cpu")
     assert given[given.index("--worker-cls") + 1].endswith("kept.SpeculationWorker")
-    assert "--worker-cls" not in flags(settings(engine_args=ngram), "gpu") + flags(settings(), "cpu")
+    assert "--worker-cls" not in vllm_options(settings(engine_args=ngram), "gpu") + vllm_options(settings(), "cpu")
     for name in ("kept", "experts"):
         with pytest.raises(UserError, match="of speculated samples; remove speculation"):
             require_options(settings(engine_args=ngram, **{name: True}), "gpu")
@@ -370,8 +370,8 @@ def test_speculation_on_a_cpu_has_jppos_worker_and_no_replay(settings):
 def test_gated_delta_nets_on_a_cpu_cache_no_prefixes(settings):
     """vLLM's cache of them needs chunked prefill, which a CPU has not."""
     delta = settings(delta=("qwen3_next", True))
-    assert "--no-enable-prefix-caching" in flags(delta, "cpu")
-    assert "--no-enable-prefix-caching" not in flags(settings(), "cpu") + flags(delta, "gpu")
+    assert "--no-enable-prefix-caching" in vllm_options(delta, "cpu")
+    assert "--no-enable-prefix-caching" not in vllm_options(settings(), "cpu") + vllm_options(delta, "gpu")
 
 
 @pytest.mark.parametrize("sizes, odd", [((8,), 8), ((16, 32), 16), ((64, 512), None), ((), None)])
@@ -385,9 +385,9 @@ def test_heads_that_vllm_on_a_cpu_cannot_compute_are_refused_before_the_start(se
 
 def test_latent_attention_on_a_cpu_has_its_kernels_or_is_refused(settings):
     latent = (512, 64)
-    given = flags(settings(latent=latent), "cpu")
+    given = vllm_options(settings(latent=latent), "cpu")
     assert given[given.index("--attention-backend") + 1] == "CPU_MLA"
-    assert "--attention-backend" not in flags(settings(), "cpu") + flags(settings(latent=latent), "gpu")
+    assert "--attention-backend" not in vllm_options(settings(), "cpu") + vllm_options(settings(latent=latent), "gpu")
     require_attention(settings(latent=latent), "cpu")
     small = settings(latent=(20, 64))
     require_attention(small, "gpu")
@@ -412,15 +412,15 @@ def test_a_config_from_which_vllm_would_route_otherwise_is_refused(tmp_path, key
 
 
 def test_only_a_server_on_a_gpu_can_sleep(settings):
-    assert "--enable-sleep-mode" in flags(settings(sleeps=True), "gpu")
-    assert "--enable-sleep-mode" not in flags(settings(), "gpu")
+    assert "--enable-sleep-mode" in vllm_options(settings(sleeps=True), "gpu")
+    assert "--enable-sleep-mode" not in vllm_options(settings(), "gpu")
     with pytest.raises(UserError, match=r"rollout\.sleep_level frees a GPU's memory"):
-        flags(settings(sleeps=True), "cpu")
+        vllm_options(settings(sleeps=True), "cpu")
 
 
 def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):
     with pytest.raises(UserError, match=r"rollout\.devices lists GPUs"):
-        program(
+        vllm_program(
             0,
             model=("--model", "m"),
             run_dir=str(tmp_path),
@@ -433,7 +433,8 @@ def test_a_vllm_for_the_cpu_has_no_use_for_gpus(settings, tmp_path):
 def test_a_cache_setting_of_the_environment_does_not_override(settings, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("VLLM_API_KEY", "secret")  # vLLM would refuse the trainer's requests
-    env = program(0, model=("--model", "m"), run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
+    model = ("--model", "m")
+    env = vllm_program(0, model=model, run_dir=str(tmp_path), settings=settings(), build="cpu", folder=None).env
     assert "VLLM_CPU_KVCACHE_SPACE" not in env and "VLLM_API_KEY" not in env
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(pathlib.Path(jppo.__file__).parents[1])
 
@@ -475,7 +476,7 @@ def hang_up(taken):
 
 
 def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm, monkeypatch):
-    monkeypatch.setattr(process, "PORT_S", 0.5)
+    monkeypatch.setattr(member, "PORT_S", 0.5)
     server = fake_vllm()
     server.wait_ready()
     url = server.url
@@ -519,11 +520,11 @@ def test_room_for_adapters(settings):
     """vLLM makes room in steps; its largest is what a config may ask for."""
     assert LORA_RANKS[-1] == rules_rollout.LARGEST_SERVED_RANK
     for rank, room in ((1, "1"), (2, "8"), (16, "16"), (17, "32"), (512, "512")):
-        said = flags(settings(lora_rank=rank), "cpu")
+        said = vllm_options(settings(lora_rank=rank), "cpu")
         assert said[said.index("--max-lora-rank") + 1] == room and "--enable-lora" in said
-        assert environment(settings(lora_rank=rank), "cpu")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    assert "--enable-lora" not in flags(settings(), "cpu")
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment(settings(), "cpu")
+        assert vllm_environment(settings(lora_rank=rank), "cpu")["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in vllm_options(settings(), "cpu")
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in vllm_environment(settings(), "cpu")
 
 
 @pytest.mark.parametrize(
