@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.algorithms import advantage, correction, covariance, kl, losses, masked
+from jppo.algorithms import advantage, correction, kl, losses, masked
 from jppo.models import heads
 from jppo.settings import UserError, importance_band, rejection_rules
 from jppo.types import Array
@@ -214,12 +214,12 @@ def drawn(meta: Meta, x: Inputs) -> Array:
     clips = {name: setting(meta, name) for name in ("clip_low", "clip_high")}
     band = dict(low=meta["clip_cov_lb"], high=meta["clip_cov_ub"], count=count(meta, x, "clip_cov_ratio"))
     fixed = x["logprob"], x["old_logprob"], x["advantages"], x["mask"]
-    return covariance.drawn(jax.random.key(0), *fixed, **clips, **band)
+    return losses.drawn_by_covariance(jax.random.key(0), *fixed, **clips, **band)
 
 
 def largest(meta: Meta, x: Inputs) -> Array:
     """Returns the tokens of kl_cov."""
-    return covariance.largest(x["logprob"], x["advantages"], x["mask"], count=count(meta, x, "kl_cov_ratio"))
+    return losses.highest_covariance(x["logprob"], x["advantages"], x["mask"], count=count(meta, x, "kl_cov_ratio"))
 
 
 def bypass_mode(meta: Meta, x: Inputs) -> dict[str, Found]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jppo.algorithms import hl_gauss, losses
+from jppo.algorithms import losses, values
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
 from jppo.learner.optim import Hyperparameters, descend
@@ -154,8 +154,8 @@ def make_critic_loss(
         if value_range is None:
             each, held = losses.clipped_value(new, scored.value, scored.returns, cliprange_value=cliprange_value)
         else:
-            each, held = hl_gauss.loss(new, scored.returns, value_range)
-            new = hl_gauss.value(new, value_range)
+            each, held = values.histogram_loss(new, scored.returns, value_range)
+            new = values.histogram_value(new, value_range)
         out = masked_sum(each * weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences), mask)
         sums = {
             "critic/vf_loss": out,

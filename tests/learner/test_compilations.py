@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.algorithms import covariance, losses
+from jppo.algorithms import losses
 from jppo.learner import estimate, ppo, sharding, state, warmup
 from jppo.learner.policy_losses import Selection
 
@@ -21,7 +21,7 @@ CORRECTED = dict(
 CLIP = dict(clip_low=0.2, clip_high=0.2)
 SELECTED = dict(
     policy_loss=functools.partial(losses.clip_cov, **CLIP),
-    selection=Selection(functools.partial(covariance.drawn, low=-9.0, high=9.0, **CLIP), 0.2),
+    selection=Selection(functools.partial(losses.drawn_by_covariance, low=-9.0, high=9.0, **CLIP), 0.2),
 )
 EVENT = "/jax/core/compile/backend_compile_duration"
 
