@@ -8,9 +8,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.learner import batch, estimate, packing, ppo, sharding
+from jppo.learner import batch, cost, estimate, packing, ppo, sharding
 from jppo.learner.make import Learner
-from jppo.models import cost
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.runlog.timers import Timers

@@ -18,10 +18,10 @@ from jppo import settings
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, estimate, ppo
+from jppo.learner.cost import utilisation
 from jppo.learner.make import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.state import next_step, order, scalar
-from jppo.learner.utilisation import utilisation
 from jppo.preflight.checks import dry_run
 from jppo.preflight.preview import memory_explained
 from jppo.report import report_line
@@ -93,7 +93,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
     kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
     now = next_step(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
-    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
+    epochs = critic_epochs(c, version)
+    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), epochs=epochs)
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 

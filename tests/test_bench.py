@@ -57,7 +57,7 @@ def test_the_measured_steps_run(bench, tiny, monkeypatch):
 
 
 def test_flops_by_hand(bench, tiny):
-    """Of 3 + 2 tokens; tests/models/test_cost.py counts other models product by product."""
+    """Of 3 + 2 tokens; tests/learner/test_cost.py counts other models product by product."""
     # Weights of a layer: q and o 8*8, k and v 8*4, three of the MLP 8*12; 480. A product and a sum for each.
     dense = 2 * 2 * 5 * 480
     # Token t sees t keys: 1+2+3+4+5 = 15 pairs; each is a product with k and one with v, of 8 = 2 heads of 4.

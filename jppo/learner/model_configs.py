@@ -8,13 +8,12 @@ import jax
 from jax.sharding import Mesh
 
 from jppo.learner.ppo import Recipe
-from jppo.learner.recipe import make_estimator
 from jppo.learner.sharding import require_divisible
 from jppo.models import hf, lora, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
-from jppo.settings import Common, Critic, Model, Settings, UserError
+from jppo.settings import Common, Critic, Model, Settings, UserError, parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
 
 def wants_critic(c: Settings) -> bool:
     """Whether the estimator reads values."""
-    return make_estimator(c).critic
+    return parts.estimator(c).critic
 
 
 def wants_reference(c: Settings) -> bool:
@@ -123,15 +122,15 @@ def require_host(c: Common, device: jax.Device) -> None:
 
 def describe_offload(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str | None:
     """Returns a line on the offloaded parts; None without any. `inputs` of PPO tell which parts exist."""
-    parts = offloaded_parts(c)
+    there = offloaded_parts(c)
     if inputs is not None and inputs.critic is None:
-        parts = [part for part in parts if not part.startswith("critic")]
+        there = [part for part in there if not part.startswith("critic")]
     if inputs is not None and inputs.reference is None:
-        parts = [part for part in parts if part != "reference"]
-    if not parts:
+        there = [part for part in there if part != "reference"]
+    if not there:
         return None
     same = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
-    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(parts)}{same}"
+    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(there)}{same}"
 
 
 @dataclasses.dataclass(frozen=True)

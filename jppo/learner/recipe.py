@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from jppo.algorithms import kl, losses
-from jppo.learner import estimate, optim, packing, ppo, sharding, state
+from jppo.learner import cost, estimate, optim, packing, ppo, sharding, state
 from jppo.learner.estimate import Estimator
 from jppo.learner.policy_losses import Objective
-from jppo.models import attention, cost
+from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.settings import (
     Common,

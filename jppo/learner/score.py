@@ -136,9 +136,9 @@ def make_value(model: Any) -> Value:
 
 def make_expected(value: Value, value_range: tuple[float, float] | None) -> Value:
     """Makes the values of a critic; with `value_range`, `value` returns the logits of a histogram."""
-    return (
-        value if value_range is None else lambda params, rows: values.histogram_value(value(params, rows), value_range)
-    )
+    if value_range is None:
+        return value
+    return lambda params, rows: values.histogram_value(value(params, rows), value_range)
 
 
 def make_exact(

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jppo.learner import model_configs, packing, ppo, sharding, state, update
+from jppo.learner import cost, model_configs, packing, ppo, sharding, state, update
 from jppo.learner.make import Trained, make_apply, make_passes, shares_trunk
 from jppo.learner.recipe import make_optimizer, plan_of_run
-from jppo.models import cost, hf_write, router
+from jppo.models import hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.learner import sharding
+from jppo.learner import cost, sharding
 from jppo.learner.make import make_mesh
 from jppo.learner.recipe import kept_tokens, sequences_of_step
-from jppo.models import cache, cost, hf
+from jppo.models import cache, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.rollout.continuous_batching import InprocessSettings
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler

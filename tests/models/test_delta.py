@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.learner import sharding
+from jppo.learner import cost, sharding
 from jppo.learner.sharding import require_divisible
-from jppo.models import cache, config_reader, cost, decoder, delta, hf_write, lora
+from jppo.models import cache, config_reader, decoder, delta, hf_write, lora
 from jppo.rollout.vllm.arguments import ServerSettings, require_delta_nets
 from jppo.settings import UserError
 from tests.models.conftest import config_of
