@@ -1,4 +1,4 @@
-"""The compiled side of a run: mesh, sharded models, passes, optimizers."""
+"""The compiled side of a run: mesh, sharded models, passes, optimizers; and their compilation before the first step."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
-from jppo.learner import model_configs, optim, packing, ppo, score, sharding, state, update, warmup
+from jppo.learner import batch, model_configs, packing, ppo, score, sharding, state, update
 from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
 from jppo.learner.recipe import (
     batch_shape,
@@ -17,15 +18,16 @@ from jppo.learner.recipe import (
     most_sequences,
     packing_kind,
     plan_of_run,
+    rate_schedule,
     shared_prompts,
 )
 from jppo.models import embedding, experts, fused, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
-from jppo.models.lora import Base, Lora, Weights
+from jppo.models.lora import Base, Lora, Weights, join
 from jppo.models.params import Head
 from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings, UserError
-from jppo.types import Array, Params, TrainState
+from jppo.types import Counts, Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,15 +299,63 @@ def compile_passes(
     begin: TrainState,
     part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent,
 ) -> None:
-    """Compiles every program of a step ahead of time; `part` counts them."""
-    warmup.compile_all(
-        learner.passes, learner.recipe, learner.plan, learner.mesh,
-        now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
-        part=part,
-    )  # fmt: skip
+    """Compiles every program of a step ahead of time; `part` begins the count of so many programs."""
+    run_on_empty_rows(learner, begin, part)
     state.next_step(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
     for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):
         state.order(begin, model, 0, 0, shuffle=shuffle, most=most_sequences(c))
+
+
+def run_on_empty_rows(
+    learner: Learner, now: TrainState, part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
+) -> None:
+    """Runs every pass and update once on empty rows of every shape, so that no later step compiles; learns nothing."""
+    passes, recipe, mesh, plan, reference = (
+        learner.passes,
+        learner.recipe,
+        learner.mesh,
+        learner.plan,
+        learner.reference,
+    )
+    whole, judge = learner.policy(now), learner.value(now)
+    descents: list[tuple[ppo.ModelUpdate, Any, Any, tuple[Any, ...]]] = [
+        (learner.actor, now.policy, now.policy_opt, (recipe.in_loss(reference),))
+    ]
+    if learner.critic is not None:
+        descents.append((learner.critic, now.value, now.value_opt, ()))
+    greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
+    nobody = np.zeros(0, np.int32)
+    how = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
+    how["parts"] = recipe.estimator.parts
+    data = batch.flatten([], [], nobody, greedy, shape=learner.shape, **how)
+    done = part("programs compiled", len(plan.shapes) * (1 + len(descents)) + len(descents))
+    rows = [packing.empty_rows(of_rows, plan) for of_rows in plan.shapes]
+    for one in rows:
+        micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
+        passes.logprob(placing.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
+        data = ppo.with_old_logprob(passes, recipe, data, micros, whole)
+        data = ppo.with_reference(passes, recipe, data, micros, whole, reference)
+        data = ppo.with_values(passes, data, micros, judge)
+        done()
+    if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
+        data = batch.with_reference(data, [])
+    kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
+    data, _ = ppo.with_advantages(passes, data, kl_coef, mesh, now.value_norm)
+    counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
+    for one in rows:
+        mini = batch.Mini([batch.scored(data, one)], counts, sharding.rows_sharding(mesh), batch=data)
+        for descent, learned, _, further in descents:
+            models = placing.to_device((learned, descent.base, further))
+            taken = mini if descent.select is None else descent.select(join(*models[:2]), mini, now.key, now.step, 0)
+            taken = batch.with_dropout(taken, now.key, now.step, 0) if descent.drops else taken
+            micro = placing.put(taken.micros[0], taken.place)
+            whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
+            jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))
+            done()
+    for descent, learned, opt, _ in descents:
+        carry = descent.zeros() if descent.exchange is None else descent.exchange(descent.zeros())
+        descent.apply.lower(*placing.on_device_shapes((learned, opt)), carry, now.step, np.True_).compile()
+        done()
 
 
 def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
@@ -344,17 +394,4 @@ def make_descent(
 
 def make_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
     """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
-    return update.make_apply(tx, make_schedule(section, total_steps), shardings=(what.shardings, places))
-
-
-def make_schedule(section: Optimizer, total_steps: int) -> Callable[[Array], Array]:
-    """Makes the learning rate of a section of the config by step."""
-    by_ratio = section.lr_warmup_steps == -1
-    return optim.make_schedule(
-        section.lr_scheduler_type,
-        lr=section.lr,
-        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
-        total_steps=total_steps,
-        min_lr_ratio=section.min_lr_ratio,
-        init_lr_ratio=section.init_lr_ratio,
-    )
+    return update.make_apply(tx, rate_schedule(section, total_steps), shardings=(what.shardings, places))

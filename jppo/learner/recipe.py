@@ -145,6 +145,19 @@ def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Cha
     return chain
 
 
+def rate_schedule(section: Optimizer, total_steps: int) -> Callable[[Array], Array]:
+    """Makes the learning rate of a section of the config by step."""
+    by_ratio = section.lr_warmup_steps == -1
+    return optim.make_schedule(
+        section.lr_scheduler_type,
+        lr=section.lr,
+        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=section.min_lr_ratio,
+        init_lr_ratio=section.init_lr_ratio,
+    )
+
+
 def require_optimizers(c: Settings) -> None:
     """Raises UserError for an invalid optimizer; before servers start."""
     for name, section in optimizers(c).items():

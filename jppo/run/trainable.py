@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.learner import make, optim, ppo
+from jppo.learner import optim, ppo, recipe
 from jppo.learner.batch import Mini
 from jppo.models import placing, router
 from jppo.models.lora import Weights, join
@@ -22,7 +22,7 @@ class Trainable:
     def __init__(self, how: ppo.ModelUpdate, params: Params, opt: Any, section: Optimizer, total_steps: int):
         """`section` has the optimizer's settings; its schedule is over `total_steps`."""
         self.how, self.params, self.opt = how, params, opt
-        self._section, self._schedule = section, make.make_schedule(section, total_steps)
+        self._section, self._schedule = section, recipe.rate_schedule(section, total_steps)
         self._carry: Any = None
         self.accumulated = 0  # gradients since the last step
         self._learns = False
