@@ -21,7 +21,7 @@ from jppo.learner.recipe import (
     rate_schedule,
     shared_prompts,
 )
-from jppo.models import embedding, experts, fused, placing, sequence_parallel
+from jppo.models import experts, fused, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora, Weights, join
@@ -110,7 +110,7 @@ def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
         scan_layers=c.model.scan_layers,
         remat=cast(Remat, c.model.remat),
         constrain=sharding.constrain_to_rows(mesh),
-        lookup=embedding.make_lookup(mesh),
+        lookup=modules.make_lookup(mesh),
         mix=experts.make_mix(mesh),
     )
 

@@ -24,8 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.config import ModelConfig
-from jppo.models.product import einsum
-from jppo.models.quantized import Quantized
+from jppo.models.kernels import Quantized, einsum
 from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.sequence_parallel import ROWS as ROW_AXES
 from jppo.settings import UserError

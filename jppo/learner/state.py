@@ -16,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
 from jppo.learner.ppo import Recipe
-from jppo.models import hf, lora, params, placing, quantized
+from jppo.models import hf, kernels, lora, params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
@@ -59,7 +59,7 @@ def _weights(
     dtype: Any,
     method: str = "none",
 ) -> Weights:
-    shapes = params.tree(entries, lambda entry: quantized.stored(entry, dtype, method))
+    shapes = params.tree(entries, lambda entry: kernels.stored_form(entry, dtype, method))
     places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
     matrices = params.tree(entries, lambda entry: entry.matrix and MuonDimensionNumbers(*entry.matrix))
     spare, still = (params.tree(entries, operator.attrgetter(name)) for name in ("padding", "still"))
@@ -91,7 +91,7 @@ def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     dtype = _dtype(what)
     if init == "random":
         draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
-        return jax.jit(lambda key: quantized.like(what.shapes, draw(key)), out_shardings=what.shardings)(key)
+        return jax.jit(lambda key: kernels.stored_like(what.shapes, draw(key)), out_shardings=what.shardings)(key)
     return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, shardings=what.shardings, key=key)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.errors import expanded
-from jppo.models import config_reader, lora, params, placing, quantized, tensorfile
+from jppo.models import config_reader, kernels, lora, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head
 from jppo.models.params import Entry, Head
@@ -231,9 +231,9 @@ def _some(names: list[str]) -> str:
 def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
     """Reads one parameter, filled tensor by tensor in its shards; quantised if its sharding is of codes and scales."""
     places, method = sharding, "none"
-    if isinstance(sharding, quantized.Quantized):
+    if isinstance(sharding, kernels.Quantized):
         sharding, method = sharding.codes, sharding.method
-    kept = quantized.stored(entry, dtype, method)
+    kept = kernels.stored_form(entry, dtype, method)
     out: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept), out_shardings=places)()
     for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
         tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
@@ -267,7 +267,7 @@ def _fill(out: Any, piece: jax.Array, at: tuple[int, ...]) -> Any:
     def write(out: jax.Array, piece: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(out, piece, at + (0,) * (out.ndim - len(at)))
 
-    return jax.tree.map(write, out, quantized.like(out, piece))
+    return jax.tree.map(write, out, kernels.stored_like(out, piece))
 
 
 def stored_tensors(path: str | os.PathLike[str], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

@@ -13,7 +13,7 @@ import pytest
 
 from jppo.algorithms import advantage, losses
 from jppo.learner import batch, estimate, estimators, optim, packing, ppo, sharding, state, update
-from jppo.models import config_reader, embedding, experts, sequence_parallel
+from jppo.models import config_reader, experts, modules, sequence_parallel
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.types import Reward
@@ -148,7 +148,7 @@ class Learner:
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),
             attend=sequence_parallel.exchanged(plain, self.mesh),
-            lookup=embedding.make_lookup(self.mesh),
+            lookup=modules.make_lookup(self.mesh),
             remat=self.remat,
             mix=experts.make_mix(self.mesh),
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import cache, config_reader, decoder, heads, hf, params
+from jppo.models import attention, config_reader, decoder, heads, hf, params
 from tests.make import assert_close, logits, whole
 from tests.models.conftest import BY_FAMILY
 
@@ -267,7 +267,7 @@ def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     lengths = np.array([11, 6])
     real = np.arange(11) < lengths[:, None]
     prompt = np.where(real, tokens[:, :11], 0)
-    held = cache.empty(cfg, rows=2, length=19, dtype=jnp.float32)
+    held = attention.empty_cache(cfg, rows=2, length=19, dtype=jnp.float32)
     found, held = forward(held, prompt, whole(prompt)[1], real.astype(np.int32))
     for i, n in enumerate(lengths):
         assert_close(np.asarray(found)[i, :n], expected[i, :n])

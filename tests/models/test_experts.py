@@ -13,13 +13,13 @@ from jppo.learner import sharding, state
 from jppo.models import (
     config_reader,
     decoder,
-    embedding,
     expert_products,
     experts,
     heads,
     hf,
     hf_write,
     lora,
+    modules,
     router,
     sequence_parallel,
 )
@@ -226,7 +226,7 @@ def graded(config, mesh_shape, tokens, segment, position, **settings):
         cfg,
         constrain=sharding.constrain_to_rows(mesh),
         attend=sequence_parallel.exchanged(make_plain(**decoder.attention_settings(cfg)), mesh),
-        lookup=embedding.make_lookup(mesh),
+        lookup=modules.make_lookup(mesh),
         mix=experts.make_mix(mesh),
         **settings,
     )

@@ -13,7 +13,7 @@ import pytest
 
 from jppo import train
 from jppo.learner import packing, score, sharding, state
-from jppo.models import cache, config_reader, decoder, heads, lora, params
+from jppo.models import attention, config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
 from jppo.rollout import continuous_batching, protocol
@@ -609,6 +609,6 @@ def test_rows_in_progress_are_as_many_as_the_cache_has_room_for(small_run, room,
     r = small_run.rollout
     r.max_num_seqs, small_run.data.train_batch_size, mesh = 16, 32, sharding.make_mesh((1, 1, 1))
     cfg = inprocess_settings(typed(small_run), mesh).cfg
-    row = cache.row_bytes(cfg, length=typed(small_run).data.longest_row, dtype=r.dtype)
+    row = attention.cache_row_bytes(cfg, length=typed(small_run).data.longest_row, dtype=r.dtype)
     r.kv_cache_memory_bytes = int(room * row)
     assert inprocess_settings(typed(small_run), mesh).rows == rows
