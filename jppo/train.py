@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
-from jppo.learner import batch, estimate, ppo
+from jppo.learner import batch, ppo
 from jppo.learner.cost import utilisation
 from jppo.learner.make import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
@@ -55,7 +55,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     trajectories = drawn.trajectories
     with timer("reward"):
         graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
-    rewards, group, greedy = estimate.compare_logprobs(graded, baseline, n=c.rollout.n, compared=recipe.compares)
+    rewards, group, greedy = batch.compare_samples(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", samples(asked, trajectories, rewards))

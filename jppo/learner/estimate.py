@@ -5,13 +5,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jppo.algorithms import correction, kl, masked, values
 from jppo.algorithms.advantage import energy
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.types import Array, Batch, Reward
+from jppo.types import Array, Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,40 +120,6 @@ def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> t
     """Gives each token its sequence's advantage, which is its return too: the `tokens` of an estimator by sequence."""
     advantage = masked.spread(outcome, mask)
     return advantage, advantage
-
-
-def groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
-    """Groups the `n` consecutive samples of each prompt for comparison; an unusable one is alone.
-
-    A group's number is the index of its first usable member.
-    """
-    index = np.arange(len(unusable)).reshape(-1, n)
-    first = np.where(unusable.reshape(-1, n), len(unusable), index).min(1, keepdims=True)
-    return np.where(unusable, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
-
-
-def compare_logprobs(
-    rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
-) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
-    """Returns the rewards, the groups [B] and the greedy responses' scores [B], for `n` consecutive samples per prompt.
-
-    A sample without a baseline becomes unusable. Then its prompt's greedy response was not graded, or, if samples are
-    `compared`, no other sample of its prompt was.
-    """
-    group = groups(np.array([r.unusable is not None for r in rewards]), n)
-    best = None if baseline is None else [r for r in baseline for _ in range(n)]
-    size = np.bincount(group, minlength=len(group))[group]
-
-    def why(i: int) -> str | None:
-        if rewards[i].unusable is not None:
-            return rewards[i].unusable
-        if best is not None and best[i].unusable is not None:
-            return f"its prompt's greedy response is {best[i].unusable}"
-        return "no other response to its prompt was graded" if compared and size[i] == 1 else None
-
-    found = [dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)]
-    greedy = None if best is None else np.array([0.0 if r.unusable else r.score for r in best], np.float32)
-    return found, group, greedy
 
 
 def make_advantages(

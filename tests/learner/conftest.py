@@ -199,7 +199,7 @@ class Learner:
     def score(self, trajectories, scores, *, plan, policy, reference, value, unusable=()):
         """The stages between rollout and update, as `train.py` calls them."""
         rewards = [Reward(x, {}, None, unusable="said so" if i in unusable else None) for i, x in enumerate(scores)]
-        group = estimate.groups(np.isnan(scores), 2)
+        group = batch.comparison_groups(np.isnan(scores), 2)
         data = batch.flatten(trajectories, rewards, group, shape=self.shape)
         micros = batch.micros(data, trajectories, plan=plan, mesh=self.mesh)
         data = ppo.with_old_logprob(self.passes, self.recipe, data, micros, policy)

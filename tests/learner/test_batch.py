@@ -1,4 +1,4 @@
-"""The flat batch: the alignment by hand, and the way to rows and back."""
+"""The flat batch: groups of samples, the alignment by hand, and the way to rows and back."""
 
 import dataclasses
 
@@ -9,12 +9,45 @@ from jppo.learner import batch, estimate, estimators, packing, sharding
 from jppo.types import Reward, Trajectory
 
 GRADED, FAILED = Reward(0.5, {}, None), Reward(float("nan"), {}, "boom", unusable="boom")
+WHOLE, REFUSED = Reward(1.0, {}, None), Reward(0.0, {}, None, unusable="not graded: boom")
 
 
 def trajectory(tokens, sampled, uid="a"):
     tokens, sampled = np.asarray(tokens, np.int32), np.asarray(sampled, bool)
     logprob = np.where(sampled, -tokens / 10, 7.0).astype(np.float32)
     return Trajectory(uid, tokens, sampled, logprob, np.where(sampled, 3, -1), "", "stop", 1)
+
+
+@pytest.mark.parametrize(
+    "unusable, n, expected",
+    [
+        ("......", 3, [0, 0, 0, 3, 3, 3]),
+        ("x.....", 3, [0, 1, 1, 3, 3, 3]),
+        (".x..xx", 3, [0, 1, 0, 3, 4, 5]),
+        ("xxx.x.", 3, [0, 1, 2, 3, 4, 3]),
+        ("..x.", 1, [0, 1, 2, 3]),
+        ("xx..x.", 2, [0, 1, 2, 2, 4, 5]),
+    ],
+)
+def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
+    found = batch.comparison_groups(np.array([x == "x" for x in unusable]), n)
+    assert found.tolist() == expected and found.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "rewards, baseline, compared, expected",
+    [
+        ([WHOLE, REFUSED, WHOLE, WHOLE], None, False, [None, "not graded: boom", None, None]),
+        ([WHOLE, REFUSED, WHOLE, WHOLE], None, True, ["no other response", "not graded: boom", None, None]),
+        ([WHOLE] * 4, [REFUSED, WHOLE], False, ["greedy response is not graded: boom"] * 2 + [None] * 2),
+    ],
+)
+def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
+    found, group, greedy = batch.compare_samples(rewards, baseline, n=2, compared=compared)
+    for reward, why in zip(found, expected, strict=True):
+        assert reward.unusable is None if why is None else why in reward.unusable
+    assert group.tolist() == ([0, 1, 2, 2] if REFUSED in rewards else [0, 0, 2, 2])
+    assert greedy is None if baseline is None else greedy.tolist() == [0, 0, 1, 1]
 
 
 def test_alignment_by_hand():
