@@ -98,7 +98,7 @@ def load_model(args: argparse.Namespace) -> ChatModel:
 
 def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: int) -> InprocessSettings:
     """Settings of the in-process engine for one row on one device."""
-    mesh = sharding.make_mesh((1,))
+    mesh = sharding.mesh_of_shape((1,))
     return InprocessSettings(
         cfg=cfg,
         rows=1,
@@ -114,8 +114,8 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
 
 def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
     """Loads the parameters to that device."""
-    what = state.weights(cfg, sharding.make_mesh((1,)), head="lm", param_dtype=dtype)
-    return state.load(what, path, init="pretrained", key=jax.random.key(0))
+    what = state.model_weights(cfg, sharding.mesh_of_shape((1,)), head="lm", param_dtype=dtype)
+    return state.load_model(what, path, init="pretrained", key=jax.random.key(0))
 
 
 def fitting(

@@ -1,7 +1,7 @@
 """A step's batch: groups of samples; flat [B, L] on the host and for advantages, packed rows [R, T] for the models.
 
 A row of the flat batch [B, L] has the tokens of one response. For scoring, the whole batch is packed once. For
-learning, each epoch of an update shuffles and packs its own mini-batches. `unpack` and `at` convert between the
+learning, each epoch of an update shuffles and packs its own mini-batches. `unpack_rows` and `at` convert between the
 layouts, by trajectory and position.
 """
 
@@ -105,7 +105,7 @@ def flatten(
         sampled = t.sampled[1:][response]
         out.first[b] = response.start
         length[b] = sampled.sum()
-        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered(t, filter_truncated))
+        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered_out(t, filter_truncated))
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
         if earned is not None:
             for k, amount in rewards[b].earned:
@@ -125,7 +125,7 @@ def part_of(reward: Reward, name: str) -> float:
     return reward.parts[name]
 
 
-def filtered(t: Trajectory, filter_truncated: bool) -> bool:
+def filtered_out(t: Trajectory, filter_truncated: bool) -> bool:
     """Whether over-long filtering keeps a response out of the loss."""
     return filter_truncated and t.finish == "length"
 
@@ -149,7 +149,7 @@ def with_branches(
     return [*episodes, *(t for _, t in others)], graded, group, None if greedy is None else greedy[index], index
 
 
-def with_reference(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
+def with_reference_logprobs(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
     """Adds the reference's log-probs, given for all tokens of each trajectory."""
     out = np.zeros(batch.mask.shape, np.float32)
     for b, logprob in enumerate(logprobs):
@@ -175,7 +175,7 @@ def _places(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return there, np.where(there, sequence, 0), np.where(there, column, 0)
 
 
-def unpack(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
+def unpack_rows(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
     """Converts rows [R, T] to the layout of the batch; 0 where it has no entry."""
     out = np.zeros(batch.mask.shape, packed[0][1].dtype if packed else np.float32)
     for rows, values in packed:
@@ -199,7 +199,7 @@ class Micro:
     device: Rows
 
 
-def scored(batch: Batch, rows: Rows) -> Scored:
+def scored_rows(batch: Batch, rows: Rows) -> Scored:
     """Adds the batch's fields for the losses to the rows, on the host."""
     known = {name: x for name in _FIELDS if (x := getattr(batch, name)) is not None}
     return Scored(rows=rows, **{name: at(batch, x, rows) for name, x in known.items()})
@@ -244,7 +244,7 @@ def mini_batches(
     place = sharding.rows_sharding(mesh)
     for part in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
         part = part.tolist()
-        found = [scored(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
+        found = [scored_rows(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
         counts = count([micro.rows for micro in found])
         positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
         found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]

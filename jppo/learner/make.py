@@ -10,12 +10,12 @@ import numpy as np
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
 from jppo.learner import batch, model_configs, packing, ppo, score, sharding, state, update
-from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
+from jppo.learner.model_configs import ModelConfigs, critic_init, path_of_critic
 from jppo.learner.recipe import (
     batch_shape,
-    make_optimizer,
     make_recipe,
     most_sequences,
+    optimizer_of,
     packing_kind,
     plan_of_run,
     rate_schedule,
@@ -75,7 +75,7 @@ def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sha
         devices = jax.devices()
         model_configs.require_host(c, devices[0])
     shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
-    return sharding.make_mesh(shape, devices)
+    return sharding.mesh_of_shape(shape, devices)
 
 
 def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
@@ -95,7 +95,7 @@ def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str |
         sinks=cfg.sinks,
     )
     gpu = fused.capability(mesh.devices.flat[0])
-    return *fused.choose(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
+    return *fused.choose_kernel(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
 
 
 def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
@@ -104,7 +104,7 @@ def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
     kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
         cfg,
-        attend=sequence_parallel.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),
+        attend=sequence_parallel.exchanged(fused.make_attention(kernel, needs, mesh=mesh), mesh),
         dtype=c.model.compute_dtype,
         param_dtype=c.model.param_dtype,
         scan_layers=c.model.scan_layers,
@@ -128,7 +128,7 @@ def chunk_tokens(model: Model, cfg: ModelConfig, mesh: Any) -> int:
     return max(1, size // (4 * cfg.vocab_size))
 
 
-def make_logprob(c: FineTuning | PreferenceTuning, cfg: ModelConfig, mesh: Any) -> score.LogProb:
+def logprob_of_texts(c: FineTuning | PreferenceTuning, cfg: ModelConfig, mesh: Any) -> score.LogProb:
     """Makes log π(target) of a policy that is trained on given texts."""
     decoder, chunk = make_decoder(c, cfg, mesh), chunk_tokens(c.model, cfg, mesh)
     return score.make_logprob(decoder, cfg, temperature=1.0, chunk_tokens=chunk, with_entropy=False, mesh=mesh)
@@ -159,9 +159,9 @@ def load_trained(
 
     `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
     """
-    what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
+    what = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     if trunk is None:
-        values = state.load(what, path, init=init or c.model.init, key=key)
+        values = state.load_model(what, path, init=init or c.model.init, key=key)
     else:
         values = state.on_trunk(what, trunk, key=key)
     if adapters is None:
@@ -194,7 +194,7 @@ def make_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Model
     return ppo.Models(policy, critic, reference), heads
 
 
-def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
+def make_recipe_and_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
     """Makes the passes of the config; loads and compiles nothing."""
     models, heads = make_models(c, inputs, mesh)
     recipe = make_recipe(c)
@@ -204,7 +204,7 @@ def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recip
 
 def shares_trunk(c: Settings, inputs: ModelConfigs) -> bool:
     """Whether critic and policy share one frozen base in memory."""
-    return inputs.adapters is not None and inputs.critic_adapters is not None and critic_path(c) == c.model.path
+    return inputs.adapters is not None and inputs.critic_adapters is not None and path_of_critic(c) == c.model.path
 
 
 def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner, TrainState]:
@@ -218,7 +218,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         return pad_vocab(cfg, mesh.shape["tensor"])
 
     cfg = fit(inputs.policy)
-    recipe, passes = make_passes(c, inputs, mesh)
+    recipe, passes = make_recipe_and_passes(c, inputs, mesh)
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
@@ -228,7 +228,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         shared = shares_trunk(c, inputs)
         trunk = policy.base.params if shared and policy.base is not None else None
         how = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
-        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", **how)
+        trained = load_trained(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **how)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
@@ -241,7 +241,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         passes=passes,
         actor=actor,
         critic=critic,
-        reference=None if inputs.reference is None else make_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
+        reference=None if inputs.reference is None else load_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
     )
     begin = state.begin_state(
         policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
@@ -262,7 +262,7 @@ def begin_again(c: Settings, inputs: ModelConfigs, learner: Learner, seed: int) 
             what = state.adapters(cfg, mesh, adapters, head=head)
             learned, _ = state.adapt(what, how.base.params, adapters, key=key, path=c.model.lora_adapter_path)
         else:
-            path = c.model.path if head == "lm" else critic_path(c)
+            path = c.model.path if head == "lm" else path_of_critic(c)
             trunk = how.base.params if how.base is not None and path == c.model.path else None
             init = c.model.init if head == "lm" else critic_init(c)
             more = dict[str, Any](head=head, key=key, adapters=adapters, init=init, trunk=trunk)
@@ -279,10 +279,10 @@ def begin_optimizer(c: Settings, inputs: ModelConfigs, learner: Learner, field: 
     head, cfg, adapters = trained_kind(inputs, learner, field)
     section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
     if adapters is None:
-        what = state.weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
+        what = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
     else:
         what = state.adapters(cfg, learner.mesh, adapters, head=head)
-    opt, _ = state.init_optimizer(make_optimizer(section, name, what), what, learned)
+    opt, _ = state.init_optimizer(optimizer_of(section, name, what), what, learned)
     return placing.to_host(opt) if section.optimizer_offload else opt
 
 
@@ -338,12 +338,12 @@ def run_on_empty_rows(
         data = ppo.with_values(passes, data, micros, judge)
         done()
     if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
-        data = batch.with_reference(data, [])
+        data = batch.with_reference_logprobs(data, [])
     kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
     data, _ = ppo.with_advantages(passes, data, kl_coef, mesh, now.value_norm)
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
     for one in rows:
-        mini = batch.Mini([batch.scored(data, one)], counts, sharding.rows_sharding(mesh), batch=data)
+        mini = batch.Mini([batch.scored_rows(data, one)], counts, sharding.rows_sharding(mesh), batch=data)
         for descent, learned, _, further in descents:
             models = placing.to_device((learned, descent.base, further))
             taken = mini if descent.select is None else descent.select(join(*models[:2]), mini, now.key, now.step, 0)
@@ -358,7 +358,7 @@ def run_on_empty_rows(
         done()
 
 
-def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
+def load_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
         trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
@@ -380,9 +380,9 @@ def make_descent(
     section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.ModelUpdate, Any]:
     """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
-    tx = make_optimizer(section, name, trained.what)
+    tx = optimizer_of(section, name, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
-    apply = make_apply(section, tx, trained.what, places, total_steps)
+    apply = make_scheduled_apply(section, tx, trained.what, places, total_steps)
     given = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.what.shardings, places))
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
@@ -392,6 +392,6 @@ def make_descent(
     return made, opt
 
 
-def make_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
+def make_scheduled_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
     """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
     return update.make_apply(tx, rate_schedule(section, total_steps), shardings=(what.shardings, places))

@@ -40,7 +40,7 @@ def read_models(c: Settings, *, weights: bool = True) -> tuple[ModelConfig, Mode
         return cfg
 
     policy = read(c.model.path, "lm", c.model.init)
-    critic = read(critic_path(c), "value", critic_init(c)) if wants_critic(c) else None
+    critic = read(path_of_critic(c), "value", critic_init(c)) if wants_critic(c) else None
     if not wants_reference(c) or c.ref.url:
         return policy, critic, None
     reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
@@ -59,14 +59,14 @@ def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
             require_divisible(cfg, mesh)
 
 
-def critic_path(c: Settings) -> str:
+def path_of_critic(c: Settings) -> str:
     """Returns the path of the critic's initial weights; the policy's by default."""
     return c.critic.path if c.critic.path else c.model.path
 
 
 def critic_init(c: Settings) -> str:
     """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
-    return c.model.init if critic_path(c) == c.model.path else "pretrained"
+    return c.model.init if path_of_critic(c) == c.model.path else "pretrained"
 
 
 def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:

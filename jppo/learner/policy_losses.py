@@ -49,8 +49,8 @@ def make_select(selection: Selection, logprob: LogProb) -> Select:
         data, rows = mini.batch, [micro.rows for micro in mini.micros]
         assert data is not None
         scores = [placing.fetch(logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
-        logp = batch.unpack(data, list(zip(rows, scores, strict=True)))
-        mask = batch.unpack(data, [(one, np.asarray(one.mask)) for one in rows])
+        logp = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
+        mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
         arrays: tuple[Any, ...] = (logp, data.old_logprob, data.advantage, mask)
         count = np.int32(max(1, int(selection.share * int(mask.sum()))))
         found = np.asarray(choose(key, step, np.int32(number), *arrays, count=count))

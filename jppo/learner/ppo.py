@@ -121,13 +121,13 @@ def make_passes(
         reference=compiled(reference),
         value=compiled(value),
         advantages=jax.jit(_advantages(r), out_shardings=whole),
-        actor=update.make_accumulate(make_actor_loss(models, r, **heads), mesh=mesh, options=options),
+        actor=update.make_accumulate(actor_loss_of(models, r, **heads), mesh=mesh, options=options),
         critic=critic,
         router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
     )
 
 
-def make_actor_loss(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
+def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
     """Makes the actor's loss of a recipe; `heads` are arguments of `score.make_logprob`, `by_token` is of `update`."""
     # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
@@ -230,7 +230,7 @@ def _over_rows(
         done()
     found = placing.fetch(under_way)
     return [
-        None if parts[0] is None else batch.unpack(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
+        None if parts[0] is None else batch.unpack_rows(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
         for parts in zip(*found, strict=True)
     ]
 

@@ -112,7 +112,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
     )
 
 
-def make_optimizer(section: Optimizer, name: str, what: state.Weights) -> Any:
+def optimizer_of(section: Optimizer, name: str, what: state.Weights) -> Any:
     """Makes the optimizer of a section of the config; `name` as in `make_descent`."""
     chain = make_chain(section, name if name in ("actor", "critic") else "optim", what.matrices)
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
@@ -181,7 +181,7 @@ def shared_prompts(c: Common, mesh: Any) -> tuple[int, int] | None:
     return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
 
 
-def row_lengths(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> int:
+def row_length_count(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> int:
     """Returns `data.row_lengths`; if it is open, 1 for a run whose `sequences` take little time at full length."""
     if c.data.row_lengths != -1:
         return c.data.row_lengths
@@ -191,7 +191,7 @@ def row_lengths(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> in
     return 4 if learned / rate > WORTH_S else 1
 
 
-def make_plan(
+def plan_rows(
     c: Common,
     mesh: Any,
     *,
@@ -221,7 +221,7 @@ def make_plan(
     return packing.make_plan(
         packing_kind(c, mesh),
         max_length=longest,
-        row_lengths=row_lengths(c, mesh, policy, steps * sequences_of_step(c)),
+        row_lengths=row_length_count(c, mesh, policy, steps * sequences_of_step(c)),
         max_tokens_per_row=longest if row == -1 else row,
         tokens_per_micro=of_device * multiple,
         sequences=sequences,
@@ -235,7 +235,7 @@ def make_plan(
 def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
     """Plans the row shapes of a PPO run of `steps`."""
     sizes = (c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
-    plan = make_plan(
+    plan = plan_rows(
         c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
         policy=policy, sizes=() if has_branches(c.rollout) else sizes,
     )  # fmt: skip

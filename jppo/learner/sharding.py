@@ -90,7 +90,7 @@ def platform(mesh: Mesh) -> str:
     return "gpu" if name in ("cuda", "rocm") else str(name)
 
 
-def make_mesh(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def mesh_of_shape(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes a mesh by the sizes of AXES, the last 1 by default; XLA chooses shardings that the inputs leave open."""
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)

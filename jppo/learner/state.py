@@ -39,7 +39,9 @@ class Weights:
     matrices: Params  # MuonDimensionNumbers of the layers' matrices; None: other parameters
 
 
-def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None) -> Weights:
+def model_weights(
+    cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None
+) -> Weights:
     """Returns shapes and shardings of a model with this head, from the table of parameters; of the base of adapters."""
     entries = params.table(cfg, head=head)
     return _weights(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
@@ -86,7 +88,7 @@ def _dtype(what: Weights) -> Any:
     return what.shapes["embed"]["embedding"].dtype
 
 
-def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
+def load_model(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
     dtype = _dtype(what)
     if init == "random":

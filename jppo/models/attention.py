@@ -119,7 +119,7 @@ def _forward(
     """Computes softmax(scores) v; returns it and, for `_backward`, the arguments and each query's log Σ exp(scores)."""
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     mixed, logs = [], []
-    for block, spans in blocks(q.shape[1], shared):
+    for block, spans in query_blocks(q.shape[1], shared):
         scores, seen = look(queries, keys, segment, kind, block, spans)
         R, K, G, B, S = scores.shape
         scores = jnp.where(seen, scores, UNSEEN)
@@ -157,7 +157,7 @@ def _backward(
     each = _by_head(given, K)
     by_q, by_sinks = [], jnp.zeros(queries.shape[1:3], logs.dtype)  # [K, G]
     by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
-    for block, spans in blocks(q.shape[1], shared):
+    for block, spans in query_blocks(q.shape[1], shared):
         scores, seen = look(queries, keys, segment, kind, block, spans)
         R, _, G, B, S = scores.shape
         here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
@@ -181,7 +181,7 @@ def _backward(
     return of_q, of_k, of_v, None, None, of_sinks
 
 
-def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
+def query_blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
     """Returns the blocks of queries in a row, each with the spans of its keys.
 
     A block is a quarter of a row, which halves the computation for later keys. If the longest prompt and sample are
@@ -201,7 +201,7 @@ def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[sli
 
 def computed(length: int, shared: tuple[int, int] | None = None) -> int:
     """Counts the pairs of a query and a key whose scores are computed in a row."""
-    each = blocks(length, shared)
+    each = query_blocks(length, shared)
     return sum((block.stop - block.start) * len(range(length)[span]) for block, spans in each for span in spans)
 
 

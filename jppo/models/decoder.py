@@ -260,7 +260,7 @@ class Decoder(nn.Module):
                 layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
                 x, kept = layers(x, kinds[0], where, own[0], of_layers[0])
                 if kept is not None:
-                    where = sharing(where, group[0].modules, jax.tree.map(lambda y: y[0], kept))
+                    where = sharing_keys(where, group[0].modules, jax.tree.map(lambda y: y[0], kept))
             else:
                 periods = scanned(Period)(
                     group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
@@ -286,7 +286,7 @@ def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) 
     return places([(kind.rotary, turned(kind)) for kind in cfg.kinds], position, segment)
 
 
-def sharing(where: Places, modules: LayerModules, kept: LayerCache) -> Places:
+def sharing_keys(where: Places, modules: LayerModules, kept: LayerCache) -> Places:
     """Adds the keys and values that later layers of this kind share."""
     assert modules.kind is not None
     return dataclasses.replace(where, shared=(where.shared or {}) | {modules.kind: (kept.k, kept.v)})
@@ -302,7 +302,7 @@ def split_layers(variables: Params, cfg: ModelConfig) -> Params:
     """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
     each: dict[int, Params] = {}
     for stack in cfg.stacks:
-        parts = {name: lora.find(part, stack.path) for name, part in variables.items()}
+        parts = {name: lora.find_adapters(part, stack.path) for name, part in variables.items()}
         layers = {name: part for name, part in parts.items() if part is not None}
         for i in range(stack.count):
             each[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)

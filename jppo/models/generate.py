@@ -74,7 +74,7 @@ def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts
     )
 
 
-def prepare(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
+def prepare_model(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
     """Prepares the model for `fill` and `advance`: layers apart, kernels decoded, in `dtype`; `WIDE` unchanged."""
     variables = lora.variables(model)
     head = {} if cfg.tie_word_embeddings else {"lm_head": variables["params"]["lm_head"]}
@@ -170,7 +170,7 @@ def next_tokens(
             read = read.at[row, jnp.where(live, now.last, read.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
         logits = filter_logits(logits, choice, cut=cut)
-        new, logp = sample(logits, now.seed, now.last + 1, choice)
+        new, logp = sample_tokens(logits, now.seed, now.last + 1, choice)
         last = jnp.where(live, now.last + 1, now.last)
         at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
         end = jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
@@ -203,7 +203,7 @@ def filter_logits(logits: jax.Array, choice: SamplingRule, *, cut: bool) -> jax.
     return jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p, choice.min_p)) if cut else logits
 
 
-def sample(
+def sample_tokens(
     logits: jax.Array, seed: jax.Array, position: jax.Array, choice: SamplingRule
 ) -> tuple[jax.Array, jax.Array]:
     """Samples a token for each row of filtered logits [R, V]; returns also its log-prob in softmax(logits).

@@ -141,7 +141,7 @@ def load_adapters(
 
 
 def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
-    return None if shardings is None else params.get(shardings, path)
+    return None if shardings is None else params.leaf_at(shardings, path)
 
 
 def check_weights(path: str | os.PathLike[str], cfg: ModelConfig, *, head: Head) -> None:
@@ -198,7 +198,9 @@ def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]
         if first is second:
             continue
         same = first.shape == second.shape and first.code == second.code
-        if not (same and _same_bits(tensorfile.read(first, entry.hf), tensorfile.read(second, entry.alias))):
+        if not (
+            same and _same_bits(tensorfile.read_tensor(first, entry.hf), tensorfile.read_tensor(second, entry.alias))
+        ):
             raise UserError(
                 f"{second.file}: {entry.alias} differs from {entry.hf}, but config.json ties them; "
                 "set tie_word_embeddings to false there"
@@ -236,7 +238,7 @@ def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding:
     kept = kernels.stored_form(entry, dtype, method)
     out: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept), out_shardings=places)()
     for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
-        tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
+        tensor = params.from_hf(entry, tensorfile.read_tensor(slots[name], name))
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
         piece = tensor[(None,) * len(at)]
@@ -275,5 +277,5 @@ def stored_tensors(path: str | os.PathLike[str], cfg: ModelConfig) -> Iterator[t
     entries, slots = _find(path, cfg, "lm")
     for entry in entries:
         for name in entry.hf_names:
-            tensor = tensorfile.read(slots[name], name)
+            tensor = tensorfile.read_tensor(slots[name], name)
             yield name, tensor.astype(np.float32) if tensor.dtype == np.float64 else tensor

@@ -139,8 +139,8 @@ def publish_stored(c: Settings, sampler: Source, cfg: ModelConfig) -> None:
     if isinstance(sampler, InprocessSampler):
         mesh = make_mesh(c)
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
-        what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-        values = state.load(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+        values = state.load_model(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
         sampler.hold(values, version=0)
     else:
         sampler.load(Repeatable(functools.partial(hf.stored_tensors, c.model.path, cfg)), version=0)

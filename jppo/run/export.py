@@ -16,7 +16,7 @@ def write_model(run: Run, path: pathlib.Path, now: TrainState) -> None:
     """Writes the policy as a model directory."""
     c, learner = run.c, run.learner
     dtype, write = c.model.param_dtype, run.hosts.first
-    hf_write.save(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=dtype, write=write)
+    hf_write.save_model(path, learner.policy(now), learner.cfg, source=c.model.path, dtype=dtype, write=write)
 
 
 def export_policy(run: Run, now: TrainState) -> None:

@@ -302,7 +302,7 @@ class Model:
         self._require_open()
         c, cfg, adapters = self._parts.c, self._parts.learner.cfg, self._parts.inputs.adapters
         if merge:
-            return hf_write.save(folder, self.policy.model, cfg, source=c.model.path, dtype=c.model.param_dtype)
+            return hf_write.save_model(folder, self.policy.model, cfg, source=c.model.path, dtype=c.model.param_dtype)
         if adapters is None:
             raise UserError("export(merge=False) writes adapters, and this model has none; leave merge out")
         return hf_write.save_adapter(folder, self.policy.params, cfg, adapters, base=c.model.path)

@@ -121,7 +121,7 @@ class Losses:
         if loss is None and c == self._c:
             accumulate = self._passes.actor  # training's own program
         else:
-            accumulate = self._compiled(ppo.make_actor_loss(self._models, recipe, by_token=True, **self._heads))
+            accumulate = self._compiled(ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads))
         return Loss(accumulate, False, needs, reference=True, select=select)
 
     def _of_values(self, c: Settings) -> Loss:

@@ -25,5 +25,5 @@ def add_reference(
     if run.reference is not None:
         with run.timer("ref"):
             logprobs, metrics = run.reference.logprobs(trajectories, sources)
-            return batch.with_reference(data, logprobs), metrics
+            return batch.with_reference_logprobs(data, logprobs), metrics
     return data, {}

@@ -111,7 +111,7 @@ class Responses:
         if not sums or update.TOKENS not in sums[0]:
             return None
         pairs = [(m.rows, np.asarray(one[update.TOKENS])) for m, one in zip(mini.micros, sums, strict=True)]
-        return batch.unpack(self.data, pairs)
+        return batch.unpack_rows(self.data, pairs)
 
     def micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
         """Packs the batch for passes without a gradient."""

@@ -129,7 +129,7 @@ def train(c: Supervised, task: Task, objective: ExampleObjective) -> dict[str, f
             )  # fmt: skip
             now = loop.learn(opened, method(opened), begun.now)
         checkpoints.wait()  # `finished` compares when the two were written
-        hf_write.save(
+        hf_write.save_model(
             run / "hf", descent.model(learned(objective, now.state)[0]), task.cfg, source=c.model.path,
             dtype=c.model.param_dtype, head=objective.head, changes=objective.changes,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jppo.data.stream import Cursor
-from jppo.learner.batch import filtered
+from jppo.learner.batch import filtered_out
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
@@ -55,7 +55,7 @@ def differs(rewards: Sequence[Reward], metric: str) -> bool:
 def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, filter_truncated: bool) -> bool:
     """Whether any sample of a prompt is trained on."""
     return any(
-        reward.unusable is None and any(not filtered(t, filter_truncated) for t in (whole, *whole.branches))
+        reward.unusable is None and any(not filtered_out(t, filter_truncated) for t in (whole, *whole.branches))
         for whole, reward in zip(trajectories, rewards, strict=True)
     )
 

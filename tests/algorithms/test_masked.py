@@ -150,7 +150,7 @@ OF_ROWS = {
     "sequence_sum": lambda x, mask, segment, sequence: masked.sequence_sum(x, mask, segment),
     "sequence_length": lambda x, mask, segment, sequence: masked.sequence_length(mask, segment, x.dtype),
     "sequence_mean": lambda x, mask, segment, sequence: masked.sequence_mean(x, mask, segment),
-    "spread": lambda x, mask, segment, sequence: masked.spread(x[:, 0], mask),
+    "spread": lambda x, mask, segment, sequence: masked.at_kept(x[:, 0], mask),
 }
 
 

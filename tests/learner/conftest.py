@@ -142,7 +142,7 @@ class Learner:
         self.hf = experts_config(self.experts) if self.experts else hf_config()
         self.kl_coef, self.adamw = KL_COEF, ADAMW
         self.cfg = config_reader.parse_config(self.hf, path="config.json")
-        self.mesh = sharding.make_mesh(self.mesh_shape)
+        self.mesh = sharding.mesh_of_shape(self.mesh_shape)
         plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
         decoder = Decoder(
             self.cfg,
@@ -158,7 +158,7 @@ class Learner:
         critic = (decoder, critic_cfg) if self.recipe.estimator.critic else None
         self.passes = ppo.make_passes(ppo.Models(model, critic, model), self.recipe, **SCORING, mesh=self.mesh)
         self.what = {
-            name: state.weights(cfg, self.mesh, head=head, param_dtype=np.float32)
+            name: state.model_weights(cfg, self.mesh, head=head, param_dtype=np.float32)
             for name, cfg, head in (("actor", self.cfg, "lm"), ("critic", critic_cfg, "value"))
         }
 

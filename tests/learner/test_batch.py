@@ -103,7 +103,7 @@ def drawn(rng, uids):
 @pytest.mark.parametrize("kind", ["none", "buckets", "segments", "prefix"])
 def test_the_way_to_rows_and_back(kind):
     """Of mini-batches in any order, rejected tokens left out; shared prompts have no place in the batch."""
-    rng, mesh = np.random.default_rng(0), sharding.make_mesh((1, 1, 1))
+    rng, mesh = np.random.default_rng(0), sharding.mesh_of_shape((1, 1, 1))
     plan = packing.make_plan(
         kind, max_length=20, row_lengths=2, max_tokens_per_row=40, tokens_per_micro=90, sequences=9, row_multiple=1,
         shared=(6, 13),
@@ -114,7 +114,7 @@ def test_the_way_to_rows_and_back(kind):
         x = np.where(data.mask, rng.normal(size=data.mask.shape), 0.0).astype(np.float32)
         micros = batch.micros(data, some, plan=plan, mesh=mesh)
         packed = [(m.host, batch.at(data, x, m.host)) for m in micros]
-        np.testing.assert_array_equal(batch.unpack(data, packed), x)
+        np.testing.assert_array_equal(batch.unpack_rows(data, packed), x)
         data.mask[:] &= rng.random(data.mask.shape) < 0.8
         tokens = batch.arrays(data, some)["tokens"]
         seen = np.zeros(data.mask.shape, int)
@@ -129,7 +129,7 @@ def test_the_way_to_rows_and_back(kind):
                 np.testing.assert_array_equal(micro.old_logprob, batch.at(data, x, rows))
                 np.testing.assert_array_equal(rows.targets[rows.mask], batch.at(data, tokens, rows)[rows.mask])
                 assert not rows.mask[rows.sequence < 0].any()
-                seen += batch.unpack(data, [(rows, rows.mask.astype(int))])
+                seen += batch.unpack_rows(data, [(rows, rows.mask.astype(int))])
                 kept += rows.mask.sum()
             assert mini.counts.tokens == max(kept, 1) and mini.learns == bool(kept)
         np.testing.assert_array_equal(seen, data.mask)
@@ -151,7 +151,7 @@ def test_the_way_to_rows_and_back(kind):
 )
 def test_a_remainder_is_spread_over_the_mini_batches(count, size, expected):
     """Every trajectory is in one of them, in the given order, and the weights of tokens are alike."""
-    rng, mesh = np.random.default_rng(0), sharding.make_mesh((1, 1, 1))
+    rng, mesh = np.random.default_rng(0), sharding.mesh_of_shape((1, 1, 1))
     some = [trajectory([1, 2, 3, 4], [0, 1, 1, 1]) for _ in range(count)]
     how = dict(max_length=8, row_lengths=1, max_tokens_per_row=8, tokens_per_micro=32, sequences=size, row_multiple=1)
     plan = packing.make_plan("buckets", **how)

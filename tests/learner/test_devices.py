@@ -35,7 +35,7 @@ def test_a_device_is_known_by_its_kind_and_the_dtype_counts(kind, bfloat16, floa
 
 
 def test_what_is_not_known_is_measured_once(monkeypatch):
-    mesh, made = sharding.make_mesh((8, 1, 1)), []
+    mesh, made = sharding.mesh_of_shape((8, 1, 1)), []
     make_product = sharding.make_product
 
     def spied(*args):
@@ -80,7 +80,7 @@ def test_memory_is_what_is_said(monkeypatch):
 
 
 def test_the_best_of_all_products_within_the_time_is_the_peak(monkeypatch):
-    mesh, clock, seconds = sharding.make_mesh((8, 1, 1)), [0.0], iter([9.0, 0.1, 0.05, 0.2, 0.01])
+    mesh, clock, seconds = sharding.mesh_of_shape((8, 1, 1)), [0.0], iter([9.0, 0.1, 0.05, 0.2, 0.01])
 
     def multiply():  # compiles in 9 s; the time is over after the fourth
         clock[0] += next(seconds)

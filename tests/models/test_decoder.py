@@ -202,7 +202,7 @@ def test_init_is_what_it_says():
     assert (values["layers"]["attn_norm"]["scale"] == 1).all() and (values["norm"]["scale"] == 1).all()
     assert (values["layers"]["attn"]["q"]["bias"] == 0).all()
     for path in ("embed/embedding", "layers/mlp/down/kernel", "layers/attn/o/kernel"):
-        assert np.std(params.get(values, path.split("/"))) == pytest.approx(0.3, rel=0.1)
+        assert np.std(params.leaf_at(values, path.split("/"))) == pytest.approx(0.3, rel=0.1)
     assert values["score"]["kernel"].shape == (24, 1) and not np.any(values["score"]["kernel"])
     layers = values["layers"]["mlp"]["up"]["kernel"]
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own

@@ -189,7 +189,7 @@ def test_delta_nets_that_cannot_be_read_are_refused_by_field(changes, said):
 
 def test_a_row_on_several_devices_is_refused():
     with pytest.raises(UserError, match=r"mesh\.sequence=2.*qwen3_5_text.*use mesh\.sequence=1") as e:
-        require_divisible(CFG, sharding.make_mesh((1, 1, 1, 2)))
+        require_divisible(CFG, sharding.mesh_of_shape((1, 1, 1, 2)))
     assert "\n" not in str(e.value)
 
 

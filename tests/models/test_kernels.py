@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from jppo import export, settings, train
 from jppo.learner import state
-from jppo.learner.sharding import make_mesh
+from jppo.learner.sharding import mesh_of_shape
 from jppo.models import decoder, hf, kernels, lora
 from jppo.models.kernels import einsum, product
 from jppo.models.lora import Lora
@@ -141,9 +141,9 @@ def test_mxfp4_is_what_transformers_decodes(numbers):
 def loaded(directory, method, mesh=None, dtype="float32"):
     """A model of the checkpoint with such a base and adapters that do something."""
     _, cfg = hf.read_config(directory)
-    mesh, how = make_mesh((1,), jax.devices()[:1]) if mesh is None else mesh, Lora(4, 8, TARGETS, base=method)
-    what = state.weights(cfg, mesh, head="lm", param_dtype=dtype, adapters=how)
-    values = state.load(what, str(directory), init="pretrained", key=jax.random.key(0))
+    mesh, how = mesh_of_shape((1,), jax.devices()[:1]) if mesh is None else mesh, Lora(4, 8, TARGETS, base=method)
+    what = state.model_weights(cfg, mesh, head="lm", param_dtype=dtype, adapters=how)
+    values = state.load_model(what, str(directory), init="pretrained", key=jax.random.key(0))
     learned, base = state.adapt(state.adapters(cfg, mesh, how, head="lm"), values, how, key=jax.random.key(1))
     return cfg, lora.join(jax.tree.map(lambda x: x + 0.05, learned), base)
 
@@ -188,7 +188,7 @@ def test_products_and_gradients_are_those_of_the_decoded_base(checkpoint, rng, m
 def test_a_mesh_shards_codes_and_computes_the_same(checkpoint, rng, method):
     directory, _ = checkpoint("llama-blocks")
     cfg, one = loaded(directory, method)
-    _, spread = loaded(directory, method, make_mesh((1, 2, 1), jax.devices()[:2]))
+    _, spread = loaded(directory, method, mesh_of_shape((1, 2, 1), jax.devices()[:2]))
     kernel = spread.base.params["layers"]["mlp"]["gate"]["kernel"]
     assert kernel.codes.addressable_shards[0].data.size * 2 == kernel.codes.size
     for a, b in zip(jax.tree.leaves(one.base), jax.tree.leaves(spread.base), strict=True):
@@ -209,9 +209,9 @@ def test_layers_take_fewer_bytes(checkpoint, method, share):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_forecast_counts_the_same_bytes(checkpoint, method):
     cfg, model = loaded(checkpoint("llama-blocks")[0], method)
-    what = state.weights(
+    what = state.model_weights(
         cfg,
-        make_mesh((1,), jax.devices()[:1]),
+        mesh_of_shape((1,), jax.devices()[:1]),
         head="lm",
         param_dtype="float32",
         adapters=Lora(4, 8, TARGETS, base=method),

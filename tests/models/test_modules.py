@@ -94,7 +94,7 @@ def test_the_decoder_learns_a_frequent_tokens_row():
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2), (1, 4, 1, 2), (8, 1, 1, 1)])
 @pytest.mark.parametrize("width", [8, 6])  # 6: no part of it for each of the devices that share columns
 def test_a_mesh_gives_the_rows_and_the_gradient_of_one_device_and_gathers_no_table(shape, width):
-    mesh, rng = sharding.make_mesh(shape), np.random.default_rng(3)
+    mesh, rng = sharding.mesh_of_shape(shape), np.random.default_rng(3)
     table = rng.normal(size=(24, width)).astype(np.float32)
     tokens = rng.integers(0, 24, (8, 12)).astype(np.int32)
     given = rng.normal(size=(8, 12, width)).astype(np.float32)
