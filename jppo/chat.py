@@ -115,7 +115,7 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
 def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
     """Loads the parameters to that device."""
     what = state.model_weights(cfg, sharding.mesh_of_shape((1,)), head="lm", param_dtype=dtype)
-    return state.load_model(what, path, init="pretrained", key=jax.random.key(0))
+    return state.load_sharded(what, path, init="pretrained", key=jax.random.key(0))
 
 
 def fitting(

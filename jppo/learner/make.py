@@ -161,7 +161,7 @@ def load_trained(
     """
     what = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     if trunk is None:
-        values = state.load_model(what, path, init=init or c.model.init, key=key)
+        values = state.load_sharded(what, path, init=init or c.model.init, key=key)
     else:
         values = state.on_trunk(what, trunk, key=key)
     if adapters is None:

@@ -88,7 +88,7 @@ def _dtype(what: Weights) -> Any:
     return what.shapes["embed"]["embedding"].dtype
 
 
-def load_model(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
+def load_sharded(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
     dtype = _dtype(what)
     if init == "random":

@@ -140,7 +140,7 @@ def publish_stored(c: Settings, sampler: Source, cfg: ModelConfig) -> None:
         mesh = make_mesh(c)
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
         what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-        values = state.load_model(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        values = state.load_sharded(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
         sampler.hold(values, version=0)
     else:
         sampler.load(Repeatable(functools.partial(hf.stored_tensors, c.model.path, cfg)), version=0)

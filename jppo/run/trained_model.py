@@ -154,7 +154,7 @@ def _adapters(settings: Settings) -> Lora | None:
 def _base(what: state.Weights, source: str, settings: Settings, meta: dict[str, Any]) -> Params:
     """Loads the adapters' base and checks that it is the one of training."""
     key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
-    found = state.load_model(what, source, init=settings["model.init"], key=key)
+    found = state.load_sharded(what, source, init=settings["model.init"], key=key)
     then = meta.get("frozen", {}).get("model.path")
     if then is not None and then != checksum_of_all(found):
         raise UserError(

@@ -283,7 +283,7 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     spare = {"policy_opt": state.spare_of_optimizer(tx, what)}
     values = jax.tree.map(lambda x, at: jax.device_put(jnp.ones(x.shape, x.dtype), at), opt, places)
     whole = state.begin_state(
-        state.load_model(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0
+        state.load_sharded(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0
     )
     portable = state.portable(whole, spare)
     cut, back = portable.policy_opt, state.placed(portable, spare, whole).policy_opt

@@ -38,7 +38,7 @@ def test_random_weights_and_moments_are_drawn_in_their_shards(mesh_shape, head):
     what = state.model_weights(cfg, mesh, head=head, param_dtype=jnp.float32)
     whole, largest = nbytes(what.shapes), max(map(nbytes, jax.tree.leaves(what.shapes)))
 
-    values = state.load_model(what, "no/path", init="random", key=jax.random.key(0))
+    values = state.load_sharded(what, "no/path", init="random", key=jax.random.key(0))
     (here,) = on_each(values)
     assert whole / 8 <= here < 1.1 * whole / 8  # norms, and key/value heads of biases, are small
     draw = functools.partial(init_params, cfg, head=head, param_dtype=jnp.float32)

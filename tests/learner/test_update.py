@@ -106,7 +106,7 @@ def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(lear
     """Of 1/2 (V - R)^2 at V = w·h = 0 the gradient is -R h in w, and 0 in the layers below, which w multiplies."""
     some, (trajectories, scores) = learner(), drawn(8)
     what = dataclasses.replace(some.what["critic"], cfg=some.cfg)
-    new = state.load_model(what, "", init="random", key=jax.random.key(2))
+    new = state.load_sharded(what, "", init="random", key=jax.random.key(2))
     assert not np.any(new["score"]["kernel"])
     plan, policy = some.plan("none", 10**6, 8), some.weights("actor", 0)
     flat, found = some.score(trajectories, scores, plan=plan, policy=policy, reference=policy, value=new)

@@ -143,7 +143,7 @@ def loaded(directory, method, mesh=None, dtype="float32"):
     _, cfg = hf.read_config(directory)
     mesh, how = mesh_of_shape((1,), jax.devices()[:1]) if mesh is None else mesh, Lora(4, 8, TARGETS, base=method)
     what = state.model_weights(cfg, mesh, head="lm", param_dtype=dtype, adapters=how)
-    values = state.load_model(what, str(directory), init="pretrained", key=jax.random.key(0))
+    values = state.load_sharded(what, str(directory), init="pretrained", key=jax.random.key(0))
     learned, base = state.adapt(state.adapters(cfg, mesh, how, head="lm"), values, how, key=jax.random.key(1))
     return cfg, lora.join(jax.tree.map(lambda x: x + 0.05, learned), base)
 
