@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from jppo import settings
 from jppo.learner import batch, cost, packing, ppo, sharding
-from jppo.learner.make import Learner
+from jppo.learner.ppo import Learner
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.runlog.timers import Timers

@@ -19,7 +19,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, ppo
 from jppo.learner.cost import utilisation
-from jppo.learner.make import Learner
+from jppo.learner.ppo import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.state import next_step, order, scalar
 from jppo.preflight.checks import dry_run

@@ -11,6 +11,7 @@ import numpy as np
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
 from jppo.learner import batch, model_configs, packing, ppo, score, sharding, state, update
 from jppo.learner.model_configs import ModelConfigs, critic_init, path_of_critic
+from jppo.learner.ppo import Learner
 from jppo.learner.recipe import (
     batch_shape,
     make_recipe,
@@ -24,46 +25,10 @@ from jppo.learner.recipe import (
 from jppo.models import experts, fused, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
-from jppo.models.lora import Base, Lora, Weights, join
+from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
 from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings, UserError
 from jppo.types import Counts, Params, TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Learner:
-    """The compiled side of a run: the passes and the models that they use."""
-
-    mesh: Any
-    cfg: ModelConfig  # of the policy, its vocabulary padded for the mesh
-    plan: packing.Plan
-    shape: tuple[int, int]  # of a step's flat batch, [B, L]
-    recipe: ppo.Recipe
-    passes: ppo.Passes
-    actor: ppo.ModelUpdate
-    critic: ppo.ModelUpdate | None
-    reference: Params | None
-
-    def policy(self, now: TrainState) -> Weights:
-        """Returns the policy, its frozen base included."""
-        return self.actor.model(now.policy)
-
-    def value(self, now: TrainState) -> Weights | None:
-        """Returns the critic, its frozen base included."""
-        return None if self.critic is None else self.critic.model(now.value)
-
-    def spare(self) -> state.Spare:
-        """Returns the rows of mesh padding by field of the train state; {} without any."""
-        return spare_rows(self.actor, self.critic)
-
-
-def spare_rows(policy: ppo.ModelUpdate | None, value: ppo.ModelUpdate | None) -> state.Spare:
-    """Returns the rows of mesh padding of these models and their optimizers; {} without any."""
-    found: dict[str, Any] = {}
-    for name, model in (("policy", policy), ("value", value)):
-        if model is not None:
-            found |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
-    return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
 
 
 def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,15 +14,13 @@ from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
-from jppo.learner.ppo import Recipe
+from jppo.learner.ppo import Recipe, Spare
 from jppo.models import hf, kernels, lora, params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.types import Array, Params, TrainState
-
-Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
 
 
 @dataclasses.dataclass(frozen=True)

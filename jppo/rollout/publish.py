@@ -20,7 +20,8 @@ import numpy as np
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
-from jppo.learner.make import Learner, make_mesh
+from jppo.learner.make import make_mesh
+from jppo.learner.ppo import Learner
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights

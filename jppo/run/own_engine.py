@@ -9,7 +9,7 @@ import numpy as np
 from jppo import settings
 from jppo.data.tokenizer import decode
 from jppo.errors import UserError
-from jppo.learner.make import Learner
+from jppo.learner.ppo import Learner
 from jppo.models.lora import Lora
 from jppo.rollout.make import Source
 from jppo.rollout.publish import publish_base, publish_policy

@@ -28,8 +28,8 @@ from jppo import process
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
-from jppo.learner.make import Learner
 from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models, require_models_fit
+from jppo.learner.ppo import Learner
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout

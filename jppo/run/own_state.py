@@ -6,8 +6,9 @@ import pathlib
 
 from jppo.errors import UserError
 from jppo.learner import state
-from jppo.learner.make import Learner, begin_optimizer
+from jppo.learner.make import begin_optimizer
 from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.ppo import Learner
 from jppo.run.resume import OPTIMIZERS, former_name, frozen_weights, require_same_run, run_identity
 from jppo.run.trained_model import find, is_checkpoint
 from jppo.runlog.checkpoint import Checkpoints

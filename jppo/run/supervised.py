@@ -17,7 +17,8 @@ from jppo.data.stream import Cursor, next_batch
 from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
 from jppo.learner import batch, model_configs, packing, ppo
-from jppo.learner.make import Trained, load_trained, make_descent, spare_rows
+from jppo.learner.make import Trained, load_trained, make_descent
+from jppo.learner.ppo import spare_rows
 from jppo.learner.state import begin_state as begin_state
 from jppo.learner.state import portable, scalar
 from jppo.models import hf_write, placing

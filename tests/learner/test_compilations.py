@@ -9,8 +9,9 @@ import pytest
 
 from jppo.algorithms import losses
 from jppo.learner import estimate, ppo, sharding, state
-from jppo.learner.make import Learner, run_on_empty_rows
+from jppo.learner.make import run_on_empty_rows
 from jppo.learner.policy_losses import Selection
+from jppo.learner.ppo import Learner
 
 CORRECTED = dict(
     correction=estimate.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
