@@ -49,11 +49,11 @@ def attends(needs: fused.Needs) -> tuple[dict[str, Attend], dict[str, str]]:
     gpu = fused.capability(jax.devices()[0])
     for name in KERNELS:
         try:
-            fused.choose(name, needs, backend=jax.default_backend(), gpu=gpu)
+            fused.choose_kernel(name, needs, backend=jax.default_backend(), gpu=gpu)
         except UserError as e:
             reasons[name] = str(e).split(": ", 1)[1].split(";")[0]
         else:
-            able[name] = fused.make(name, needs)
+            able[name] = fused.make_attention(name, needs)
     return able, reasons
 
 
@@ -90,7 +90,7 @@ def difference(found: Arrays, batch: Arrays, needs: fused.Needs) -> float:
     heads = (shared, 1, 1, shared)
     few = [x[:1, :, :n].astype(jnp.float32) for x, n in zip(batch[:4], heads, strict=True)]
     with jax.default_matmul_precision("highest"):
-        expected = jax.jit(backward(fused.make("xla", needs)))(*few, segment[:1])
+        expected = jax.jit(backward(fused.make_attention("xla", needs)))(*few, segment[:1])
     worst = 0.0
     for x, y, n in zip(found, expected, (shared, shared, 1, 1), strict=True):
         apart = x[:1, :, :n].astype(jnp.float32) - y

@@ -82,7 +82,7 @@ def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict
     source.mkdir()
     write_model(source, described)
     params = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype="float32"))(jax.random.key(0))
-    hf_write.save(folder / "model", params, cfg, source=source, dtype="float32")
+    hf_write.save_model(folder / "model", params, cfg, source=source, dtype="float32")
     responses = response_lengths()
     tokens = np.zeros((len(responses), PROMPT + LONGEST), np.int32)
     for row, trajectory in zip(tokens, make_batch(cfg, responses), strict=True):

@@ -81,7 +81,7 @@ def of_transformers(made: Any, config: dict[str, Any], tokens: np.ndarray, kind:
         source, out = pathlib.Path(folder) / "source", pathlib.Path(folder) / "model"
         source.mkdir()
         (source / "config.json").write_text(json.dumps(config))
-        hf_write.save(out, values, cfg, source=source, dtype=np.float32)
+        hf_write.save_model(out, values, cfg, source=source, dtype=np.float32)
         how = {} if kind is None else dict(experts_implementation=kind)
         model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **how)
     ids = torch.from_numpy(tokens.astype(np.int64))

@@ -49,7 +49,7 @@ from work import (
 from jppo import settings
 from jppo.learner import batch, packing, ppo, score, sharding, state, update
 from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
-from jppo.learner.recipe import make_plan, make_recipe
+from jppo.learner.recipe import make_recipe, plan_rows
 from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -139,13 +139,13 @@ def make_subject(name: str, c: Settings, responses: np.ndarray, *, prompt: int, 
     """The model with random weights, and the batch."""
     mesh = make_mesh(c)
     cfg = pad_vocab(config_reader.parse_config(MODELS[name], path=name), mesh.shape["tensor"])
-    what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+    what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
     check_room(size(abstract(what.shapes, what.shardings)))
     key = jax.random.key(c.trainer.seed)
     trajectories = make_batch(cfg, responses, prompt=prompt)
     mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
     how = dict[str, Any](steps=10**6, policy=cfg)  # a long run: all row lengths
-    plan = make_plan(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch, **how)
+    plan = plan_rows(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch, **how)
     multiply, product_flops = sharding.make_product(mesh, c.model.compute_dtype)
     return Subject(
         c=c,
@@ -183,7 +183,7 @@ def make_minis(s: Subject) -> list[batch.Mini]:
     data = flat_batch(s.trajectories, s.mesh)
     packed = [(rows, np.asarray(s.logprob(s.trained.learned, rows)[0])) for rows in s.rows]
     advantage = rng.normal(size=data.mask.shape).astype(np.float32)
-    data = dataclasses.replace(data, old_logprob=batch.unpack(data, packed), advantage=advantage)
+    data = dataclasses.replace(data, old_logprob=batch.unpack_rows(data, packed), advantage=advantage)
     return list(
         batch.mini_batches(
             data,
@@ -398,7 +398,7 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
         temporaries = []
         for vocab in (QWEN["vocab_size"], SMALL):
             cfg = pad_vocab(config_reader.parse_config(QWEN | {"vocab_size": vocab}, path="q05"), mesh.shape["tensor"])
-            what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+            what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
             empty = packing.empty_rows(shape)
             rows = abstract(empty, jax.tree.map(lambda _: sharding.rows_sharding(mesh), empty))
             fn = jax.jit(make_logprob(how, cfg, mesh))

@@ -45,8 +45,9 @@ from work import (
 
 from jppo import settings
 from jppo.learner import sharding
-from jppo.learner.make import Learner, make_learner, make_mesh
+from jppo.learner.make import make_learner, make_mesh
 from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.ppo import Learner
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu

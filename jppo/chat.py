@@ -24,7 +24,7 @@ from jppo.data.rows import Row, checked_text
 from jppo.data.tokenizer import decode, decode_stream, end_token_ids, load_tokenizer
 from jppo.errors import escaped, one_line
 from jppo.learner import sharding, state
-from jppo.models import cache, hf
+from jppo.models import attention, hf
 from jppo.models.config import ModelConfig
 from jppo.rollout.inprocess import InprocessSettings, make_programs, stream
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
@@ -97,7 +97,7 @@ def load_model(args: argparse.Namespace) -> ChatModel:
 
 def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: int) -> InprocessSettings:
     """Settings of the in-process engine for one row on one device."""
-    mesh = sharding.make_mesh((1,))
+    mesh = sharding.mesh_of_shape((1,))
     return InprocessSettings(
         cfg=cfg,
         rows=1,
@@ -106,15 +106,15 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
         max_model_len=context,
         dtype=dtype,
         by_row=sharding.whole_rows_sharding(mesh),
-        of_cache=sharding.cache_sharding(mesh, cache.heads(cfg)),
+        of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
         cut=False,  # compile only the programs in use
     )
 
 
 def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
     """Loads the parameters to that device."""
-    what = state.weights(cfg, sharding.make_mesh((1,)), head="lm", param_dtype=dtype)
-    return state.load(what, path, init="pretrained", key=jax.random.key(0))
+    what = state.model_weights(cfg, sharding.mesh_of_shape((1,)), head="lm", param_dtype=dtype)
+    return state.load_sharded(what, path, init="pretrained", key=jax.random.key(0))
 
 
 def fitting(

@@ -21,9 +21,9 @@ from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import encode_all, make_renderer
 from jppo.learner import ppo, preference, sharding, update
-from jppo.learner.make import make_logprob
+from jppo.learner.make import logprob_of_texts
 from jppo.learner.model_configs import make_adapters
-from jppo.learner.recipe import make_plan
+from jppo.learner.recipe import plan_rows
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
@@ -59,7 +59,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
     found, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
     mesh = request.mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    logprob, options = make_logprob(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
+    logprob, options = logprob_of_texts(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
 
     def logprobs(policy: Weights, rows: Rows) -> Array:
         return logprob(policy, rows).logprob
@@ -72,7 +72,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         held_out=held_out,
         steps=steps,
         mesh=mesh,
-        plan=make_plan(
+        plan=plan_rows(
             c, mesh, tokens_per_device=of_device, sequences=2 * c.data.train_batch_size, steps=steps, policy=cfg
         ),
         cfg=cfg,

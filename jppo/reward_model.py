@@ -20,7 +20,7 @@ from jppo.data.preferences import Encode, PairSet
 from jppo.learner import preference, score, sharding, update
 from jppo.learner.make import make_decoder
 from jppo.learner.model_configs import make_adapters
-from jppo.learner.recipe import make_plan
+from jppo.learner.recipe import plan_rows
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
 from jppo.preflight import preview
@@ -64,7 +64,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
         held_out=held_out,
         steps=steps,
         mesh=mesh,
-        plan=make_plan(
+        plan=plan_rows(
             c,
             mesh,
             tokens_per_device=c.optim.max_tokens_per_device,

@@ -15,9 +15,9 @@ from jppo import settings
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
 from jppo.learner import batch, packing, ppo, sharding, update
-from jppo.learner.make import make_logprob
+from jppo.learner.make import logprob_of_texts
 from jppo.learner.model_configs import make_adapters
-from jppo.learner.recipe import make_plan
+from jppo.learner.recipe import plan_rows
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.preflight import memory, preview
@@ -63,14 +63,14 @@ def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
     mesh = request.mesh(c)
     options = sharding.compiler_options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
-    logprob = make_logprob(c, cfg, mesh)
+    logprob = logprob_of_texts(c, cfg, mesh)
     steps, of_device = total_steps(c, len(found.demonstrations)), c.optim.max_tokens_per_device
     return DemonstrationTask(
         demonstrations=found.demonstrations,
         overlong=found.overlong,
         steps=steps,
         mesh=mesh,
-        plan=make_plan(
+        plan=plan_rows(
             c, mesh, tokens_per_device=of_device, sequences=c.data.train_batch_size, steps=steps, policy=cfg
         ),
         cfg=cfg,

@@ -18,11 +18,11 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
-from jppo.learner import batch, estimate, ppo
-from jppo.learner.make import Learner
+from jppo.learner import batch, ppo
+from jppo.learner.cost import utilisation
+from jppo.learner.ppo import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.state import next_step, order, scalar
-from jppo.learner.utilisation import utilisation
 from jppo.models.lora import Weights
 from jppo.preflight.checks import dry_run
 from jppo.preflight.preview import memory_explained
@@ -61,7 +61,7 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     trajectories = drawn.trajectories
     with timer("reward"):
         graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
-    rewards, group, greedy = estimate.compare_logprobs(graded, baseline, n=c.rollout.n, compared=recipe.compares)
+    rewards, group, greedy = batch.compare_samples(graded, baseline, n=c.rollout.n, compared=recipe.compares)
     rewards, metrics = fresh(c, drawn, version, rewards)
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", sample_rows(asked, trajectories, rewards))
@@ -98,7 +98,8 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
     kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
     now = next_step(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
-    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), step=version)
+    epochs = critic_epochs(c, version)
+    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), epochs=epochs)
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
 
 
@@ -124,7 +125,7 @@ def add_reference(
     if run.reference is not None:
         with run.timer("ref"):
             logprobs, metrics = run.reference.logprobs(trajectories, sources)
-            return batch.with_reference(data, logprobs), metrics
+            return batch.with_reference_logprobs(data, logprobs), metrics
     return data, {}
 
 

@@ -153,7 +153,7 @@ def make_task(folder: pathlib.Path) -> dict[str, Any]:
     values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")
     tensors = {}
     for entry in params.table(cfg, head="value"):
-        array = np.asarray(params.to_hf(entry, params.get(values, entry.path)))
+        array = np.asarray(params.to_hf(entry, params.leaf_at(values, entry.path)))
         tensors |= dict(zip(entry.hf_names, array if entry.stacked else [array], strict=True))
     save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, folder / "judge/model.safetensors")
     return SETTINGS | {

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.algorithms import advantage, correction, covariance, kl, losses, masked
+from jppo.algorithms import advantage, correction, kl, losses, masked
 from jppo.models import heads
 from jppo.settings import UserError, importance_band, rejection_rules
 from jppo.types import Array
@@ -111,7 +111,7 @@ def by_sequence(
         mask, score = x["mask"], jnp.sum(x["rewards"], axis=1)
         group = np.unique(x["index"], return_inverse=True)[1].astype(np.int32)
         whole = estimate(meta, score, jnp.sum(mask, axis=1, dtype=score.dtype), group)
-        each = masked.spread(whole, mask)
+        each = masked.at_kept(whole, mask)
         found = Found(masked.whiten(each, mask) if whiten else each, mask, narrow=narrow)
         return {"advantages": found, "returns": found}
 
@@ -137,7 +137,7 @@ def gdpo(meta: Meta, x: Inputs) -> dict[str, Found]:
     group = np.unique(x["index"], return_inverse=True)[1].astype(np.int32)
     weights = tuple(meta.get("reward_weights") or [1.0] * parts.shape[1])
     whole = advantage.gdpo(parts, group, weights=weights, norm_adv_by_std=meta["norm_adv_by_std"])
-    found = Found(masked.whiten(masked.spread(whole, mask), mask), mask)
+    found = Found(masked.whiten(masked.at_kept(whole, mask), mask), mask)
     return {"advantages": found, "returns": found}
 
 
@@ -214,12 +214,12 @@ def drawn(meta: Meta, x: Inputs) -> Array:
     clips = {name: setting(meta, name) for name in ("clip_low", "clip_high")}
     band = dict(low=meta["clip_cov_lb"], high=meta["clip_cov_ub"], count=count(meta, x, "clip_cov_ratio"))
     fixed = x["logprob"], x["old_logprob"], x["advantages"], x["mask"]
-    return covariance.drawn(jax.random.key(0), *fixed, **clips, **band)
+    return losses.drawn_by_covariance(jax.random.key(0), *fixed, **clips, **band)
 
 
 def largest(meta: Meta, x: Inputs) -> Array:
     """Returns the tokens of kl_cov."""
-    return covariance.largest(x["logprob"], x["advantages"], x["mask"], count=count(meta, x, "kl_cov_ratio"))
+    return losses.highest_covariance(x["logprob"], x["advantages"], x["mask"], count=count(meta, x, "kl_cov_ratio"))
 
 
 def bypass_mode(meta: Meta, x: Inputs) -> dict[str, Found]:
@@ -237,7 +237,9 @@ def bypass_mode(meta: Meta, x: Inputs) -> dict[str, Found]:
             raw = correction.raw_weights(log_ratio, x["mask"], level=level, segment=segment)
             weight = correction.bounded(raw, lower=lower, upper=upper)
             if meta.get("rollout_is_batch_normalize"):
-                weight = correction.normalized(weight, mean=correction.mean_weight(weight, x["mask"], level=level))
+                weight = correction.normalized_weights(
+                    weight, mean=correction.mean_weight(weight, x["mask"], level=level)
+                )
 
     def each(logp: Array):
         value, *clipped = loss(logp, rollout, x["advantages"], kept, segment, **clips)
@@ -334,7 +336,7 @@ def is_weights(meta: Meta, x: Inputs) -> dict[str, Found]:
     raw = correction.raw_weights(x["log_ratio"], mask, level=level)
     weight = correction.bounded(raw, lower=lower, upper=upper)
     if meta["batch_normalize"]:
-        weight = correction.normalized(weight, mean=correction.mean_weight(weight, mask, level=level))
+        weight = correction.normalized_weights(weight, mean=correction.mean_weight(weight, mask, level=level))
     return {"weights": Found(weight, mask)}
 
 

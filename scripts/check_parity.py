@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 
-from jppo.models import cache, decoder, heads, hf
+from jppo.models import attention, decoder, heads, hf
 from jppo.settings import UserError
 
 TOLERANCE = 1e-4
@@ -161,7 +161,7 @@ def agreement(model, values, cfg, dtype: str, prompt: np.ndarray, count: int) ->
 
     @jax.jit
     def write(prompt):
-        held = cache.empty(cfg, rows=1, length=len(prompt) + count, dtype=jnp.dtype(dtype))
+        held = attention.empty_cache(cfg, rows=1, length=len(prompt) + count, dtype=jnp.dtype(dtype))
         first, token = step((held, prompt[None], jnp.arange(len(prompt), dtype=jnp.int32)[None]), None)
         return jnp.append(token, jax.lax.scan(step, first, length=count - 1)[1])
 

@@ -66,7 +66,7 @@ def _write_model(folder: pathlib.Path, *, experts: int) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | more))
     _, cfg = hf.read_config(str(folder))
     params = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
-    hf_write.save(folder, params, cfg, source=str(folder), dtype="float32")
+    hf_write.save_model(folder, params, cfg, source=str(folder), dtype="float32")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ def tiny_model(tmp_path_factory):
     arithmetic.write_model(root / "source")
     _, cfg = hf.read_config(root / "source")
     values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
-    return hf_write.save(root / "hf", values, cfg, source=root / "source", dtype="float32")
+    return hf_write.save_model(root / "hf", values, cfg, source=root / "source", dtype="float32")
 
 
 def with_paths():

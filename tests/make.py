@@ -90,7 +90,7 @@ def write_weights(directory, seed=5):
     """Writes random weights beside a config.json, drawn by its initializer_range."""
     _, cfg = hf.read_config(str(directory))
     params = decoder.init_params(cfg, jax.random.key(seed), head="lm", param_dtype="float32")
-    hf_write.save(directory, params, cfg, source=str(directory), dtype="float32")
+    hf_write.save_model(directory, params, cfg, source=str(directory), dtype="float32")
 
 
 def write_rows(path, *rows):

@@ -57,7 +57,7 @@ def test_the_measured_steps_run(bench, tiny, monkeypatch):
 
 
 def test_flops_by_hand(bench, tiny):
-    """Of 3 + 2 tokens; tests/models/test_cost.py counts other models product by product."""
+    """Of 3 + 2 tokens; tests/learner/test_cost.py counts other models product by product."""
     # Weights of a layer: q and o 8*8, k and v 8*4, three of the MLP 8*12; 480. A product and a sum for each.
     dense = 2 * 2 * 5 * 480
     # Token t sees t keys: 1+2+3+4+5 = 15 pairs; each is a product with k and one with v, of 8 = 2 heads of 4.
@@ -192,7 +192,10 @@ def test_attention_on_a_cpu_is_xla_alone_and_the_table_says_so(attention, tmp_pa
 
 def test_a_kernel_of_attention_that_is_wrong_fails_or_does_not_fit_is_said(attention, monkeypatch):
     def kernels(needs, other):
-        return {"xla": attention.fused.make("xla", needs), "splash": attention.fused.make("xla", other)}, {}
+        return {
+            "xla": attention.fused.make_attention("xla", needs),
+            "splash": attention.fused.make_attention("xla", other),
+        }, {}
 
     how = dict(dtype="float32", window=9, repeats=1)
     monkeypatch.setattr(attention, "attends", lambda needs: kernels(needs, needs))
@@ -249,14 +252,14 @@ def test_models_by_default_have_the_numbers_they_are_known_by():
     parameters = {}
     for name in ("q15", "q7"):
         cfg = config_reader.parse_config(models.MODELS[name], path=name)
-        what = models.state.weights(cfg, make_mesh(models.make_config(name, "float32", [])), head="lm",
+        what = models.state.model_weights(cfg, make_mesh(models.make_config(name, "float32", [])), head="lm",
                                     param_dtype="float32")  # fmt: skip
         parameters[name] = sum(x.size for x in models.jax.tree.leaves(what.shapes))
     assert parameters == {"q15": 1_543_714_304, "q7": 7_615_616_512}  # as their cards count them
     cfg = config_reader.parse_config(models.QWEN, path="q05")
     assert (cfg.head_dim, cfg.qkv_bias, cfg.tie_word_embeddings) == (64, True, True)
     c = models.make_config("q05", "float32", [])
-    what = models.state.weights(cfg, make_mesh(typed(c)), head="lm", param_dtype="float32")
+    what = models.state.model_weights(cfg, make_mesh(typed(c)), head="lm", param_dtype="float32")
     assert models.size(models.abstract(what.shapes, what.shardings)) == 4 * 494_032_768  # as its card counts them
     assert c.model.scan_layers and not models.make_config("M", "float32", []).model.scan_layers
 

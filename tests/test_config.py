@@ -863,7 +863,7 @@ def read_by_parts(config, monkeypatch):
         monkeypatch.setattr(reward, name, lambda *_: None)
     what = Classifier(path="", directory=config.model.path, model_type="qwen2", vocab_size=9, pad_token_id=0)
     monkeypatch.setattr(reward, "read_classifier", lambda *_, **__: what)
-    mesh = sharding.make_mesh((8, 1, 1))
+    mesh = sharding.mesh_of_shape((8, 1, 1))
     log = pathlib.Path(config.trainer.run_dir)
     for engine, steps in (("jax", ""), ("transformers", ""), ("vllm", ""), ("jax", "min")):
         config.reward.model.engine, config.reward.model.step_aggregation = engine, steps

@@ -197,7 +197,7 @@ def test_a_real_vllm_answers_by_the_directorys_weights(tmp_path):
     _, cfg = hf.read_config(tmp_path / "start")
     params = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
     params = jax.tree.map(lambda x: 8 * x, params)  # answers that differ from prompt to prompt, and end
-    hf_write.save(tmp_path / "hf", params, cfg, source=tmp_path / "start", dtype="float32")
+    hf_write.save_model(tmp_path / "hf", params, cfg, source=tmp_path / "start", dtype="float32")
     prompts = ["47+85=", "1+1=", "99+99=", "20+3="]
     write_lines(tmp_path / "test.jsonl", [{"prompt": p, "ground_truth": "1", "data_source": "exact"} for p in prompts])
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

@@ -83,7 +83,7 @@ def test_what_stands_behind_the_mask_of_an_expected_output_means_nothing(script,
 
 
 def test_what_jppo_leaves_behind_its_mask_is_seen(script, write, monkeypatch):
-    monkeypatch.setattr(script.masked, "spread", lambda x, sequence, mask: np.asarray(x)[sequence])
+    monkeypatch.setattr(script.masked, "at_kept", lambda x, sequence, mask: np.asarray(x)[sequence])
     assert script.main([str(write("case.npz", **grpo()))]) == 1
 
 

@@ -87,7 +87,7 @@ def loop(m, prompts, steps, n, mini, critic):
         b = m.batch(samples)
         b = b.replace(old_logprob=m.logprobs(b))
         if critic:
-            ends = masked.spread(jnp.asarray(scores, jnp.float32), masked.last(b.mask))
+            ends = masked.at_kept(jnp.asarray(scores, jnp.float32), masked.last(b.mask))
             found, returns = advantage.gae(jnp.where(b.mask, ends, 0.0), m.values(b), b.mask, gamma=1.0, lam=1.0)
             b = b.replace(value=m.values(b), returns=returns, advantage=masked.whiten(found, b.mask))
         else:

@@ -413,7 +413,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
     _, cfg = hf.read_config(tmp_path)
     cfg = dataclasses.replace(cfg, value_head_std=0.1)
     values = decoder.init_params(cfg, jax.random.key(7), head="value", param_dtype="float32")
-    hf_write.save(tmp_path / "hf", values, cfg, source=str(tmp_path), dtype="float32", head="value")
+    hf_write.save_model(tmp_path / "hf", values, cfg, source=str(tmp_path), dtype="float32", head="value")
     what = read_classifier(str(tmp_path / "hf"), tokenizer=load_tokenizer(str(tmp_path)), max_length=16)
     scored = []
 

@@ -58,8 +58,8 @@ def saved(config):
 @pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.slow), "remax"])
 def test_no_critic_is_built_trained_or_saved_where_none_is_asked_for(learn, small_run, engine, monkeypatch, estimator):
     loaded = []
-    load = state.load
-    monkeypatch.setattr(state, "load", lambda what, *a, **k: (loaded.append(what.head), load(what, *a, **k))[1])
+    load = state.load_sharded
+    monkeypatch.setattr(state, "load_sharded", lambda what, *a, **k: (loaded.append(what.head), load(what, *a, **k))[1])
     changes = {"rollout.n": 2, "critic.path": "/no/such/model", "actor.calculate_entropy": False}
     metrics = learn({"algorithm.adv_estimator": estimator, **changes})
     assert loaded == ["lm"]

@@ -121,8 +121,8 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     how = dict(head="value", key=jax.random.key(3), adapters=task.adapters)
     trained = load_trained(typed(c), task.mesh, cfg, c.model.path, **how)
     descent, _ = make_descent(typed(c).optim, "rm", task.accumulate, trained, 1)
-    path = hf_write.save(c.trainer.run_dir, trained.learned, cfg, source=c.model.path, dtype="float32", head="value",
-                   changes=task.changes)  # fmt: skip
+    how = dict(source=c.model.path, dtype="float32", head="value", changes=task.changes)
+    path = hf_write.save_model(c.trainer.run_dir, trained.learned, cfg, **how)
     micros = pairs.pack_pairs(task, some)
     assert len(micros) > 2 or tokens == 8192
     slopes = task.slope(pairs.score_pairs(task, descent, trained.learned, micros, len(some)), pairs.margins(some))

@@ -35,7 +35,7 @@ def small(tmp_path):
     cfg = dataclasses.replace(hf.read_config(source)[1], value_head_std=0.2)
     for head, name in (("lm", "chat"), ("value", "run/reward_model/hf")):
         values = decoder.init_params(cfg, jax.random.key(0), head=head, param_dtype="float32")
-        hf_write.save(tmp_path / name, values, cfg, source=source, dtype="float32", head=head)
+        hf_write.save_model(tmp_path / name, values, cfg, source=source, dtype="float32", head=head)
     return tmp_path
 
 

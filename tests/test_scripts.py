@@ -37,7 +37,7 @@ def exported(tmp_path_factory):
     _, cfg = hf.read_config(tmp_path / "start")
     params = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
     params = jax.tree.map(lambda x: 8 * x, params)  # answers that differ from prompt to prompt, and end
-    hf_write.save(tmp_path / "hf", params, cfg, source=tmp_path / "start", dtype="float32")
+    hf_write.save_model(tmp_path / "hf", params, cfg, source=tmp_path / "start", dtype="float32")
     (tmp_path / "data").mkdir()
     write_lines(tmp_path / "data/test.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     return tmp_path / "hf"

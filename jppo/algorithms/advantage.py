@@ -16,7 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.algorithms.masked import spread
+from jppo.algorithms.masked import at_kept
 from jppo.types import Array
 
 
@@ -65,7 +65,7 @@ def remax(reward: Array, baseline: Array, mask: Array) -> Array:
     baseline is [B].
     """
     chex.assert_rank([reward, baseline], [2, 1])
-    return reinforce_plus_plus(reward, mask, gamma=1.0) - spread(baseline, mask)
+    return reinforce_plus_plus(reward, mask, gamma=1.0) - at_kept(baseline, mask)
 
 
 def grpo(score: Array, group: Array, *, norm_adv_by_std: bool) -> Array:  # [B]

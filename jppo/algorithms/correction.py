@@ -42,7 +42,7 @@ def mean_weight(weight: Array, mask: Array, *, level: str) -> Array:  # []
     return jnp.sum(weight * share) / jnp.maximum(jnp.sum(share), 1.0)
 
 
-def normalized(weight: Array, *, mean: Array) -> Array:
+def normalized_weights(weight: Array, *, mean: Array) -> Array:
     """ρ / mean, so that the batch's mean is 1; unchanged where the mean is almost 0."""
     chex.assert_rank(mean, 0)
     return weight / jnp.where(mean > 1e-8, mean, 1.0)

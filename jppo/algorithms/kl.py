@@ -70,7 +70,7 @@ def full_forward(logits: jax.Array, ref_logits: jax.Array, **sharded: Any) -> ja
     return full(ref_logits, logits, **sharded)
 
 
-def largest(x: jax.Array, k: int) -> jax.Array:
+def _largest(x: jax.Array, k: int) -> jax.Array:
     """Returns where the k largest entries of the last axis are; of equal ones the first."""
     index = jax.lax.top_k(x, k)[1]
     return jnp.put_along_axis(jnp.zeros(x.shape, bool), index, True, axis=-1, inplace=False)
@@ -84,7 +84,7 @@ def forward_kl_topk(
     min_logp: float | None = None,
     log_softmax: Callable[[jax.Array], jax.Array] = jax.nn.log_softmax,
     total: Callable[[jax.Array], jax.Array] = _total,
-    largest: Callable[[jax.Array, int], jax.Array] = largest,
+    largest: Callable[[jax.Array, int], jax.Array] = _largest,
 ) -> jax.Array:
     """max(0, Σ_a π_ref(a) (log π_ref(a) - log π(a))) over the reference's `topk` likeliest tokens: `full_forward`, cut.
 

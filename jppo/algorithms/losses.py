@@ -1,15 +1,22 @@
-"""Policy and value losses per token, and their token weights.
+"""Losses: of a policy and of values per token, with the weights of tokens; of preference pairs.
 
 A policy loss takes current and old log-probs, advantages and the mask, all [R, T]. It returns the loss of each token
 with two masks of clipped tokens: in the usual direction and in the other one. Inputs outside the mask are arbitrary;
-outputs there mean nothing and have no gradient. `clip_cov` and `kl_cov` also take the tokens of `covariance.py`.
+outputs there mean nothing and have no gradient.
+
+`clip_cov` and `kl_cov` also take tokens of high covariance between log-prob and advantage (Cui et al.,
+arXiv:2505.22617). The covariance of a token is (log π - mean)(A - mean), with means over the mask. Such tokens lower
+the policy's entropy most. They are selected in a whole mini-batch, [B, L], whatever its cut into micro-batches; `count`
+is [] i32.
+
+The losses of pairs are a reward model's by Bradley and Terry, and a policy's by DPO and IPO.
 """
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.algorithms.masked import FAR, sequence_length, sequence_mean
+from jppo.algorithms.masked import FAR, masked_sum, sequence_length, sequence_mean
 from jppo.types import Array
 
 PolicyLoss = tuple[Array, Array, Array]  # loss, clipped, clipped the other way: [R, T] f32, bool, bool
@@ -159,7 +166,7 @@ def clip_cov(
 ) -> PolicyLoss:  # fmt: skip
     """PPO's clipped surrogate without the selected tokens (Clip-Cov, Cui et al., arXiv:2505.22617).
 
-    L = max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)), and 0 without a gradient for tokens of `covariance.drawn`
+    L = max(-A ρ, -A clip(ρ, 1 - ε_low, 1 + ε_high)), and 0 without a gradient for tokens of `drawn_by_covariance`
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment, selected])
     ratio = jnp.exp(_log_ratio(logp, old_logp, mask, far=FARTHEST))
@@ -173,7 +180,7 @@ def kl_cov(
 ) -> PolicyLoss:  # fmt: skip
     """The surrogate with a penalty of the selected tokens' log-ratio (KL-Cov, Cui et al., arXiv:2505.22617).
 
-    L = -A ρ, plus β |log ρ| for tokens of `covariance.largest`
+    L = -A ρ, plus β |log ρ| for tokens of `highest_covariance`
     """
     chex.assert_equal_shape([logp, old_logp, advantage, mask, segment, selected])
     log_ratio = _log_ratio(logp, old_logp, mask, far=FARTHEST)
@@ -184,6 +191,46 @@ def kl_cov(
 def _log_ratio(logp: Array, old_logp: Array, mask: Array, *, far: float = FAR) -> Array:
     # A masked entry must not reach the exponential: its gradient would be 0 * inf.
     return jnp.clip(jnp.where(mask, logp - old_logp, 0.0), -far, far)
+
+
+def covariance(logp: Array, advantage: Array, mask: Array) -> Array:  # [B, L]
+    """Returns each token's summand of the covariance; -∞ outside the mask."""
+    chex.assert_equal_shape([logp, advantage, mask])
+    tokens = jnp.maximum(jnp.sum(mask, dtype=logp.dtype), 1.0)
+    of_logp, of_advantage = (x - masked_sum(x, mask) / tokens for x in (logp, advantage))
+    return jnp.where(mask, of_logp * of_advantage, -jnp.inf)
+
+
+def highest_covariance(logp: Array, advantage: Array, mask: Array, *, count: Array) -> Array:  # [B, L] bool
+    """Selects the `count` tokens of the highest covariance."""
+    chex.assert_rank(count, 0)
+    each = covariance(logp, advantage, mask)
+    return (_rank(-each) < count) & jnp.asarray(mask)
+
+
+def drawn_by_covariance(
+    key: Array, logp: Array, old_logp: Array, advantage: Array, mask: Array,
+    *, count: Array, low: float, high: float, clip_low: float, clip_high: float,
+) -> Array:  # [B, L] bool  # fmt: skip
+    """Draws at most `count` of the tokens whose covariance is above `low` and below `high`.
+
+    Tokens that the surrogate's own clip holds are not drawn.
+    """
+    chex.assert_rank(count, 0)
+    each = covariance(logp, advantage, mask)
+    ratio = jnp.exp(jnp.where(mask, logp - old_logp, 0.0))
+    held = -advantage * jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) > -advantage * ratio
+    there = (each > low) & (each < high) & ~held
+    return (_rank(jnp.where(there, jax.random.uniform(key, mask.shape), jnp.inf)) < count) & there
+
+
+def _rank(x: Array) -> Array:  # of [B, L], i32
+    """Returns the place of each entry in ascending order."""
+    flat = x.reshape(-1)
+    places = (
+        jnp.zeros(flat.size, jnp.int32).at[jnp.argsort(flat, stable=True)].set(jnp.arange(flat.size, dtype=jnp.int32))
+    )
+    return places.reshape(x.shape)
 
 
 def clipped_value(value: Array, old_value: Array, returns: Array, *, cliprange_value: float) -> tuple[Array, Array]:
@@ -227,3 +274,34 @@ def token_weights(
     else:
         raise ValueError(f"{mode=} is not known; it is one of {', '.join(AGGREGATIONS)}")
     return jnp.where(mask, weight, 0.0)
+
+
+def bradley_terry(chosen: Array, rejected: Array, margin: Array, *, center: float) -> Array:
+    """-log σ(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)², of each pair [N] f32.
+
+    By Bradley and Terry's model a response wins with probability σ of the scores' difference. The margin is from
+    Llama 2 (arXiv 2307.09288), the centring term from Eisenstein et al. (arXiv 2312.09244).
+    """
+    chex.assert_equal_shape([chosen, rejected, margin])
+    chex.assert_rank(chosen, 1)
+    return -jax.nn.log_sigmoid(chosen - rejected - margin) + center * jnp.square(chosen + rejected)
+
+
+def dpo(chosen: Array, rejected: Array, *, beta: float) -> Array:
+    """-log σ(β (chosen - rejected)), of each pair [N] f32 (arXiv 2305.18290).
+
+    `chosen` and `rejected` are log π(y|x) - log π_ref(y|x) of whole responses.
+    """
+    chex.assert_equal_shape([chosen, rejected])
+    chex.assert_rank(chosen, 1)
+    return -jax.nn.log_sigmoid(beta * (chosen - rejected))
+
+
+def ipo(chosen: Array, rejected: Array, *, beta: float) -> Array:
+    """(chosen - rejected - 1 / (2 β))², of each pair [N] f32 (arXiv 2310.12036, equation 17).
+
+    `chosen` and `rejected` are as for `dpo`, but means over the response's tokens, as in the paper's experiments.
+    """
+    chex.assert_equal_shape([chosen, rejected])
+    chex.assert_rank(chosen, 1)
+    return jnp.square(chosen - rejected - 1.0 / (2.0 * beta))

@@ -43,7 +43,7 @@ def whiten(x: Array, mask: Array) -> Array:
     return jnp.where(mask, x - found[1], 0.0) * (variance(found) + 1e-8) ** -0.5
 
 
-def spread(x: Array, mask: Array) -> Array:  # [B] -> [B, L]
+def at_kept(x: Array, mask: Array) -> Array:  # [B] -> [B, L]
     """x of each row at its kept entries, 0 elsewhere."""
     chex.assert_equal_shape_prefix([x, mask], 1)
     return jnp.where(mask, jnp.asarray(x)[:, None], 0.0)
@@ -74,7 +74,7 @@ def moved(x: Array, mask: Array) -> Array:  # [B, L]
 
     pending, placed = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), (jnp.asarray(x).T, mask.T), reverse=True)
     first = mask & (jnp.cumsum(mask, axis=1, dtype=jnp.int32) == 1)
-    return placed.T + spread(pending, first)
+    return placed.T + at_kept(pending, first)
 
 
 def sequence_sum(x: Array, mask: Array, segment: Array) -> Array:  # [R, T]

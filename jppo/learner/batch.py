@@ -1,7 +1,7 @@
-"""A step's batch: flat [B, L] on the host and for advantages, packed rows [R, T] for the models.
+"""A step's batch: groups of samples; flat [B, L] on the host and for advantages, packed rows [R, T] for the models.
 
 A row of the flat batch [B, L] has the tokens of one response. For scoring, the whole batch is packed once. For
-learning, each epoch of an update shuffles and packs its own mini-batches. `unpack` and `at` convert between the
+learning, each epoch of an update shuffles and packs its own mini-batches. `unpack_rows` and `at` convert between the
 layouts, by trajectory and position.
 """
 
@@ -21,6 +21,40 @@ from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
 _STREAM = 3  # of the key of a step, after the shuffles of actor and critic and the selection of tokens
 Earned = tuple[tuple[int, float], ...]  # amounts by position, as in Reward
 _FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name in {one.name for one in dataclasses.fields(Batch)}]
+
+
+def comparison_groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
+    """Groups the `n` consecutive samples of each prompt for comparison; an unusable one is alone.
+
+    A group's number is the index of its first usable member.
+    """
+    index = np.arange(len(unusable)).reshape(-1, n)
+    first = np.where(unusable.reshape(-1, n), len(unusable), index).min(1, keepdims=True)
+    return np.where(unusable, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
+
+
+def compare_samples(
+    rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
+) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
+    """Returns the rewards, the groups [B] and the greedy responses' scores [B], for `n` consecutive samples per prompt.
+
+    A sample without a baseline becomes unusable. Then its prompt's greedy response was not graded, or, if samples are
+    `compared`, no other sample of its prompt was.
+    """
+    group = comparison_groups(np.array([r.unusable is not None for r in rewards]), n)
+    best = None if baseline is None else [r for r in baseline for _ in range(n)]
+    size = np.bincount(group, minlength=len(group))[group]
+
+    def why(i: int) -> str | None:
+        if rewards[i].unusable is not None:
+            return rewards[i].unusable
+        if best is not None and best[i].unusable is not None:
+            return f"its prompt's greedy response is {best[i].unusable}"
+        return "no other response to its prompt was graded" if compared and size[i] == 1 else None
+
+    found = [dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)]
+    greedy = None if best is None else np.array([0.0 if r.unusable else r.score for r in best], np.float32)
+    return found, group, greedy
 
 
 def flatten(
@@ -71,7 +105,7 @@ def flatten(
         sampled = t.sampled[1:][response]
         out.first[b] = response.start
         length[b] = sampled.sum()
-        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered(t, filter_truncated))
+        out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered_out(t, filter_truncated))
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
         if earned is not None:
             for k, amount in rewards[b].earned:
@@ -91,7 +125,7 @@ def part_of(reward: Reward, name: str) -> float:
     return reward.parts[name]
 
 
-def filtered(t: Trajectory, filter_truncated: bool) -> bool:
+def filtered_out(t: Trajectory, filter_truncated: bool) -> bool:
     """Whether over-long filtering keeps a response out of the loss."""
     return filter_truncated and t.finish == "length"
 
@@ -115,7 +149,7 @@ def with_branches(
     return [*episodes, *(t for _, t in others)], graded, group, None if greedy is None else greedy[index], index
 
 
-def with_reference(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
+def with_reference_logprobs(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
     """Adds the reference's log-probs, given for all tokens of each trajectory."""
     out = np.zeros(batch.mask.shape, np.float32)
     for b, logprob in enumerate(logprobs):
@@ -141,7 +175,7 @@ def _places(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return there, np.where(there, sequence, 0), np.where(there, column, 0)
 
 
-def unpack(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
+def unpack_rows(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.ndarray:
     """Converts rows [R, T] to the layout of the batch; 0 where it has no entry."""
     out = np.zeros(batch.mask.shape, packed[0][1].dtype if packed else np.float32)
     for rows, values in packed:
@@ -165,7 +199,7 @@ class Micro:
     device: Rows
 
 
-def scored(batch: Batch, rows: Rows) -> Scored:
+def scored_rows(batch: Batch, rows: Rows) -> Scored:
     """Adds the batch's fields for the losses to the rows, on the host."""
     known = {name: x for name in _FIELDS if (x := getattr(batch, name)) is not None}
     return Scored(rows=rows, **{name: at(batch, x, rows) for name, x in known.items()})
@@ -210,7 +244,7 @@ def mini_batches(
     place = sharding.rows_sharding(mesh)
     for part in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
         part = part.tolist()
-        found = [scored(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
+        found = [scored_rows(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
         counts = count([micro.rows for micro in found])
         positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
         found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]

@@ -5,13 +5,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jppo.algorithms import correction, kl, masked, values
 from jppo.algorithms.advantage import energy
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.types import Array, Batch, Reward
+from jppo.types import Array, Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ def mismatch(batch: Batch) -> dict[str, Array]:
     difference = jnp.where(batch.mask, _log_ratio(batch), 0.0)
     gap, apart = jnp.abs(difference), correction.divergences(difference, batch.mask)
     return {
-        "rollout/logp_gap_mean": masked_sum(gap, batch.mask) / tokens(batch.mask),
+        "rollout/logp_gap_mean": masked_sum(gap, batch.mask) / token_count(batch.mask),
         "rollout/logp_gap_max": jnp.max(gap),
         "rollout/ratio_min": jnp.exp(jnp.maximum(jnp.min(difference), -FAR)),
         "rollout/ratio_max": jnp.exp(jnp.minimum(jnp.max(difference), FAR)),
@@ -48,7 +47,7 @@ def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
     rejected = mask & ~kept
     sequences = jnp.maximum(jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32), 1.0)
     metrics: dict[str, Array] = {
-        "rollout_corr/rollout_rs_masked_fraction": jnp.sum(rejected, dtype=jnp.float32) / tokens(mask),
+        "rollout_corr/rollout_rs_masked_fraction": jnp.sum(rejected, dtype=jnp.float32) / token_count(mask),
         "rollout_corr/rollout_rs_seq_masked_fraction": jnp.sum(jnp.any(rejected, axis=1)) / sequences,
     }
     weight = None
@@ -63,7 +62,7 @@ def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
             "rollout_corr/rollout_is_eff_sample_size": spread["eff_sample_size"],
         }
         if what.normalize:
-            weight = correction.normalized(weight, mean=correction.mean_weight(weight, mask, level=what.level))
+            weight = correction.normalized_weights(weight, mean=correction.mean_weight(weight, mask, level=what.level))
     return dataclasses.replace(batch, mask=kept, weight=weight), metrics
 
 
@@ -89,7 +88,7 @@ def _log_ratio(batch: Batch) -> Array:
     return batch.old_logprob - batch.rollout_logprob
 
 
-def tokens(mask: Array) -> Array:  # [] f32
+def token_count(mask: Array) -> Array:  # [] f32
     """Counts the kept tokens, at least 1."""
     return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
@@ -119,42 +118,8 @@ class Estimator:
 
 def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
     """Gives each token its sequence's advantage, which is its return too: the `tokens` of an estimator by sequence."""
-    advantage = masked.spread(outcome, mask)
+    advantage = masked.at_kept(outcome, mask)
     return advantage, advantage
-
-
-def groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
-    """Groups the `n` consecutive samples of each prompt for comparison; an unusable one is alone.
-
-    A group's number is the index of its first usable member.
-    """
-    index = np.arange(len(unusable)).reshape(-1, n)
-    first = np.where(unusable.reshape(-1, n), len(unusable), index).min(1, keepdims=True)
-    return np.where(unusable, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
-
-
-def compare_logprobs(
-    rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
-) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
-    """Returns the rewards, the groups [B] and the greedy responses' scores [B], for `n` consecutive samples per prompt.
-
-    A sample without a baseline becomes unusable. Then its prompt's greedy response was not graded, or, if samples are
-    `compared`, no other sample of its prompt was.
-    """
-    group = groups(np.array([r.unusable is not None for r in rewards]), n)
-    best = None if baseline is None else [r for r in baseline for _ in range(n)]
-    size = np.bincount(group, minlength=len(group))[group]
-
-    def why(i: int) -> str | None:
-        if rewards[i].unusable is not None:
-            return rewards[i].unusable
-        if best is not None and best[i].unusable is not None:
-            return f"its prompt's greedy response is {best[i].unusable}"
-        return "no other response to its prompt was graded" if compared and size[i] == 1 else None
-
-    found = [dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)]
-    greedy = None if best is None else np.array([0.0 if r.unusable else r.score for r in best], np.float32)
-    return found, group, greedy
 
 
 def make_advantages(
@@ -175,10 +140,10 @@ def make_advantages(
         metrics = {} if bypass else mismatch(batch)
         more: tuple[Array, ...] = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
         if batch.entropy is not None:
-            metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / tokens(batch.mask)
+            metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / token_count(batch.mask)
         if batch.routing_differs is not None:
             differs = masked.masked_sum(batch.routing_differs, batch.mask)
-            metrics["rollout/routing_differs"] = differs / tokens(batch.mask)
+            metrics["rollout/routing_differs"] = differs / token_count(batch.mask)
         if correction is not None:
             batch, found = corrected(correction, batch)
             metrics |= found
@@ -254,19 +219,19 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
     """
     mask, graded = batch.mask, ~jnp.isnan(batch.score)
     score = jnp.where(graded, batch.score, 0.0)
-    reward = jnp.where(mask, masked.spread(score, masked.last(mask)) - kl_coef * penalty, 0.0)
+    reward = jnp.where(mask, masked.at_kept(score, masked.last(mask)) - kl_coef * penalty, 0.0)
     some = jnp.any(mask, axis=1)
     total = jnp.where(some, jnp.sum(reward, axis=1), score)  # whose rounding does not depend on the places
     if batch.earned is not None:
         earned = masked.moved(batch.earned, mask)
-        reward = reward + earned - masked.spread(jnp.sum(earned, axis=1), masked.last(mask))
+        reward = reward + earned - masked.at_kept(jnp.sum(earned, axis=1), masked.last(mask))
     whole = jnp.sum(penalty, axis=1)
     return reward, total, {
-        "critic/rewards/mean": mean(total, graded),
+        "critic/rewards/mean": masked_mean(total, graded),
         "critic/rewards/max": jnp.max(jnp.where(graded, total, -jnp.inf)),
         "critic/rewards/min": jnp.min(jnp.where(graded, total, jnp.inf)),
-        "actor/reward_kl_penalty": mean(whole / jnp.maximum(jnp.sum(mask, axis=1), 1), some),
-        "actor/reward_kl_penalty_seq": mean(whole, some),
+        "actor/reward_kl_penalty": masked_mean(whole / jnp.maximum(jnp.sum(mask, axis=1), 1), some),
+        "actor/reward_kl_penalty_seq": masked_mean(whole, some),
     }  # fmt: skip
 
 
@@ -274,7 +239,7 @@ def distribution(name: str, x: Array, mask: Array) -> dict[str, Array]:
     """Computes mean, extremes and standard deviation over the mask as metrics; 0 where nothing is kept."""
     some = jnp.any(mask)
     return {
-        f"{name}/mean": mean(x, mask),
+        f"{name}/mean": masked_mean(x, mask),
         f"{name}/max": jnp.where(some, jnp.max(jnp.where(mask, x, -jnp.inf)), 0.0),
         f"{name}/min": jnp.where(some, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0),
         f"{name}/std": jnp.sqrt(masked.variance(masked.moments(x, mask))),
@@ -288,6 +253,6 @@ def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]
     return explained | distribution("critic/returns", returns, mask) | distribution("critic/values", value, mask)
 
 
-def mean(x: Array, mask: Array) -> Array:  # []
+def masked_mean(x: Array, mask: Array) -> Array:  # []
     """Computes the mean over the mask; 0 where nothing is kept."""
-    return masked.masked_sum(x, mask) / tokens(mask)
+    return masked.masked_sum(x, mask) / token_count(mask)

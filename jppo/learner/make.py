@@ -1,4 +1,4 @@
-"""The compiled side of a run: mesh, sharded models, passes, optimizers."""
+"""The compiled side of a run: mesh, sharded models, passes, optimizers; and their compilation before the first step."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,62 +6,29 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
-from jppo.learner import model_configs, optim, packing, ppo, score, sharding, state, update, warmup
-from jppo.learner.model_configs import ModelConfigs, critic_init, critic_path
+from jppo.learner import batch, model_configs, packing, ppo, score, sharding, state, update
+from jppo.learner.model_configs import ModelConfigs, critic_init, path_of_critic
+from jppo.learner.ppo import Learner
 from jppo.learner.recipe import (
     batch_shape,
-    make_optimizer,
     make_recipe,
     most_sequences,
+    optimizer_of,
     packing_kind,
     plan_of_run,
+    rate_schedule,
     shared_prompts,
 )
-from jppo.models import embedding, experts, fused, placing, sequence_parallel
+from jppo.models import experts, fused, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
-from jppo.models.lora import Base, Lora, Weights
+from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
 from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings, UserError
-from jppo.types import Array, Params, TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Learner:
-    """The compiled side of a run: the passes and the models that they use."""
-
-    mesh: Any
-    cfg: ModelConfig  # of the policy, its vocabulary padded for the mesh
-    plan: packing.Plan
-    shape: tuple[int, int]  # of a step's flat batch, [B, L]
-    recipe: ppo.Recipe
-    passes: ppo.Passes
-    actor: ppo.ModelUpdate
-    critic: ppo.ModelUpdate | None
-    reference: Params | None
-
-    def policy(self, now: TrainState) -> Weights:
-        """Returns the policy, its frozen base included."""
-        return self.actor.model(now.policy)
-
-    def value(self, now: TrainState) -> Weights | None:
-        """Returns the critic, its frozen base included."""
-        return None if self.critic is None else self.critic.model(now.value)
-
-    def spare(self) -> state.Spare:
-        """Returns the rows of mesh padding by field of the train state; {} without any."""
-        return spare_rows(self.actor, self.critic)
-
-
-def spare_rows(policy: ppo.ModelUpdate | None, value: ppo.ModelUpdate | None) -> state.Spare:
-    """Returns the rows of mesh padding of these models and their optimizers; {} without any."""
-    found: dict[str, Any] = {}
-    for name, model in (("policy", policy), ("value", value)):
-        if model is not None:
-            found |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
-    return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
+from jppo.types import Counts, Params, TrainState
 
 
 def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -73,7 +40,7 @@ def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sha
         devices = jax.devices()
         model_configs.require_host(c, devices[0])
     shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
-    return sharding.make_mesh(shape, devices)
+    return sharding.mesh_of_shape(shape, devices)
 
 
 def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
@@ -93,7 +60,7 @@ def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str |
         sinks=cfg.sinks,
     )
     gpu = fused.capability(mesh.devices.flat[0])
-    return *fused.choose(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
+    return *fused.choose_kernel(c.model.attention, needs, backend=sharding.platform(mesh), gpu=gpu), needs
 
 
 def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
@@ -102,13 +69,13 @@ def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
     kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
         cfg,
-        attend=sequence_parallel.exchanged(fused.make(kernel, needs, mesh=mesh), mesh),
+        attend=sequence_parallel.exchanged(fused.make_attention(kernel, needs, mesh=mesh), mesh),
         dtype=c.model.compute_dtype,
         param_dtype=c.model.param_dtype,
         scan_layers=c.model.scan_layers,
         remat=cast(Remat, c.model.remat),
         constrain=sharding.constrain_to_rows(mesh),
-        lookup=embedding.make_lookup(mesh),
+        lookup=modules.make_lookup(mesh),
         mix=experts.make_mix(mesh),
     )
 
@@ -126,7 +93,7 @@ def chunk_tokens(model: Model, cfg: ModelConfig, mesh: Any) -> int:
     return max(1, size // (4 * cfg.vocab_size))
 
 
-def make_logprob(c: FineTuning | PreferenceTuning, cfg: ModelConfig, mesh: Any) -> score.LogProb:
+def logprob_of_texts(c: FineTuning | PreferenceTuning, cfg: ModelConfig, mesh: Any) -> score.LogProb:
     """Makes log π(target) of a policy that is trained on given texts."""
     decoder, chunk = make_decoder(c, cfg, mesh), chunk_tokens(c.model, cfg, mesh)
     return score.make_logprob(decoder, cfg, temperature=1.0, chunk_tokens=chunk, with_entropy=False, mesh=mesh)
@@ -157,9 +124,9 @@ def load_trained(
 
     `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
     """
-    what = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
+    what = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     if trunk is None:
-        values = state.load(what, path, init=init or c.model.init, key=key)
+        values = state.load_sharded(what, path, init=init or c.model.init, key=key)
     else:
         values = state.on_trunk(what, trunk, key=key)
     if adapters is None:
@@ -192,7 +159,7 @@ def make_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Model
     return ppo.Models(policy, critic, reference), heads
 
 
-def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
+def make_recipe_and_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
     """Makes the passes of the config; loads and compiles nothing."""
     models, heads = make_models(c, inputs, mesh)
     recipe = make_recipe(c)
@@ -202,7 +169,7 @@ def make_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recip
 
 def shares_trunk(c: Settings, inputs: ModelConfigs) -> bool:
     """Whether critic and policy share one frozen base in memory."""
-    return inputs.adapters is not None and inputs.critic_adapters is not None and critic_path(c) == c.model.path
+    return inputs.adapters is not None and inputs.critic_adapters is not None and path_of_critic(c) == c.model.path
 
 
 def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner, TrainState]:
@@ -216,7 +183,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         return pad_vocab(cfg, mesh.shape["tensor"])
 
     cfg = fit(inputs.policy)
-    recipe, passes = make_passes(c, inputs, mesh)
+    recipe, passes = make_recipe_and_passes(c, inputs, mesh)
     policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
     actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
@@ -226,7 +193,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         shared = shares_trunk(c, inputs)
         trunk = policy.base.params if shared and policy.base is not None else None
         how = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
-        trained = load_trained(c, mesh, fit(inputs.critic), critic_path(c), head="value", **how)
+        trained = load_trained(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **how)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
@@ -239,7 +206,7 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         passes=passes,
         actor=actor,
         critic=critic,
-        reference=None if inputs.reference is None else make_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
+        reference=None if inputs.reference is None else load_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
     )
     begin = state.begin_state(
         policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
@@ -260,7 +227,7 @@ def begin_again(c: Settings, inputs: ModelConfigs, learner: Learner, seed: int) 
             what = state.adapters(cfg, mesh, adapters, head=head)
             learned, _ = state.adapt(what, how.base.params, adapters, key=key, path=c.model.lora_adapter_path)
         else:
-            path = c.model.path if head == "lm" else critic_path(c)
+            path = c.model.path if head == "lm" else path_of_critic(c)
             trunk = how.base.params if how.base is not None and path == c.model.path else None
             init = c.model.init if head == "lm" else critic_init(c)
             more = dict[str, Any](head=head, key=key, adapters=adapters, init=init, trunk=trunk)
@@ -277,10 +244,10 @@ def begin_optimizer(c: Settings, inputs: ModelConfigs, learner: Learner, field: 
     head, cfg, adapters = trained_kind(inputs, learner, field)
     section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
     if adapters is None:
-        what = state.weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
+        what = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
     else:
         what = state.adapters(cfg, learner.mesh, adapters, head=head)
-    opt, _ = state.init_optimizer(make_optimizer(section, name, what), what, learned)
+    opt, _ = state.init_optimizer(optimizer_of(section, name, what), what, learned)
     return placing.to_host(opt) if section.optimizer_offload else opt
 
 
@@ -297,18 +264,66 @@ def compile_passes(
     begin: TrainState,
     part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent,
 ) -> None:
-    """Compiles every program of a step ahead of time; `part` counts them."""
-    warmup.compile_all(
-        learner.passes, learner.recipe, learner.plan, learner.mesh,
-        now=begin, reference=learner.reference, actor=learner.actor, critic=learner.critic, shape=learner.shape,
-        part=part,
-    )  # fmt: skip
+    """Compiles every program of a step ahead of time; `part` begins the count of so many programs."""
+    run_on_empty_rows(learner, begin, part)
     state.next_step(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
     for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):
         state.order(begin, model, 0, 0, shuffle=shuffle, most=most_sequences(c))
 
 
-def make_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
+def run_on_empty_rows(
+    learner: Learner, now: TrainState, part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
+) -> None:
+    """Runs every pass and update once on empty rows of every shape, so that no later step compiles; learns nothing."""
+    passes, recipe, mesh, plan, reference = (
+        learner.passes,
+        learner.recipe,
+        learner.mesh,
+        learner.plan,
+        learner.reference,
+    )
+    whole, judge = learner.policy(now), learner.value(now)
+    descents: list[tuple[ppo.ModelUpdate, Any, Any, tuple[Any, ...]]] = [
+        (learner.actor, now.policy, now.policy_opt, (recipe.in_loss(reference),))
+    ]
+    if learner.critic is not None:
+        descents.append((learner.critic, now.value, now.value_opt, ()))
+    greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
+    nobody = np.zeros(0, np.int32)
+    how = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
+    how["parts"] = recipe.estimator.parts
+    data = batch.flatten([], [], nobody, greedy, shape=learner.shape, **how)
+    done = part("programs compiled", len(plan.shapes) * (1 + len(descents)) + len(descents))
+    rows = [packing.empty_rows(of_rows, plan) for of_rows in plan.shapes]
+    for one in rows:
+        micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
+        passes.logprob(placing.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
+        data = ppo.with_old_logprob(passes, recipe, data, micros, whole)
+        data = ppo.with_reference(passes, recipe, data, micros, whole, reference)
+        data = ppo.with_values(passes, data, micros, judge)
+        done()
+    if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
+        data = batch.with_reference_logprobs(data, [])
+    kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
+    data, _ = ppo.with_advantages(passes, data, kl_coef, mesh, now.value_norm)
+    counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
+    for one in rows:
+        mini = batch.Mini([batch.scored_rows(data, one)], counts, sharding.rows_sharding(mesh), batch=data)
+        for descent, learned, _, further in descents:
+            models = placing.to_device((learned, descent.base, further))
+            taken = mini if descent.select is None else descent.select(join(*models[:2]), mini, now.key, now.step, 0)
+            taken = batch.with_dropout(taken, now.key, now.step, 0) if descent.drops else taken
+            micro = placing.put(taken.micros[0], taken.place)
+            whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
+            jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))
+            done()
+    for descent, learned, opt, _ in descents:
+        carry = descent.zeros() if descent.exchange is None else descent.exchange(descent.zeros())
+        descent.apply.lower(*placing.on_device_shapes((learned, opt)), carry, now.step, np.True_).compile()
+        done()
+
+
+def load_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
         trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
@@ -330,9 +345,9 @@ def make_descent(
     section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.ModelUpdate, Any]:
     """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
-    tx = make_optimizer(section, name, trained.what)
+    tx = optimizer_of(section, name, trained.what)
     opt, places = state.init_optimizer(tx, trained.what, trained.learned)
-    apply = make_apply(section, tx, trained.what, places, total_steps)
+    apply = make_scheduled_apply(section, tx, trained.what, places, total_steps)
     given = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.what.shardings, places))
     zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
     spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
@@ -342,19 +357,6 @@ def make_descent(
     return made, opt
 
 
-def make_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
+def make_scheduled_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
     """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
-    return update.make_apply(tx, make_schedule(section, total_steps), shardings=(what.shardings, places))
-
-
-def make_schedule(section: Optimizer, total_steps: int) -> Callable[[Array], Array]:
-    """Makes the learning rate of a section of the config by step."""
-    by_ratio = section.lr_warmup_steps == -1
-    return optim.make_schedule(
-        section.lr_scheduler_type,
-        lr=section.lr,
-        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
-        total_steps=total_steps,
-        min_lr_ratio=section.min_lr_ratio,
-        init_lr_ratio=section.init_lr_ratio,
-    )
+    return update.make_apply(tx, rate_schedule(section, total_steps), shardings=(what.shardings, places))

@@ -8,13 +8,12 @@ import jax
 from jax.sharding import Mesh
 
 from jppo.learner.ppo import Recipe
-from jppo.learner.recipe import make_estimator
 from jppo.learner.sharding import require_divisible
 from jppo.models import hf, lora, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
-from jppo.settings import Common, Critic, Model, Settings, UserError
+from jppo.settings import Common, Critic, Model, Settings, UserError, parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ def read_models(c: Settings, *, weights: bool = True) -> tuple[ModelConfig, Mode
         return cfg
 
     policy = read(c.model.path, "lm", c.model.init)
-    critic = read(critic_path(c), "value", critic_init(c)) if wants_critic(c) else None
+    critic = read(path_of_critic(c), "value", critic_init(c)) if wants_critic(c) else None
     if not wants_reference(c) or c.ref.url:
         return policy, critic, None
     reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
@@ -60,14 +59,14 @@ def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
             require_divisible(cfg, mesh)
 
 
-def critic_path(c: Settings) -> str:
+def path_of_critic(c: Settings) -> str:
     """Returns the path of the critic's initial weights; the policy's by default."""
     return c.critic.path if c.critic.path else c.model.path
 
 
 def critic_init(c: Settings) -> str:
     """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
-    return c.model.init if critic_path(c) == c.model.path else "pretrained"
+    return c.model.init if path_of_critic(c) == c.model.path else "pretrained"
 
 
 def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
@@ -86,7 +85,7 @@ def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
 
 def wants_critic(c: Settings) -> bool:
     """Whether the estimator reads values."""
-    return make_estimator(c).critic
+    return parts.estimator(c).critic
 
 
 def wants_reference(c: Settings) -> bool:
@@ -123,15 +122,15 @@ def require_host(c: Common, device: jax.Device) -> None:
 
 def describe_offload(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str | None:
     """Returns a line on the offloaded parts; None without any. `inputs` of PPO tell which parts exist."""
-    parts = offloaded_parts(c)
+    there = offloaded_parts(c)
     if inputs is not None and inputs.critic is None:
-        parts = [part for part in parts if not part.startswith("critic")]
+        there = [part for part in there if not part.startswith("critic")]
     if inputs is not None and inputs.reference is None:
-        parts = [part for part in parts if part != "reference"]
-    if not parts:
+        there = [part for part in there if part != "reference"]
+    if not there:
         return None
     same = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
-    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(parts)}{same}"
+    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(there)}{same}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,7 +105,7 @@ def make_optimizer(
     master: bool = False,
     still: Params | None = None,
 ) -> Transformation:
-    """Makes the optimizer for `descend`: clipping by the global norm, then `chain`.
+    """Makes the optimizer for `apply_gradients`: clipping by the global norm, then `chain`.
 
     With `master` the state keeps an f32 copy of narrower parameters. `still` is the number of rows at the end of each
     parameter that no update changes.
@@ -122,7 +122,7 @@ def make_optimizer(
     return master_copy(tx) if master else tx
 
 
-def descend(
+def apply_gradients(
     tx: Transformation, params: Params, opt: Any, grads: Params, learning_rate: Array, good: Any = True
 ) -> tuple[Params, Any]:
     """Takes one optimizer step in f32 for any parameter dtype; unless `good`, parameters and state stay the same."""

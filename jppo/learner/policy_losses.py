@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jppo.algorithms import covariance, losses
+from jppo.algorithms import losses
 from jppo.errors import UserError
 from jppo.learner import batch
 from jppo.learner.score import LogProb
@@ -49,8 +49,8 @@ def make_select(selection: Selection, logprob: LogProb) -> Select:
         data, rows = mini.batch, [micro.rows for micro in mini.micros]
         assert data is not None
         scores = [placing.fetch(logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
-        logp = batch.unpack(data, list(zip(rows, scores, strict=True)))
-        mask = batch.unpack(data, [(one, np.asarray(one.mask)) for one in rows])
+        logp = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
+        mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
         arrays: tuple[Any, ...] = (logp, data.old_logprob, data.advantage, mask)
         count = np.int32(max(1, int(selection.share * int(mask.sum()))))
         found = np.asarray(choose(key, step, np.int32(number), *arrays, count=count))
@@ -121,13 +121,13 @@ def clip_cov(
     *, clip_ratio_low: float, clip_ratio_high: float, clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float
 ) -> Objective:
     clips = dict[str, Any](clip_low=clip_ratio_low, clip_high=clip_ratio_high)
-    choose = functools.partial(covariance.drawn, low=clip_cov_lb, high=clip_cov_ub, **clips)
+    choose = functools.partial(losses.drawn_by_covariance, low=clip_cov_lb, high=clip_cov_ub, **clips)
     return Objective(functools.partial(losses.clip_cov, **clips), selection=Selection(choose, clip_cov_ratio))
 
 
 def kl_cov(*, kl_cov_ratio: float, ppo_kl_coef: float) -> Objective:
     def choose(_: Array, logp: Array, __: Array, advantage: Array, mask: Array, *, count: Array) -> Array:
-        return covariance.largest(logp, advantage, mask, count=count)
+        return losses.highest_covariance(logp, advantage, mask, count=count)
 
     loss = functools.partial(losses.kl_cov, ppo_kl_coef=ppo_kl_coef)
     return Objective(loss, selection=Selection(choose, kl_cov_ratio))

@@ -1,8 +1,8 @@
-"""Compiled passes of a run over rows, and the updates of one model: the functions that `train.py` calls by name."""
+"""The learner: compiled passes of a run over rows, and the updates of its models. `train.py` calls them by name."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,14 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
-from jppo.learner import batch, estimate, score, sharding, update
+from jppo.learner import batch, estimate, packing, score, sharding, update
 from jppo.learner.policy_losses import Select, Selection, make_select
 from jppo.models import placing, router
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
-from jppo.types import Array, Batch, Counts, Params, Rows
+from jppo.types import Array, Batch, Counts, Params, Rows, TrainState
 
 Model = tuple[Any, ModelConfig]  # the flax module, and its config
+Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,20 +115,24 @@ def make_passes(
     whole = None if mesh is None else sharding.replicated(mesh)
     balanced = _routed(models.policy) and r.router_aux_loss_coef
     how = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
+    advantages = estimate.make_advantages(
+        r.estimator, kl_penalty=r.kl_penalty, correction=None if r.bypass else r.correction, bypass=r.bypass,
+        by_sequence=r.by_sequence, value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
+    )  # fmt: skip
     old_logprob = compiled(score.make_logprob(*models.policy, with_entropy=r.entropy_metric, **how))
     return Passes(
         logprob=old_logprob,
         select=None if r.selection is None else make_select(r.selection, old_logprob),
         reference=compiled(reference),
         value=compiled(value),
-        advantages=jax.jit(_advantages(r), out_shardings=whole),
-        actor=update.make_accumulate(make_actor_loss(models, r, **heads), mesh=mesh, options=options),
+        advantages=jax.jit(advantages, out_shardings=whole),
+        actor=update.make_accumulate(actor_loss_of(models, r, **heads), mesh=mesh, options=options),
         critic=critic,
         router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
     )
 
 
-def make_actor_loss(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
+def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
     """Makes the actor's loss of a recipe; `heads` are arguments of `score.make_logprob`, `by_token` is of `update`."""
     # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
@@ -158,12 +163,10 @@ def _exact(models: Models, r: Recipe, kind: str | None, **how: Any) -> score.Exa
     """Makes the pass of an exact KL; None for another kind, or without a reference."""
     if kind is None or kind not in kl.EXACT or models.reference is None:
         return None
-    return score.make_exact(_divergence(r, kind), models.policy, models.reference, **how)
-
-
-def _divergence(r: Recipe, kind: str) -> Callable[..., jax.Array]:
-    """Returns an exact KL of the logits, with its settings."""
-    return functools.partial(kl.forward_kl_topk, **dict(r.kl_topk)) if kind == "forward_kl_topk" else kl.EXACT[kind]
+    divergence = kl.EXACT[kind]
+    if kind == "forward_kl_topk":
+        divergence = functools.partial(kl.forward_kl_topk, **dict(r.kl_topk))
+    return score.make_exact(divergence, models.policy, models.reference, **how)
 
 
 def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
@@ -171,13 +174,6 @@ def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
     output, clip = score.make_value(model[0]), r.cliprange_value
     loss = update.make_critic_loss(output, r.weigh_value, cliprange_value=clip, value_range=r.value_range)
     return score.make_expected(output, r.value_range), loss
-
-
-def _advantages(r: Recipe) -> Callable[..., Any]:
-    return estimate.make_advantages(
-        r.estimator, kl_penalty=r.kl_penalty, correction=None if r.bypass else r.correction, bypass=r.bypass,
-        by_sequence=r.by_sequence, value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
-    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +208,42 @@ class ModelUpdate:
         return dataclasses.replace(counts, load=load)
 
 
+def spare_rows(policy: ModelUpdate | None, value: ModelUpdate | None) -> Spare:
+    """Returns the rows of mesh padding of these models and their optimizers; {} without any."""
+    found: dict[str, Any] = {}
+    for name, model in (("policy", policy), ("value", value)):
+        if model is not None:
+            found |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
+    return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """The compiled side of a run: the passes and the models that they use."""
+
+    mesh: Any
+    cfg: ModelConfig  # of the policy, its vocabulary padded for the mesh
+    plan: packing.Plan
+    shape: tuple[int, int]  # of a step's flat batch, [B, L]
+    recipe: Recipe
+    passes: Passes
+    actor: ModelUpdate
+    critic: ModelUpdate | None
+    reference: Params | None
+
+    def policy(self, now: TrainState) -> Weights:
+        """Returns the policy, its frozen base included."""
+        return self.actor.model(now.policy)
+
+    def value(self, now: TrainState) -> Weights | None:
+        """Returns the critic, its frozen base included."""
+        return None if self.critic is None else self.critic.model(now.value)
+
+    def spare(self) -> Spare:
+        """Returns the rows of mesh padding by field of the train state; {} without any."""
+        return spare_rows(self.actor, self.critic)
+
+
 def silent() -> None:
     """Counts no micro-batch."""
 
@@ -230,7 +262,7 @@ def _over_rows(
         done()
     found = placing.fetch(under_way)
     return [
-        None if parts[0] is None else batch.unpack(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
+        None if parts[0] is None else batch.unpack_rows(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
         for parts in zip(*found, strict=True)
     ]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import masked
-from jppo.algorithms.preference import bradley_terry, dpo, ipo
+from jppo.algorithms.losses import bradley_terry, dpo, ipo
 from jppo.learner import sharding
 from jppo.learner.score import Value
 from jppo.learner.update import Loss

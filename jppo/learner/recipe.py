@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from jppo.algorithms import kl, losses
-from jppo.learner import estimate, optim, packing, ppo, sharding, state
+from jppo.learner import cost, estimate, optim, packing, ppo, sharding, state
 from jppo.learner.estimate import Estimator
 from jppo.learner.policy_losses import Objective
-from jppo.models import attention, cost
+from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.settings import (
     Common,
@@ -112,7 +112,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
     )
 
 
-def make_optimizer(section: Optimizer, name: str, what: state.Weights) -> Any:
+def optimizer_of(section: Optimizer, name: str, what: state.Weights) -> Any:
     """Makes the optimizer of a section of the config; `name` as in `make_descent`."""
     chain = make_chain(section, name if name in ("actor", "critic") else "optim", what.matrices)
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
@@ -145,6 +145,19 @@ def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Cha
     return chain
 
 
+def rate_schedule(section: Optimizer, total_steps: int) -> Callable[[Array], Array]:
+    """Makes the learning rate of a section of the config by step."""
+    by_ratio = section.lr_warmup_steps == -1
+    return optim.make_schedule(
+        section.lr_scheduler_type,
+        lr=section.lr,
+        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=section.min_lr_ratio,
+        init_lr_ratio=section.init_lr_ratio,
+    )
+
+
 def require_optimizers(c: Settings) -> None:
     """Raises UserError for an invalid optimizer; before servers start."""
     for name, section in optimizers(c).items():
@@ -168,7 +181,7 @@ def shared_prompts(c: Common, mesh: Any) -> tuple[int, int] | None:
     return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
 
 
-def row_lengths(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> int:
+def row_length_count(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> int:
     """Returns `data.row_lengths`; if it is open, 1 for a run whose `sequences` take little time at full length."""
     if c.data.row_lengths != -1:
         return c.data.row_lengths
@@ -178,7 +191,7 @@ def row_lengths(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> in
     return 4 if learned / rate > WORTH_S else 1
 
 
-def make_plan(
+def plan_rows(
     c: Common,
     mesh: Any,
     *,
@@ -208,7 +221,7 @@ def make_plan(
     return packing.make_plan(
         packing_kind(c, mesh),
         max_length=longest,
-        row_lengths=row_lengths(c, mesh, policy, steps * sequences_of_step(c)),
+        row_lengths=row_length_count(c, mesh, policy, steps * sequences_of_step(c)),
         max_tokens_per_row=longest if row == -1 else row,
         tokens_per_micro=of_device * multiple,
         sequences=sequences,
@@ -222,7 +235,7 @@ def make_plan(
 def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
     """Plans the row shapes of a PPO run of `steps`."""
     sizes = (c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
-    plan = make_plan(
+    plan = plan_rows(
         c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
         policy=policy, sizes=() if has_branches(c.rollout) else sizes,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jppo.algorithms import hl_gauss, kl
+from jppo.algorithms import kl, values
 from jppo.models import decoder, heads, lora, router
 from jppo.models.config import ModelConfig
 from jppo.models.heads import Vocabulary
@@ -136,7 +136,9 @@ def make_value(model: Any) -> Value:
 
 def make_expected(value: Value, value_range: tuple[float, float] | None) -> Value:
     """Makes the values of a critic; with `value_range`, `value` returns the logits of a histogram."""
-    return value if value_range is None else lambda params, rows: hl_gauss.value(value(params, rows), value_range)
+    if value_range is None:
+        return value
+    return lambda params, rows: values.histogram_value(value(params, rows), value_range)
 
 
 def make_exact(

@@ -24,8 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.config import ModelConfig
-from jppo.models.product import einsum
-from jppo.models.quantized import Quantized
+from jppo.models.kernels import Quantized, einsum
 from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.sequence_parallel import ROWS as ROW_AXES
 from jppo.settings import UserError
@@ -91,7 +90,7 @@ def platform(mesh: Mesh) -> str:
     return "gpu" if name in ("cuda", "rocm") else str(name)
 
 
-def make_mesh(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def mesh_of_shape(shape: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes a mesh by the sizes of AXES, the last 1 by default; XLA chooses shardings that the inputs leave open."""
     sizes = dict.fromkeys(AXES, 1) | dict(zip(AXES, shape, strict=False))
     near = tuple(sizes[axis] for axis in _NEAR_LAST)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,15 +14,13 @@ from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
-from jppo.learner.ppo import Recipe
-from jppo.models import hf, lora, params, placing, quantized
+from jppo.learner.ppo import Recipe, Spare
+from jppo.models import hf, kernels, lora, params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.types import Array, Params, TrainState
-
-Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +36,9 @@ class Weights:
     matrices: Params  # MuonDimensionNumbers of the layers' matrices; None: other parameters
 
 
-def weights(cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None) -> Weights:
+def model_weights(
+    cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None
+) -> Weights:
     """Returns shapes and shardings of a model with this head, from the table of parameters; of the base of adapters."""
     entries = params.table(cfg, head=head)
     return _weights(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
@@ -59,7 +58,7 @@ def _weights(
     dtype: Any,
     method: str = "none",
 ) -> Weights:
-    shapes = params.tree(entries, lambda entry: quantized.stored(entry, dtype, method))
+    shapes = params.tree(entries, lambda entry: kernels.stored_form(entry, dtype, method))
     places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
     matrices = params.tree(entries, lambda entry: entry.matrix and MuonDimensionNumbers(*entry.matrix))
     spare, still = (params.tree(entries, operator.attrgetter(name)) for name in ("padding", "still"))
@@ -86,12 +85,12 @@ def _dtype(what: Weights) -> Any:
     return what.shapes["embed"]["embedding"].dtype
 
 
-def load(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
+def load_sharded(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
     """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
     dtype = _dtype(what)
     if init == "random":
         draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
-        return jax.jit(lambda key: quantized.like(what.shapes, draw(key)), out_shardings=what.shardings)(key)
+        return jax.jit(lambda key: kernels.stored_like(what.shapes, draw(key)), out_shardings=what.shardings)(key)
     return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, shardings=what.shardings, key=key)
 
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jppo.algorithms import hl_gauss, losses
+from jppo.algorithms import losses, values
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
-from jppo.learner.optim import Hyperparameters, descend
+from jppo.learner.optim import Hyperparameters, apply_gradients
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.models.lora import Base, Weights, join
 from jppo.models.router import RouterSums, balance_loss, router_metrics, z_loss
@@ -154,8 +154,8 @@ def make_critic_loss(
         if value_range is None:
             each, held = losses.clipped_value(new, scored.value, scored.returns, cliprange_value=cliprange_value)
         else:
-            each, held = hl_gauss.loss(new, scored.returns, value_range)
-            new = hl_gauss.value(new, value_range)
+            each, held = values.histogram_loss(new, scored.returns, value_range)
+            new = values.histogram_value(new, value_range)
         out = masked_sum(each * weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences), mask)
         sums = {
             "critic/vf_loss": out,
@@ -251,7 +251,7 @@ def make_exchange(shardings: Params) -> jax.stages.Wrapped | None:
     return jax.jit(on_each, donate_argnums=0)
 
 
-def exchanged(grads: Params, params: Params, places: Params) -> Params:
+def without_groups(grads: Params, params: Params, places: Params) -> Params:
     """Removes the axis of groups from gradients that are equal in all groups."""
 
     def one(grad: Array, param: Array, place: Any) -> Array:
@@ -277,11 +277,11 @@ def make_apply(
 
     def apply(params: Params, opt: Any, carry: Carry, step: Any, learns: Array) -> tuple[Params, Any, dict[str, Array]]:
         chex.assert_rank(step, 0)
-        grads, loss = exchanged(carry[0], params, shardings[0]), carry[1]
+        grads, loss = without_groups(carry[0], params, shardings[0]), carry[1]
         lr = schedule(step)
         norm = optax.tree.norm(grads)
         good = jnp.isfinite(norm) & jnp.isfinite(loss)
-        params, opt = descend(tx, params, opt, grads, lr, good & learns)
+        params, opt = apply_gradients(tx, params, opt, grads, lr, good & learns)
         rate = lr.lr if isinstance(lr, Hyperparameters) else lr
         return params, opt, {"grad_norm": norm, "lr": rate, "skipped": 1.0 - good, "empty": 1.0 - learns}
 

@@ -1,6 +1,11 @@
-"""Causal attention within segments, and against a key/value cache. Used by `decoder.py`."""
+"""Causal attention within segments, and against the cache of generated rows.
 
+The cache also has the states of recurrent layers.
+"""
+
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -9,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jppo.models.product import einsum
+from jppo.models.config import LayerModules, ModelConfig
+from jppo.models.kernels import einsum
 
 
 class Attend(Protocol):
@@ -113,7 +119,7 @@ def _forward(
     """Computes softmax(scores) v; returns it and, for `_backward`, the arguments and each query's log Σ exp(scores)."""
     queries, keys, vals = _by_head(q, k.shape[2]), _by_head(k)[:, :, 0], _by_head(v)[:, :, 0]
     mixed, logs = [], []
-    for block, spans in blocks(q.shape[1], shared):
+    for block, spans in query_blocks(q.shape[1], shared):
         scores, seen = look(queries, keys, segment, kind, block, spans)
         R, K, G, B, S = scores.shape
         scores = jnp.where(seen, scores, UNSEEN)
@@ -151,7 +157,7 @@ def _backward(
     each = _by_head(given, K)
     by_q, by_sinks = [], jnp.zeros(queries.shape[1:3], logs.dtype)  # [K, G]
     by_k, by_v = jnp.zeros(keys.shape, logs.dtype), jnp.zeros(vals.shape, logs.dtype)
-    for block, spans in blocks(q.shape[1], shared):
+    for block, spans in query_blocks(q.shape[1], shared):
         scores, seen = look(queries, keys, segment, kind, block, spans)
         R, _, G, B, S = scores.shape
         here, flat = (x[:, :, :, block].reshape(R, K, G * B, -1) for x in (queries, each))
@@ -175,7 +181,7 @@ def _backward(
     return of_q, of_k, of_v, None, None, of_sinks
 
 
-def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
+def query_blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[slice, Spans]]:
     """Returns the blocks of queries in a row, each with the spans of its keys.
 
     A block is a quarter of a row, which halves the computation for later keys. If the longest prompt and sample are
@@ -195,7 +201,7 @@ def blocks(length: int, shared: tuple[int, int] | None = None) -> list[tuple[sli
 
 def computed(length: int, shared: tuple[int, int] | None = None) -> int:
     """Counts the pairs of a query and a key whose scores are computed in a row."""
-    each = blocks(length, shared)
+    each = query_blocks(length, shared)
     return sum((block.stop - block.start) * len(range(length)[span]) for block, spans in each for span in spans)
 
 
@@ -292,3 +298,72 @@ def _softmax_mix(
         scores = jnp.concatenate([scores, sink], axis=-1)
     weight = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)  # [R, K, H/K, T, S]
     return jnp.einsum("rkgts,rska->rtkga", weight, v).reshape(R, T, H, v.shape[-1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """The cache of one layer; entry s of a row is its position s."""
+
+    k: jax.Array  # [R, S, K, A]; of latent attention the latents and rotary keys, [R, S, 1, J]
+    v: jax.Array | None  # [R, S, K, A]; None with latent attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaCache:
+    """The recurrent state of one layer with a gated delta net."""
+
+    state: jax.Array  # [R, N, G, A, W] f32
+    inputs: jax.Array  # [R, taps - 1, C], the last ones of its convolution
+
+
+Held = LayerCache | DeltaCache
+Cache = tuple[Held | None, ...]  # one per layer, each updated in place; None: it takes an earlier layer's
+
+
+def empty_cache(cfg: ModelConfig, *, rows: int, length: int, dtype: Any) -> Cache:
+    """Allocates a cache of `length` positions for so many rows."""
+
+    def make(modules: LayerModules) -> Held | None:
+        if not modules.keyed:
+            return None
+        if modules.mixer == "attention":
+            K, A = cfg.heads_of(modules) if cfg.latent is None else (1, cfg.latent.cached_dim)
+            k, v = (jnp.zeros((rows, length, K, A), dtype) for _ in range(2))
+            return LayerCache(k, v if cfg.latent is None else None)
+        assert cfg.delta is not None
+        state, inputs = ((rows, *rest) for rest in cfg.delta.state_shapes)
+        return DeltaCache(jnp.zeros(state, jnp.float32), jnp.zeros(inputs, dtype))
+
+    return tuple(make(modules) for modules in cfg.layer_modules)
+
+
+def cache_heads(cfg: ModelConfig) -> int:
+    """Returns a number that divides the heads of every layer's cache."""
+    return math.gcd(*(cfg.heads_of(modules).num_kv_heads for modules in cfg.layer_modules)) if cfg.latent is None else 1
+
+
+def cache_dtype(cache: Cache) -> Any:
+    """Returns the dtype that the cache was allocated with."""
+    first = next(held for held in cache if held is not None)
+    return first.k.dtype if isinstance(first, LayerCache) else first.inputs.dtype
+
+
+def cache_row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
+    """Returns the bytes of `length` positions of one row."""
+    made = jax.eval_shape(lambda: empty_cache(cfg, rows=1, length=length, dtype=dtype))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+
+
+def extend_cache(held: LayerCache, k: jax.Array, v: jax.Array | None, position: jax.Array) -> LayerCache:
+    """Writes k and v [R, P, K, A] at `position` [R, P]; entries beyond the cache's end are dropped."""
+    new = LayerCache(k, v)
+    for x in jax.tree.leaves(new):
+        chex.assert_rank([x, position], [4, 2])
+        chex.assert_equal_shape_prefix([x, position], 2)
+    row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
+    out: LayerCache = jax.tree.map(
+        lambda old, x: old.at[row, position].set(x.astype(old.dtype), mode="drop"), held, new
+    )
+    return out

@@ -14,14 +14,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import attention, embedding, experts, lora, product, router
-from jppo.models.attention import Attend, attend_cached, make_plain
-from jppo.models.cache import Cache, Held, LayerCache, dtype_of, extend
+from jppo.models import attention, experts, kernels, lora, router
+from jppo.models.attention import Attend, Cache, Held, LayerCache, attend_cached, cache_dtype, extend_cache, make_plain
 from jppo.models.config import AttentionKind, Gemma4, Group, LayerModules, ModelConfig, Stack
 from jppo.models.delta import DeltaNet, LatentAttention
-from jppo.models.embedding import Embed, Lookup, PerLayer, by_stack
 from jppo.models.experts import Mix, Mixture
-from jppo.models.modules import ACTIVATIONS, MLP, Project, RMSNorm, scaled
+from jppo.models.modules import (
+    ACTIVATIONS,
+    MLP,
+    Embed,
+    Lookup,
+    PerLayer,
+    Project,
+    RMSNorm,
+    embeddings_by_stack,
+    look_up,
+    scaled,
+)
 from jppo.models.params import Head
 from jppo.models.rotary import Place, Places, places, rotate
 from jppo.models.router import Given, Givens
@@ -40,7 +49,7 @@ def _keep(*names: str) -> Callable[..., Any]:
 _CUDNN = "dot_product_attention_fwd_wrapper"
 POLICIES = {
     # Saves the products with weights, in the activations' dtype, and attention; recomputes the rest.
-    "dots": _keep(product.NAME, attention.NAME),
+    "dots": _keep(kernels.NAME, attention.NAME),
     "attention": _keep(attention.NAME),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -100,7 +109,7 @@ class Attention(nn.Module):
             if modules.keys == "kept":
                 held = LayerCache(k, v)
         else:
-            held = extend(held, k, v, place.position) if modules.keyed else held
+            held = extend_cache(held, k, v, place.position) if modules.keyed else held
             assert held.v is not None
             mixed = attend_cached(q, held.k, held.v, place.position, place.kind, sinks, **attention_settings(cfg))
         if cfg.gated:
@@ -205,7 +214,7 @@ class Decoder(nn.Module):
     remat: Remat = "none"  # saved for the backward pass of a layer: all, products and attention, attention, nothing
     constrain: Callable[[jax.Array], jax.Array] = identity  # on activations [R, T, D]: their sharding
     attend: Attend | None = None  # None: by XLA alone
-    lookup: Lookup = embedding.lookup  # of token embeddings
+    lookup: Lookup = look_up  # of token embeddings
     mix: Mix = experts.mix  # of experts' outputs
 
     @nn.compact
@@ -246,12 +255,12 @@ class Decoder(nn.Module):
                 unroll=1 if self.scan_layers else count,
             )
             kinds = jnp.asarray([cfg.layer_kinds[stack.layers] for stack in group], jnp.int32)
-            own, of_layers = router.given_by_stack(given, group), by_stack(each, group)
+            own, of_layers = router.given_by_stack(given, group), embeddings_by_stack(each, group)
             if len(group) == 1:
                 layers = scanned(layer)(*settings(group[0]), name=group[0].path[0])
                 x, kept = layers(x, kinds[0], where, own[0], of_layers[0])
                 if kept is not None:
-                    where = sharing(where, group[0].modules, jax.tree.map(lambda y: y[0], kept))
+                    where = sharing_keys(where, group[0].modules, jax.tree.map(lambda y: y[0], kept))
             else:
                 periods = scanned(Period)(
                     group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
@@ -277,7 +286,7 @@ def places_of(cfg: ModelConfig, position: jax.Array, segment: jax.Array | None) 
     return places([(kind.rotary, turned(kind)) for kind in cfg.kinds], position, segment)
 
 
-def sharing(where: Places, modules: LayerModules, kept: LayerCache) -> Places:
+def sharing_keys(where: Places, modules: LayerModules, kept: LayerCache) -> Places:
     """Adds the keys and values that later layers of this kind share."""
     assert modules.kind is not None
     return dataclasses.replace(where, shared=(where.shared or {}) | {modules.kind: (kept.k, kept.v)})
@@ -293,7 +302,7 @@ def split_layers(variables: Params, cfg: ModelConfig) -> Params:
     """Splits the stacked layers into a tuple: once before a loop of `forward_cached`."""
     each: dict[int, Params] = {}
     for stack in cfg.stacks:
-        parts = {name: lora.find(part, stack.path) for name, part in variables.items()}
+        parts = {name: lora.find_adapters(part, stack.path) for name, part in variables.items()}
         layers = {name: part for name, part in parts.items() if part is not None}
         for i in range(stack.count):
             each[stack.first + i * stack.step] = jax.tree.map(lambda x, i=i: x[i], layers)
@@ -321,13 +330,13 @@ def forward_cached(
     overwrite: `segment` [R, P] is 0 for padding, which leaves their state unchanged; None: there is none.
     """
     chex.assert_rank([tokens, position], 2)
-    dtype = dtype_of(cache)
+    dtype = cache_dtype(cache)
     x = constrain(embedded(split["embed"]["embedding"][tokens], cfg, dtype))
     where = places_of(cfg, position, segment)
     attend = make_plain(**attention_settings(cfg))
     each = [None] * cfg.num_layers
     if "per_layer" in split:
-        made: Any = PerLayer(cfg, dtype, embedding.lookup).apply({"params": split["per_layer"]}, tokens, x)
+        made: Any = PerLayer(cfg, dtype, look_up).apply({"params": split["per_layer"]}, tokens, x)
         each = list(jnp.moveaxis(made, 2, 0))
     after, chosen, kept = list[Held | None](), list[jax.Array | None](), dict[int | None, Held]()
     layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, each, strict=True)

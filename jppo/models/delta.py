@@ -20,12 +20,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jppo.models import cache, lora
-from jppo.models.attention import Attend
-from jppo.models.cache import DeltaCache, LayerCache
+from jppo.models import lora
+from jppo.models.attention import Attend, DeltaCache, LayerCache, extend_cache
 from jppo.models.config import ModelConfig
+from jppo.models.kernels import product
 from jppo.models.modules import ACTIVATIONS, Project, RMSNorm
-from jppo.models.product import product
 from jppo.models.rotary import Place, rotate
 
 CHUNK = 64  # tokens whose changes of the state are computed together
@@ -237,7 +236,7 @@ class LatentAttention(nn.Module):
             q, k = (jnp.concatenate(parts, axis=-1) for parts in ((plain, turned), (pair[..., :N], key)))
             mixed = self.attend(q, k, pair[..., N:], place.segment, place.kind)  # [R, T, H, W]
         else:
-            held = cache.extend(held, jnp.concatenate([latent[:, :, None], key], axis=-1), None, place.position)
+            held = extend_cache(held, jnp.concatenate([latent[:, :, None], key], axis=-1), None, place.position)
             kernel = self._expanding(x.dtype)
             q = jnp.concatenate([product("rthn,chn->rthc", plain, kernel[..., :N]), turned], axis=-1)
             near = self.attend_cached(q, held.k, held.k[..., :C], place.position, place.kind)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jppo.models.config import ModelConfig
+from jppo.models.kernels import product
 from jppo.models.modules import ACTIVATIONS
-from jppo.models.product import product
 
 Of = tuple[ModelConfig, str | None]  # a model, and the mesh axis that shards its experts' width
 COPIES = 2**31  # bytes of kernels, in f32, that an accelerator copies to blocks at a time

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jppo.models import lora, product, router
+from jppo.models import lora, router
 from jppo.models.config import ModelConfig
 from jppo.models.expert_products import expert_outputs, joined_kernels, sum_consecutive
+from jppo.models.kernels import product
 from jppo.models.modules import MLP, RMSNorm
 from jppo.models.sequence_parallel import (
     EXPERT,
@@ -70,7 +71,7 @@ class Mixture(nn.Module):
         seen = x if seen is None else seen
         if spec.names.beside:
             seen = RMSNorm(cfg, self.param_dtype, name="router_norm")(seen) * D**-0.5
-        logits = product.product("rtd,de->rte", seen, param("router", D, E), jnp.float32)
+        logits = product("rtd,de->rte", seen, param("router", D, E), jnp.float32)
         if spec.names.biased:
             logits += param("router_bias", E)[None, None].astype(jnp.float32)
             biases = *param("gate_up_bias", 2, E, M)[:, :, None], param("down_bias", E, D)[:, :, None]
@@ -98,7 +99,7 @@ class Mixture(nn.Module):
         shared = MLP(cfg, self.param_dtype, spec.shared_width, name="shared")(x)
         if not spec.names.shared_gate:
             return y + shared
-        return y + jax.nn.sigmoid(product.product("rtd,dx->rtx", x, param("shared_gate", D, 1))) * shared
+        return y + jax.nn.sigmoid(product("rtd,dx->rtx", x, param("shared_gate", D, 1))) * shared
 
     def _adapted(self, name: str, kernel: jax.Array, equation: str) -> jax.Array:
         """Merges the adapters of all experts into their kernels."""

@@ -1,6 +1,6 @@
 """The fused attention kernels of JAX, which hold no row's T^2 scores, and the choice among them.
 
-`choose` names the kernel, `make` builds it with the signature of `attention.Attend`:
+`choose_kernel` names the kernel, `make_attention` builds it with the signature of `attention.Attend`:
 
     xla     any device        every feature, shared prompts too; it holds the scores
     cudnn   NVIDIA's GPUs     rows of one trajectory, bfloat16 or float16, sliding windows
@@ -62,7 +62,7 @@ def capability(device: jax.Device) -> tuple[int, int]:
     return (int(version[1]), int(version[2])) if version else (0, 0)
 
 
-def choose(
+def choose_kernel(
     name: str, needs: Needs, *, backend: str, gpu: tuple[int, int] = (0, 0), setting: str = "model.attention"
 ) -> tuple[str, str | None]:
     """Resolves `name` to a kernel on `backend` ('cpu', 'gpu' or 'tpu'); returns also the reason if none is fused.
@@ -98,7 +98,7 @@ def choose(
     return name, None
 
 
-def make(
+def make_attention(
     kernel: str, needs: Needs, *, mesh: Mesh | None = None, split: Split = EXCHANGED, interpret: bool = False
 ) -> Attend:
     """Makes attention by one of the kernels, rows and heads sharded over the mesh; UserError if it lacks something.

@@ -16,12 +16,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jppo.models import cache, decoder, experts, heads, lora
-from jppo.models.cache import Cache
+from jppo.models import decoder, experts, heads, lora
+from jppo.models.attention import Cache, cache_dtype, empty_cache
 from jppo.models.config import ModelConfig
 from jppo.models.experts import Mix
+from jppo.models.kernels import is_quantized
 from jppo.models.lora import Weights
-from jppo.models.quantized import is_quantized
 from jppo.types import OVERFLOW, Params
 
 WIDE = ("scale", "correction", "a_log", "dt_bias")  # parameters that are used in f32
@@ -63,7 +63,7 @@ def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts
     """
     counts, spec = jnp.zeros((rows,), jnp.int32), cfg.experts if experts else None
     return Slots(
-        cache=cache.empty(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
+        cache=empty_cache(cfg, rows=rows, length=max(1, length - 1), dtype=dtype),
         tokens=jnp.zeros((rows, length), jnp.int32),
         logprob=jnp.zeros((rows, length), jnp.float32),
         last=counts,
@@ -74,7 +74,7 @@ def empty_slots(cfg: ModelConfig, *, rows: int, length: int, dtype: Any, experts
     )
 
 
-def prepare(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
+def prepare_model(model: Weights, cfg: ModelConfig, *, dtype: Any) -> Params:
     """Prepares the model for `fill` and `advance`: layers apart, kernels decoded, in `dtype`; `WIDE` unchanged."""
     variables = lora.variables(model)
     head = {} if cfg.tie_word_embeddings else {"lm_head": variables["params"]["lm_head"]}
@@ -113,7 +113,7 @@ def fill(
         here = new.reshape(-1, *[1] * (old.ndim - 1))
         return old.at[:, :width].set(jnp.where(here, made[which].astype(old.dtype), old[:, :width]))
 
-    made, read = cache.empty(cfg, rows=N, length=P - 1, dtype=cache.dtype_of(slots.cache)), slots.experts
+    made, read = empty_cache(cfg, rows=N, length=P - 1, dtype=cache_dtype(slots.cache)), slots.experts
     if P > 1:
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
         lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(new, source, N)].set(length, mode="drop")
@@ -170,7 +170,7 @@ def next_tokens(
             read = read.at[row, jnp.where(live, now.last, read.shape[1])].set(chosen[:, 0], mode="drop")
         logits = heads.logits_of((hidden, kernel, cfg))[:, 0]
         logits = filter_logits(logits, choice, cut=cut)
-        new, logp = sample(logits, now.seed, now.last + 1, choice)
+        new, logp = sample_tokens(logits, now.seed, now.last + 1, choice)
         last = jnp.where(live, now.last + 1, now.last)
         at = jnp.where(live, last, now.tokens.shape[1])  # beyond the end: dropped
         end = jnp.any(new[:, None] == jnp.asarray(ends, jnp.int32)[None], axis=1)
@@ -203,7 +203,7 @@ def filter_logits(logits: jax.Array, choice: SamplingRule, *, cut: bool) -> jax.
     return jnp.where(greedy, logits, likeliest(logits, choice.top_k, choice.top_p, choice.min_p)) if cut else logits
 
 
-def sample(
+def sample_tokens(
     logits: jax.Array, seed: jax.Array, position: jax.Array, choice: SamplingRule
 ) -> tuple[jax.Array, jax.Array]:
     """Samples a token for each row of filtered logits [R, V]; returns also its log-prob in softmax(logits).

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jppo.models.config import ModelConfig
-from jppo.models.product import einsum, product
+from jppo.models.kernels import einsum, product
 from jppo.models.sequence_parallel import HEADS, POSITIONS, columns, gathered, in_groups, row_axes, summed
 from jppo.types import Array
 

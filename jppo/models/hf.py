@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.errors import expanded
-from jppo.models import config_reader, lora, params, placing, quantized, tensorfile
+from jppo.models import config_reader, kernels, lora, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head
 from jppo.models.params import Entry, Head
@@ -141,7 +141,7 @@ def load_adapters(
 
 
 def _sharding(shardings: Params | None, path: tuple[str, ...]) -> Any:
-    return None if shardings is None else params.get(shardings, path)
+    return None if shardings is None else params.leaf_at(shardings, path)
 
 
 def check_weights(path: str | os.PathLike[str], cfg: ModelConfig, *, head: Head) -> None:
@@ -198,7 +198,9 @@ def _one_name_each(entries: tuple[Entry, ...], slots: dict[str, tensorfile.Slot]
         if first is second:
             continue
         same = first.shape == second.shape and first.code == second.code
-        if not (same and _same_bits(tensorfile.read(first, entry.hf), tensorfile.read(second, entry.alias))):
+        if not (
+            same and _same_bits(tensorfile.read_tensor(first, entry.hf), tensorfile.read_tensor(second, entry.alias))
+        ):
             raise UserError(
                 f"{second.file}: {entry.alias} differs from {entry.hf}, but config.json ties them; "
                 "set tie_word_embeddings to false there"
@@ -231,12 +233,12 @@ def _some(names: list[str]) -> str:
 def _read(entry: Entry, slots: dict[str, tensorfile.Slot], dtype: Any, sharding: Any) -> Any:
     """Reads one parameter, filled tensor by tensor in its shards; quantised if its sharding is of codes and scales."""
     places, method = sharding, "none"
-    if isinstance(sharding, quantized.Quantized):
+    if isinstance(sharding, kernels.Quantized):
         sharding, method = sharding.codes, sharding.method
-    kept = quantized.stored(entry, dtype, method)
+    kept = kernels.stored_form(entry, dtype, method)
     out: Any = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept), out_shardings=places)()
     for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
-        tensor = params.from_hf(entry, tensorfile.read(slots[name], name))
+        tensor = params.from_hf(entry, tensorfile.read_tensor(slots[name], name))
         if entry.padding and sharding is not None:  # else no mesh divides it, and each device would get all of it
             tensor = np.pad(tensor, [(0, entry.padding)] + [(0, 0)] * (tensor.ndim - 1))
         piece = tensor[(None,) * len(at)]
@@ -267,7 +269,7 @@ def _fill(out: Any, piece: jax.Array, at: tuple[int, ...]) -> Any:
     def write(out: jax.Array, piece: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(out, piece, at + (0,) * (out.ndim - len(at)))
 
-    return jax.tree.map(write, out, quantized.like(out, piece))
+    return jax.tree.map(write, out, kernels.stored_like(out, piece))
 
 
 def stored_tensors(path: str | os.PathLike[str], cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -275,5 +277,5 @@ def stored_tensors(path: str | os.PathLike[str], cfg: ModelConfig) -> Iterator[t
     entries, slots = _find(path, cfg, "lm")
     for entry in entries:
         for name in entry.hf_names:
-            tensor = tensorfile.read(slots[name], name)
+            tensor = tensorfile.read_tensor(slots[name], name)
             yield name, tensor.astype(np.float32) if tensor.dtype == np.float64 else tensor

@@ -64,7 +64,7 @@ def device_tensors(
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yields what `hf_tensors` does, still on the devices."""
     for name, tensor in _on_device(model, cfg, head, dtype):
-        tensor = placing.whole(tensor)
+        tensor = placing.whole_array(tensor)
         yield name, tensor
         del tensor
 
@@ -97,12 +97,12 @@ def hf_shapes(cfg: ModelConfig, *, head: Head = "lm") -> dict[str, tuple[int, ..
     return {name: entry.hf_shape for entry in params.table(cfg, head=head) for name in entry.hf_names}
 
 
-def announced(entries: tuple[Entry, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def _announced(entries: tuple[Entry, ...], dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of every tensor of a checkpoint in this dtype."""
     return {name: jax.ShapeDtypeStruct(e.hf_shape, e.dtype(dtype)) for e in entries for name in e.hf_names}
 
 
-def save(
+def save_model(
     out_dir: str | os.PathLike[str],
     model: lora.Weights,
     cfg: ModelConfig,
@@ -169,7 +169,7 @@ def _save(
 ) -> None:
     origin = hf.resolve_directory(source, weights=False)
     config, _ = hf.read_config(origin)
-    shapes = announced(params.table(cfg, head=head), kind)
+    shapes = _announced(params.table(cfg, head=head), kind)
     if cfg.multimodal and head == "lm":
         shapes, tensors = _with_the_rest(hf.resolve_directory(source, weights=True), shapes, tensors)
     else:
@@ -200,8 +200,8 @@ def _with_the_rest(
 
     rest = {name: slot for name, slot in slots.items() if not hf.of_text(name)}
     whole = {stored(name): x for name, x in shapes.items()}
-    whole |= {name: jax.ShapeDtypeStruct(s.shape, tensorfile.read(s, name).dtype) for name, s in rest.items()}
-    copied = ((name, tensorfile.read(slot, name)) for name, slot in rest.items())
+    whole |= {name: jax.ShapeDtypeStruct(s.shape, tensorfile.read_tensor(s, name).dtype) for name, s in rest.items()}
+    copied = ((name, tensorfile.read_tensor(slot, name)) for name, slot in rest.items())
     return whole, itertools.chain(((stored(name), array) for name, array in tensors), copied)
 
 
@@ -210,7 +210,7 @@ def adapter_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the learned weights of a model with adapters, under peft's names."""
     for entry in lora.adapter_table(cfg, spec, head=head):
-        array = placing.to_device(params.get(learned, entry.path))
+        array = placing.to_device(params.leaf_at(learned, entry.path))
         for at, name in zip(np.ndindex(entry.numbered), entry.hf_names, strict=True):
             yield name, placing.fetch(_export(array, None, at, entry=entry, dtype=np.dtype(array.dtype)))
 
@@ -227,7 +227,7 @@ def save_adapter(
 ) -> pathlib.Path:
     """Writes adapters as a directory for peft and vLLM with the base model `base`, atomically.
 
-    `write` as in `save`.
+    `write` as in `save_model`.
     """
     arrays = (array for _, array in adapter_tensors(learned, cfg, spec, head=head))
     with fetched_by_all(arrays):
@@ -235,8 +235,8 @@ def save_adapter(
             with in_place_of(pathlib.Path(out_dir)) as tmp:
                 settings = lora.peft_config(cfg, spec, head=head, base=base)
                 (tmp / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-                of_file = announced(lora.adapter_table(cfg, spec, head=head), np.float32)
-                tensorfile.write(tmp / "adapter_model.safetensors", of_file, arrays)
+                of_file = _announced(lora.adapter_table(cfg, spec, head=head), np.float32)
+                tensorfile.write_tensors(tmp / "adapter_model.safetensors", of_file, arrays)
     return pathlib.Path(out_dir)
 
 
@@ -281,13 +281,13 @@ def _write_shards(
         filled, total = filled + nbytes, total + nbytes
     arrays = (array for _, array in tensors)
     if len(groups) == 1:
-        tensorfile.write(directory / tensorfile.SINGLE, announced, arrays)
+        tensorfile.write_tensors(directory / tensorfile.SINGLE, announced, arrays)
         return
     weight_map: dict[str, str] = {}
     for i, group in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         # Never takes one tensor too many: the iterator continues in the next shard.
-        tensorfile.write(directory / file, group, (next(arrays) for _ in group))
+        tensorfile.write_tensors(directory / file, group, (next(arrays) for _ in group))
         weight_map |= dict.fromkeys(group, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / tensorfile.INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.models import params, placing, quantized
+from jppo.models import kernels, params, placing
 from jppo.models.config import ModelConfig, Stack
 from jppo.models.params import Entry, Head
 from jppo.settings import UserError
@@ -259,11 +259,11 @@ def init(model: ModelConfig, lora: Lora, key: jax.Array) -> Params:
 def parts(entry: Entry, model: Weights) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Returns the parameter of `entry` on its devices, and its adapter with B times its scale, or None."""
     if not isinstance(model, Adapted):
-        return quantized.decoded(placing.to_device(params.get(model, entry.path))), None
+        return kernels.dequantized(placing.to_device(params.leaf_at(model, entry.path))), None
     known = model.learned if entry.path[0] in model.learned else model.base.params
-    beside = placing.to_device(find(model.learned[COLLECTION], _module(entry.path)))
+    beside = placing.to_device(find_adapters(model.learned[COLLECTION], _module(entry.path)))
     scaled = None if beside is None else {"a": beside["a"], "b": beside["b"] * model.base.scale}
-    return quantized.decoded(placing.to_device(params.get(known, entry.path))), scaled
+    return kernels.dequantized(placing.to_device(params.leaf_at(known, entry.path))), scaled
 
 
 def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.Array:
@@ -274,7 +274,7 @@ def merge(entry: Entry, kernel: jax.Array, beside: dict[str, jax.Array]) -> jax.
     return (kernel.astype(jnp.float32) + low).astype(kernel.dtype)
 
 
-def find(adapters: Any, path: tuple[str, ...]) -> Any:
+def find_adapters(adapters: Any, path: tuple[str, ...]) -> Any:
     """Returns the adapters in a nested dict at `path`, or None."""
     for key in path:
         adapters = adapters.get(key) if adapters is not None else None

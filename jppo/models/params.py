@@ -372,7 +372,7 @@ def tree(entries: tuple[Entry, ...], leaf: Callable[[Entry], Any]) -> dict[str, 
     return root
 
 
-def get(params: Params, path: tuple[str, ...]) -> Any:
+def leaf_at(params: Params, path: tuple[str, ...]) -> Any:
     """Returns the leaf of a nested dict at `path`."""
     for key in path:
         params = params[key]

@@ -33,7 +33,7 @@ def put(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(place, tree)
 
 
-def whole(array: jax.Array) -> jax.Array:
+def whole_array(array: jax.Array) -> jax.Array:
     """Gathers the array, so that this host has all of it."""
     if array.is_fully_addressable or array.is_fully_replicated:
         return array
@@ -44,7 +44,7 @@ def whole(array: jax.Array) -> jax.Array:
 
 def fetch(tree: Any) -> Any:
     """Copies the values to the host."""
-    return jax.device_get(jax.tree.map(lambda x: whole(x) if isinstance(x, jax.Array) else x, tree))
+    return jax.device_get(jax.tree.map(lambda x: whole_array(x) if isinstance(x, jax.Array) else x, tree))
 
 
 def local(tree: Any, mesh: Mesh) -> Any:
@@ -53,7 +53,7 @@ def local(tree: Any, mesh: Mesh) -> Any:
     def copy(x: jax.Array) -> jax.Array:
         assert isinstance(x.sharding, NamedSharding)
         at = NamedSharding(mesh, x.sharding.spec)
-        out: jax.Array = jax.block_until_ready(jax.device_put(whole(x).addressable_data(0), at))
+        out: jax.Array = jax.block_until_ready(jax.device_put(whole_array(x).addressable_data(0), at))
         return out
 
     return jax.tree.map(copy, tree)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.models.config import Experts, Group, ModelConfig
-from jppo.models.params import get
+from jppo.models.params import leaf_at
 from jppo.types import Array
 
 SUMS, SUMS_NAME = "router", "sums"  # the collection of `RouterSums`, and their name in a layer
@@ -94,7 +94,7 @@ def sums_by_row(logits: jax.Array, spec: Experts, chosen: jax.Array, counted: ja
 def collected_sums(variables: Any, cfg: ModelConfig) -> RouterSums:
     """Joins the sums of a decoder's layers, [layers with experts, ...] by stack, over all rows."""
     paths = [stack.path for stack in cfg.stacks if stack.modules.sparse]
-    stacks = [get(variables[SUMS], (*path, "experts", SUMS_NAME)) for path in paths]
+    stacks = [leaf_at(variables[SUMS], (*path, "experts", SUMS_NAME)) for path in paths]
     sums: RouterSums = jax.tree.map(lambda *parts: jnp.concatenate([jnp.sum(x, axis=1) for x in parts]), *stacks)
     return sums
 
@@ -167,7 +167,7 @@ def differing_share(left: Any, given: jax.Array, cfg: ModelConfig) -> jax.Array:
     `left` is what the decoder's `apply` left. Tokens without given experts have 0.
     """
     stacks = [stack for stack in cfg.stacks if stack.modules.sparse]
-    choices = [get(left[CHOICES], (*stack.path, "experts", CHOICES_NAME)) for stack in stacks]
+    choices = [leaf_at(left[CHOICES], (*stack.path, "experts", CHOICES_NAME)) for stack in stacks]
     own = jnp.concatenate(choices)  # [layers, R, T, active]
     replayed = jnp.concatenate([given[:, :, stack.layers] for stack in stacks], axis=2)
     chosen = jnp.any(replayed[..., None] == jnp.moveaxis(own, 0, 2)[..., None, :], axis=-1)

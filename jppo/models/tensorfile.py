@@ -38,7 +38,7 @@ class Slot:
     scales: "Slot | None" = None  # of an MXFP4 tensor, whose blocks are here
 
 
-def read(slot: Slot, name: str) -> np.ndarray:
+def read_tensor(slot: Slot, name: str) -> np.ndarray:
     """Reads the tensor as a read-only memory map; decodes it if it is MXFP4."""
     if slot.scales is not None:
         E, I, O = slot.shape
@@ -84,7 +84,7 @@ def split_experts(stored: Mapping[str, Slot]) -> dict[str, Slot]:
             continue
         del out[name]
         shape = slot.shape[1] // len(parts), slot.shape[2]
-        size = math.prod(shape) * _SIZES.get(slot.code, 0)  # an unknown dtype is rejected by `read`
+        size = math.prod(shape) * _SIZES.get(slot.code, 0)  # an unknown dtype is rejected by `read_tensor`
         for i, (expert, part) in enumerate(itertools.product(range(slot.shape[0]), parts)):
             own = dataclasses.replace(slot, shape=shape, offset=slot.offset + i * size)
             out[f"{module}.experts.{expert}.{part}.weight"] = own
@@ -92,7 +92,7 @@ def split_experts(stored: Mapping[str, Slot]) -> dict[str, Slot]:
 
 
 def unpacked(stored: Mapping[str, Slot]) -> dict[str, Slot]:
-    """Replaces each pair X_blocks and X_scales of MXFP4 by X, with the shape that `read` returns."""
+    """Replaces each pair X_blocks and X_scales of MXFP4 by X, with the shape that `read_tensor` returns."""
     out = dict(stored)
     for name in [name for name in stored if name.endswith("_blocks")]:
         whole = name.removesuffix("_blocks")
@@ -152,7 +152,9 @@ def nbytes(x: jax.ShapeDtypeStruct) -> int:
     return int(x.dtype.itemsize * math.prod(x.shape))
 
 
-def write(file: pathlib.Path, announced: Mapping[str, jax.ShapeDtypeStruct], tensors: Iterable[np.ndarray]) -> None:
+def write_tensors(
+    file: pathlib.Path, announced: Mapping[str, jax.ShapeDtypeStruct], tensors: Iterable[np.ndarray]
+) -> None:
     """Writes `tensors` as announced, in that order, holding one at a time."""
     head = tensorheader.make_header((name, x.dtype.name, x.shape, nbytes(x)) for name, x in announced.items())
     with file.open("wb") as f:

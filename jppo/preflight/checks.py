@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jppo import process, settings
 from jppo.errors import expanded
 from jppo.learner import sharding
-from jppo.learner.make import Learner, compile_passes, make_learner, make_mesh
+from jppo.learner.make import compile_passes, make_learner, make_mesh
+from jppo.learner.ppo import Learner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.described_machine import DryRun

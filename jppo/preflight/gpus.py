@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jppo import process
 from jppo.forecast.machines import GIB
 from jppo.learner import sharding
-from jppo.models import cache
+from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.settings import Settings
 
@@ -89,7 +89,7 @@ def server_memory(c: Settings, policy: ModelConfig, weights: int, mesh: Any) -> 
     count = -(-r.least_servers * width // len(ours))  # servers on one GPU
     hidden = PREFILL * (2 * policy.intermediate_size + 4 * policy.hidden_size) * item
     logits = r.max_num_seqs * policy.vocab_size * (item + 8)  # two more in float32 while they are sampled
-    row = cache.row_bytes(policy, length=c.data.longest_row, dtype=r.dtype)
+    row = attention.cache_row_bytes(policy, length=c.data.longest_row, dtype=r.dtype)
     return ServerMemory(
         name,
         sleeps=r.sleep_level > 0,

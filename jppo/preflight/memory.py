@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jppo.learner import model_configs, packing, ppo, sharding, state, update
-from jppo.learner.make import Trained, make_apply, make_passes, shares_trunk
-from jppo.learner.recipe import make_optimizer, plan_of_run
-from jppo.models import cost, hf_write, router
+from jppo.learner import cost, model_configs, packing, ppo, sharding, state, update
+from jppo.learner.make import Trained, make_recipe_and_passes, make_scheduled_apply, shares_trunk
+from jppo.learner.recipe import optimizer_of, plan_of_run
+from jppo.models import hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
@@ -49,7 +49,7 @@ def useful(
 
 def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
     """Does `load_trained` with shapes in place of arrays."""
-    all_of_it = state.weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
+    all_of_it = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     values = state.abstract(all_of_it)
     if adapters is None:
         return Trained(all_of_it, values, None)
@@ -92,7 +92,7 @@ def update_moments(
     `brought` bytes are copied from the host for the whole update; the optimizer comes for its step. `useful` are the
     model's FLOP for each micro-batch. `load` is the abstract load of experts, if the loss needs it.
     """
-    tx = make_optimizer(section, name, trained.what)
+    tx = optimizer_of(section, name, trained.what)
     opt, places = state.abstract_optimizer(tx, trained.what)
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
     carry = update.abstract_carry(trained.what.shapes, trained.what.shardings)
@@ -103,7 +103,7 @@ def update_moments(
         moments.append(account(f"{name} gradient", gradients, accumulate, *given, masked=masked, **how))
     if (exchange := update.make_exchange(trained.what.shardings)) is not None:
         moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
-    apply = make_apply(section, tx, trained.what, places, 1)
+    apply = make_scheduled_apply(section, tx, trained.what, places, 1)
     numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)  # step, learns
     here = brought + (size(opt) if section.optimizer_offload else 0)
     moments.append(account(f"{name} step", gradients, apply, learned, opt, carry, *numbers, brought=here))
@@ -116,7 +116,7 @@ def estimate(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, *, entr
     def fit(cfg: ModelConfig) -> ModelConfig:
         return pad_vocab(cfg, mesh.shape["tensor"])
 
-    recipe, passes = make_passes(c, inputs, mesh)
+    recipe, passes = make_recipe_and_passes(c, inputs, mesh)
     policy = sketch(c, mesh, fit(inputs.policy), head="lm", adapters=inputs.adapters)
     critic = None
     if inputs.critic is not None:
@@ -186,7 +186,7 @@ def stored(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any) -> int:
 def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
     trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-    opt, _ = state.abstract_optimizer(make_optimizer(optimizers(c)[optimizer], optimizer, trained.what), trained.what)
+    opt, _ = state.abstract_optimizer(optimizer_of(optimizers(c)[optimizer], optimizer, trained.what), trained.what)
     return global_size((trained.learned, opt))
 
 
@@ -295,7 +295,7 @@ def _slots(s: InprocessSettings) -> Any:
 
 def _prepared(s: InprocessSettings, programs: Any, mesh: Any, param_dtype: str) -> Any:
     """Returns the shapes of the engine's weights, sharded by XLA."""
-    weights = state.abstract(state.weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
+    weights = state.abstract(state.model_weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
     done = programs.prepare.lower(weights).compile()
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), done.out_info, done.output_shardings

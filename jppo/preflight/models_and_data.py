@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.learner.model_configs import critic_path, read_models
+from jppo.learner.model_configs import path_of_critic, read_models
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory, memory_budget
@@ -45,8 +45,8 @@ def models(c: Settings) -> Iterator[Finding]:
     said = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
     if policy.unread is not None:
         said.append(policy.unread)
-    if critic is not None and critic_path(c) != c.model.path:
-        said.append(f"critic {critic_path(c)}")
+    if critic is not None and path_of_critic(c) != c.model.path:
+        said.append(f"critic {path_of_critic(c)}")
     if reference is not None and c.ref.path != "policy":
         said.append(f"reference {c.ref.path}")
     if c.ref.url:

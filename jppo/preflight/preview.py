@@ -21,7 +21,7 @@ from jppo import process, settings
 from jppo.errors import RunEnded, UserError, escaped
 from jppo.forecast.machines import GIB, Machine
 from jppo.learner import packing, ppo, update
-from jppo.learner.make import make_mesh, make_passes
+from jppo.learner.make import make_mesh, make_recipe_and_passes
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
 from jppo.preflight import auto, described_machine, memory, memory_budget
 from jppo.preflight.described_machine import DryRun, remedies
@@ -139,7 +139,7 @@ def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Wo
     """Returns the derived sizes of a PPO run as lines, and a step's work."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
     step = work(c, inputs, mesh)
-    count = programs(make_passes(c, inputs, mesh)[1], plan, len(step.updates), mesh)
+    count = programs(make_recipe_and_passes(c, inputs, mesh)[1], plan, len(step.updates), mesh)
     lines = [
         f"prompts          {len(inputs.train.prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="

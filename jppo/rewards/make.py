@@ -191,15 +191,15 @@ def _by_jax(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib
         sinks=cfg.sinks,
     )
     gpu = fused.capability(mesh.devices.flat[0])
-    kernel, _ = fused.choose("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
+    kernel, _ = fused.choose_kernel("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
     return JaxRewardModel(
         what,
         batch_size=m.batch_size,
         max_length=m.max_length,
         dtype=m.dtype,
-        shardings=state.weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
+        shardings=state.model_weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
         rows=sharding.whole_rows_sharding(mesh),
-        attend=fused.make(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
+        attend=fused.make_attention(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
     )
 
 

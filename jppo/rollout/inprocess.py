@@ -103,7 +103,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, turns: int) -> P
     in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=places)
     return Programs(
         empty=jax.jit(empty, out_shardings=places),
-        prepare=jax.jit(functools.partial(generate.prepare, cfg=s.cfg, dtype=s.dtype)),
+        prepare=jax.jit(functools.partial(generate.prepare_model, cfg=s.cfg, dtype=s.dtype)),
         fill=in_place(fill),
         advance=in_place(functools.partial(advance, cut=False)),
         advance_cut=in_place(functools.partial(advance, cut=True)),

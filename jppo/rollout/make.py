@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.learner import sharding
+from jppo.learner import cost, sharding
 from jppo.learner.make import make_mesh
 from jppo.learner.recipe import kept_tokens, sequences_of_step
-from jppo.models import cache, cost, hf
+from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
 from jppo.rollout.servers.fleet import ServerEngine
@@ -197,7 +197,7 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
     longest, share = c.data.longest_row, sharding.whole_row_multiple(mesh)
     rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
     if sharding.platform(mesh) == "cpu":
-        rows = min(rows, r.cache_on_cpu // cache.row_bytes(cfg, length=longest, dtype=r.dtype))
+        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest, dtype=r.dtype))
     if rows < share:
         raise UserError(
             f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
@@ -212,7 +212,7 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
         max_model_len=longest,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),
-        of_cache=sharding.cache_sharding(mesh, cache.heads(cfg)),
+        of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
         cut=bool(settings.cuts(r) or settings.cuts(r.val_kwargs)),
         experts=r.routing_replay,
         kept=kept_tokens(c, cfg),

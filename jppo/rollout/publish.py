@@ -21,7 +21,8 @@ import numpy as np
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
-from jppo.learner.make import Learner, make_mesh
+from jppo.learner.make import make_mesh
+from jppo.learner.ppo import Learner
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
@@ -139,8 +140,8 @@ def publish_stored(c: Settings, sampler: Source, cfg: ModelConfig) -> None:
     if isinstance(sampler, InprocessSampler):
         mesh = make_mesh(c)
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
-        what = state.weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-        values = state.load(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+        values = state.load_sharded(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
         sampler.hold(values, version=0)
     else:
         sampler.load(Repeatable(functools.partial(hf.stored_tensors, c.model.path, cfg)), version=0)

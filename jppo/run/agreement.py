@@ -11,7 +11,7 @@ import numpy as np
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import batch, ppo
-from jppo.learner.make import Learner
+from jppo.learner.ppo import Learner
 from jppo.models import placing
 from jppo.rollout.inprocess import InprocessSampler, Source
 from jppo.rollout.protocol import RolloutError, Sampler

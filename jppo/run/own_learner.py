@@ -28,10 +28,10 @@ from jppo.algorithms.masked import masked_sum
 from jppo.errors import UserError
 from jppo.learner import make, optim, ppo, score, sharding, state, update
 from jppo.learner.batch import Mini
-from jppo.learner.make import Learner
 from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.policy_losses import Select, make_select
-from jppo.learner.recipe import make_recipe
+from jppo.learner.ppo import Learner
+from jppo.learner.recipe import make_recipe, rate_schedule
 from jppo.models import placing, router
 from jppo.models.lora import Weights, join
 from jppo.registry import did_you_mean
@@ -132,7 +132,7 @@ class Losses:
         if loss is None and c == self._c:
             accumulate = self._passes.actor  # training's own program
         else:
-            accumulate = self._compiled(ppo.make_actor_loss(self._models, recipe, by_token=True, **self._heads))
+            accumulate = self._compiled(ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads))
         return CompiledLoss(accumulate, False, needs, reference=True, select=select)
 
     def _of_values(self, c: Settings) -> CompiledLoss:
@@ -218,7 +218,7 @@ class Trainable:
     def __init__(self, how: ppo.ModelUpdate, params: Params, opt: Any, section: Optimizer, total_steps: int):
         """`section` has the optimizer's settings; its schedule is over `total_steps`."""
         self.how, self.params, self.opt = how, params, opt
-        self._section, self._schedule = section, make.make_schedule(section, total_steps)
+        self._section, self._schedule = section, rate_schedule(section, total_steps)
         self._carry: Any = None
         self.accumulated = 0  # gradients since the last step
         self._learns = False

@@ -28,8 +28,8 @@ from jppo import process
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
-from jppo.learner.make import Learner
 from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models, require_models_fit
+from jppo.learner.ppo import Learner
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
@@ -299,7 +299,7 @@ class Model:
         self._require_open()
         c, cfg, adapters = self._parts.c, self._parts.learner.cfg, self._parts.inputs.adapters
         if merge:
-            return hf_write.save(folder, self.policy.model, cfg, source=c.model.path, dtype=c.model.param_dtype)
+            return hf_write.save_model(folder, self.policy.model, cfg, source=c.model.path, dtype=c.model.param_dtype)
         if adapters is None:
             raise UserError("export(merge=False) writes adapters, and this model has none; leave merge out")
         return hf_write.save_adapter(folder, self.policy.params, cfg, adapters, base=c.model.path)

@@ -17,7 +17,7 @@ from jppo import settings
 from jppo.data.tokenizer import decode
 from jppo.errors import UserError
 from jppo.learner import batch, packing, sharding, update
-from jppo.learner.make import Learner
+from jppo.learner.ppo import Learner
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import Source
 from jppo.rollout.publish import publish_base, publish_policy
@@ -120,7 +120,7 @@ class Responses:
         if not sums or update.TOKENS not in sums[0]:
             return None
         pairs = [(m.rows, np.asarray(one[update.TOKENS])) for m, one in zip(mini.micros, sums, strict=True)]
-        return batch.unpack(self.data, pairs)
+        return batch.unpack_rows(self.data, pairs)
 
     def micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
         """Packs the batch for passes without a gradient."""

@@ -13,8 +13,8 @@ import numpy as np
 
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
-from jppo.learner import batch, packing, ppo, sharding
-from jppo.models import cost, placing
+from jppo.learner import batch, cost, packing, ppo, sharding
+from jppo.models import placing
 from jppo.models.params import Head
 from jppo.preflight import memory, preview, programs
 from jppo.preflight.checks import dry_run_of_one_model

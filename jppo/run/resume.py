@@ -16,7 +16,7 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import optim, state
-from jppo.learner.make import Learner
+from jppo.learner.ppo import Learner, Spare
 from jppo.learner.state import scalar
 from jppo.rewards.parts import RewardSum
 from jppo.run.inputs import Inputs
@@ -139,9 +139,7 @@ def save_checkpoint(
     )
 
 
-def resume_or_begin(
-    c: Common, checkpoints: Checkpoints, spare: state.Spare, begin: TrainState, now: dict[str, Any]
-) -> Begun:
+def resume_or_begin(c: Common, checkpoints: Checkpoints, spare: Spare, begin: TrainState, now: dict[str, Any]) -> Begun:
     """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
     found = _read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
     if found is None:

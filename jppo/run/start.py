@@ -22,10 +22,11 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, escaped, expanded
 from jppo.learner import model_configs, packing, sharding
-from jppo.learner.make import Learner, attention_kernel, compile_passes, make_learner, make_mesh
+from jppo.learner.cost import introduce_peak
+from jppo.learner.make import attention_kernel, compile_passes, make_learner, make_mesh
 from jppo.learner.model_configs import require_models_fit
+from jppo.learner.ppo import Learner
 from jppo.learner.recipe import replayed
-from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import auto, described_machine, preview, programs
 from jppo.preflight.described_machine import DryRun
 from jppo.preflight.preview import sampling_warnings

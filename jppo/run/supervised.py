@@ -17,7 +17,8 @@ from jppo.data.stream import Cursor, next_batch
 from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
 from jppo.learner import batch, model_configs, packing, ppo
-from jppo.learner.make import Trained, load_trained, make_descent, spare_rows
+from jppo.learner.make import Trained, load_trained, make_descent
+from jppo.learner.ppo import spare_rows
 from jppo.learner.state import begin_state as begin_state
 from jppo.learner.state import portable, scalar
 from jppo.models import hf_write, placing
@@ -129,7 +130,7 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             )  # fmt: skip
             now = loop.learn(opened, _method(opened), begun.now)
         checkpoints.wait()  # `finished` compares when the two were written
-        hf_write.save(
+        hf_write.save_model(
             run / "hf", descent.model(learned(objective, now.state)[0]), task.cfg, source=c.model.path,
             dtype=c.model.param_dtype, head=objective.head, changes=objective.changes,
         )  # fmt: skip

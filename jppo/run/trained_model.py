@@ -14,8 +14,8 @@ import jax
 
 from jppo.errors import RunEnded
 from jppo.learner import sharding, state
-from jppo.learner.make import Learner
 from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.ppo import Learner
 from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
 from jppo.runlog import durable_files
@@ -34,7 +34,7 @@ class Unwritten(RunEnded):
 def write_model(c: Settings, learner: Learner, path: pathlib.Path, now: TrainState, *, write: bool) -> None:
     """Writes the policy of a run as a model directory, on the host that does `write`."""
     model, dtype = learner.policy(now), c.model.param_dtype
-    hf_write.save(path, model, learner.cfg, source=c.model.path, dtype=dtype, write=write)
+    hf_write.save_model(path, model, learner.cfg, source=c.model.path, dtype=dtype, write=write)
 
 
 def export_policy(
@@ -113,7 +113,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
 
     `dtype` None: the dtype of the parameters in training.
     """
-    mesh = sharding.make_mesh((1,))
+    mesh = sharding.mesh_of_shape((1,))
     read: dict[str, Any] = {}
 
     def like(meta: dict[str, Any]) -> Params:
@@ -127,7 +127,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
             raise UserError(f"the run's model.path: {e}, or name another place of it by --base DIR") from e
         how = _adapters(settings)
         kind = settings["model.param_dtype"]
-        weights = state.weights(cfg, mesh, head="lm", param_dtype=kind, adapters=how)
+        weights = state.model_weights(cfg, mesh, head="lm", param_dtype=kind, adapters=how)
         read.update(settings=settings, source=source, cfg=cfg, how=how, weights=weights, kind=kind)
         what = weights if how is None else state.adapters(cfg, mesh, how, head="lm")
         return state.abstract(what)
@@ -148,7 +148,7 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
         model = lora.join(model, lora.Base(base_params, how.scale))
 
     def write(out: pathlib.Path) -> None:
-        hf_write.save(out, model, cfg, source=read["source"], dtype=dtype)
+        hf_write.save_model(out, model, cfg, source=read["source"], dtype=dtype)
 
     return TrainedPolicy("model", dtype=dtype, write=write, **about)
 
@@ -166,7 +166,7 @@ def of_folder(run: pathlib.Path, *, merge: bool, dtype: str | None) -> TrainedPo
 
     def write(out: pathlib.Path) -> None:
         model = hf.load_params(run / "hf", cfg, head="lm", param_dtype=dtype)
-        hf_write.save(out, model, cfg, source=run / "hf", dtype=dtype)
+        hf_write.save_model(out, model, cfg, source=run / "hf", dtype=dtype)
 
     return TrainedPolicy("model", dtype=dtype, write=write, **about)
 
@@ -181,7 +181,7 @@ def _adapters(settings: Found) -> Lora | None:
 def _base(what: state.Weights, source: str, settings: Found, meta: dict[str, Any]) -> Params:
     """Loads the adapters' base and checks that it is the one of training."""
     key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
-    found = state.load(what, source, init=settings["model.init"], key=key)
+    found = state.load_sharded(what, source, init=settings["model.init"], key=key)
     then = meta.get("frozen", {}).get("model.path")
     if then is not None and then != checksum_of_all(found):
         raise UserError(

@@ -14,7 +14,7 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
-from jppo.learner.batch import filtered
+from jppo.learner.batch import filtered_out
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.inprocess import Source
 from jppo.rollout.protocol import RolloutError
@@ -84,7 +84,7 @@ def differs(rewards: Sequence[Reward], metric: str) -> bool:
 def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, filter_truncated: bool) -> bool:
     """Whether any sample of a prompt is trained on."""
     return any(
-        reward.unusable is None and any(not filtered(t, filter_truncated) for t in (whole, *whole.branches))
+        reward.unusable is None and any(not filtered_out(t, filter_truncated) for t in (whole, *whole.branches))
         for whole, reward in zip(trajectories, rewards, strict=True)
     )
 

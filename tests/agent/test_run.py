@@ -212,7 +212,7 @@ def tiny_multiplier(agent_run, tmp_path):
     """The random model of such a run, with weights."""
     _, cfg = hf.read_config(agent_run.model.path)
     values = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype="float32")
-    return hf_write.save(tmp_path / "multiplier", values, cfg, source=agent_run.model.path, dtype="float32")
+    return hf_write.save_model(tmp_path / "multiplier", values, cfg, source=agent_run.model.path, dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_weights_and_their_sums_by_a_loop_in_any_layout(flat, change, level, see
     whole = [p for p in papers if p]
     one_each = [w for p in whole for w in p] if level == "token" else [np.mean(p) for p in whole]
     np.testing.assert_allclose(mean_weight(weight, mask, level=level), np.mean(one_each), rtol=1e-10)
-    mean = correction.normalized(weight, mean=np.mean(one_each))
+    mean = correction.normalized_weights(weight, mean=np.mean(one_each))
     np.testing.assert_allclose(mean_weight(mean, mask, level=level), 1.0, rtol=1e-10)
     laid.assert_same(mean, [[w / np.mean(one_each) for w in p] for p in papers], rtol=1e-10)
 
@@ -101,7 +101,7 @@ def test_weights_by_hand():
     np.testing.assert_allclose(mean_weight(by_token, mask, level="token"), 5.25 / 3, rtol=1e-12)
     mean = mean_weight(by_sequence, mask, level="sequence")
     np.testing.assert_allclose(mean, 6.25 / 2, rtol=1e-12)
-    normalized = correction.normalized(by_sequence, mean=mean)
+    normalized = correction.normalized_weights(by_sequence, mean=mean)
     np.testing.assert_allclose(normalized, [[1.92, 0, 1.92], [0.08, 0, 0]], rtol=1e-12)
 
 
@@ -170,8 +170,8 @@ def test_what_changes_nothing(flat):
         for lower in (None, 0.0):
             np.testing.assert_array_equal(correction.bounded(weight, lower=lower, upper=np.inf), weight)
         assert not np.allclose(correction.bounded(weight, lower=0.9, upper=np.inf), weight)
-        np.testing.assert_array_equal(correction.normalized(weight, mean=jnp.float64(1.0)), weight)
-        nothing = correction.normalized(weight, mean=jnp.float64(0.0))
+        np.testing.assert_array_equal(correction.normalized_weights(weight, mean=jnp.float64(1.0)), weight)
+        nothing = correction.normalized_weights(weight, mean=jnp.float64(0.0))
         np.testing.assert_array_equal(nothing, weight)
     np.testing.assert_array_equal(keep(np.where(mask, 0.0, d), mask, rules=tuple(same)), mask)
     assert not np.array_equal(keep(d, mask, rules=tuple(same)), mask)
@@ -221,7 +221,7 @@ def everything(d, mask):
             f"{level} banded": banded,
             f"{level} truncated": correction.bounded(weight, lower=None, upper=2.0),
             f"{level} mean weight": mean,
-            f"{level} normalized": correction.normalized(weight, mean=mean),
+            f"{level} normalized": correction.normalized_weights(weight, mean=mean),
         }
     return out
 

@@ -1,6 +1,7 @@
 """Losses and their gradients against loops written from the papers, by hand, in special cases, and far out."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -520,3 +521,102 @@ def test_dtype_of_value_loss_and_weights(dtype):
         weigh = functools.partial(losses.token_weights, mode=mode, scale=2.0)
         found = jax.jit(weigh)(x > 0, np.ones((2, 3), np.int32), tokens=one, sequences=one)
         assert found.dtype == dtype
+
+
+# Means over the mask: log π -2, A 0; covariances 1, -2, 0, 2, -1.
+LOGP = np.array([[-1.0, -1.0, np.nan, -2.0], [np.nan, -3.0, -3.0, np.nan]])
+ADVANTAGE = np.array([[1.0, -2.0, np.nan, 2.0], [np.nan, -2.0, 1.0, np.nan]])
+MASK = np.array([[True, True, False, True], [False, True, True, False]])
+
+
+def places(selected):
+    return [tuple(map(int, one)) for one in np.argwhere(np.asarray(selected))]
+
+
+def test_each_tokens_covariance_by_hand():
+    found = np.asarray(losses.covariance(LOGP, ADVANTAGE, MASK))
+    np.testing.assert_allclose(found[MASK], [1, -2, 0, 2, -1], atol=1e-6)
+    assert np.all(found[~MASK] == -np.inf)
+
+
+@pytest.mark.parametrize(
+    "count,expected", [(1, [(1, 1)]), (2, [(0, 0), (1, 1)]), (9, [(0, 0), (0, 1), (0, 3), (1, 1), (1, 2)])]
+)
+def test_the_highest_covariances_are_taken_and_nothing_outside_the_mask(count, expected):
+    assert places(losses.highest_covariance(LOGP, ADVANTAGE, MASK, count=jnp.int32(count))) == expected
+
+
+BAND = dict(low=-1.5, high=1.5, clip_low=0.2, clip_high=0.2)
+
+
+def drawn_tokens(key, count, old=LOGP, **changes):
+    key = jax.random.key(key)
+    return places(losses.drawn_by_covariance(key, LOGP, old, ADVANTAGE, MASK, count=jnp.int32(count), **BAND | changes))
+
+
+def test_only_tokens_of_the_band_are_drawn_and_at_most_so_many():
+    assert drawn_tokens(0, 9) == [(0, 0), (0, 3), (1, 2)]
+    assert drawn_tokens(0, 9, low=-9, high=0.5) == [(0, 1), (0, 3), (1, 2)]
+    assert drawn_tokens(0, 9, low=5.0, high=6.0) == []
+    several = {tuple(drawn_tokens(key, 1)) for key in range(40)}
+    assert several == {((0, 0),), ((0, 3),), ((1, 2),)}, "each token can be drawn"
+
+
+def test_tokens_that_the_clip_holds_are_not_drawn():
+    """The first has ratio 2 and A > 0, the last 2 and A > 0 too; the second would be held at a ratio below 0.8."""
+    old = LOGP - np.log(2.0) * np.array([[1.0, 0, 0, 0], [0, 0, 1.0, 0]])
+    assert drawn_tokens(0, 9, old) == [(0, 3)]
+
+
+def test_selected_tokens_have_no_surrogate_in_clip_cov_and_a_penalty_in_kl_cov():
+    """Ratios 2 and 1/2, A = 1 and -1, ε = 0.2: -1.2 and 0.8; β = 3: -2 and 1/2, and 3 log 2 more of the selected."""
+    logp, old, a = np.log([[2.0, 0.5]]) - 3, np.full((1, 2), -3.0), np.array([[1.0, -1.0]])
+    mask, segment = np.ones((1, 2), bool), np.ones((1, 2), np.int32)
+    for selected in ([False, False], [True, False], [True, True]):
+        chosen = np.array([selected])
+        loss, held, lower = losses.clip_cov(logp, old, a, mask, segment, chosen, clip_low=0.2, clip_high=0.2)
+        np.testing.assert_allclose(loss, np.where(chosen, 0.0, [[-1.2, 0.8]]), rtol=1e-6)
+        np.testing.assert_array_equal(held, chosen)
+        loss, held, lower = losses.kl_cov(logp, old, a, mask, segment, chosen, ppo_kl_coef=3.0)
+        np.testing.assert_allclose(loss, [[-2.0, 0.5]] + 3 * np.log(2) * chosen, rtol=1e-6)
+        assert not np.any(lower)
+
+
+def test_bradley_terry_by_hand():
+    # e^2 = 7.389056: σ(2) = 0.880797, -log of it 0.126928; σ(0) = 1/2; σ(-3 - 0.5) = 1 / (1 + e^3.5) = 0.029312
+    chosen, rejected, margin = np.array([3.0, 1.0, -1.0]), np.array([1.0, 1.0, 2.0]), np.array([0.0, 0.0, 0.5])
+    loss = losses.bradley_terry(chosen, rejected, margin, center=0.0)
+    np.testing.assert_allclose(loss, [0.126928, math.log(2), 3.529750], atol=2e-6)
+    centred = losses.bradley_terry(chosen, rejected, margin, center=0.1)
+    np.testing.assert_allclose(centred - loss, [1.6, 0.4, 0.1], rtol=1e-5)
+
+
+def test_dpo_and_ipo_by_hand():
+    # β = 0.5: σ(1) = 0.731059 and σ(-0.5) = 0.377541, -log of them 0.313262 and 0.974077; IPO's aim is 1 / (2 * 0.2)
+    chosen, rejected = np.array([3.0, 0.0]), np.array([1.0, 1.0])
+    np.testing.assert_allclose(losses.dpo(chosen, rejected, beta=0.5), [0.313262, 0.974077], atol=2e-6)
+    np.testing.assert_allclose(losses.ipo(chosen, rejected, beta=0.2), [(2 - 2.5) ** 2, (-1 - 2.5) ** 2], rtol=1e-6)
+
+
+def test_far_scores_of_pairs_are_finite():
+    far = np.array([1e4, -1e4], np.float32)
+    slope = jax.grad(lambda x: losses.bradley_terry(x, -x, np.zeros(2, np.float32), center=0.0).sum())(far)
+    np.testing.assert_allclose(losses.bradley_terry(far, -far, np.zeros(2, np.float32), center=0.0), [0.0, 2e4])
+    np.testing.assert_allclose(slope, [0.0, -2.0])  # -2 (1 - σ(2x))
+
+
+@pytest.mark.parametrize("center", [0.0, 0.3])
+def test_the_loss_of_pairs_and_its_slope_are_torchs(center):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    chosen, rejected, margin = rng.normal(0, 2, (3, 7)).astype(np.float32)
+    theirs = [torch.tensor(x, requires_grad=True) for x in (chosen, rejected)]
+    probability = 1 / (1 + torch.exp(-(theirs[0] - theirs[1] - torch.tensor(margin))))
+    expected = (-torch.log(probability) + center * (theirs[0] + theirs[1]) ** 2).sum()
+    expected.backward()
+    loss, slopes = jax.value_and_grad(
+        lambda pair: losses.bradley_terry(*pair, margin, center=center).sum(),
+    )((chosen, rejected))
+    np.testing.assert_allclose(loss, expected.item(), rtol=1e-5)
+    for ours, tensor in zip(slopes, theirs, strict=True):
+        np.testing.assert_allclose(ours, tensor.grad.numpy(), atol=1e-5)

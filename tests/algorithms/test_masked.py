@@ -95,13 +95,13 @@ def test_the_last_of_a_row_is_its_last_kept_entry(flat, change, seed):
 
 @FEW
 @given(seed=SEEDS)
-def test_spread_repeats_a_number_at_each_kept_entry(flat, change, seed):
+def test_at_kept_repeats_a_number_at_each_kept_entry(flat, change, seed):
     batch = flat.draw(seed)
     laid = flat.lay(batch, **change)
     mask = laid.rows["mask"]
     score = np.where(mask.any(1), np.arange(1.0, len(mask) + 1), np.nan)  # nothing of the others is kept
     laid.assert_same(
-        ask["spread"](score, mask), [np.full(s["reward"].size, x) for s, x in zip(batch, score, strict=False)]
+        ask["at_kept"](score, mask), [np.full(s["reward"].size, x) for s, x in zip(batch, score, strict=False)]
     )
 
 
@@ -150,7 +150,7 @@ OF_ROWS = {
     "sequence_sum": lambda x, mask, segment, sequence: masked.sequence_sum(x, mask, segment),
     "sequence_length": lambda x, mask, segment, sequence: masked.sequence_length(mask, segment, x.dtype),
     "sequence_mean": lambda x, mask, segment, sequence: masked.sequence_mean(x, mask, segment),
-    "spread": lambda x, mask, segment, sequence: masked.spread(x[:, 0], mask),
+    "at_kept": lambda x, mask, segment, sequence: masked.at_kept(x[:, 0], mask),
 }
 
 
@@ -171,7 +171,7 @@ def test_dtype_jit_and_vmap(packed, name, dtype):
     np.testing.assert_allclose(both[1], alone, rtol=1e-5 if dtype == np.float32 else 1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(OF_ROWS.keys() - {"spread", "sequence_length"}))
+@pytest.mark.parametrize("name", sorted(OF_ROWS.keys() - {"at_kept", "sequence_length"}))
 def test_no_gradient_comes_from_behind_the_mask(packed, name):
     with jax.enable_x64(False):
         laid = packed.lay(packed.draw(2), dtype=np.float32)

@@ -13,7 +13,7 @@ import pytest
 
 from jppo.algorithms import advantage, losses
 from jppo.learner import batch, estimate, estimators, optim, packing, ppo, sharding, state, update
-from jppo.models import config_reader, embedding, experts, sequence_parallel
+from jppo.models import config_reader, experts, modules, sequence_parallel
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
 from jppo.types import Reward
@@ -142,13 +142,13 @@ class Learner:
         self.hf = experts_config(self.experts) if self.experts else hf_config()
         self.kl_coef, self.adamw = KL_COEF, ADAMW
         self.cfg = config_reader.parse_config(self.hf, path="config.json")
-        self.mesh = sharding.make_mesh(self.mesh_shape)
+        self.mesh = sharding.mesh_of_shape(self.mesh_shape)
         plain = make_plain(**attention_settings(self.cfg), shared=self.shared)
         decoder = Decoder(
             self.cfg,
             constrain=sharding.constrain_to_rows(self.mesh),
             attend=sequence_parallel.exchanged(plain, self.mesh),
-            lookup=embedding.make_lookup(self.mesh),
+            lookup=modules.make_lookup(self.mesh),
             remat=self.remat,
             mix=experts.make_mix(self.mesh),
         )
@@ -158,7 +158,7 @@ class Learner:
         critic = (decoder, critic_cfg) if self.recipe.estimator.critic else None
         self.passes = ppo.make_passes(ppo.Models(model, critic, model), self.recipe, **SCORING, mesh=self.mesh)
         self.what = {
-            name: state.weights(cfg, self.mesh, head=head, param_dtype=np.float32)
+            name: state.model_weights(cfg, self.mesh, head=head, param_dtype=np.float32)
             for name, cfg, head in (("actor", self.cfg, "lm"), ("critic", critic_cfg, "value"))
         }
 
@@ -199,7 +199,7 @@ class Learner:
     def score(self, trajectories, scores, *, plan, policy, reference, value, unusable=()):
         """The stages between rollout and update, as `train.py` calls them."""
         rewards = [Reward(x, {}, None, unusable="said so" if i in unusable else None) for i, x in enumerate(scores)]
-        group = estimate.groups(np.isnan(scores), 2)
+        group = batch.comparison_groups(np.isnan(scores), 2)
         data = batch.flatten(trajectories, rewards, group, shape=self.shape)
         micros = batch.micros(data, trajectories, plan=plan, mesh=self.mesh)
         data = ppo.with_old_logprob(self.passes, self.recipe, data, micros, policy)

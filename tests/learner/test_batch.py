@@ -1,4 +1,4 @@
-"""The flat batch: the alignment by hand, and the way to rows and back."""
+"""The flat batch: groups of samples, the alignment by hand, and the way to rows and back."""
 
 import dataclasses
 
@@ -9,12 +9,45 @@ from jppo.learner import batch, estimate, estimators, packing, sharding
 from jppo.types import Reward, Trajectory
 
 GRADED, FAILED = Reward(0.5, {}, None), Reward(float("nan"), {}, "boom", unusable="boom")
+WHOLE, REFUSED = Reward(1.0, {}, None), Reward(0.0, {}, None, unusable="not graded: boom")
 
 
 def trajectory(tokens, sampled, uid="a"):
     tokens, sampled = np.asarray(tokens, np.int32), np.asarray(sampled, bool)
     logprob = np.where(sampled, -tokens / 10, 7.0).astype(np.float32)
     return Trajectory(uid, tokens, sampled, logprob, np.where(sampled, 3, -1), "", "stop", 1)
+
+
+@pytest.mark.parametrize(
+    "unusable, n, expected",
+    [
+        ("......", 3, [0, 0, 0, 3, 3, 3]),
+        ("x.....", 3, [0, 1, 1, 3, 3, 3]),
+        (".x..xx", 3, [0, 1, 0, 3, 4, 5]),
+        ("xxx.x.", 3, [0, 1, 2, 3, 4, 3]),
+        ("..x.", 1, [0, 1, 2, 3]),
+        ("xx..x.", 2, [0, 1, 2, 2, 4, 5]),
+    ],
+)
+def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
+    found = batch.comparison_groups(np.array([x == "x" for x in unusable]), n)
+    assert found.tolist() == expected and found.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "rewards, baseline, compared, expected",
+    [
+        ([WHOLE, REFUSED, WHOLE, WHOLE], None, False, [None, "not graded: boom", None, None]),
+        ([WHOLE, REFUSED, WHOLE, WHOLE], None, True, ["no other response", "not graded: boom", None, None]),
+        ([WHOLE] * 4, [REFUSED, WHOLE], False, ["greedy response is not graded: boom"] * 2 + [None] * 2),
+    ],
+)
+def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
+    found, group, greedy = batch.compare_samples(rewards, baseline, n=2, compared=compared)
+    for reward, why in zip(found, expected, strict=True):
+        assert reward.unusable is None if why is None else why in reward.unusable
+    assert group.tolist() == ([0, 1, 2, 2] if REFUSED in rewards else [0, 0, 2, 2])
+    assert greedy is None if baseline is None else greedy.tolist() == [0, 0, 1, 1]
 
 
 def test_alignment_by_hand():
@@ -70,7 +103,7 @@ def drawn(rng, uids):
 @pytest.mark.parametrize("kind", ["none", "buckets", "segments", "prefix"])
 def test_the_way_to_rows_and_back(kind):
     """Of mini-batches in any order, rejected tokens left out; shared prompts have no place in the batch."""
-    rng, mesh = np.random.default_rng(0), sharding.make_mesh((1, 1, 1))
+    rng, mesh = np.random.default_rng(0), sharding.mesh_of_shape((1, 1, 1))
     plan = packing.make_plan(
         kind, max_length=20, row_lengths=2, max_tokens_per_row=40, tokens_per_micro=90, sequences=9, row_multiple=1,
         shared=(6, 13),
@@ -81,7 +114,7 @@ def test_the_way_to_rows_and_back(kind):
         x = np.where(data.mask, rng.normal(size=data.mask.shape), 0.0).astype(np.float32)
         micros = batch.micros(data, some, plan=plan, mesh=mesh)
         packed = [(m.host, batch.at(data, x, m.host)) for m in micros]
-        np.testing.assert_array_equal(batch.unpack(data, packed), x)
+        np.testing.assert_array_equal(batch.unpack_rows(data, packed), x)
         data.mask[:] &= rng.random(data.mask.shape) < 0.8
         tokens = batch.arrays(data, some)["tokens"]
         seen = np.zeros(data.mask.shape, int)
@@ -96,7 +129,7 @@ def test_the_way_to_rows_and_back(kind):
                 np.testing.assert_array_equal(micro.old_logprob, batch.at(data, x, rows))
                 np.testing.assert_array_equal(rows.targets[rows.mask], batch.at(data, tokens, rows)[rows.mask])
                 assert not rows.mask[rows.sequence < 0].any()
-                seen += batch.unpack(data, [(rows, rows.mask.astype(int))])
+                seen += batch.unpack_rows(data, [(rows, rows.mask.astype(int))])
                 kept += rows.mask.sum()
             assert mini.counts.tokens == max(kept, 1) and mini.learns == bool(kept)
         np.testing.assert_array_equal(seen, data.mask)
@@ -118,7 +151,7 @@ def test_the_way_to_rows_and_back(kind):
 )
 def test_a_remainder_is_spread_over_the_mini_batches(count, size, expected):
     """Every trajectory is in one of them, in the given order, and the weights of tokens are alike."""
-    rng, mesh = np.random.default_rng(0), sharding.make_mesh((1, 1, 1))
+    rng, mesh = np.random.default_rng(0), sharding.mesh_of_shape((1, 1, 1))
     some = [trajectory([1, 2, 3, 4], [0, 1, 1, 1]) for _ in range(count)]
     how = dict(max_length=8, row_lengths=1, max_tokens_per_row=8, tokens_per_micro=32, sequences=size, row_multiple=1)
     plan = packing.make_plan("buckets", **how)

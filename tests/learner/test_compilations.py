@@ -1,4 +1,4 @@
-"""After `compile_all` and one step nothing is compiled, whatever lengths the batches have."""
+"""After `run_on_empty_rows` and one step nothing is compiled, whatever lengths the batches have."""
 
 import contextlib
 import functools
@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.algorithms import covariance, losses
-from jppo.learner import estimate, ppo, sharding, state, warmup
+from jppo.algorithms import losses
+from jppo.learner import estimate, ppo, sharding, state
+from jppo.learner.make import run_on_empty_rows
 from jppo.learner.policy_losses import Selection
+from jppo.learner.ppo import Learner
 
 CORRECTED = dict(
     correction=estimate.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
@@ -21,7 +23,7 @@ CORRECTED = dict(
 CLIP = dict(clip_low=0.2, clip_high=0.2)
 SELECTED = dict(
     policy_loss=functools.partial(losses.clip_cov, **CLIP),
-    selection=Selection(functools.partial(covariance.drawn, low=-9.0, high=9.0, **CLIP), 0.2),
+    selection=Selection(functools.partial(losses.drawn_by_covariance, low=-9.0, high=9.0, **CLIP), 0.2),
 )
 EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -68,10 +70,11 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     now = state.begin_state(
         policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm="value_norm_decay" in changes
     )
-    warmup.compile_all(
-        ours.passes, ours.recipe, plan, ours.mesh,
-        now=now, reference=reference, actor=how["actor"], critic=how["critic"], shape=ours.shape,
+    learner = Learner(
+        mesh=ours.mesh, cfg=None, plan=plan, shape=ours.shape, recipe=ours.recipe, passes=ours.passes,
+        reference=reference, **how,
     )  # fmt: skip
+    run_on_empty_rows(learner, now)
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]
     # The first batch has one shape only, so that the others bring shapes that no step has had.

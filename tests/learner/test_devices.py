@@ -1,4 +1,4 @@
-"""Peaks: the maker's where the device is known, else measured; and the shares of them that a step reaches."""
+"""Peaks: the maker's where the device is known, else measured."""
 
 import pathlib
 import types
@@ -7,18 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import sharding, utilisation
-from jppo.models import config_reader, cost
-from jppo.models.lora import Lora
-
-CFG = config_reader.parse_config(
-    {
-        "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 10, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
-    },
-    path="here",
-)  # fmt: skip
+from jppo.learner import sharding
 
 
 @pytest.mark.parametrize(
@@ -46,7 +35,7 @@ def test_a_device_is_known_by_its_kind_and_the_dtype_counts(kind, bfloat16, floa
 
 
 def test_what_is_not_known_is_measured_once(monkeypatch):
-    mesh, made = sharding.make_mesh((8, 1, 1)), []
+    mesh, made = sharding.mesh_of_shape((8, 1, 1)), []
     make_product = sharding.make_product
 
     def spied(*args):
@@ -90,32 +79,8 @@ def test_memory_is_what_is_said(monkeypatch):
     assert sharding.memory()["perf/max_memory_allocated_gb"] == 3.0
 
 
-def some(length, sampled):
-    """All of a trajectory that is asked for here."""
-    return types.SimpleNamespace(tokens=np.zeros(length), sampled=np.arange(length) >= length - sampled)
-
-
-def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
-    config.actor.ppo_epochs, config.critic.ppo_epochs = 2, 3
-    both = [some(5, 2), some(9, 4)]
-    inputs = types.SimpleNamespace(policy=CFG, critic=CFG, adapters=None, critic_adapters=Lora(2, 1.0, ("q_proj",)))
-    monkeypatch.setattr(utilisation, "find_peak", lambda *_: sharding.Peak(1e6, ""))
-    seconds = {"update_actor": 0.5, "update_critic": 0.25, "old_log_prob": 0.125, "gen": 9.0}
-    found = utilisation.utilisation(config, inputs, None, both, seconds, step=0)
-    assert found == {
-        "perf/mfu/actor": 2 * cost.update(CFG, [5, 9], head_tokens=6) / 0.5 / 1e6,
-        "perf/mfu/critic": 3 * cost.update(CFG, [5, 9], head_tokens=0, adapters=inputs.critic_adapters) / 0.25 / 1e6,
-        "perf/mfu/actor_infer": cost.forward(CFG, [5, 9], head_tokens=6) / 0.125 / 1e6,
-    }
-    found = utilisation.utilisation(config, inputs, None, both, {"update_critic": 1.0}, step=0)
-    assert list(found) == ["perf/mfu/critic"]
-    config.algorithm.old_logprob = "bypass"
-    alone = types.SimpleNamespace(**vars(inputs) | {"critic": None})
-    assert list(utilisation.utilisation(config, alone, None, both, seconds, step=0)) == ["perf/mfu/actor"]
-
-
 def test_the_best_of_all_products_within_the_time_is_the_peak(monkeypatch):
-    mesh, clock, seconds = sharding.make_mesh((8, 1, 1)), [0.0], iter([9.0, 0.1, 0.05, 0.2, 0.01])
+    mesh, clock, seconds = sharding.mesh_of_shape((8, 1, 1)), [0.0], iter([9.0, 0.1, 0.05, 0.2, 0.01])
 
     def multiply():  # compiles in 9 s; the time is over after the fourth
         clock[0] += next(seconds)

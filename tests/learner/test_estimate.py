@@ -1,4 +1,4 @@
-"""Groups, rewards and their metrics on the flat batch, beside the same by loops in numpy."""
+"""Rewards and their metrics on the flat batch, beside the same by loops in numpy."""
 
 import dataclasses
 
@@ -8,9 +8,8 @@ import pytest
 
 from jppo.algorithms import kl
 from jppo.learner import estimate
-from jppo.types import Batch, Reward
+from jppo.types import Batch
 
-GRADED, FAILED = Reward(1.0, {}, None), Reward(0.0, {}, None, unusable="not graded: boom")
 B, L = 6, 5
 
 
@@ -50,38 +49,6 @@ def assert_same(found, expected):
     assert set(found) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    "unusable, n, expected",
-    [
-        ("......", 3, [0, 0, 0, 3, 3, 3]),
-        ("x.....", 3, [0, 1, 1, 3, 3, 3]),
-        (".x..xx", 3, [0, 1, 0, 3, 4, 5]),
-        ("xxx.x.", 3, [0, 1, 2, 3, 4, 3]),
-        ("..x.", 1, [0, 1, 2, 3]),
-        ("xx..x.", 2, [0, 1, 2, 2, 4, 5]),
-    ],
-)
-def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
-    found = estimate.groups(np.array([x == "x" for x in unusable]), n)
-    assert found.tolist() == expected and found.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    "rewards, baseline, compared, expected",
-    [
-        ([GRADED, FAILED, GRADED, GRADED], None, False, [None, "not graded: boom", None, None]),
-        ([GRADED, FAILED, GRADED, GRADED], None, True, ["no other response", "not graded: boom", None, None]),
-        ([GRADED] * 4, [FAILED, GRADED], False, ["greedy response is not graded: boom"] * 2 + [None] * 2),
-    ],
-)
-def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
-    found, group, greedy = estimate.compare_logprobs(rewards, baseline, n=2, compared=compared)
-    for reward, why in zip(found, expected, strict=True):
-        assert reward.unusable is None if why is None else why in reward.unusable
-    assert group.tolist() == ([0, 1, 2, 2] if FAILED in rewards else [0, 0, 2, 2])
-    assert greedy is None if baseline is None else greedy.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("kind", [None, "full", "kl", "low_var_kl"])

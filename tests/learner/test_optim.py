@@ -32,7 +32,9 @@ def drawn(seed=0, dtype=jnp.float32):
 def stepped(tx, params, *, steps, grad, lr):
     """Parameters and optimizer's state after so many steps with one gradient."""
     chex.clear_trace_counter()
-    step = jax.jit(chex.assert_max_traces(lambda params, opt: optim.descend(tx, params, opt, grad, jnp.float32(lr)), 1))
+    step = jax.jit(
+        chex.assert_max_traces(lambda params, opt: optim.apply_gradients(tx, params, opt, grad, jnp.float32(lr)), 1)
+    )
     opt = tx.init(optim.in_f32(params))
     for _ in range(steps):
         params, opt = step(params, opt)
@@ -55,7 +57,9 @@ def test_adamw_is_torchs():
             p.grad = torch.tensor(grads[k])
         torch.nn.utils.clip_grad_norm_(theirs.values(), 0.7)
         reference.step()
-        params, opt = optim.descend(tx, params, opt, {k: jnp.float32(g) for k, g in grads.items()}, jnp.float32(3e-2))
+        params, opt = optim.apply_gradients(
+            tx, params, opt, {k: jnp.float32(g) for k, g in grads.items()}, jnp.float32(3e-2)
+        )
         for k in start:
             np.testing.assert_allclose(params[k], theirs[k].detach().numpy(), rtol=1e-4, atol=1e-5)
 
@@ -81,7 +85,7 @@ def test_a_named_optimizer_is_optaxs_after_its_clipping(name):
     opt, their_opt = tx.init(params), theirs.init(params)
     for step in range(4):
         grads = jax.tree.map(lambda g, size=(5.0, 0.05)[step % 2]: size * g, drawn(step + 1))
-        params, opt = optim.descend(tx, params, opt, grads, jnp.float32(0.03))
+        params, opt = optim.apply_gradients(tx, params, opt, grads, jnp.float32(0.03))
         updates, their_opt = theirs.update(grads, their_opt, expected)
         expected = optax.apply_updates(expected, updates)
         chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
@@ -96,7 +100,7 @@ def test_muons_other_parameters_have_nesterov_momentum():
     m = v = np.zeros_like(expected)
     for t in range(1, 5):
         grads = drawn(t)
-        params, opt = optim.descend(tx, params, opt, grads, jnp.float32(rate))
+        params, opt = optim.apply_gradients(tx, params, opt, grads, jnp.float32(rate))
         g = np.asarray(grads["b"], np.float64)
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
         ahead = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
@@ -114,7 +118,7 @@ def test_a_matrix_without_gradients_moves_on_with_muon_and_slows_down_with_adamw
         opt, sizes = tx.init(params), []
         for step in range(21):
             grads = jax.tree.map(lambda g, on=float(step == 0): on * g, drawn(1))
-            after, opt = optim.descend(tx, params, opt, grads, jnp.float32(0.03))
+            after, opt = optim.apply_gradients(tx, params, opt, grads, jnp.float32(0.03))
             sizes.append(float(jnp.linalg.norm(after["w"] - params["w"])))
             params = after
         moved[name] = sizes[-1] / sizes[0]
@@ -130,7 +134,7 @@ def test_adafactor_factors_where_two_axes_have_128_entries(shape, factored):
 
 def test_a_rate_of_0_changes_nothing_and_keeps_the_dtype():
     tx, params = make(), {"w": jnp.ones((3,), jnp.bfloat16)}
-    after, _ = optim.descend(tx, params, tx.init(optim.in_f32(params)), {"w": jnp.ones((3,))}, jnp.float32(0.0))
+    after, _ = optim.apply_gradients(tx, params, tx.init(optim.in_f32(params)), {"w": jnp.ones((3,))}, jnp.float32(0.0))
     assert after["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(after["w"], params["w"])
 
@@ -194,9 +198,9 @@ def test_a_skipped_step_changes_no_bit(name, master, moments_dtype):
               moments_dtype=moments_dtype)  # fmt: skip
     params, opt = stepped(tx, params, steps=3, grad=drawn(1), lr=1e-2)
     bad = jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params)
-    after = optim.descend(tx, params, opt, bad, jnp.float32(1e-2), jnp.bool_(False))
+    after = optim.apply_gradients(tx, params, opt, bad, jnp.float32(1e-2), jnp.bool_(False))
     chex.assert_trees_all_equal(after, (params, opt))
-    good = optim.descend(tx, params, opt, drawn(2), jnp.float32(1e-2), jnp.bool_(True))
+    good = optim.apply_gradients(tx, params, opt, drawn(2), jnp.float32(1e-2), jnp.bool_(True))
     assert np.any(good[0]["w"] != params["w"])
 
 
@@ -222,7 +226,7 @@ def test_skipped_steps_are_those_of_apply_if_finite():
     for step in range(6):
         grads = jax.tree.map(lambda g, bad=step % 3 == 1: jnp.where(bad, jnp.inf, g), drawn(step))
         good = jnp.isfinite(optax.tree.norm(grads))
-        params, opt = optim.descend(tx, params, opt, grads, jnp.float32(0.03), good)
+        params, opt = optim.apply_gradients(tx, params, opt, grads, jnp.float32(0.03), good)
         updates, their_opt = theirs.update(grads, their_opt, expected)
         expected = optax.apply_updates(expected, updates)
     chex.assert_trees_all_close(params, expected, rtol=1e-6)
@@ -233,20 +237,20 @@ def test_padding_stays_zero_whatever_the_optimizer():
     noisy = lambda rate: optax.chain(optax.add_noise(1.0, 0.0, jax.random.key(0)), optax.sgd(rate))  # noqa: E731
     params = {"w": jnp.zeros((6, 3)), "b": jnp.zeros(3)}
     tx = optim.make_optimizer(noisy, grad_clip=1.0, still={"w": 2, "b": 0})
-    after, _ = optim.descend(tx, params, tx.init(params), jax.tree.map(jnp.ones_like, params), jnp.float32(0.1))
+    after, _ = optim.apply_gradients(tx, params, tx.init(params), jax.tree.map(jnp.ones_like, params), jnp.float32(0.1))
     assert (np.asarray(after["w"][4:]) == 0).all()
     assert (np.asarray(after["w"][:4]) != 0).all() and (np.asarray(after["b"]) != 0).all()
 
 
 def test_weight_decay_leaves_a_buffer_of_the_model_alone():
     cfg = config_reader.parse_config(config_of("deepseek3-halves"), path="here")
-    what = state.weights(cfg, sharding.make_mesh((1, 1, 1)), head="lm", param_dtype=jnp.bfloat16)
+    what = state.model_weights(cfg, sharding.mesh_of_shape((1, 1, 1)), head="lm", param_dtype=jnp.bfloat16)
     params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), what.shapes)
     zeros = jax.tree.map(jnp.zeros_like, params)
     tx = optim.make_optimizer(
         functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.5), grad_clip=1.0, still=what.still
     )
-    after, _ = optim.descend(tx, params, tx.init(optim.in_f32(params)), zeros, jnp.float32(0.1))
+    after, _ = optim.apply_gradients(tx, params, tx.init(optim.in_f32(params)), zeros, jnp.float32(0.1))
     still = {jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(after) if (x == 1).all()}
     assert still == {"['layers']['experts']['correction']"}
     assert after["layers"]["experts"]["correction"].dtype == jnp.float32
@@ -255,14 +259,14 @@ def test_weight_decay_leaves_a_buffer_of_the_model_alone():
 @pytest.mark.parametrize("name", list(optim.OPTIMIZERS))
 def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     """Moments by the parameter's axes, adafactor's factors by those they have, counts on every device."""
-    mesh = sharding.make_mesh((1, 2, 2, 2))
+    mesh = sharding.mesh_of_shape((1, 2, 2, 2))
     shape = dict(
         model_type="qwen2", num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=1001, max_position_embeddings=64, rms_norm_eps=1e-6, rope_theta=1e4,
         hidden_act="silu",
     )  # fmt: skip
     cfg = pad_vocab(config_reader.parse_config(shape, path="here"), mesh.shape["tensor"])
-    what = state.weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
+    what = state.model_weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
     tx = make(name, matrices=what.matrices if name == "muon" else None)
     opt, places = state.abstract_optimizer(tx, what)
     seen = set()
@@ -278,7 +282,9 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     assert factored == (name == "adafactor") and ((False, True, True) in seen or factored)
     spare = {"policy_opt": state.spare_of_optimizer(tx, what)}
     values = jax.tree.map(lambda x, at: jax.device_put(jnp.ones(x.shape, x.dtype), at), opt, places)
-    whole = state.begin_state(state.load(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0)
+    whole = state.begin_state(
+        state.load_sharded(what, "", init="random", key=jax.random.key(0)), values, None, None, seed=0
+    )
     portable = state.portable(whole, spare)
     cut, back = portable.policy_opt, state.placed(portable, spare, whole).policy_opt
     assert jax.tree.map(lambda x: (x.shape, x.sharding), back) == jax.tree.map(lambda x: (x.shape, x.sharding), values)

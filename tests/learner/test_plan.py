@@ -13,4 +13,4 @@ from jppo.models import config_reader
 def test_a_small_run_has_one_row_length(config, given, sequences, expected):
     config.data.row_lengths = given
     c, cfg = settings.typed(config), config_reader.parse_config(arithmetic.MODEL, path="here")
-    assert recipe.row_lengths(c, make_mesh(c), cfg, sequences) == expected
+    assert recipe.row_length_count(c, make_mesh(c), cfg, sequences) == expected

@@ -64,7 +64,7 @@ def test_scores_and_slopes_belong_to_their_sequences(rows):
     def value(params, _):
         return params["w"] * table
 
-    params, mesh = {"w": jnp.float32(2.0)}, sharding.make_mesh((1, 1, 1))
+    params, mesh = {"w": jnp.float32(2.0)}, sharding.mesh_of_shape((1, 1, 1))
     scores = preference.make_scores(value, mesh=mesh)(params, None, rows, jnp.float32([10.0, 20.0, 30.0, 40.0]))
     np.testing.assert_array_equal(scores, [10 + 2 * 4, 20 + 2 * 7, 30 + 2 * 2, 40])
     slope = jnp.float32([0.5, -1.0, 3.0, 100.0])

@@ -104,7 +104,7 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
         kind, max_length=LONGEST, row_lengths=2, max_tokens_per_row=2 * LONGEST, tokens_per_micro=tokens_per_micro,
         sequences=B, row_multiple=1,
     )  # fmt: skip
-    mesh = sharding.make_mesh((1, 1, 1))
+    mesh = sharding.mesh_of_shape((1, 1, 1))
     group = np.array([np.flatnonzero(order // G == i // G)[0] for i in order], np.int32)
     parts = [{"rule_score": SCORES[i], "format_score": STYLE[i]} for i in order]
     rewards = [Reward(SCORES[i], part, None) for i, part in zip(order, parts, strict=True)]
@@ -250,7 +250,7 @@ def test_the_loss_of_positive_examples_by_hand():
 
 def test_a_mini_batch_without_a_positive_example_has_no_such_loss():
     trajectories = [trajectory(i) for i in range(2)]
-    mesh, shape = sharding.make_mesh((1, 1, 1)), (2, LONGEST)
+    mesh, shape = sharding.mesh_of_shape((1, 1, 1)), (2, LONGEST)
     flat = batch.flatten(trajectories, [Reward(0.0, {}, None)] * 2, np.arange(2), shape=shape)
     zeros = np.zeros(shape, np.float32)
     flat = dataclasses.replace(flat, old_logprob=zeros, advantage=zeros, positive=zeros)

@@ -112,7 +112,7 @@ def test_one_step_equals_plain_torch(new_learner, settings, drawn, tmp_path, thr
         path = tmp_path / folder / name
         theirs[name].save_pretrained(path)
         what = ours.what["critic" if name == "critic" else "actor"]
-        return state.load(what, str(path), init="pretrained", key=jax.random.key(0))
+        return state.load_sharded(what, str(path), init="pretrained", key=jax.random.key(0))
 
     begin = {name: to_jax(name, "begin") for name in theirs}
     plan = ours.plan("segments", 48, MINI)

@@ -57,11 +57,11 @@ def test_a_mesh_that_does_not_fit_names_one_that_does(asked, fitting):
 def test_slices_of_tpus_share_data_alone(shape):
     devices = [SimpleNamespace(platform="tpu", slice_index=i // 4) for i in range(8)]
     with pytest.raises(UserError, match=f"mesh.data={shape[0]}: must be a multiple of the 2 slices.*try mesh.data=2"):
-        sharding.make_mesh(shape, devices)
+        sharding.mesh_of_shape(shape, devices)
 
 
 def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
-    mesh = sharding.make_mesh((2, 1, 2, 1, 2))
+    mesh = sharding.mesh_of_shape((2, 1, 2, 1, 2))
     axes = {"kernel": ("layers", "embed", "kv_heads", None), "odd": ("vocab", "embed"), "norm": ("norm",)}
     axes["experts"] = ("experts", "embed", "mlp")
     shapes = {
@@ -79,7 +79,7 @@ def test_parameters_lie_by_the_rules_and_whole_where_an_axis_does_not_divide():
 
 
 def test_rows_are_spread_over_data_and_fsdp():
-    mesh = sharding.make_mesh((2, 2, 2))
+    mesh = sharding.mesh_of_shape((2, 2, 2))
     assert sharding.row_multiple(mesh) == 4
     rows = sharding.put_rows(packing.empty_rows((8, 5)), mesh)
     assert {shard.data.shape for shard in rows.inputs.addressable_shards} == {(2, 5)}

@@ -33,12 +33,12 @@ def on_each(tree):
 @pytest.mark.parametrize("mesh_shape", [(1, 8, 1, 1), (1, 2, 2, 2)])
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_random_weights_and_moments_are_drawn_in_their_shards(mesh_shape, head):
-    mesh = sharding.make_mesh(mesh_shape)
+    mesh = sharding.mesh_of_shape(mesh_shape)
     cfg = pad_vocab(config_reader.parse_config(SHAPE, path="here"), mesh.shape["tensor"])
-    what = state.weights(cfg, mesh, head=head, param_dtype=jnp.float32)
+    what = state.model_weights(cfg, mesh, head=head, param_dtype=jnp.float32)
     whole, largest = nbytes(what.shapes), max(map(nbytes, jax.tree.leaves(what.shapes)))
 
-    values = state.load(what, "no/path", init="random", key=jax.random.key(0))
+    values = state.load_sharded(what, "no/path", init="random", key=jax.random.key(0))
     (here,) = on_each(values)
     assert whole / 8 <= here < 1.1 * whole / 8  # norms, and key/value heads of biases, are small
     draw = functools.partial(init_params, cfg, head=head, param_dtype=jnp.float32)

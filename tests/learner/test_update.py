@@ -106,7 +106,7 @@ def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(lear
     """Of 1/2 (V - R)^2 at V = w·h = 0 the gradient is -R h in w, and 0 in the layers below, which w multiplies."""
     some, (trajectories, scores) = learner(), drawn(8)
     what = dataclasses.replace(some.what["critic"], cfg=some.cfg)
-    new = state.load(what, "", init="random", key=jax.random.key(2))
+    new = state.load_sharded(what, "", init="random", key=jax.random.key(2))
     assert not np.any(new["score"]["kernel"])
     plan, policy = some.plan("none", 10**6, 8), some.weights("actor", 0)
     flat, found = some.score(trajectories, scores, plan=plan, policy=policy, reference=policy, value=new)
@@ -171,7 +171,7 @@ def test_metrics_of_groups_of_devices_are_combined_by_their_names(name, expected
     [(0.5, 1.0, True, 0, 0), (np.nan, 1.0, True, 1, 0), (0.5, np.inf, True, 1, 0), (0.5, 1.0, False, 0, 1)],
 )
 def test_a_step_that_is_skipped_or_empty_says_so_and_changes_nothing(gradient, loss, learns, skipped, empty):
-    mesh = sharding.make_mesh((1, 1, 1))
+    mesh = sharding.mesh_of_shape((1, 1, 1))
     params = {"w": np.float32([3.0, 4.0])}
     place = jax.tree.map(lambda _: sharding.replicated(mesh), params)
     tx = optim.make_optimizer(lambda rate: optax.sgd(rate), grad_clip=100.0)

@@ -121,7 +121,7 @@ def test_a_shared_prompt_is_to_each_segment_what_its_own_would_be(rng, block):
 @pytest.mark.parametrize("shared", [None, (64, 32), (200, 300), (1000, 4000)])
 def test_blocks_are_all_of_the_row(shared):
     for length in (1, 63, 64, 65, 200, 4095, 9000):
-        found = attention.blocks(length, shared)
+        found = attention.query_blocks(length, shared)
         assert [i for b, _ in found for i in range(b.start, b.stop)] == list(range(length))
         assert max(b.stop - b.start for b, _ in found) <= max(64, min(1024, length / 4 + 8))
         pairs = 0

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.models import cache, config_reader, decoder, heads, hf, params
+from jppo.models import attention, config_reader, decoder, heads, hf, params
 from tests.make import assert_close, logits, whole
 from tests.models.conftest import BY_FAMILY
 
@@ -202,7 +202,7 @@ def test_init_is_what_it_says():
     assert (values["layers"]["attn_norm"]["scale"] == 1).all() and (values["norm"]["scale"] == 1).all()
     assert (values["layers"]["attn"]["q"]["bias"] == 0).all()
     for path in ("embed/embedding", "layers/mlp/down/kernel", "layers/attn/o/kernel"):
-        assert np.std(params.get(values, path.split("/"))) == pytest.approx(0.3, rel=0.1)
+        assert np.std(params.leaf_at(values, path.split("/"))) == pytest.approx(0.3, rel=0.1)
     assert values["score"]["kernel"].shape == (24, 1) and not np.any(values["score"]["kernel"])
     layers = values["layers"]["mlp"]["up"]["kernel"]
     assert not np.array_equal(layers[0], layers[1])  # each layer draws its own
@@ -267,7 +267,7 @@ def test_a_cache_gives_the_logits_of_the_whole_row(checkpoint, rng, name):
     lengths = np.array([11, 6])
     real = np.arange(11) < lengths[:, None]
     prompt = np.where(real, tokens[:, :11], 0)
-    held = cache.empty(cfg, rows=2, length=19, dtype=jnp.float32)
+    held = attention.empty_cache(cfg, rows=2, length=19, dtype=jnp.float32)
     found, held = forward(held, prompt, whole(prompt)[1], real.astype(np.int32))
     for i, n in enumerate(lengths):
         assert_close(np.asarray(found)[i, :n], expected[i, :n])

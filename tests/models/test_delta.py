@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.learner import sharding
+from jppo.learner import cost, sharding
 from jppo.learner.sharding import require_divisible
-from jppo.models import cache, config_reader, cost, decoder, delta, hf_write, lora
+from jppo.models import attention, config_reader, decoder, delta, hf_write, lora
 from jppo.rollout.vllm.arguments import ServerSettings, require_delta_nets
 from jppo.settings import UserError
 from tests.models.conftest import config_of
@@ -132,11 +132,11 @@ def test_memory_grows_with_tokens_not_with_states():
 
 
 def test_a_cache_has_states_in_place_of_keys():
-    held = cache.empty(CFG, rows=3, length=20, dtype=jnp.bfloat16)
+    held = attention.empty_cache(CFG, rows=3, length=20, dtype=jnp.bfloat16)
     assert [type(one).__name__ for one in held] == 2 * ["DeltaCache", "DeltaCache", "LayerCache"]
     keys, states = 2 * 2 * 20 * 2 * 24, 4 * 2 * 3 * 10 * 14  # two layers' keys and values, four layers' states
     inputs = 4 * 3 * (2 * 2 * 10 + 6 * 14)
-    assert cache.row_bytes(CFG, length=20, dtype=jnp.bfloat16) == 2 * keys + 4 * states + 2 * inputs
+    assert attention.cache_row_bytes(CFG, length=20, dtype=jnp.bfloat16) == 2 * keys + 4 * states + 2 * inputs
 
 
 def test_a_token_costs_its_products_with_the_state_and_no_pairs():
@@ -189,7 +189,7 @@ def test_delta_nets_that_cannot_be_read_are_refused_by_field(changes, said):
 
 def test_a_row_on_several_devices_is_refused():
     with pytest.raises(UserError, match=r"mesh\.sequence=2.*qwen3_5_text.*use mesh\.sequence=1") as e:
-        require_divisible(CFG, sharding.make_mesh((1, 1, 1, 2)))
+        require_divisible(CFG, sharding.mesh_of_shape((1, 1, 1, 2)))
     assert "\n" not in str(e.value)
 
 

@@ -13,13 +13,13 @@ from jppo.learner import sharding, state
 from jppo.models import (
     config_reader,
     decoder,
-    embedding,
     expert_products,
     experts,
     heads,
     hf,
     hf_write,
     lora,
+    modules,
     router,
     sequence_parallel,
 )
@@ -218,15 +218,15 @@ MIXTURES |= {"beside": BESIDE, "kept": KEPT}  # the last one has no experts
 
 def graded(config, mesh_shape, tokens, segment, position, **settings):
     """The loss of a model on a mesh, and its gradient."""
-    cfg, mesh = config_reader.parse_config(config, path="config.json"), sharding.make_mesh(mesh_shape)
-    what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
+    cfg, mesh = config_reader.parse_config(config, path="config.json"), sharding.mesh_of_shape(mesh_shape)
+    what = state.model_weights(cfg, mesh, head="lm", param_dtype=np.float32)
     values = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=jnp.float32))(jax.random.key(0))
     values = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), values)
     model = decoder.Decoder(
         cfg,
         constrain=sharding.constrain_to_rows(mesh),
         attend=sequence_parallel.exchanged(make_plain(**decoder.attention_settings(cfg)), mesh),
-        lookup=embedding.make_lookup(mesh),
+        lookup=modules.make_lookup(mesh),
         mix=experts.make_mix(mesh),
         **settings,
     )
@@ -309,7 +309,7 @@ def test_loss_and_gradient_are_those_of_one_device(kind, mesh_shape, settings):
 @pytest.mark.parametrize("to", [(0,), (7, 0), (1, 2, 3, 4, 5, 6)])
 def test_no_token_is_dropped_however_many_go_to_one_device(rng, to):
     """Of four devices with two experts each; more rounds follow until all were sent."""
-    N, mesh = 12, sharding.make_mesh((1, 1, 1, 1, 4))
+    N, mesh = 12, sharding.mesh_of_shape((1, 1, 1, 1, 4))
     kernel = rng.normal(size=(8, 5, 6)).astype(np.float32)
     chosen = rng.choice(to, (4, N, 2)).astype(np.int32)
     x, weight, given = (rng.normal(size=(4, N, n)).astype(np.float32) for n in (5, 2, 5))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.learner.sharding import make_mesh
+from jppo.learner.sharding import mesh_of_shape
 from jppo.models import config_reader, decoder, fused
 from jppo.models.fused import Needs
 from jppo.settings import UserError
@@ -57,10 +57,10 @@ def assert_agree(rng, kernel, asked, *, kind=0, mesh=None, exact=None, **shape):
     q, k, v, segment = batch(rng, asked, **shape)
     full = (np.asarray(segment) > 0)[..., None, None]
     weight = jnp.asarray(full * rng.normal(size=(*q.shape[:3], v.shape[3])), jnp.float32)
-    attend = fused.make(kernel, asked, mesh=mesh, interpret=True)
+    attend = fused.make_attention(kernel, asked, mesh=mesh, interpret=True)
     sinks = [jnp.asarray(rng.normal(size=q.shape[2]), jnp.float32)] if asked.sinks else []
     found = gradients(attend, weight, kind)(q, k, v, *sinks, segment=segment)
-    plain = fused.make("xla", asked if exact is None else exact)
+    plain = fused.make_attention("xla", asked if exact is None else exact)
     expected = gradients(plain, weight, kind)(*(x.astype(jnp.float32) for x in (q, k, v)), *sinks, segment=segment)
     assert all(np.isfinite(x).all() for x in found)
     found[0], expected[0] = found[0] * full, expected[0] * full  # nobody reads what is in empty positions
@@ -123,7 +123,7 @@ def test_a_window_as_long_as_the_longest_trajectory_is_none(rng):
     ],
 )
 def test_a_mesh_changes_nothing(rng, kernel, shape):
-    mesh = make_mesh(shape)
+    mesh = mesh_of_shape(shape)
     changes = {
         "pallas": dict(),
         "splash": dict(windows=(None, 30)),
@@ -153,7 +153,7 @@ def test_a_whole_model_with_two_kinds_of_layers(hf_config, rng, quick_compilatio
 
         return jax.jit(jax.grad(loss, has_aux=True))(values)
 
-    found = states_and_gradient(fused.make("splash", asked, interpret=True))
+    found = states_and_gradient(fused.make_attention("splash", asked, interpret=True))
     expected = states_and_gradient(None)
     np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6), found[0], expected[0])
@@ -164,7 +164,7 @@ def program(kernel, asked, platform, *, mesh=None, T=384):
     dtype, A = jnp.dtype(asked.dtype), asked.head_dim
     q, k = (jax.ShapeDtypeStruct((4, T, heads, A), dtype) for heads in (4, 2))
     segment = jax.ShapeDtypeStruct((4, T), jnp.int32)
-    attend = fused.make(kernel, asked, mesh=mesh)
+    attend = fused.make_attention(kernel, asked, mesh=mesh)
 
     def loss(varied, segment, kind):
         return jnp.sum(attend(*varied[:3], segment, kind, *varied[3:]).astype(jnp.float32))
@@ -190,7 +190,7 @@ def cudnn(monkeypatch):
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_cudnn_is_asked_for_what_is_needed(cudnn, spread):
-    mesh = make_mesh((2, 2, 2)) if spread else None
+    mesh = mesh_of_shape((2, 2, 2)) if spread else None
     asked = needs(dtype="bfloat16", head_dim=128, one_segment=True, windows=(None, 50))
     text = program("cudnn", asked, "cuda", mesh=mesh)
     settings = [
@@ -215,7 +215,7 @@ def test_the_pallas_kernels_are_valid_triton(dtype, head_dim):
     "head_dim, more", [(64, dict(sinks=True)), (80, dict(softcap=50.0)), (256, dict(softcap=50.0))]
 )
 def test_the_splash_kernels_are_valid_mosaic(dtype, head_dim, more):
-    mesh = make_mesh((2, 2, 2))
+    mesh = mesh_of_shape((2, 2, 2))
     asked = needs(dtype=dtype, head_dim=head_dim, windows=(None, 60), **more)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         text = program("splash", asked, "tpu", mesh=mesh)
@@ -270,20 +270,20 @@ SHARED = ROW | dict(one_segment=False, shared=(64, 32))
     ],
 )
 def test_auto_takes_the_kernel_that_can(backend, gpu, changes, expected):
-    kernel, why = fused.choose("auto", needs(**changes), backend=backend, gpu=gpu)
+    kernel, why = fused.choose_kernel("auto", needs(**changes), backend=backend, gpu=gpu)
     assert kernel == expected
     assert (why is not None) == (backend == "gpu" and expected == "xla")
-    assert fused.choose("xla", needs(**changes), backend=backend) == ("xla", None)
+    assert fused.choose_kernel("xla", needs(**changes), backend=backend) == ("xla", None)
     if expected != "xla":
-        assert fused.choose(expected, needs(**changes), backend=backend, gpu=gpu) == (expected, None)
-    fused.make(kernel, needs(**changes))
+        assert fused.choose_kernel(expected, needs(**changes), backend=backend, gpu=gpu) == (expected, None)
+    fused.make_attention(kernel, needs(**changes))
 
 
 def test_auto_takes_no_pallas_for_rows_within_a_tile():
     """128 positions, of one trajectory: packed rows are longer. cuDNN has such rows, too."""
 
     def chosen(**changes):
-        return fused.choose("auto", needs(**ROW | changes), backend="gpu", gpu=(9, 0))
+        return fused.choose_kernel("auto", needs(**ROW | changes), backend="gpu", gpu=(9, 0))
 
     assert chosen(dtype="float32", longest=128) == ("xla", None)
     assert chosen(dtype="float32", longest=129) == ("pallas", None)
@@ -292,7 +292,7 @@ def test_auto_takes_no_pallas_for_rows_within_a_tile():
 
 
 def test_auto_says_why_nothing_is_fused():
-    _, why = fused.choose("auto", needs(**GEMMA2), backend="gpu", gpu=(9, 0))
+    _, why = fused.choose_kernel("auto", needs(**GEMMA2), backend="gpu", gpu=(9, 0))
     cap = "it has no soft cap, and the model caps its scores at 50"
     assert why == f"no fused attention, so the scores of whole rows are held in memory (cudnn: {cap}; pallas: {cap})"
 
@@ -322,7 +322,7 @@ def test_auto_says_why_nothing_is_fused():
 )
 def test_a_kernel_asked_for_by_name_must_be_able(name, backend, gpu, changes, said):
     with pytest.raises(UserError) as e:
-        fused.choose(name, needs(**changes), backend=backend, gpu=gpu)
+        fused.choose_kernel(name, needs(**changes), backend=backend, gpu=gpu)
     message = str(e.value)
     assert message.startswith("model.attention=") and said in message and "\n" not in message
     assert name == "flash" or message.endswith("; use model.attention=auto")
@@ -330,16 +330,18 @@ def test_a_kernel_asked_for_by_name_must_be_able(name, backend, gpu, changes, sa
 
 def test_windows_that_count_a_row_are_none_of_shared_prompts():
     with pytest.raises(UserError, match=r"sliding window of 4096 tokens.* use data\.packing=buckets"):
-        fused.choose("auto", needs(**MISTRAL | dict(shared=(8000, 192), longest=8192)), backend="cpu")
-    assert fused.choose("auto", needs(**MISTRAL | dict(shared=(4000, 96), longest=4096)), backend="cpu")[0] == "xla"
+        fused.choose_kernel("auto", needs(**MISTRAL | dict(shared=(8000, 192), longest=8192)), backend="cpu")
+    assert (
+        fused.choose_kernel("auto", needs(**MISTRAL | dict(shared=(4000, 96), longest=4096)), backend="cpu")[0] == "xla"
+    )
 
 
 def test_no_kernel_is_made_that_would_leave_something_out():
     for kernel, changes in (("pallas", MISTRAL), ("cudnn", GPT_OSS), ("cudnn", dict(one_segment=True))):
         with pytest.raises(UserError, match=f"attention by {kernel}: .*; use xla"):
-            fused.make(kernel, needs(**changes))
+            fused.make_attention(kernel, needs(**changes))
 
 
 def test_this_machine_has_no_gpu():
     assert fused.capability(jax.devices()[0]) == (0, 0)
-    assert fused.choose("auto", needs(), backend="cpu") == ("xla", None)
+    assert fused.choose_kernel("auto", needs(), backend="cpu") == ("xla", None)

@@ -16,7 +16,7 @@ from tests.models.conftest import config_of
 
 @functools.partial(jax.jit, static_argnames="cut")
 def choose(logits, seed, position, choice, cut):
-    return generate.sample(generate.filter_logits(logits, choice, cut=cut), seed, position, choice)
+    return generate.sample_tokens(generate.filter_logits(logits, choice, cut=cut), seed, position, choice)
 
 
 def choice(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0):
@@ -113,7 +113,14 @@ def test_rows_go_on_until_enough_of_them_are_free(enough, turns, taken):
     slots = generate.empty_slots(cfg, rows=3, length=9, dtype=jnp.float32)
     slots = dataclasses.replace(slots, until=jnp.array([2, 3, 7], jnp.int32))
     slots = generate.next_tokens(
-        generate.prepare(model, cfg, dtype=jnp.float32), cfg, slots, choice(), enough, ends=(), turns=turns, cut=False
+        generate.prepare_model(model, cfg, dtype=jnp.float32),
+        cfg,
+        slots,
+        choice(),
+        enough,
+        ends=(),
+        turns=turns,
+        cut=False,
     )
     assert slots.last.tolist() == [min(taken, until) for until in (2, 3, 7)]
 

@@ -81,7 +81,7 @@ def test_all_logits_are_never_in_memory(rng, mesh_shape):
     R, T, D, V = 8, 128, 8, 4096
     given = [jnp.asarray(x) for x in draw(rng, R, T, D, V)]
     cfg = dataclasses.replace(CFG, vocab_size=V, padded_vocab_size=V)
-    mesh = None if mesh_shape is None else sharding.make_mesh(mesh_shape)
+    mesh = None if mesh_shape is None else sharding.mesh_of_shape(mesh_shape)
     if mesh is not None:
         rows = sharding.rows_sharding(mesh)
         kernel = sharding.param_shardings(mesh, ("vocab", "embed"), jax.ShapeDtypeStruct((V, D), jnp.float32))
@@ -185,7 +185,7 @@ def test_soft_cap_comes_before_the_temperature(rng):
 @pytest.mark.parametrize("k", [1, 3, 5, 8])
 def test_the_largest_logits_of_a_sharded_vocabulary_are_those_of_the_whole(k):
     """Many logits are equal: of these the first tokens count, on whichever device they are."""
-    mesh = sharding.make_mesh((1, 1, 2), jax.devices()[:2])
+    mesh = sharding.mesh_of_shape((1, 1, 2), jax.devices()[:2])
     logits = jnp.asarray(np.random.default_rng(k).integers(0, 4, (6, 8)), jnp.float32)
     spec = jax.sharding.PartitionSpec(None, "tensor")
     find = lambda x: heads.Vocabulary("tensor").largest(x, k)  # noqa: E731
@@ -207,7 +207,7 @@ def test_kept_tokens_are_the_whole_distribution(rng, tensor, chunk_tokens):
             ids = rng.permutation(15)[: rng.integers(1, 7)]
             targets[at] = ids[-1]
             kept[at][: len(ids)] = ids
-    mesh, mask = sharding.make_mesh((2, 1, tensor), jax.devices()[: 2 * tensor]), rng.random((4, 8)) < 0.8
+    mesh, mask = sharding.mesh_of_shape((2, 1, tensor), jax.devices()[: 2 * tensor]), rng.random((4, 8)) < 0.8
     share = rng.normal(size=(3, 4, 8)).astype(np.float32)
     how = dict(temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True, more=[heads.sum_pi_squared_of])
 

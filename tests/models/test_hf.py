@@ -54,7 +54,7 @@ def test_export_of_an_import_is_the_identity(checkpoint, tmp_path, name):
     original = stored(directory)
     assert_same_bits(dict(hf_write.hf_tensors(values, cfg)), original)
     assert {k: v.shape for k, v in original.items()} == hf_write.hf_shapes(cfg)
-    out = hf_write.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
+    out = hf_write.save_model(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
     assert_same_bits(stored(out), original)
 
 
@@ -63,7 +63,7 @@ def test_saved_model_loads_in_transformers_without_a_complaint(checkpoint, tmp_p
     transformers = pytest.importorskip("transformers")
     directory, model = checkpoint("qwen2-tied")
     cfg, values = load(directory)
-    out = hf_write.save(tmp_path / "deep" / "out", values, cfg, source=directory, dtype=jnp.bfloat16)
+    out = hf_write.save_model(tmp_path / "deep" / "out", values, cfg, source=directory, dtype=jnp.bfloat16)
     again, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert again.dtype == torch.bfloat16
@@ -124,10 +124,10 @@ def test_the_text_model_of_a_multimodal_one_is_read_and_the_rest_of_the_file_sta
 
     expected = theirs(model)
     np.testing.assert_allclose(ours(values), expected, atol=1e-4 * np.abs(expected).max())
-    same = hf_write.save(tmp_path / "same", values, cfg, source=tmp_path / "whole", dtype=jnp.float32)
+    same = hf_write.save_model(tmp_path / "same", values, cfg, source=tmp_path / "whole", dtype=jnp.float32)
     assert_same_bits(stored(same), stored(tmp_path / "whole"))
     changed = jax.tree.map(lambda x: x * 1.01, values)
-    out = hf_write.save(tmp_path / "out", changed, cfg, source=tmp_path / "whole", dtype=jnp.float32)
+    out = hf_write.save_model(tmp_path / "out", changed, cfg, source=tmp_path / "whole", dtype=jnp.float32)
     again, info = transformers.AutoModelForImageTextToText.from_pretrained(
         out, output_loading_info=True, attn_implementation="eager"
     )
@@ -153,7 +153,7 @@ def test_prediction_layers_are_left_out_and_a_buffer_stays_in_float32(checkpoint
         load(other)
     (other / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     cfg, values = load(other, dtype=jnp.bfloat16)
-    out = hf_write.save(tmp_path / "out", values, cfg, source=other, dtype=jnp.bfloat16)
+    out = hf_write.save_model(tmp_path / "out", values, cfg, source=other, dtype=jnp.bfloat16)
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
     original, written = stored(directory), stored(out)
     for name, tensor in original.items():
@@ -284,7 +284,9 @@ def test_a_histogram_from_a_sequence_classifier_draws_its_head(checkpoint):
 def test_shards_are_written_and_read(checkpoint, tmp_path):
     directory, model = checkpoint("qwen2-untied")
     cfg, values = load(directory)
-    out = hf_write.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32, max_shard_bytes=20_000)
+    out = hf_write.save_model(
+        tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32, max_shard_bytes=20_000
+    )
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2 and not (out / "model.safetensors").exists()
     assert all(file.stat().st_size < 20_000 + 5_000 for file in files)
@@ -309,7 +311,7 @@ def test_save_takes_the_tokenizer_along_and_replaces_whole(shared, tmp_path):
     cfg, values = load(source)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale").write_text("")
-    out = hf_write.save(tmp_path / "out", values, cfg, source=source, dtype=jnp.bfloat16)
+    out = hf_write.save_model(tmp_path / "out", values, cfg, source=source, dtype=jnp.bfloat16)
     held = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}
     assert {f.name for f in out.iterdir()} == held | {"config.json", "model.safetensors"}
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
@@ -321,11 +323,11 @@ def test_save_takes_the_tokenizer_along_and_replaces_whole(shared, tmp_path):
 def test_a_failed_save_leaves_what_was_there(checkpoint, tmp_path):
     directory, _ = checkpoint("llama-tied")
     cfg, values = load(directory)
-    out = hf_write.save(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
+    out = hf_write.save_model(tmp_path / "out", values, cfg, source=directory, dtype=jnp.float32)
     before = {f.name: f.read_bytes() for f in out.iterdir()}
     values["norm"]["scale"] = values["norm"]["scale"][:-1]
     with pytest.raises(TypeError):
-        hf_write.save(out, values, cfg, source=directory, dtype=jnp.float32)
+        hf_write.save_model(out, values, cfg, source=directory, dtype=jnp.float32)
     assert {f.name: f.read_bytes() for f in out.iterdir()} == before
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
@@ -335,7 +337,7 @@ def test_a_failed_save_leaves_what_was_there(checkpoint, tmp_path):
 def test_shardings_decide_the_place_and_change_no_bit(checkpoint, name, mesh_shape):
     directory, _ = checkpoint(name)
     cfg, expected = load(directory)
-    mesh = sharding.make_mesh(mesh_shape)
+    mesh = sharding.mesh_of_shape(mesh_shape)
     shapes = params.abstract_params(cfg, head="lm", param_dtype=jnp.float32)
     axes = params.tree(params.table(cfg, head="lm"), lambda entry: entry.axes)
     places = sharding.param_shardings(mesh, axes, shapes)
@@ -356,7 +358,7 @@ def test_no_device_has_a_whole_matrix_at_any_time(checkpoint, monkeypatch):
         return fill(out, piece, first)
 
     monkeypatch.setattr(hf, "_fill", spied)
-    what = state.weights(cfg, sharding.make_mesh((1, 2, 2, 2)), head="lm", param_dtype=jnp.float32)
+    what = state.model_weights(cfg, sharding.mesh_of_shape((1, 2, 2, 2)), head="lm", param_dtype=jnp.float32)
     hf.load_params(directory, cfg, head="lm", param_dtype=jnp.float32, shardings=what.shardings)
     matrices = [(x, here) for x, here in seen if 48 in x.shape and x.size > 2 * 48]  # all but norms and biases
     assert {x.shape for x, _ in matrices} >= {(64, 48), (2, 48, 4, 12), (1, 48, 4, 12), (2, 33, 48), (1, 33, 48)}
@@ -370,9 +372,9 @@ def test_rows_of_padding_are_zero_and_stay_out_of_the_file(checkpoint):
     assert wide.padded_vocab_size == 64
     values = hf.load_params(directory, wide, head="lm", param_dtype=jnp.float32)
     for name in (("embed", "embedding"), ("lm_head", "kernel")):
-        assert params.get(values, name).shape == (64, 48)
-        np.testing.assert_array_equal(params.get(values, name)[:61], params.get(expected, name))
-        assert (np.asarray(params.get(values, name)[61:]) == 0).all()
+        assert params.leaf_at(values, name).shape == (64, 48)
+        np.testing.assert_array_equal(params.leaf_at(values, name)[:61], params.leaf_at(expected, name))
+        assert (np.asarray(params.leaf_at(values, name)[61:]) == 0).all()
     assert_same_bits(dict(hf_write.hf_tensors(values, wide)), stored(directory))
     assert hf_write.hf_shapes(wide) == hf_write.hf_shapes(cfg)
 

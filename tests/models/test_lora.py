@@ -56,7 +56,7 @@ def test_merged_weights_are_the_adapters_beside_them(checkpoint, rng, tmp_path, 
     directory, _ = checkpoint(name)
     cfg, model = adapted(directory, Lora(2, 16, targets))
     tokens = rng.integers(0, cfg.vocab_size, (2, 13)).astype(np.int32)
-    out = hf_write.save(tmp_path / "merged", model, cfg, source=directory, dtype=jnp.float32)
+    out = hf_write.save_model(tmp_path / "merged", model, cfg, source=directory, dtype=jnp.float32)
     values = hf.load_params(out, cfg, head="lm", param_dtype=jnp.float32)
     beside = logits(cfg, lora.variables(model), tokens)
     assert_close(beside, logits(cfg, values, tokens))
@@ -125,7 +125,7 @@ def test_fresh_adapters_change_nothing_and_are_drawn_as_peft_draws_them(checkpoi
     model = lora.join(learned, lora.Base(values, ALL.scale))
     np.testing.assert_array_equal(logits(cfg, lora.variables(model), tokens), logits(cfg, values, tokens))
     for module, inputs in ((("attn", "q"), 36), (("attn", "o"), 4 * 14), (("mlp", "down"), 50)):
-        a = np.asarray(params.get(learned, ("lora", "layers", *module, "a")))
+        a = np.asarray(params.leaf_at(learned, ("lora", "layers", *module, "a")))
         assert a[0].size == inputs * 3 and 0.8 < np.abs(a).max() * inputs**0.5 <= 1
         assert not np.array_equal(a[0], a[1])
 
@@ -152,10 +152,10 @@ def test_the_gradient_of_adapters_is_that_of_the_merged_model(checkpoint, rng, n
     merged = params.tree(
         table, lambda e: parts[e.path][0] if parts[e.path][1] is None else lora.merge(e, *parts[e.path])
     )
-    full = params.get(jax.jit(jax.grad(lambda values: loss({"params": values})))(merged), ("layers", *path))
+    full = params.leaf_at(jax.jit(jax.grad(lambda values: loss({"params": values})))(merged), ("layers", *path))
     full = full if path[0] == "experts" else full["kernel"]
-    a, b = (params.get(model.learned, ("lora", "layers", *path, x)) for x in "ab")
-    found = params.get(grad, ("lora", "layers", *path))
+    a, b = (params.leaf_at(model.learned, ("lora", "layers", *path, x)) for x in "ab")
+    found = params.leaf_at(grad, ("lora", "layers", *path))
     assert_close(np.asarray(found["a"]), ALL.scale * np.einsum(a_of, full, b))
     assert_close(np.asarray(found["b"]), ALL.scale * np.einsum(b_of, full, a))
 

@@ -67,7 +67,7 @@ def test_it_is_read_as_bfloat16_and_exported_without_its_packing(packed, tmp_pat
     assert {name: x.dtype.name for name, x in hf.stored_tensors(folder, cfg) if name.endswith("down_proj")} == {
         f"model.layers.{i}.mlp.experts.down_proj": "bfloat16" for i in range(3)
     }
-    out = hf_write.save(tmp_path / "out", values, cfg, source=folder, dtype=jnp.bfloat16)
+    out = hf_write.save_model(tmp_path / "out", values, cfg, source=folder, dtype=jnp.bfloat16)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     again, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]

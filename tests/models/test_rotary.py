@@ -5,7 +5,7 @@ import pytest
 
 from jppo import settings
 from jppo.learner.model_configs import read_models
-from jppo.learner.sharding import make_mesh
+from jppo.learner.sharding import mesh_of_shape
 from jppo.models import config_reader, hf
 from jppo.models.rotary import frequencies
 from jppo.rollout.make import inprocess_settings
@@ -78,7 +78,7 @@ def test_trainer_and_engine_choose_by_the_settings_of_the_run(checkpoint, respon
     c.data.max_prompt_length, c.data.max_response_length = 40, response
     policy, critic, _ = read_models(typed(c))
     assert policy.max_position_embeddings == critic.max_position_embeddings == context
-    assert inprocess_settings(typed(c), make_mesh((1, 1, 1))).cfg.kinds == policy.kinds
+    assert inprocess_settings(typed(c), mesh_of_shape((1, 1, 1))).cfg.kinds == policy.kinds
 
 
 def test_dynamic_scaling_ends_where_it_would_depend_on_the_longest_row():

@@ -34,7 +34,7 @@ def states(cfg, mesh, how, kernel="xla"):
     needs = fused.Needs(
         **decoder.attention_settings(cfg), head_dim=cfg.head_dim, dtype="float32", one_segment=False, longest=T
     )
-    attend = fused.make(kernel, needs, mesh=mesh, interpret=True)
+    attend = fused.make_attention(kernel, needs, mesh=mesh, interpret=True)
     model = decoder.Decoder(
         cfg, constrain=sharding.constrain_to_rows(mesh), attend=sequence_parallel.exchanged(attend, mesh), **how
     )
@@ -42,7 +42,7 @@ def states(cfg, mesh, how, kernel="xla"):
 
 
 def placed(cfg, values, rows, mesh):
-    what = state.weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
+    what = state.model_weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
     return jax.device_put(values, what.shardings), *jax.device_put(rows, sharding.rows_sharding(mesh))
 
 
@@ -60,7 +60,7 @@ def placed(cfg, values, rows, mesh):
 )
 def test_windows_and_soft_caps_give_the_states_of_one_device(name, shape, kernel):
     cfg, values, rows = drawn(name)
-    mesh = sharding.make_mesh(shape)
+    mesh = sharding.mesh_of_shape(shape)
     model = decoder.Decoder(cfg)
     expected = jax.jit(lambda v, *r: model.apply({"params": v}, *r))(values, *rows)
     found = jax.jit(states(cfg, mesh, {}, kernel))(*placed(cfg, values, rows, mesh))
@@ -79,7 +79,7 @@ def exchanges(text):
 def test_q_k_v_and_what_comes_of_them_are_all_that_is_exchanged(scan_layers):
     """Four times a layer forwards, four backwards: nothing is gathered but parameters and segments."""
     cfg, values, rows = drawn("gemma2-capped")
-    mesh = sharding.make_mesh((1, 2, 1, 4))
+    mesh = sharding.mesh_of_shape((1, 2, 1, 4))
     forward = states(cfg, mesh, dict(scan_layers=scan_layers))
     arguments = placed(cfg, values, rows, mesh)
 

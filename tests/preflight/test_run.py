@@ -60,7 +60,7 @@ def test_a_program_that_fails_where_it_runs_fails_the_doctor(small_run, unmeasur
     def breaks(*_, **__):
         raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
 
-    monkeypatch.setattr("jppo.learner.warmup.compile_all", breaks)
+    monkeypatch.setattr("jppo.learner.make.run_on_empty_rows", breaks)
     found = {one.about: one for one in all_of(small_run, server=True)}
     assert found["log-probs"].verdict == "OK"
     assert found["programs"].verdict == "FAIL" and "CUDNN_STATUS_EXECUTION_FAILED" in found["programs"].found

@@ -200,9 +200,9 @@ def test_the_score_stands_where_transformers_puts_it_when_a_text_ends_in_padding
 def test_sharded_over_a_mesh_the_scores_are_the_same(made, quick_compilation):
     path, model = made("qwen2")
     what, _ = opened(path)
-    mesh = sharding.make_mesh((1, 2, 2, 2))
+    mesh = sharding.mesh_of_shape((1, 2, 2, 2))
     _, cfg = hf.read_config(path)
-    places = state.weights(cfg, mesh, head="value", param_dtype="float32").shardings
+    places = state.model_weights(cfg, mesh, head="value", param_dtype="float32").shardings
     scorer = JaxRewardModel(
         what, batch_size=3, max_length=128, shardings=places, rows=sharding.whole_rows_sharding(mesh)
     )

@@ -133,9 +133,9 @@ def test_step_scores_are_those_of_transformers_through_the_whole_text_path(famil
 
 def test_sharded_over_a_mesh_the_step_scores_are_the_same(folder, quick_compilation):
     what, _ = opened(folder)
-    mesh = sharding.make_mesh((1, 2, 2, 2))
+    mesh = sharding.mesh_of_shape((1, 2, 2, 2))
     _, cfg = hf.read_config(str(folder))
-    places = state.weights(cfg, mesh, head="trunk", param_dtype="float32").shardings
+    places = state.model_weights(cfg, mesh, head="trunk", param_dtype="float32").shardings
     whole = JaxRewardModel(
         what, batch_size=3, max_length=128, shardings=places, rows=sharding.whole_rows_sharding(mesh)
     )

@@ -13,7 +13,7 @@ import pytest
 
 from jppo import train
 from jppo.learner import packing, score, sharding, state
-from jppo.models import cache, config_reader, decoder, heads, lora, params
+from jppo.models import attention, config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
 from jppo.models.decoder import Decoder
 from jppo.rollout import inprocess, protocol
@@ -39,7 +39,7 @@ def quick(quick_compilation):
 
 def model_of(name, mesh_shape=(1, 1, 1)):
     """A random model on a mesh, the same on every mesh, with weights that matter; rows that are no token shout."""
-    mesh = sharding.make_mesh(mesh_shape)
+    mesh = sharding.mesh_of_shape(mesh_shape)
     cfg = pad_vocab(config_reader.parse_config(config_of(name), path="config.json"), mesh.shape["tensor"])
     rng = np.random.default_rng(1)
 
@@ -50,7 +50,7 @@ def model_of(name, mesh_shape=(1, 1, 1)):
         return np.pad(norm + 0.2 * rng.normal(size=shape), spare, constant_values=9.0).astype(np.float32)
 
     values = params.tree(params.table(cfg, head="lm"), draw)
-    what = state.weights(cfg, mesh, head="lm", param_dtype=np.float32)
+    what = state.model_weights(cfg, mesh, head="lm", param_dtype=np.float32)
     return cfg, mesh, jax.device_put(values, what.shardings)
 
 
@@ -365,7 +365,7 @@ def replayed(name, dtype="float32", mesh_shape=(1, 1, 1), tied=0.0):
     cfg, mesh, values = model_of(name, mesh_shape)
     for stack in cfg.stacks:
         if stack.modules.sparse and tied:
-            of_layers = params.get(values, (*stack.path, "experts"))
+            of_layers = params.leaf_at(values, (*stack.path, "experts"))
             of_layers["router"] = of_layers["router"][..., :1] + tied * of_layers["router"]
     sampler = engine_of(cfg, mesh, rows=8, dtype=dtype, experts=True)
     sampler.hold(values, version=0)
@@ -607,8 +607,8 @@ def test_the_row_of_a_caller_that_has_gone_is_free(made, monkeypatch):
 @pytest.mark.parametrize("room, rows", [(100, 16), (5, 5), (5.999, 5)])
 def test_rows_in_progress_are_as_many_as_the_cache_has_room_for(small_run, room, rows):
     r = small_run.rollout
-    r.max_num_seqs, small_run.data.train_batch_size, mesh = 16, 32, sharding.make_mesh((1, 1, 1))
+    r.max_num_seqs, small_run.data.train_batch_size, mesh = 16, 32, sharding.mesh_of_shape((1, 1, 1))
     cfg = inprocess_settings(typed(small_run), mesh).cfg
-    row = cache.row_bytes(cfg, length=typed(small_run).data.longest_row, dtype=r.dtype)
+    row = attention.cache_row_bytes(cfg, length=typed(small_run).data.longest_row, dtype=r.dtype)
     r.kv_cache_memory_bytes = int(room * row)
     assert inprocess_settings(typed(small_run), mesh).rows == rows

@@ -134,8 +134,8 @@ def _read_score(what: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Arr
     if bias is not None and (not what.steps or bias.shape != slot.shape[:1]):
         rule = f"has shape {[slot.shape[0]]} in a token classifier and is absent in a sequence classifier"
         raise UserError(f"score.bias has shape {list(bias.shape)}; it {rule}")
-    stored = np.zeros(slot.shape[0]) if bias is None else tensorfile.read(bias, "score.bias")
-    weight = jnp.asarray(tensorfile.read(slot, "score.weight"), dtype).astype(jnp.float32)
+    stored = np.zeros(slot.shape[0]) if bias is None else tensorfile.read_tensor(bias, "score.bias")
+    weight = jnp.asarray(tensorfile.read_tensor(slot, "score.weight"), dtype).astype(jnp.float32)
     offset = jnp.asarray(stored, dtype).astype(jnp.float32)
     if slot.shape[0] == 2:
         weight, offset = weight[1:] - weight[:1], offset[1:] - offset[:1]

@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jppo.learner import sharding
 from jppo.models import config_reader
 from jppo.models.decoder import Decoder, init_params
-from jppo.models.embedding import lookup, make_lookup
+from jppo.models.modules import look_up, make_lookup
 from tests.learner.conftest import hf_config
 
 
 def gradient(table, tokens, given):
-    return jax.jit(lambda t: jax.vjp(lambda t: lookup(t, tokens, t.dtype), t)[1](given)[0])(table)
+    return jax.jit(lambda t: jax.vjp(lambda t: look_up(t, tokens, t.dtype), t)[1](given)[0])(table)
 
 
 def by_hand(table, tokens, given):
@@ -43,7 +43,7 @@ def test_values_and_gradients_for_few_and_many_tokens(rng, dtype, count):
     table = jnp.asarray(rng.normal(size=(16, 4)), dtype)
     tokens = jnp.asarray(rng.integers(0, 16, (1, count)))
     given = jnp.asarray(rng.normal(size=(1, count, 4)), dtype)
-    np.testing.assert_array_equal(lookup(table, tokens, table.dtype), np.asarray(table)[np.asarray(tokens)])
+    np.testing.assert_array_equal(look_up(table, tokens, table.dtype), np.asarray(table)[np.asarray(tokens)])
     found = np.asarray(gradient(table, tokens, given), np.float64)
     np.testing.assert_allclose(found, by_hand(table, tokens, given), rtol=2**-8, atol=2e-3 if count > 5 else 1e-6)
 
@@ -53,7 +53,7 @@ def test_no_table_in_f32_is_made():
     shapes = (jax.ShapeDtypeStruct((V, D), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64), jnp.int32))
 
     def loss(table, tokens):
-        return jnp.sum(lookup(table, tokens, table.dtype).astype(jnp.float32) ** 2)
+        return jnp.sum(look_up(table, tokens, table.dtype).astype(jnp.float32) ** 2)
 
     program = jax.jit(jax.grad(loss))
     account = program.lower(*shapes).compile().memory_analysis()
@@ -94,7 +94,7 @@ def test_the_decoder_learns_a_frequent_tokens_row():
 @pytest.mark.parametrize("shape", [(2, 2, 2, 1), (1, 2, 2, 2), (1, 4, 1, 2), (8, 1, 1, 1)])
 @pytest.mark.parametrize("width", [8, 6])  # 6: no part of it for each of the devices that share columns
 def test_a_mesh_gives_the_rows_and_the_gradient_of_one_device_and_gathers_no_table(shape, width):
-    mesh, rng = sharding.make_mesh(shape), np.random.default_rng(3)
+    mesh, rng = sharding.mesh_of_shape(shape), np.random.default_rng(3)
     table = rng.normal(size=(24, width)).astype(np.float32)
     tokens = rng.integers(0, 24, (8, 12)).astype(np.int32)
     given = rng.normal(size=(8, 12, width)).astype(np.float32)
@@ -106,7 +106,7 @@ def test_a_mesh_gives_the_rows_and_the_gradient_of_one_device_and_gathers_no_tab
         out, pull = jax.vjp(lambda table: look(table, tokens, jnp.float32), table)
         return out, pull(given)[0]
 
-    expected = both(lookup, table, tokens, given)
+    expected = both(look_up, table, tokens, given)
     run = jax.jit(functools.partial(both, make_lookup(mesh)), out_shardings=(rows[1].sharding, place))
     found = run(spread, *rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)

@@ -1,4 +1,5 @@
-"""Quantised bases: their codes by the formats, products as with the decoded kernels, shards, bytes, runs, refusals."""
+"""Products with parameters: any equation of the decoder, gradients in the dtypes that training wants. Quantised bases:
+their codes by the formats, products as with the decoded kernels, shards, bytes, runs, refusals."""
 
 import json
 import pathlib
@@ -12,14 +13,84 @@ import safetensors.numpy
 
 from jppo import export, settings, train
 from jppo.learner import state
-from jppo.learner.sharding import make_mesh
-from jppo.models import decoder, hf, lora, quantized
+from jppo.learner.sharding import mesh_of_shape
+from jppo.models import decoder, hf, kernels, lora
+from jppo.models.kernels import einsum, product
 from jppo.models.lora import Lora
 from jppo.settings import UserError
 from tests.make import assert_close, changed, logits, untimed, weights, whole
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
 METHODS = ("int8", "mxfp4")
+EQUATIONS = {
+    "rtd,df->rtf": ((2, 3, 8), (8, 5)),
+    "rtd,dha->rtha": ((2, 3, 8), (8, 2, 4)),
+    "rtha,had->rtd": ((2, 3, 2, 4), (2, 4, 8)),
+    "rtd,vd->rtv": ((2, 3, 8), (7, 8)),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_value_and_gradients_are_numpys(rng, equation):
+    x, kernel = (rng.normal(size=shape).astype(np.float32) for shape in EQUATIONS[equation])
+    inputs, out = equation.split("->")
+    a, b = inputs.split(",")
+    y, pull = jax.vjp(lambda x, kernel: product(equation, x, kernel), x, kernel)
+    given = rng.normal(size=y.shape).astype(np.float32)
+    by_x, by_kernel = pull(given)
+    np.testing.assert_allclose(y, np.einsum(equation, x, kernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(by_x, np.einsum(f"{out},{b}->{a}", given, kernel), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(by_kernel, np.einsum(f"{a},{out}->{b}", x, given), rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_in_f32_gets_its_gradient_unrounded(rng):
+    """In bfloat16, 2^12 equal terms of 1 + 2^-7: a sum that is rounded on its way would be off by far more."""
+    x, kernel = jnp.full((1, 4096, 1), 1 + 2**-7, jnp.bfloat16), jnp.ones((1, 1), jnp.float32)
+    y, pull = jax.vjp(lambda x, kernel: product("rtd,df->rtf", x, kernel), x, kernel)
+    by_x, by_kernel = pull(jnp.ones_like(y))
+    assert (y.dtype, by_x.dtype, by_kernel.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert float(by_kernel[0, 0]) == 4096 * (1 + 2**-7)
+
+
+TRANSPOSED = {
+    "cv,cd->vd": ((8, 6), (8, 5)),
+    "rkqs,rkqa->rksa": ((2, 3, 4, 5), (2, 3, 4, 6)),
+    "rtd,rtf->df": ((1, 6, 3), (1, 6, 4)),
+    "qs,qa->sa": ((7, 3), (7, 2)),  # an odd sum
+}
+
+
+@pytest.mark.parametrize("equation", TRANSPOSED)
+def test_sums_over_the_first_axis_are_numpys(rng, equation):
+    a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in TRANSPOSED[equation])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        found = jax.jit(einsum, static_argnums=(0, 3))(equation, a, b, dtype)
+        exact = np.einsum(equation, np.asarray(a, np.float64), np.asarray(b, np.float64))
+        assert found.dtype == dtype
+        tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_products_of_bfloat16_stay_so():
+    """No operand is widened before a product, forwards or backwards: that would be the slow kind on every device."""
+
+    def loss(x, kernel):
+        return jnp.sum(product("rtd,vd->rtv", x, kernel, jnp.float32) ** 2)
+
+    made = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((3, 4)))
+    products = [e for e in jaxpr_equations(made.jaxpr) if e.primitive.name == "dot_general"]
+    assert len(products) == 6  # three, each with a variant for CPUs
+    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(jnp.bfloat16)}
+
+
+def jaxpr_equations(jaxpr):
+    """All equations, those of inner functions too."""
+    for e in jaxpr.eqns:
+        yield e
+        for value in e.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if hasattr(inner, "jaxpr"):
+                    yield from jaxpr_equations(inner.jaxpr)
 
 
 @pytest.fixture
@@ -46,12 +117,12 @@ def mxfp4(x):
 
 
 def test_codes_are_those_of_the_formats(numbers):
-    found = quantized.encode(jnp.asarray(numbers), "mxfp4", (-3,))
+    found = kernels.quantize(jnp.asarray(numbers), "mxfp4", (-3,))
     assert np.array_equal(found.astype(jnp.float32), mxfp4(numbers))
     assert found.codes.shape == (2, 32, 3, 4) and found.scales.shape == (2, 2, 3, 4)
     for axes in ((-3,), (-3, -2)):
         assert np.array_equal(
-            quantized.encode(jnp.asarray(numbers), "int8", axes).astype(jnp.float32), int8(numbers, axes)
+            kernels.quantize(jnp.asarray(numbers), "int8", axes).astype(jnp.float32), int8(numbers, axes)
         )
     largest = np.abs(numbers - int8(numbers, (-3,))) / np.abs(numbers).max(-3, keepdims=True).clip(1e-37)
     assert largest.max() <= 0.5 / 127 * (1 + 1e-5)
@@ -61,7 +132,7 @@ def test_mxfp4_is_what_transformers_decodes(numbers):
     torch = pytest.importorskip("torch")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    of_one = quantized.encode(jnp.asarray(numbers.reshape(2, 64, 12)), "mxfp4", (-2,))
+    of_one = kernels.quantize(jnp.asarray(numbers.reshape(2, 64, 12)), "mxfp4", (-2,))
     codes, scales = (np.asarray(x).transpose(0, 2, 1).copy() for x in (of_one.codes, of_one.scales))
     theirs = convert_moe_packed_tensors(torch.from_numpy(codes.reshape(2, 12, 2, 16)), torch.from_numpy(scales))
     assert np.array_equal(of_one.astype(jnp.bfloat16), theirs.float().numpy().astype(jnp.bfloat16))
@@ -70,16 +141,16 @@ def test_mxfp4_is_what_transformers_decodes(numbers):
 def loaded(directory, method, mesh=None, dtype="float32"):
     """A model of the checkpoint with such a base and adapters that do something."""
     _, cfg = hf.read_config(directory)
-    mesh, how = make_mesh((1,), jax.devices()[:1]) if mesh is None else mesh, Lora(4, 8, TARGETS, base=method)
-    what = state.weights(cfg, mesh, head="lm", param_dtype=dtype, adapters=how)
-    values = state.load(what, str(directory), init="pretrained", key=jax.random.key(0))
+    mesh, how = mesh_of_shape((1,), jax.devices()[:1]) if mesh is None else mesh, Lora(4, 8, TARGETS, base=method)
+    what = state.model_weights(cfg, mesh, head="lm", param_dtype=dtype, adapters=how)
+    values = state.load_sharded(what, str(directory), init="pretrained", key=jax.random.key(0))
     learned, base = state.adapt(state.adapters(cfg, mesh, how, head="lm"), values, how, key=jax.random.key(1))
     return cfg, lora.join(jax.tree.map(lambda x: x + 0.05, learned), base)
 
 
 def plain(model):
     """The same model with its base decoded."""
-    params = jax.tree.map(quantized.decoded, model.base.params, is_leaf=quantized.is_quantized)
+    params = jax.tree.map(kernels.dequantized, model.base.params, is_leaf=kernels.is_quantized)
     return lora.join(model.learned, lora.Base(params, model.base.scale))
 
 
@@ -117,7 +188,7 @@ def test_products_and_gradients_are_those_of_the_decoded_base(checkpoint, rng, m
 def test_a_mesh_shards_codes_and_computes_the_same(checkpoint, rng, method):
     directory, _ = checkpoint("llama-blocks")
     cfg, one = loaded(directory, method)
-    _, spread = loaded(directory, method, make_mesh((1, 2, 1), jax.devices()[:2]))
+    _, spread = loaded(directory, method, mesh_of_shape((1, 2, 1), jax.devices()[:2]))
     kernel = spread.base.params["layers"]["mlp"]["gate"]["kernel"]
     assert kernel.codes.addressable_shards[0].data.size * 2 == kernel.codes.size
     for a, b in zip(jax.tree.leaves(one.base), jax.tree.leaves(spread.base), strict=True):
@@ -138,9 +209,9 @@ def test_layers_take_fewer_bytes(checkpoint, method, share):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_forecast_counts_the_same_bytes(checkpoint, method):
     cfg, model = loaded(checkpoint("llama-blocks")[0], method)
-    what = state.weights(
+    what = state.model_weights(
         cfg,
-        make_mesh((1,), jax.devices()[:1]),
+        mesh_of_shape((1,), jax.devices()[:1]),
         head="lm",
         param_dtype="float32",
         adapters=Lora(4, 8, TARGETS, base=method),

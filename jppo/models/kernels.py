@@ -1,7 +1,11 @@
-"""Frozen kernels in 8 or 4 bits under adapters (QLoRA; Dettmers et al., arXiv:2305.14314).
+"""Kernels: their products with activations, for any dtype of either; and frozen ones in 8 or 4 bits under adapters.
 
-A `Quantized` kernel is a leaf's place in the tree of parameters. `product` decodes it where it multiplies, one layer at
-a time in a scan over layers, and again in the backward pass; it has no gradient.
+Autodiff alone would multiply a bfloat16 operand with an f32 cotangent, which XLA does in f32 at a fraction of the
+speed. It would also round a parameter's gradient to the activations' dtype before it is summed. `product` does neither.
+
+A `Quantized` kernel (QLoRA; Dettmers et al., arXiv:2305.14314) is a leaf's place in the tree of parameters. `product`
+decodes it where it multiplies, one layer at a time in a scan over layers, and again in the backward pass; it has no
+gradient.
 
 | method | codes | scales |
 |---|---|---|
@@ -12,17 +16,21 @@ MXFP4 is that of the OCP Microscaling Formats 1.0.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jppo.models.params import Entry
 from jppo.models.tensorfile import BLOCK
 from jppo.settings import UserError
 from jppo.types import Params
+
+NAME = "product"  # under which remat policies save outputs
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +50,75 @@ class Quantized:
         return decode(self).astype(self.dtype).astype(dtype)
 
 
-def stored(entry: Entry, dtype: Any, method: str) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _product(equation: str, x: jax.Array, kernel: jax.Array | Quantized, dtype: Any) -> jax.Array:
+    return einsum(equation, x, kernel.astype(x.dtype), dtype)
+
+
+def product(equation: str, x: jax.Array, kernel: jax.Array | Quantized, dtype: Any = None) -> jax.Array:
+    """Multiplies x and the kernel, cast to x's dtype, by einsum; the result is in `dtype`, or x's if None.
+
+    In the backward pass the cotangent is cast to x's dtype too; the kernel's gradient is summed in f32.
+    It has the kernel's dtype. A quantised kernel has none.
+    """
+    out: jax.Array = checkpoint_name(_product(equation, x, kernel, x.dtype if dtype is None else dtype), NAME)
+    return out
+
+
+def _forward(equation: str, x: jax.Array, kernel: jax.Array | Quantized, dtype: Any) -> tuple[jax.Array, Any]:
+    return _product(equation, x, kernel, dtype), (x, kernel)
+
+
+def _backward(equation: str, dtype: Any, held: Any, given: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    x, kernel = held
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    given = given.astype(x.dtype)
+    by_x = einsum(f"{out},{right}->{left}", given, kernel.astype(x.dtype), x.dtype)
+    if isinstance(kernel, Quantized):
+        return by_x, None
+    return by_x, einsum(f"{left},{out}->{right}", x, given, kernel.dtype)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def einsum(equation: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+    """Multiplies two operands of one dtype, summed in f32 and returned in `dtype`."""
+    summed = jnp.promote_types(a.dtype, jnp.float32)
+
+    def direct(a: jax.Array, b: jax.Array) -> jax.Array:  # an accelerator sums in f32 for any result dtype
+        return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+
+    def wide(a: jax.Array, b: jax.Array) -> jax.Array:
+        # XLA's CPU backend has products of bfloat16 for f32 results only.
+        return jnp.einsum(*_transposed(equation, a, b), preferred_element_type=summed).astype(dtype)
+
+    if a.dtype == summed == dtype:
+        return direct(a, b)
+    out: jax.Array = jax.lax.platform_dependent(a, b, cpu=wide, default=direct)
+    return out
+
+
+def _transposed(equation: str, a: jax.Array, b: jax.Array) -> tuple[str, jax.Array, jax.Array]:
+    """Makes XLA's CPU backend transpose `a` where the sum is not over its last axis: its kernel needs that for AMX.
+
+    A sum over two axes is always transposed, so the axis is split into two: up to five times as fast as without.
+    """
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    axes = [axis for axis in left if axis in right and axis not in out and a.shape[left.index(axis)] > 1]
+    if len(axes) != 1 or left.endswith(axes[0]) or a.shape[left.index(axes[0])] % 2:
+        return equation, a, b
+
+    def halved(x: jax.Array, letters: str) -> jax.Array:
+        i = letters.index(axes[0])
+        return x.reshape(*x.shape[:i], 2, x.shape[i] // 2, *x.shape[i + 1 :])
+
+    return equation.replace(axes[0], "Z" + axes[0]), halved(a, left), halved(b, right)
+
+
+def stored_form(entry: Entry, dtype: Any, method: str) -> Any:
     """Returns the abstract array of a parameter, `Quantized` if the method is for it."""
     whole = jax.ShapeDtypeStruct(entry.shape, entry.dtype(dtype))
     if method == "none" or entry.path[-1] != "kernel" or entry.matrix is None:
@@ -53,23 +129,23 @@ def stored(entry: Entry, dtype: Any, method: str) -> Any:
             f"model.base_quantization='mxfp4': {entry.hf_names[0]} has {entry.shape[axes[-1]]} inputs in a row,"
             f" and MXFP4 has blocks of {BLOCK}; take int8"
         )
-    found: Quantized = jax.eval_shape(lambda x: encode(x, method, axes), whole)
+    found: Quantized = jax.eval_shape(lambda x: quantize(x, method, axes), whole)
     return found
 
 
-def encode(kernel: jax.Array, method: str, axes: tuple[int, ...]) -> Quantized:
+def quantize(kernel: jax.Array, method: str, axes: tuple[int, ...]) -> Quantized:
     """Quantises a kernel whose inputs are `axes`, counted from the end."""
     x = kernel.astype(jnp.float32)
     codes, scales = _encode_int8(x, axes) if method == "int8" else _encode_mxfp4(x, axes[-1])
     return Quantized(codes, scales, method, axes, jnp.dtype(kernel.dtype))
 
 
-def like(kept: Any, values: Params) -> Params:
+def stored_like(kept: Any, values: Params) -> Params:
     """Casts or quantises parameters as their counterparts in `kept` are, arrays or abstract ones."""
 
     def one(kept: Any, x: jax.Array) -> Any:
         if isinstance(kept, Quantized):
-            return encode(x.astype(kept.dtype), kept.method, kept.axes)
+            return quantize(x.astype(kept.dtype), kept.method, kept.axes)
         return x.astype(kept.dtype)
 
     found: Params = jax.tree.map(one, kept, values, is_leaf=is_quantized)
@@ -81,7 +157,7 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
-def decoded(kernel: Any) -> jax.Array:
+def dequantized(kernel: Any) -> jax.Array:
     """Returns the kernel as an array."""
     out: jax.Array = kernel.astype(kernel.dtype) if isinstance(kernel, Quantized) else kernel
     return out

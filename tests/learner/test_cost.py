@@ -1,9 +1,13 @@
-"""The FLOP of a pass, counted product by product; what batches, windows and adapters add up to."""
+"""The FLOP of a pass, counted product by product; what batches, windows and adapters add up to; utilisation."""
+
+import types
 
 import numpy as np
 import pytest
 
-from jppo.models import config_reader, cost, lora
+from jppo.learner import cost, sharding
+from jppo.learner.recipe import critic_epochs
+from jppo.models import config_reader, lora
 
 SHAPE = {
     "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2,
@@ -115,3 +119,29 @@ def test_adapters_of_experts_are_merged_so_that_their_kernels_have_gradients():
     merged = 2 * 4 * 2 * 7 * 8  # the active experts' down in one layer
     expected = 2 * plain + cost.attention(mixture, [4]) + merged + 3 * beside
     assert cost.update(mixture, [4], head_tokens=3, adapters=how) == expected
+
+
+def some(length, sampled):
+    """All of a trajectory that is asked for here."""
+    return types.SimpleNamespace(tokens=np.zeros(length), sampled=np.arange(length) >= length - sampled)
+
+
+def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
+    config.actor.ppo_epochs, config.critic.ppo_epochs = 2, 3
+    both = [some(5, 2), some(9, 4)]
+    how = lora.Lora(2, 1.0, ("q_proj",))
+    inputs = types.SimpleNamespace(policy=QWEN, critic=QWEN, adapters=None, critic_adapters=how)
+    monkeypatch.setattr(cost, "find_peak", lambda *_: sharding.Peak(1e6, ""))
+    seconds = {"update_actor": 0.5, "update_critic": 0.25, "old_log_prob": 0.125, "gen": 9.0}
+    epochs = critic_epochs(config, 0)
+    found = cost.utilisation(config, inputs, None, both, seconds, epochs=epochs)
+    assert found == {
+        "perf/mfu/actor": 2 * cost.update(QWEN, [5, 9], head_tokens=6) / 0.5 / 1e6,
+        "perf/mfu/critic": 3 * cost.update(QWEN, [5, 9], head_tokens=0, adapters=how) / 0.25 / 1e6,
+        "perf/mfu/actor_infer": cost.forward(QWEN, [5, 9], head_tokens=6) / 0.125 / 1e6,
+    }
+    found = cost.utilisation(config, inputs, None, both, {"update_critic": 1.0}, epochs=epochs)
+    assert list(found) == ["perf/mfu/critic"]
+    config.algorithm.old_logprob = "bypass"
+    alone = types.SimpleNamespace(**vars(inputs) | {"critic": None})
+    assert list(cost.utilisation(config, alone, None, both, seconds, epochs=epochs)) == ["perf/mfu/actor"]
