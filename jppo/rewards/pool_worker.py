@@ -243,7 +243,9 @@ def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
 def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
     """Runs the text of a sample; its output is the answer, without a score."""
     runner = make_runner(*sandbox)
-    execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
+    execute = functools.partial(
+        code.program_output, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner
+    )
 
     def run(sample: Sample) -> rules.Verdict:
         return rules.Verdict(0.0, {}, execute(sample["text"]))

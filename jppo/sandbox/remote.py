@@ -234,11 +234,11 @@ def shared_name(value: object) -> tuple[Any, str] | None:
     return (module, name) if found is not None and found.__dict__.get(name) is value else None
 
 
-def shared(module: str, name: str) -> Any:
+def shared_object(module: str, name: str) -> Any:
     """Returns what goes by a name; ValueError for what does not."""
     if name.startswith("_") or (module == "builtins" and name in _OWN):
         raise ValueError(name)
-    return getattr(builtins if module == "builtins" else imported(module), name)
+    return getattr(builtins if module == "builtins" else shared_module(module), name)
 
 
 def is_plain_class(found: object) -> bool:
@@ -251,7 +251,7 @@ def is_plain_class(found: object) -> bool:
     return issubclass(found, numpy.generic) or found is numpy.ndarray
 
 
-def imported(name: str) -> types.ModuleType:
+def shared_module(name: str) -> types.ModuleType:
     """Returns a module of SHARED."""
     if name not in SHARED:
         raise ValueError(name)
