@@ -34,7 +34,7 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def read(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
+def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
     """Returns ('characters' or 'turns', amounts) by the last character or by the turn; None without amounts.
 
     Raises ValueError with a readable reason.

@@ -90,6 +90,13 @@ class Part(Protocol):
         return
 
 
+def pending() -> Future[Any]:
+    """Returns a future that cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 def graded(reward: Reward) -> Future[Reward]:
     """Returns the future of a reward that is there already."""
     future: Future[Reward] = Future()
@@ -126,7 +133,7 @@ class ConversationPart(Part):
         return graded(Reward(score, {}, error=None, earned=earned))
 
 
-def weighted(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+def weighted_amounts(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     """Returns what a branch of an episode earned at its turns, scaled by the weights of the parts."""
     if exchange is None:
         return ()
@@ -220,7 +227,7 @@ class RewardSum:
     def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
         """Makes the function that returns the amounts which a branch of an episode earned at its turns."""
         weights = self.weights.of(source)
-        return lambda branch: weighted(branch.exchange, weights)
+        return lambda branch: weighted_amounts(branch.exchange, weights)
 
     def ready(self) -> None:
         """Waits until all parts have started."""

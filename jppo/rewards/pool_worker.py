@@ -6,9 +6,10 @@ It consists of two processes. The worker runs jobs: requests are pickled over st
 with a length prefix; output of jobs goes to stderr. The guard waits. When the worker or the trainer ends, or on
 SIGTERM, the guard kills all of its descendants, including those outside the worker's group, and exits like the worker.
 
-A job's target is a tuple of texts. `prepare` imports, compiles or loads it once per worker and returns a callable on
-samples, which are plain dicts: a rule, a pattern, or a custom function of one sample, of a batch, or in TRL's form, by
-the names of its parameters. Answers are plain JSON dicts. Standard library only: neither jax nor the trainer.
+A job's target is a tuple of texts. `prepare_target` imports, compiles or loads it once per worker and returns a
+callable on samples, which are plain dicts: a rule, a pattern, or a custom function of one sample, of a batch, or in
+TRL's form, by the names of its parameters. Answers are plain JSON dicts. Standard library only: neither jax nor the
+trainer.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ def takes_batch(function: Function) -> bool:
     return bool({BATCH[1], TRL} & set(_parameters(function)))
 
 
-def check(function: Function, name: str) -> None:
+def check_signature(function: Function, name: str) -> None:
     """Raises ValueError unless the function has one of the signatures."""
     if TRL in _parameters(function):
         wanted = [one for one in _required(function) if one in NOT_PASSED]
@@ -66,7 +67,7 @@ def check(function: Function, name: str) -> None:
     )
 
 
-def call(function: Function, samples: Sequence[Sample]) -> list[Any]:
+def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
     """Returns the function's result for each sample; raises ValueError for another number of results."""
     if not takes_batch(function):
         return _results(function, [dict(zip(ONE, _arguments(sample), strict=True)) for sample in samples])
@@ -147,7 +148,7 @@ def _takes(function: Function, names: Sequence[str]) -> bool:
     return True
 
 
-_Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
+_Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read_amounts`
 
 _MODULE = "jppo_reward_function"
 
@@ -159,7 +160,7 @@ class Prepared(NamedTuple):
     batch: bool  # it takes many samples at once
 
 
-def prepare(target: Sequence[str]) -> Prepared:
+def prepare_target(target: Sequence[str]) -> Prepared:
     """Prepares a target; raises ValueError with a readable reason."""
     kind, *rest = target
     makers: dict[str, Callable[..., Prepared]]
@@ -191,7 +192,7 @@ def answer_of(result: Any, sample: Sample) -> _Answer:
     if not isinstance(result, dict):
         return _checked(result, {})
     try:
-        found = earned.read(result, text=sample["text"], turns=sample["turns"])
+        found = earned.read_amounts(result, text=sample["text"], turns=sample["turns"])
     except ValueError as e:
         return _failed(str(e))
     if "score" not in result and found is None:
@@ -267,7 +268,7 @@ def _function(path: str, name: str, source: str) -> Prepared:
     function = _load(path, name, source)
 
     def score(samples: Sequence[Sample]) -> list[_Answer]:
-        results = call(function, samples)
+        results = call_function(function, samples)
         return [answer_of(result, sample) for result, sample in zip(results, samples, strict=True)]
 
     return Prepared(score, takes_batch(function))
@@ -291,7 +292,7 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
         raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
     if not callable(function):
         raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
-    check(function, name)
+    check_signature(function, name)
     return function
 
 
@@ -367,7 +368,7 @@ def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], Prepared]) -> d
     try:
         target = tuple(request["target"])
         if request["samples"] is None:
-            ready[target] = prepare(target)
+            ready[target] = prepare_target(target)
             return {"batch": ready[target].batch}
         return {"answers": ready[target].call(request["samples"])}
     except MemoryError:
