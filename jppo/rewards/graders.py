@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 from jppo.errors import expanded
 from jppo.registry import Registry, did_you_mean
 from jppo.rewards import code, rules
-from jppo.rewards.earned import at_characters
-from jppo.rewards.parts import Part, Sample, failed, graded
+from jppo.rewards.parts import Part, Sample, at_characters, failed, graded
 from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
 from jppo.rewards.rules import Verdict
 from jppo.sandbox.choice import STRICT

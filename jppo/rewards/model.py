@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jppo.rewards.earned import at_characters, step_ends
-from jppo.rewards.parts import Sample, failed, pending
+from jppo.rewards.earned import step_ends
+from jppo.rewards.parts import Sample, at_characters, failed, pending
 from jppo.settings import UserError
 from jppo.types import Reward
 

@@ -58,7 +58,7 @@ def as_plain(sample: Sample) -> dict[str, Any]:
     return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
 
 
-def as_reward(answer: dict[str, Any]) -> Reward:
+def _as_reward(answer: dict[str, Any]) -> Reward:
     """Returns an answer that has the fields of a reward."""
     return Reward(**answer)
 
@@ -86,7 +86,7 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def submit(self, target: Target, sample: Mapping[str, Any], read: Read = as_reward) -> Future[Reward]:
+    def submit(self, target: Target, sample: Mapping[str, Any], read: Read = _as_reward) -> Future[Reward]:
         """Submits one sample; the future never raises."""
         return self.submit_batch(target, [sample], [read])[0]
 

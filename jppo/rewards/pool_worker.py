@@ -45,19 +45,19 @@ TRL = "completions"
 NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # by TRL alone
 
 
-def takes_batch(function: Function) -> bool:
+def _takes_batch(function: Function) -> bool:
     """Whether the function scores many samples in one call."""
     return bool({BATCH[1], TRL} & set(_parameters(function)))
 
 
-def check_signature(function: Function, name: str) -> None:
+def _check_signature(function: Function, name: str) -> None:
     """Raises ValueError unless the function has one of the signatures."""
     if TRL in _parameters(function):
         wanted = [one for one in _required(function) if one in NOT_PASSED]
         if not wanted:
             return
         what = f"asks for {wanted[0]!r}, which jppo does not pass"
-    elif _takes(function, BATCH if takes_batch(function) else ONE):
+    elif _takes(function, BATCH if _takes_batch(function) else ONE):
         return
     else:
         what = f"has the signature {_signature(function)}"
@@ -69,7 +69,7 @@ def check_signature(function: Function, name: str) -> None:
 
 def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
     """Returns the function's result for each sample; raises ValueError for another number of results."""
-    if not takes_batch(function):
+    if not _takes_batch(function):
         return _results(function, [dict(zip(ONE, _arguments(sample), strict=True)) for sample in samples])
     if TRL in _parameters(function):
         given = _as_trl(function, samples)
@@ -271,7 +271,7 @@ def _function(path: str, name: str, source: str) -> Prepared:
         results = call_function(function, samples)
         return [answer_of(result, sample) for result, sample in zip(results, samples, strict=True)]
 
-    return Prepared(score, takes_batch(function))
+    return Prepared(score, _takes_batch(function))
 
 
 def _load(path: str, name: str, source: str) -> Callable[..., Any]:
@@ -292,7 +292,7 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
         raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
     if not callable(function):
         raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
-    check_signature(function, name)
+    _check_signature(function, name)
     return function
 
 

@@ -237,7 +237,7 @@ def math_reward(response: str, ground_truth: str) -> Verdict:
     if answer is None:
         return _verdict(None, ground_truth)
     try:
-        same = normal_math(answer) == normal_math(ground_truth)
+        same = _normal_math(answer) == _normal_math(ground_truth)
     except ValueError:  # one of them cannot be normalised: both are compared as written
         same = answer == ground_truth
     return Verdict(float(same), {"exact": float(same), "answered": 1.0}, answer)
@@ -249,8 +249,8 @@ def math_dapo(response: str, ground_truth: str) -> Verdict:
     Without an `Answer:`, the last `\boxed{}` of the last 100 characters is compared with the truth as text.
     """
     found = _DAPO_ANSWER.findall(response[-_DAPO_END:])
-    answer: str | None = normal_minerva(found[-1] if found else _NO_ANSWER)
-    right = answer == normal_minerva(ground_truth)
+    answer: str | None = _normal_minerva(found[-1] if found else _NO_ANSWER)
+    right = answer == _normal_minerva(ground_truth)
     if answer == _NO_ANSWER:
         end = response[-_DAPO_BOX_END:]
         start = end.rfind(r"\boxed{")
@@ -275,7 +275,7 @@ def search_r1(response: str, ground_truth: str) -> Verdict:
     return Verdict(score, {"exact": float(right), "answered": float(answer is not None)}, answer or "")
 
 
-def normal_math(text: str) -> str:
+def _normal_math(text: str) -> str:
     """Normalises by Hendrycks' rules; raises ValueError if they fail."""
     for old, new in (("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), (r"\left", ""),
                      (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", "")):  # fmt: skip
@@ -293,7 +293,7 @@ def normal_math(text: str) -> str:
     return _spelt_fraction("\\frac{1}{2}" if text == "0.5" else text)
 
 
-def normal_minerva(text: str) -> str:
+def _normal_minerva(text: str) -> str:
     """Normalises by Minerva's rules."""
     text = text.split("=")[-1]
     for old, new in _REPLACED:

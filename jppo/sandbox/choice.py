@@ -39,7 +39,7 @@ Runner = Callable[..., launcher.Ran]  # as launcher.run_program, without its `gu
 def make_runner(mode: str = STRICT, url: str = "") -> Runner:
     """Makes the function that runs programs; ValueError if `strict` lacks a protection, or the service an address."""
     if mode == CONTAINER:
-        return functools.partial(run_by_service, url=check_url(url))
+        return functools.partial(_run_by_service, url=_check_url(url))
     guards = probe()
     if mode == STRICT and (why := lacks(guards)):
         raise ValueError(
@@ -199,7 +199,7 @@ answer_tests(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=l
 """
 
 
-def check_url(url: str) -> str:
+def _check_url(url: str) -> str:
     """Returns the URL for programs; raises ValueError if it is invalid, or has a password in it."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -209,7 +209,7 @@ def check_url(url: str) -> str:
     return url if parts.path.rstrip("/").endswith("/run_code") else url.rstrip("/") + "/run_code"
 
 
-def run_by_service(
+def _run_by_service(
     text: str,
     *,
     url: str,
@@ -233,7 +233,7 @@ def run_by_service(
     }
     for tries in range(_RETRIES + 1):
         try:
-            ran = _ran(_post(check_url(url), body, time_s + MARGIN_S), tests is not None)
+            ran = _ran(_post(_check_url(url), body, time_s + MARGIN_S), tests is not None)
             return Ran(ran.status, ran.printed, ran.errors, ran.replies, ran.why, retries=tries)
         except _Again as e:
             if tries == _RETRIES:

@@ -109,7 +109,7 @@ _AF_UNIX, _SOCK_STREAM, _OTHER_SOCKETS = 1, 1, 0xE  # the last: bits of all othe
 _Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 FOLDER_BYTES = 2**26
-FOLDER_FILES = 4096
+_FOLDER_FILES = 4096
 TOO_MUCH = f"wrote more than {FOLDER_BYTES} bytes"
 
 
@@ -366,8 +366,8 @@ def excess(folder: str, pid: int, user: int | None, *, counted: bool) -> str:
             for name in (*folders, *names):
                 with contextlib.suppress(FileNotFoundError):
                     size += os.lstat(os.path.join(where, name)).st_blocks * 512
-            if size > FOLDER_BYTES or files > FOLDER_FILES:
-                return f"{TOO_MUCH} or {FOLDER_FILES} files"
+            if size > FOLDER_BYTES or files > _FOLDER_FILES:
+                return f"{TOO_MUCH} or {_FOLDER_FILES} files"
     except (OSError, RecursionError):
         return "made a folder that cannot be looked into"
     try:

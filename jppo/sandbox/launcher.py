@@ -28,10 +28,10 @@ from typing import Any
 from jppo.sandbox import confine
 from jppo.sandbox.child import CLOSED
 
-FILE_BYTES = 2**24  # of each file that a program writes
-OUTPUT_BYTES = 2**24  # of its output, and of its replies
+_FILE_BYTES = 2**24  # of each file that a program writes
+_OUTPUT_BYTES = 2**24  # of its output, and of its replies
 THREADS = 64  # where the user is not root
-OPEN_FILES = 128
+_OPEN_FILES = 128
 NOBODY = 65534
 _OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
 TOO_LONG = "took too long"
@@ -44,7 +44,7 @@ _GROUP_NUMBERS = itertools.count()
 _REMOVE_S = 1.0  # longest wait for a group whose processes end
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
-Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
+_Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,16 +167,16 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read:
         "rlimits": {
             "RLIMIT_AS": memory_bytes,
             "RLIMIT_CPU": int(time_s) + 2,
-            "RLIMIT_FSIZE": FILE_BYTES,
+            "RLIMIT_FSIZE": _FILE_BYTES,
             "RLIMIT_NPROC": _processes_of(user) + THREADS,
-            "RLIMIT_NOFILE": OPEN_FILES,
+            "RLIMIT_NOFILE": _OPEN_FILES,
             "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_CORE": 0,
         },
     }
 
 
-def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: Excess | None) -> Ran:
+def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: _Excess | None) -> Ran:
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         replies, answers = os.pipe()
@@ -215,7 +215,7 @@ def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s
 class _Watch:
     """A reader of a process's output until it ends or must be killed."""
 
-    def __init__(self, child: subprocess.Popen[bytes], deadline: float, excess: Excess | None):
+    def __init__(self, child: subprocess.Popen[bytes], deadline: float, excess: _Excess | None):
         self._child, self._deadline, self._excess = child, deadline, excess
 
     def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
@@ -231,8 +231,8 @@ class _Watch:
                     got[key.fd] += chunk
                     if not chunk:
                         waiting.unregister(key.fd)
-                    if len(got[key.fd]) > OUTPUT_BYTES:
-                        why = f"printed more than {OUTPUT_BYTES} bytes"
+                    if len(got[key.fd]) > _OUTPUT_BYTES:
+                        why = f"printed more than {_OUTPUT_BYTES} bytes"
                 why = why or self._fault()
         while not why and self._child.poll() is None:  # it has closed its pipes
             with contextlib.suppress(subprocess.TimeoutExpired):

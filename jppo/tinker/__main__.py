@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sessions", type=settings.natural, default=16, help="the most sessions at once")
     args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     text = args.key_file.read_text(encoding="utf-8") if args.key_file else os.environ.get(KEYS, "")
-    keys = require_keys(text, str(args.key_file or KEYS))
+    keys = _require_keys(text, str(args.key_file or KEYS))
     given = dict[str, Any]({"rollout.name": "vllm"}) | dict(_setting(one) for one in rest)
     lora = {"rank": args.lora, "alpha": _ALPHA} if args.lora else None
     engine = {"name": given.pop("rollout.name")}
@@ -77,7 +77,7 @@ def _setting(argument: str) -> tuple[str, Any]:
         return name, text
 
 
-def require_keys(text: str, source: str) -> tuple[str, ...]:
+def _require_keys(text: str, source: str) -> tuple[str, ...]:
     """Returns the keys, one a line; raises UserError for one that the client would not send."""
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys or any(not key.startswith("tml-") or len(key) < _LEAST_KEY or not key.isascii() for key in keys):
@@ -88,7 +88,7 @@ def require_keys(text: str, source: str) -> tuple[str, ...]:
     return keys
 
 
-def owner_of(key: str, keys: Sequence[str]) -> str:
+def _owner_of(key: str, keys: Sequence[str]) -> str:
     """Returns the known key that was sent, in a time that does not depend on the keys; raises BadRequest."""
     sent = key.encode("utf-8", "surrogateescape")
     found = [one for one in keys if hmac.compare_digest(one.encode(), sent)]
@@ -135,7 +135,7 @@ def start_server(service: Service, keys: Sequence[str], host: str, port: int) ->
 
         def _found(self) -> Answer:
             self._read = False
-            owner = owner_of(self.headers.get("X-API-Key", ""), keys)
+            owner = _owner_of(self.headers.get("X-API-Key", ""), keys)
             length = self.headers.get("Content-Length", "0")
             if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
                 raise BadRequest("the request needs a Content-Length", status=411)

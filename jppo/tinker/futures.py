@@ -18,7 +18,7 @@ from jppo.run.own_loop import Model
 from jppo.tinker.requests import samples_message
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
-MOST_RESULTS = 4096  # of a session
+_MOST_RESULTS = 4096  # of a session
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,10 +85,10 @@ class Session:
     ended: bool = False
 
     def accept(self, future: Future) -> Future:
-        """Adds a future; forgets the oldest results beyond MOST_RESULTS."""
+        """Adds a future; forgets the oldest results beyond _MOST_RESULTS."""
         self.futures[future.id] = future
-        if len(self.futures) > MOST_RESULTS:
-            for old in [one for one in self.futures.values() if one.done.is_set()][: -MOST_RESULTS // 2]:
+        if len(self.futures) > _MOST_RESULTS:
+            for old in [one for one in self.futures.values() if one.done.is_set()][: -_MOST_RESULTS // 2]:
                 del self.futures[old.id]
         return future
 

@@ -25,7 +25,7 @@ from jppo.tinker.futures import JSON, Future, SampleRequest, Session, SessionMod
 from jppo.tinker.requests import Body, field
 
 POLL_S = 20.0  # longest wait of one retrieve_future
-MOST_HELD = 4096  # requests of a model that wait for an earlier number
+_MOST_HELD = 4096  # requests of a model that wait for an earlier number
 UNNAMED, NAMED = 4, 32  # copies of a model's weights for sampling: the last used ones, and at most
 Answer = tuple[int, str, bytes]
 
@@ -51,7 +51,7 @@ class Service:
             return self._json(self._get(owner, path))
         if path.startswith("sessions/") and path.endswith("/finish"):
             return self._json(self._finish(owner, path.split("/")[1]))
-        if path not in POSTS:
+        if path not in _POSTS:
             raise BadRequest(f"there is no POST /api/v1/{path[:80]}; see docs/tinker.md", status=404)
         try:
             fields = json.loads(body or b"{}")
@@ -372,8 +372,8 @@ class Service:
             id = f"{run.id}:{number}"
             if number < run.next:
                 return self._told(session.futures.get(id), run.id)
-            if number - run.next >= MOST_HELD:
-                raise BadRequest(f"seq_id={number}: the next is {run.next}, and at most {MOST_HELD} later ones wait")
+            if number - run.next >= _MOST_HELD:
+                raise BadRequest(f"seq_id={number}: the next is {run.next}, and at most {_MOST_HELD} later ones wait")
 
             def on_model() -> Any:
                 if run.model is None:
@@ -428,7 +428,7 @@ class Service:
         return session, kept
 
 
-POSTS = (
+_POSTS = (
     "client_config", "client_dynamic_config", "telemetry", "create_session", "session_heartbeat", "create_model",
     "get_info", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "create_sampling_session",
     "asample", "retrieve_future",
