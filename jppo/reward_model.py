@@ -26,7 +26,8 @@ from jppo.models.config import pad_vocab
 from jppo.preflight import preview
 from jppo.preflight.described_machine import DryRun
 from jppo.preflight.preview import memory_explained
-from jppo.rewards.model.classifier import Texts, without_padding
+from jppo.rewards.classifier import without_padding
+from jppo.rewards.model import Texts
 from jppo.rewards.parts import Sample
 from jppo.run import pairs
 from jppo.run.inputs import read_tokenizer, total_steps

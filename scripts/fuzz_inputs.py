@@ -32,7 +32,7 @@ from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.errors import escaped
 from jppo.models import hf
-from jppo.rewards.model.classifier import read_classifier
+from jppo.rewards.classifier import read_classifier
 from jppo.settings import UserError, table
 
 LIMIT_S = 60

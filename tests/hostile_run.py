@@ -40,7 +40,7 @@ def main(uid, without, out):
     try:
         with listeners(out) as (port, abstract, heard):
             guards = choice.probe(frozenset(filter(None, without.split(","))))
-            runner = functools.partial(launcher.run, guards=guards)
+            runner = functools.partial(launcher.run_program, guards=guards)
             results = {}
             for group, name, program, truth, right in PROGRAMS:
                 for old, new in (

@@ -20,7 +20,7 @@ from jppo.data import gsm8k
 from jppo.learner import model_configs, sharding
 from jppo.learner.recipe import batch_shape, critic_epochs
 from jppo.rewards import make as reward
-from jppo.rewards.model.classifier import Classifier
+from jppo.rewards.classifier import Classifier
 from jppo.rollout.make import connections
 from jppo.settings import parts, table, texts
 from jppo.settings.setting import OTHER_NAMES, OTHER_VALUES

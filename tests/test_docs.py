@@ -14,10 +14,9 @@ from jppo.data.sources import read_sources
 from jppo.forecast import machines
 from jppo.learner import sharding
 from jppo.models import families
-from jppo.rewards import graders, pool_worker
-from jppo.rewards.judge import client
-from jppo.rewards.judge import part as prompts
-from jppo.rewards.judge.part import JudgePart
+from jppo.rewards import graders, judge_client, pool_worker
+from jppo.rewards import judge as prompts
+from jppo.rewards.judge import JudgePart
 from jppo.runlog import diagnosis, logger
 from jppo.runlog.timers import STAGES
 from jppo.settings import table, texts
@@ -93,9 +92,9 @@ NAMED = [
     ("algorithms", choices("algorithm.old_logprob", "algorithm.rollout_is", "actor.loss_mode", "actor.loss_agg_mode")),
     ("algorithms", choices("actor.kl_loss_type", "actor.lr_scheduler_type", "critic.loss_agg_mode")),
     ("algorithms", set(texts.REJECTION_RULES)),
-    ("rewards", {*graders.GRADERS, *client.PROVIDERS, *prompts.PRESETS, "rule_score"}),
-    ("rewards", {key for provider in client.PROVIDERS.values() for key in provider.keys}),
-    ("rewards", {provider.base_url.rstrip("/") for provider in client.PROVIDERS.values()}),
+    ("rewards", {*graders.GRADERS, *judge_client.PROVIDERS, *prompts.PRESETS, "rule_score"}),
+    ("rewards", {key for provider in judge_client.PROVIDERS.values() for key in provider.keys}),
+    ("rewards", {provider.base_url.rstrip("/") for provider in judge_client.PROVIDERS.values()}),
     ("rewards", choices("reward.judge.api_type", "reward.judge.preset", "reward.model.engine")),
     ("rewards", set(re.findall(r'"(\w+_score)"', text("jppo/rewards/make.py")))),
     ("monitoring", set(texts.LOGGERS)),
@@ -242,7 +241,9 @@ def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
     shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
     sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}, "turns": 1}
     sample |= {"prompt": "2+2", "columns": {}}
-    found = [pool_worker.prepare(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown]
+    found = [
+        pool_worker.prepare_target(("function", str(tmp_path / "mine.py"), "compute_score", source)) for source in shown
+    ]
     assert [function.batch for function in found] == [False, False, True, True, False]
     for function in found:
         right, wrong = function.call([sample, {**sample, "truth": "five"}])

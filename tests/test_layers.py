@@ -40,21 +40,21 @@ ONLY_IN = {
     "torch": (
         "jppo.rollout.vllm.worker",
         "jppo.rollout.vllm.weight_engine",
-        "jppo.rewards.model.torch_worker",
+        "jppo.rewards.torch_worker",
         "jppo.preflight.parity_worker",
-        "jppo.rewards.model.convert_worker",
+        "jppo.rewards.convert_worker",
     ),
     "transformers": (
         "jppo.data.tokenizer",
         "jppo.data.template_worker",
         "jppo.rollout.vllm.worker",
-        "jppo.rewards.model.torch_worker",
+        "jppo.rewards.torch_worker",
         "jppo.preflight.parity_worker",
-        "jppo.rewards.model.convert_worker",
+        "jppo.rewards.convert_worker",
     ),
     "tensorflow": ("jppo.data",),
-    "openai": ("jppo.rewards.judge.client",),
-    "anthropic": ("jppo.rewards.judge.client",),
+    "openai": ("jppo.rewards.judge_client",),
+    "anthropic": ("jppo.rewards.judge_client",),
     "math_verify": ("jppo.rewards.rules",),
     "datasets": ("jppo.data.sources",),
     "tensorflow_datasets": ("jppo.data",),
@@ -102,8 +102,8 @@ NO_MORE_THAN = {
     "jppo.rollout.vllm.kept": {*sys.stdlib_module_names, "numpy", "vllm"},
     "jppo.rollout.vllm.layout": {*sys.stdlib_module_names, "numpy"},
     "jppo.rollout.vllm.transports": {*sys.stdlib_module_names},
-    "jppo.rewards.model.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
-    "jppo.rewards.model.convert_worker": {*sys.stdlib_module_names, "torch", "transformers", "safetensors"},
+    "jppo.rewards.torch_worker": {*sys.stdlib_module_names, "torch", "transformers"},
+    "jppo.rewards.convert_worker": {*sys.stdlib_module_names, "torch", "transformers", "safetensors"},
     "jppo.preflight.parity_worker": {*sys.stdlib_module_names, "torch", "transformers"},
     # what runs in the processes of the pool
     "jppo.rewards.pool_worker": {*sys.stdlib_module_names},
@@ -112,7 +112,6 @@ NO_MORE_THAN = {
     "jppo.rewards.code": {*sys.stdlib_module_names},
     "jppo.sandbox": {*sys.stdlib_module_names},
     "jppo.rewards.rules": {*sys.stdlib_module_names, "math_verify"},
-    "jppo.rewards.verl_rules": {*sys.stdlib_module_names},
     "jppo.rollout.servers.launch": {*sys.stdlib_module_names},
 }
 # Imported along with the worker, so they import nothing.
@@ -132,8 +131,8 @@ OF_JPPO = {
     "jppo.rollout.vllm.transports": ("jppo.rollout.vllm.layout",),
     "jppo.rollout.vllm.kept": (),
     "jppo.rollout.vllm.layout": (),
-    "jppo.rewards.model.torch_worker": (),
-    "jppo.rewards.model.convert_worker": (),
+    "jppo.rewards.torch_worker": (),
+    "jppo.rewards.convert_worker": (),
     "jppo.preflight.parity_worker": (),
     "jppo.rewards.pool_worker": (
         "jppo.child_process",
@@ -146,7 +145,6 @@ OF_JPPO = {
     "jppo.rewards.code": ("jppo.rewards.rules", "jppo.sandbox"),
     "jppo.sandbox": ("jppo.sandbox",),
     "jppo.rewards.rules": (),
-    "jppo.rewards.verl_rules": ("jppo.rewards.rules",),
     "jppo.rollout.servers.launch": (),
 }
 # Few modules read settings. All may take the first from jppo.settings, all but pure rooms also what commands need.
@@ -364,7 +362,7 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
         ("jppo.rollout.vllm.layout", "from jppo.rollout import protocol as sampler", "may import of jppo only nothing"),
         ("jppo.data.sources", "def f():\n    import tensorflow_datasets as tfds", None),
-        ("jppo.data.prompts", "import torch", "jppo.preflight.parity_worker, jppo.rewards.model.convert_worker may"),
+        ("jppo.data.prompts", "import torch", "jppo.preflight.parity_worker, jppo.rewards.convert_worker may"),
         (
             "jppo.data.prompts",
             "import importlib\nimportlib.import_module('torch')",

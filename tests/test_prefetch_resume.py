@@ -16,9 +16,8 @@ from jppo.data.tokenizer import load_tokenizer
 from jppo.distributed.hosts import Hosts
 from jppo.models import decoder, hf, hf_write
 from jppo.rewards import parts
-from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.classifier import read_classifier
-from jppo.rewards.model.part import ModelPart, Normalizer
+from jppo.rewards.classifier import JaxRewardModel, read_classifier
+from jppo.rewards.model import ModelPart, Normalizer
 from jppo.rewards.parts import Grading, PartWeights
 from jppo.rewards.parts import RewardSum as Parts
 from jppo.runlog import trajectories

@@ -27,8 +27,8 @@ WORKERS = {
     "jppo.rollout.sglang.guarded",
     "jppo.agent.gateway.forks",
     "jppo.rewards.pool_worker",
-    "jppo.rewards.model.convert_worker",
-    "jppo.rewards.model.torch_worker",
+    "jppo.rewards.convert_worker",
+    "jppo.rewards.torch_worker",
     "jppo.preflight.parity_worker",
     "jppo.forecast.compilers",
 }

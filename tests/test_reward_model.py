@@ -14,8 +14,8 @@ from jppo.data.preferences import Pair
 from jppo.learner import batch, packing, sharding
 from jppo.learner.make import load_trained, make_descent
 from jppo.models import hf, hf_write
-from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.classifier import Texts, choose_engine, read_classifier
+from jppo.rewards.classifier import JaxRewardModel, choose_engine, read_classifier
+from jppo.rewards.model import Texts
 from jppo.run import pairs
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics

@@ -19,11 +19,11 @@ import pytest
 
 from jppo import settings
 from jppo.agent.built_in_tools import Python
-from jppo.rewards.code import code, run_program
+from jppo.rewards.code import code, program_output
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
-from jppo.sandbox import choice, confine, kernel, launcher, seccomp, values
+from jppo.sandbox import choice, confine, kernel, launcher, values
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.launcher import Guards, NoSandbox
 from jppo.settings import UserError
@@ -119,16 +119,16 @@ def interpret(instructions, number, args=(), *, arch):
 )
 def test_the_filter_of_both_architectures(name, x86, arm, args, said):
     for machine, number, arch in ((kernel.X86_64, x86, 0xC000003E), (kernel.AARCH64, arm, 0xC00000B7)):
-        filtered = seccomp.build(machine, 77)
+        filtered = confine.build_filter(machine, 77)
         assert interpret(filtered, number, args, arch=arch) == said
         assert interpret(filtered, number, args, arch=0x40000003) == "kill"  # a 32-bit call
-    assert interpret(seccomp.build(kernel.X86_64, 77), 0x40000000 | x86, args, arch=0xC000003E) == "kill"  # x32
+    assert interpret(confine.build_filter(kernel.X86_64, 77), 0x40000000 | x86, args, arch=0xC000003E) == "kill"  # x32
 
 
 def test_preallocation_is_refused_where_blocks_are_counted():
     for machine, number, arch in ((kernel.X86_64, 285, 0xC000003E), (kernel.AARCH64, 47, 0xC00000B7)):
-        assert interpret(seccomp.build(machine, 77), number, arch=arch) == "allow"
-        assert interpret(seccomp.build(machine, 77, counted=True), number, arch=arch) == "EOPNOTSUPP"
+        assert interpret(confine.build_filter(machine, 77), number, arch=arch) == "allow"
+        assert interpret(confine.build_filter(machine, 77, counted=True), number, arch=arch) == "EOPNOTSUPP"
 
 
 def test_the_strongest_guards_are_found_and_pretending_weakens_them():
@@ -196,7 +196,7 @@ def test_a_program_locks_no_library(without, tmp_path):
     guards = choice.probe(frozenset(filter(None, [without])))
     try:
         with ThreadPoolExecutor(1) as pool, library.open("r+b") as mine:
-            running = pool.submit(launcher.run, program, guards=guards, time_s=20, memory_bytes=2**29)
+            running = pool.submit(launcher.run_program, program, guards=guards, time_s=20, memory_bytes=2**29)
             tries = 0
             while not running.done():
                 for lock in (fcntl.flock, fcntl.lockf):
@@ -220,19 +220,19 @@ def test_a_program_locks_no_library(without, tmp_path):
 )
 def test_devices_are_open_and_a_signal_is_told(program, printed, status, without):
     guards = choice.probe(frozenset(filter(None, [without])))
-    ran = launcher.run(program, guards=guards, time_s=20, memory_bytes=2**29)
+    ran = launcher.run_program(program, guards=guards, time_s=20, memory_bytes=2**29)
     assert (ran.printed, ran.status) == (printed, status)
 
 
 def test_a_control_group_bounds_threads_and_is_removed():
-    if not (groups := confine.group_bases()):
+    if not (groups := launcher.group_bases()):
         pytest.skip("no control group can be made here")
     threads = (
         "import os, threading, time\nn = 0\ntry:\n"
         "    while n < 200:\n        threading.Thread(target=time.sleep, args=(60,)).start()\n        n += 1\n"
         "except RuntimeError:\n    pass\nprint(n, flush=True)\nos._exit(0)"
     )
-    ran = launcher.run(threads, guards=Guards(groups=groups), time_s=20, memory_bytes=2**32)
+    ran = launcher.run_program(threads, guards=Guards(groups=groups), time_s=20, memory_bytes=2**32)
     assert 0 < int(ran.printed) < launcher.THREADS + 2
     assert not [name for base in groups for name in os.listdir(base) if name.startswith(f"jppo-{os.getpid()}-")]
 
@@ -252,7 +252,9 @@ def test_folders_of_workers_that_were_killed_are_removed(tmp_path):
 def test_guards_that_the_kernel_refuses_run_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher, "_DEVICES", ["/dev/null"])
     with pytest.raises(NoSandbox, match="could not be closed"):
-        launcher.run("print(1)", guards=Guards(spaces="no such way", uid=2**32 - 1), time_s=9, memory_bytes=2**28)
+        launcher.run_program(
+            "print(1)", guards=Guards(spaces="no such way", uid=2**32 - 1), time_s=9, memory_bytes=2**28
+        )
 
 
 def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_path):
@@ -260,7 +262,7 @@ def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_p
     script = (
         "from jppo.sandbox import choice, launcher\n"
         "guards = choice.probe()\nprint('ready', flush=True)\n"
-        "launcher.run('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
+        "launcher.run_program('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=os.getcwd(), text=True)
     assert worker.stdout.readline() == "ready\n"
@@ -355,9 +357,9 @@ def test_a_service_grades_as_the_sandbox_here(stand_in):
     assert {"code", "stdin", "run_timeout", "compile_timeout"} <= body.keys()
     assert all('"3' not in asked["code"] for _, asked in stand_in.asked)  # an output that is expected
     limits = {"time_s": 1.0, "memory_bytes": 2**29, "runner": run}
-    assert run_program("print(6 * 7)", **limits) == "42\n"
-    assert run_program("print(1)\n1 / 0", **limits) == "1\nerror: ZeroDivisionError: division by zero"
-    assert run_program("while True: pass", **limits) == "error: the program took longer than 1 s"
+    assert program_output("print(6 * 7)", **limits) == "42\n"
+    assert program_output("print(1)\n1 / 0", **limits) == "1\nerror: ZeroDivisionError: division by zero"
+    assert program_output("while True: pass", **limits) == "error: the program took longer than 1 s"
 
 
 def test_nothing_is_left_of_a_program_that_a_service_ends_for_its_time(stand_in, monkeypatch):
@@ -476,7 +478,7 @@ def test_a_run_says_first_which_protections_are_active():
     ("program", "truth"), [(p, t) for g, _, p, t, _ in PROGRAMS if g == "self-grading"], ids=lambda value: ""
 )
 def test_self_grading_earns_nothing_even_where_no_protection_is_there(program, truth):
-    run = functools.partial(launcher.run, guards=Guards())
+    run = functools.partial(launcher.run_program, guards=Guards())
     assert code(response(program), truth, time_s=4.0, memory_bytes=2**29, runner=run).score == 0.0
 
 
@@ -522,7 +524,7 @@ ORDINARY = {
 @pytest.mark.parametrize("program", ORDINARY.values(), ids=ORDINARY)
 def test_ordinary_programs_work(program, without):
     guards = choice.probe(frozenset(filter(None, [without])))
-    ran = launcher.run(program, guards=guards, time_s=20, memory_bytes=2**30, stdin="ok\n")
+    ran = launcher.run_program(program, guards=guards, time_s=20, memory_bytes=2**30, stdin="ok\n")
     assert (ran.status, ran.printed.strip()) == (0, "ok"), ran.errors
 
 

@@ -151,11 +151,11 @@ def test_weaker_protections_confine_too(without, words, tmp_path, monkeypatch):
 
 
 def test_python_may_be_installed_below_tmp(words, monkeypatch):
-    readable = launcher.readable()
+    readable = launcher.readable_paths()
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         os.chmod(place, 0o755)
         (pathlib.Path(place) / "seen").write_text("1")
-        monkeypatch.setattr(launcher, "readable", lambda: [*readable, place])
+        monkeypatch.setattr(launcher, "readable_paths", lambda: [*readable, place])
         assert words(f"echo 2 > /tmp/x\n{PPO} a.b=$(< {place}/seen) c.d=$(< /tmp/x)") == ["a.b=1", "c.d=2"]
         assert words(f"echo 3 > {place}/seen\n{PPO} a.b=$(< {place}/seen)") == ["a.b=1"]
     assert not os.path.exists("/tmp/x")

@@ -11,7 +11,7 @@ from typing import Any
 
 from jppo.data import prepare
 from jppo.data.rows import Row, text_column
-from jppo.rewards.verl_rules import last_box
+from jppo.rewards.rules import last_box
 from jppo.settings import UserError, exit_on_user_error
 
 _SOURCE = "DigitalLearningGmbH/MATH-lighteval"

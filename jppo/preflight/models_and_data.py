@@ -23,9 +23,9 @@ from jppo.preflight import memory, memory_budget
 from jppo.preflight.finding import GIB, Finding
 from jppo.preflight.preview import describe_sampling, sampling_warnings
 from jppo.rewards import check as reward_check
+from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
 from jppo.rewards.make import make_judge, make_reward_sum, needed_columns
-from jppo.rewards.model.classifier import read_classifier
 from jppo.rollout.make import served_reference
 from jppo.run.inputs import Inputs, columns_of, read_tokenizer
 from jppo.settings import Settings, UserError, template_arguments
@@ -152,7 +152,7 @@ def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         reward_sum = make_reward_sum(c, mesh, **inputs.graded())
         stack.callback(reward_sum.close)
         reward_sum.ready()
-        found = reward_check.check(reward_sum, inputs.train.prompts)
+        found = reward_check.check_sources(reward_sum, inputs.train.prompts)
     for one in found:
         said = str(one)
         if one.errors:

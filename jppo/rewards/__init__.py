@@ -2,6 +2,6 @@
 
 `make.py` builds the parts that the settings ask for. `parts.py` has their interface, and sums them: submit a sample
 from any thread, get a future of its `Reward`. Rules are in `rules.py`, graded programs in `code.py`, judges in
-`judge/`, reward models in `model/`. What may hang or crash runs in `pool.py`: a user's function is `FunctionPart` in
-`graders.py`, and `pool_worker.py` calls it. Read `parts.py` first.
+`judge.py`, reward models in `model.py`. What may hang or crash runs in `pool.py`: a user's function is `FunctionPart`
+in `graders.py`, and `pool_worker.py` calls it. Read `parts.py` first.
 """

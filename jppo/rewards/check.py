@@ -55,7 +55,7 @@ class SourceCheck:
         return f"{self.source}: {said.format(self.truth, self.wrong)} ({self.rows} rows)"
 
 
-def check(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = _ROWS) -> list[SourceCheck]:
+def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = _ROWS) -> list[SourceCheck]:
     """Returns a finding for each data source, from its first rows."""
     sources = sorted({prompt.data_source for prompt in prompts})
     return [_source(reward_sum, [p for p in prompts if p.data_source == source][: max(rows, 2)]) for source in sources]
@@ -153,7 +153,7 @@ def _run(c: Settings) -> bool:
     reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
     try:
         reward_sum.ready()
-        findings = check(reward_sum, prompts)
+        findings = check_sources(reward_sum, prompts)
     finally:
         reward_sum.close()
     print(_report(findings))

@@ -150,7 +150,7 @@ def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _Counted, ti
     return True
 
 
-def run_program(program: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None) -> str:
+def program_output(program: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None) -> str:
     """Returns a program's output and, if it fails, the last line of its error."""
     ran = (runner or make_runner())(program, time_s=time_s, memory_bytes=memory_bytes)
     said = ran.errors[-2000:].strip().rpartition("\n")[2]

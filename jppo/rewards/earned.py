@@ -1,4 +1,4 @@
-"""Rewards earned inside a response: read from a custom function's result, and placed on tokens. Pure.
+"""Rewards earned inside a response, as a custom function's result has them. Pure.
 
 A result is a dict with one of
 
@@ -6,19 +6,17 @@ A result is a dict with one of
     steps: [amount, ...]                   texts between delimiters, which `delimiter` sets; blank ones are no steps
     turns: [amount, ...]                   turns of the policy
 
-An amount is earned at the last token of its span, step or turn. Standard library only: workers import this file.
+An amount is earned at the last token of its span, step or turn; `parts.at_characters` finds that. Standard library
+only: workers import this file.
 """
 
-import bisect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 _FORMS = ("spans", "steps", "turns")
 DELIMITER = "\n\n"  # of steps
-_HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
-_BLOCK = 32  # tokens that are decoded at once
 
 Amounts = tuple[tuple[int, float], ...]  # (place, amount)
 
@@ -34,7 +32,7 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def read(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
+def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
     """Returns ('characters' or 'turns', amounts) by the last character or by the turn; None without amounts.
 
     Raises ValueError with a readable reason.
@@ -106,43 +104,3 @@ def short(value: Any) -> str:
         return re.sub(r"\s+", " ", repr(value))[:100]
     except Exception:  # a foreign __repr__ may raise anything, and that of an int with 5,000 digits does
         return type(value).__name__
-
-
-def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> Amounts:
-    """Places amounts by the number of characters before their end on the tokens that complete these characters."""
-    if not amounts or not tokens:
-        return ()
-    blocks = _blocks(tokens, decode)
-
-    def place(end: int) -> int:
-        here = blocks[min(bisect.bisect_left(blocks, end, key=lambda block: block.done), len(blocks) - 1)]
-
-        def done(k: int) -> int:
-            return here.offset + len(decode(list(tokens[here.window : k + 1])).rstrip(_HALF))
-
-        inside = range(here.first, here.behind)
-        return min(here.first + bisect.bisect_left(inside, end, key=done), here.behind - 1)
-
-    return tuple((place(end), amount) for end, amount in amounts)
-
-
-class _Block(NamedTuple):
-    """Some consecutive tokens. A token's text may depend on the one before, so they are decoded with earlier ones."""
-
-    first: int
-    behind: int
-    window: int  # the first token that is decoded
-    offset: int  # characters before the window
-    done: int  # characters up to the end of the block
-
-
-def _blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_Block]:
-    out: list[_Block] = []
-    window = first = done = 0
-    for behind in (*range(_BLOCK, len(tokens), _BLOCK), len(tokens)):
-        before, text = decode(list(tokens[window:first])), decode(list(tokens[window:behind]))
-        whole = len(text) > len(before) and not text.endswith(_HALF)  # otherwise the block grows
-        if whole or behind == len(tokens):
-            out.append(_Block(first, behind, window, done - len(before), done - len(before) + len(text)))
-            window, first, done = first, behind, out[-1].done
-    return out

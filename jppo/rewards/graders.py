@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 
 from jppo.errors import expanded
 from jppo.registry import Registry, did_you_mean
-from jppo.rewards import code, rules, verl_rules
-from jppo.rewards.earned import at_characters
-from jppo.rewards.parts import Part, Sample, failed, graded
+from jppo.rewards import code, rules
+from jppo.rewards.parts import Part, Sample, at_characters, failed, graded
 from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
 from jppo.rewards.rules import Verdict
 from jppo.sandbox.choice import STRICT
@@ -42,24 +41,24 @@ _CODE = functools.partial(code.code, time_s=8.0, memory_bytes=2**31)
 # The grader of each data source; `reward.grader` names one of these keys to override it for all rows. Data sources of
 # verl 0.9.1 are graded as there. A key that ends in * stands for all sources that begin so.
 _OWN: dict[str, Grader] = {
-    "openai/gsm8k": verl_rules.gsm8k_strict,
-    "gsm8k_strict": verl_rules.gsm8k_strict,
+    "openai/gsm8k": rules.gsm8k_strict,
+    "gsm8k_strict": rules.gsm8k_strict,
     "gsm8k": rules.gsm8k,
     "gsm8k_flexible": rules.gsm8k_flexible,
     "arithmetic": rules.exact,
     "exact": rules.exact,
     "multiplication": rules.behind_tools,
-    "lighteval/MATH": verl_rules.math_reward,
-    "DigitalLearningGmbH/MATH-lighteval": verl_rules.math_reward,
-    "HuggingFaceH4/MATH-500": verl_rules.math_reward,
-    "math_reward": verl_rules.math_reward,
-    "math": verl_rules.math_dapo,
-    "math_dapo": verl_rules.math_dapo,
-    "math_dapo_reasoning": verl_rules.math_dapo,
-    "aime*": verl_rules.math_dapo,
+    "lighteval/MATH": rules.math_reward,
+    "DigitalLearningGmbH/MATH-lighteval": rules.math_reward,
+    "HuggingFaceH4/MATH-500": rules.math_reward,
+    "math_reward": rules.math_reward,
+    "math": rules.math_dapo,
+    "math_dapo": rules.math_dapo,
+    "math_dapo_reasoning": rules.math_dapo,
+    "aime*": rules.math_dapo,
     "math_verify": rules.math_verify,
-    "searchR1_*": verl_rules.search_r1,
-    "search_r1": verl_rules.search_r1,
+    "searchR1_*": rules.search_r1,
+    "search_r1": rules.search_r1,
     "aqua": rules.choice,
     "deepmind/aqua_rat": rules.choice,
     "choice": rules.choice,

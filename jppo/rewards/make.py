@@ -13,13 +13,12 @@ from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
+from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
 from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart
-from jppo.rewards.judge.client import JudgeClient
-from jppo.rewards.judge.part import OPEN_ENDED, JudgePart, Rubric, make_rubric
-from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.classifier import Classifier, Texts, choose_engine, converted, located, read_classifier
-from jppo.rewards.model.part import ModelPart, Normalizer, StepPart
-from jppo.rewards.model.process import TransformersRewardModel, VllmRewardModel
+from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
+from jppo.rewards.judge_client import JudgeClient
+from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
+from jppo.rewards.model_process import TransformersRewardModel, VllmRewardModel
 from jppo.rewards.parts import (
     AGENT,
     ENVIRONMENT,

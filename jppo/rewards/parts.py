@@ -1,4 +1,4 @@
-"""The protocol of reward parts, each of which scores samples as they arrive; the part of a conversation; and the sum.
+"""The protocol of reward parts, which score samples and place amounts on tokens; the part of a conversation; the sum.
 
 Samples are submitted as they are generated, so that slow parts overlap with sampling:
 
@@ -7,16 +7,18 @@ Samples are submitted as they are generated, so that slow parts overlap with sam
     rewards = grading.collect()         # [B], in the order of the numbers
 """
 
+import bisect
 import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jppo import traces
+from jppo.rewards.earned import Amounts
 from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 
@@ -90,6 +92,13 @@ class Part(Protocol):
         return
 
 
+def pending() -> Future[Any]:
+    """Returns a future that cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 def graded(reward: Reward) -> Future[Reward]:
     """Returns the future of a reward that is there already."""
     future: Future[Reward] = Future()
@@ -100,6 +109,50 @@ def graded(reward: Reward) -> Future[Reward]:
 def failed(error: str) -> Reward:
     """Returns the reward of a sample that could not be scored."""
     return Reward(score=float("nan"), parts={}, error=error)
+
+
+_HALF = "\N{REPLACEMENT CHARACTER}"  # decoding of an incomplete character
+_BLOCK = 32  # tokens that are decoded at once
+
+
+def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> Amounts:
+    """Places amounts by the number of characters before their end on the tokens that complete these characters."""
+    if not amounts or not tokens:
+        return ()
+    blocks = _blocks(tokens, decode)
+
+    def place(end: int) -> int:
+        here = blocks[min(bisect.bisect_left(blocks, end, key=lambda block: block.done), len(blocks) - 1)]
+
+        def done(k: int) -> int:
+            return here.offset + len(decode(list(tokens[here.window : k + 1])).rstrip(_HALF))
+
+        inside = range(here.first, here.behind)
+        return min(here.first + bisect.bisect_left(inside, end, key=done), here.behind - 1)
+
+    return tuple((place(end), amount) for end, amount in amounts)
+
+
+class _Block(NamedTuple):
+    """Some consecutive tokens. A token's text may depend on the one before, so they are decoded with earlier ones."""
+
+    first: int
+    behind: int
+    window: int  # the first token that is decoded
+    offset: int  # characters before the window
+    done: int  # characters up to the end of the block
+
+
+def _blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_Block]:
+    out: list[_Block] = []
+    window = first = done = 0
+    for behind in (*range(_BLOCK, len(tokens), _BLOCK), len(tokens)):
+        before, text = decode(list(tokens[window:first])), decode(list(tokens[window:behind]))
+        whole = len(text) > len(before) and not text.endswith(_HALF)  # otherwise the block grows
+        if whole or behind == len(tokens):
+            out.append(_Block(first, behind, window, done - len(before), done - len(before) + len(text)))
+            window, first, done = first, behind, out[-1].done
+    return out
 
 
 ENVIRONMENT, AGENT, INTERACTION, TOOLS = "environment_score", "agent_score", "interaction_score", "tool_score"
@@ -126,7 +179,7 @@ class ConversationPart(Part):
         return graded(Reward(score, {}, error=None, earned=earned))
 
 
-def weighted(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+def _weighted_amounts(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     """Returns what a branch of an episode earned at its turns, scaled by the weights of the parts."""
     if exchange is None:
         return ()
@@ -220,7 +273,7 @@ class RewardSum:
     def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
         """Makes the function that returns the amounts which a branch of an episode earned at its turns."""
         weights = self.weights.of(source)
-        return lambda branch: weighted(branch.exchange, weights)
+        return lambda branch: _weighted_amounts(branch.exchange, weights)
 
     def ready(self) -> None:
         """Waits until all parts have started."""

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jppo.child_process import python_path
-from jppo.rewards.parts import Sample, failed
+from jppo.rewards.parts import Sample, failed, pending
 from jppo.rewards.pool_worker import LENGTH
 from jppo.settings import UserError
 from jppo.types import Reward
@@ -58,7 +58,7 @@ def as_plain(sample: Sample) -> dict[str, Any]:
     return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
 
 
-def as_reward(answer: dict[str, Any]) -> Reward:
+def _as_reward(answer: dict[str, Any]) -> Reward:
     """Returns an answer that has the fields of a reward."""
     return Reward(**answer)
 
@@ -86,7 +86,7 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def submit(self, target: Target, sample: Mapping[str, Any], read: Read = as_reward) -> Future[Reward]:
+    def submit(self, target: Target, sample: Mapping[str, Any], read: Read = _as_reward) -> Future[Reward]:
         """Submits one sample; the future never raises."""
         return self.submit_batch(target, [sample], [read])[0]
 
@@ -94,14 +94,14 @@ class Pool:
         self, target: Target, samples: Sequence[Mapping[str, Any]], reads: Sequence[Read]
     ) -> list[Future[Reward]]:
         """Like `submit`, for samples that one worker gets at once."""
-        futures: list[Future[Reward]] = [_future() for _ in samples]
+        futures: list[Future[Reward]] = [pending() for _ in samples]
         if samples:
             self._put(_Job(target, [dict(sample) for sample in samples], futures, reads))
         return futures
 
     def prepare(self, target: Target) -> bool:
         """Waits until a worker has prepared the target; True if it wants whole batches. Raises NotReady."""
-        future: Future[bool] = _future()
+        future: Future[bool] = pending()
         self._put(_Job(target, None, [future]))
         return future.result()
 
@@ -262,12 +262,6 @@ class _Worker:
             self._process.wait()
         self._in.close()
         self._out.close()
-
-
-def _future() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # from here it cannot be cancelled
-    return future
 
 
 def _fail(job: _Job, why: str) -> None:

@@ -6,9 +6,10 @@ It consists of two processes. The worker runs jobs: requests are pickled over st
 with a length prefix; output of jobs goes to stderr. The guard waits. When the worker or the trainer ends, or on
 SIGTERM, the guard kills all of its descendants, including those outside the worker's group, and exits like the worker.
 
-A job's target is a tuple of texts. `prepare` imports, compiles or loads it once per worker and returns a callable on
-samples, which are plain dicts: a rule, a pattern, or a custom function of one sample, of a batch, or in TRL's form, by
-the names of its parameters. Answers are plain JSON dicts. Standard library only: neither jax nor the trainer.
+A job's target is a tuple of texts. `prepare_target` imports, compiles or loads it once per worker and returns a
+callable on samples, which are plain dicts: a rule, a pattern, or a custom function of one sample, of a batch, or in
+TRL's form, by the names of its parameters. Answers are plain JSON dicts. Standard library only: neither jax nor the
+trainer.
 """
 
 import asyncio
@@ -44,19 +45,19 @@ TRL = "completions"
 NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")  # by TRL alone
 
 
-def takes_batch(function: Function) -> bool:
+def _takes_batch(function: Function) -> bool:
     """Whether the function scores many samples in one call."""
     return bool({BATCH[1], TRL} & set(_parameters(function)))
 
 
-def check(function: Function, name: str) -> None:
+def _check_signature(function: Function, name: str) -> None:
     """Raises ValueError unless the function has one of the signatures."""
     if TRL in _parameters(function):
         wanted = [one for one in _required(function) if one in NOT_PASSED]
         if not wanted:
             return
         what = f"asks for {wanted[0]!r}, which jppo does not pass"
-    elif _takes(function, BATCH if takes_batch(function) else ONE):
+    elif _takes(function, BATCH if _takes_batch(function) else ONE):
         return
     else:
         what = f"has the signature {_signature(function)}"
@@ -66,9 +67,9 @@ def check(function: Function, name: str) -> None:
     )
 
 
-def call(function: Function, samples: Sequence[Sample]) -> list[Any]:
+def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
     """Returns the function's result for each sample; raises ValueError for another number of results."""
-    if not takes_batch(function):
+    if not _takes_batch(function):
         return _results(function, [dict(zip(ONE, _arguments(sample), strict=True)) for sample in samples])
     if TRL in _parameters(function):
         given = _as_trl(function, samples)
@@ -147,7 +148,7 @@ def _takes(function: Function, names: Sequence[str]) -> bool:
     return True
 
 
-_Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read`
+_Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read_amounts`
 
 _MODULE = "jppo_reward_function"
 
@@ -159,7 +160,7 @@ class Prepared(NamedTuple):
     batch: bool  # it takes many samples at once
 
 
-def prepare(target: Sequence[str]) -> Prepared:
+def prepare_target(target: Sequence[str]) -> Prepared:
     """Prepares a target; raises ValueError with a readable reason."""
     kind, *rest = target
     makers: dict[str, Callable[..., Prepared]]
@@ -191,7 +192,7 @@ def answer_of(result: Any, sample: Sample) -> _Answer:
     if not isinstance(result, dict):
         return _checked(result, {})
     try:
-        found = earned.read(result, text=sample["text"], turns=sample["turns"])
+        found = earned.read_amounts(result, text=sample["text"], turns=sample["turns"])
     except ValueError as e:
         return _failed(str(e))
     if "score" not in result and found is None:
@@ -243,7 +244,9 @@ def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
 def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
     """Runs the text of a sample; its output is the answer, without a score."""
     runner = make_runner(*sandbox)
-    execute = functools.partial(code.run_program, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
+    execute = functools.partial(
+        code.program_output, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner
+    )
 
     def run(sample: Sample) -> rules.Verdict:
         return rules.Verdict(0.0, {}, execute(sample["text"]))
@@ -265,10 +268,10 @@ def _function(path: str, name: str, source: str) -> Prepared:
     function = _load(path, name, source)
 
     def score(samples: Sequence[Sample]) -> list[_Answer]:
-        results = call(function, samples)
+        results = call_function(function, samples)
         return [answer_of(result, sample) for result, sample in zip(results, samples, strict=True)]
 
-    return Prepared(score, takes_batch(function))
+    return Prepared(score, _takes_batch(function))
 
 
 def _load(path: str, name: str, source: str) -> Callable[..., Any]:
@@ -289,7 +292,7 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
         raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
     if not callable(function):
         raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
-    check(function, name)
+    _check_signature(function, name)
     return function
 
 
@@ -365,7 +368,7 @@ def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], Prepared]) -> d
     try:
         target = tuple(request["target"])
         if request["samples"] is None:
-            ready[target] = prepare(target)
+            ready[target] = prepare_target(target)
             return {"batch": ready[target].batch}
         return {"answers": ready[target].call(request["samples"])}
     except MemoryError:

@@ -1,6 +1,6 @@
 """Programs that a model wrote, confined by the kernel: graded answers, and the tool `python`.
 
-`choice.py` picks the sandbox and describes it. `launcher.py` starts a program and waits for it; `child.py` restricts
-the child process by namespaces and Landlock (`confine.py`), seccomp and cgroups, then runs it. Imports nothing of jppo
-but itself: its processes start often. Read `launcher.py` first.
+`choice.py` picks the sandbox and describes it. `launcher.py` starts a program, in control groups, and waits for it;
+`child.py` restricts the child process by namespaces, Landlock and seccomp (`confine.py`), then runs it. Imports nothing
+of jppo but itself: its processes start often. Read `launcher.py` first.
 """

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 
-from jppo.sandbox import confine, kernel, program, seccomp
+from jppo.sandbox import confine, kernel, program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def main(job_fd: int) -> None:
     sys.argv = ["program.py"]
     program.write_all(job["replies"], CLOSED)
     if job["tests"] is None:
-        program.run(job["program"])
+        program.run_as_main(job["program"])
     else:
         _with_tests(job, limits, peer.Peer, peer.Captured)
 
@@ -104,7 +104,7 @@ def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, cap
             tests = f.read()
         _seal(limits)
         os.write(asks, b"\n")
-        program.write_all(job["replies"], program.check(tests, peer(answered, asks, trusting=False)))
+        program.write_all(job["replies"], program.run_tests(tests, peer(answered, asks, trusting=False)))
         os._exit(0)
     for fd in (asks, answered, job["tests"], job["replies"]):
         os.close(fd)
@@ -112,13 +112,15 @@ def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, cap
     _seal(limits)
     for name in [one for one in sys.modules if one.partition(".")[0] == "jppo"]:
         del sys.modules[name]  # a program that changes all modules changes none of the sandbox's
-    program.serve(job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured())
+    program.answer_tests(
+        job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured()
+    )
 
 
 def _seal(limits: "dict[str, Any]") -> None:
     """Installs the filter of system calls, after which no process can be made."""
     if limits["seccomp"]:
-        seccomp.install(os.getpid(), counted=limits["counted"], programs=limits["programs"])
+        confine.filter_calls(os.getpid(), counted=limits["counted"], programs=limits["programs"])
 
 
 def _close(limits: "dict[str, Any]", parent: int) -> str:

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from jppo.sandbox import confine, kernel, launcher, peer, program, remote, seccomp, values
+from jppo.sandbox import confine, kernel, launcher, peer, program, remote, values
 from jppo.sandbox.launcher import TOO_LONG, Guards, NoSandbox, Ran
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
@@ -33,20 +33,20 @@ time.sleep(1)
 """
 _PROBE_S, _PROBE_BYTES = 30.0, 2**30
 
-Runner = Callable[..., launcher.Ran]  # as launcher.run, without its `guards`
+Runner = Callable[..., launcher.Ran]  # as launcher.run_program, without its `guards`
 
 
 def make_runner(mode: str = STRICT, url: str = "") -> Runner:
     """Makes the function that runs programs; ValueError if `strict` lacks a protection, or the service an address."""
     if mode == CONTAINER:
-        return functools.partial(run, url=check_url(url))
+        return functools.partial(_run_by_service, url=_check_url(url))
     guards = probe()
     if mode == STRICT and (why := lacks(guards)):
         raise ValueError(
             f"reward.sandbox='strict': {why}; start where they are, set reward.sandbox=container with"
             " reward.sandbox_url, or, for a model that you trust, reward.sandbox=basic"
         )
-    return functools.partial(launcher.run, guards=guards)
+    return functools.partial(launcher.run_program, guards=guards)
 
 
 def describe_sandbox(mode: str, url: str = "") -> str:
@@ -64,7 +64,7 @@ def probe(without: Collection[str] = frozenset()) -> Guards:
     """Finds the strongest guards that work here; `without` names protections to treat as missing."""
     for guards in _candidates(frozenset(without)):
         try:
-            ran = launcher.run(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+            ran = launcher.run_program(_PROBE, guards=guards, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
         except (launcher.NoSandbox, OSError):
             continue
         if ran.status == 0 and ran.printed.strip() == "1":
@@ -77,7 +77,7 @@ def _counted(guards: Guards) -> Guards:
     """Adds the quota by the kernel's counter, where that stops a program."""
     counted = dataclasses.replace(guards, counted=True)
     try:
-        ran = launcher.run(_HOARD, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+        ran = launcher.run_program(_HOARD, guards=counted, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
     except (launcher.NoSandbox, OSError):
         return guards
     return counted if ran.why == confine.TOO_MUCH else guards
@@ -85,9 +85,9 @@ def _counted(guards: Guards) -> Guards:
 
 def _grouped(guards: Guards) -> Guards:
     """Adds control groups to the guards, where these can be made."""
-    grouped = dataclasses.replace(guards, groups=confine.group_bases())
+    grouped = dataclasses.replace(guards, groups=launcher.group_bases())
     try:
-        ran = launcher.run("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
+        ran = launcher.run_program("print(1)", guards=grouped, time_s=_PROBE_S, memory_bytes=_PROBE_BYTES)
     except (launcher.NoSandbox, OSError):
         return guards
     return grouped if ran.status == 0 else guards
@@ -95,7 +95,7 @@ def _grouped(guards: Guards) -> Guards:
 
 def _candidates(without: Collection[str]) -> Iterator[Guards]:
     abi = 0 if "landlock" in without else confine.landlock_abi()
-    filtered = "seccomp" not in without and seccomp.supported()
+    filtered = "seccomp" not in without and confine.filter_supported()
     nobody = [launcher.NOBODY, None] if os.geteuid() == 0 and "user" not in without else [None]
     places = [(confine.AS_ROOT, uid) for uid in nobody] if os.geteuid() == 0 else []
     places = [] if "namespaces" in without else [*places, (confine.AS_USER, None)]
@@ -160,7 +160,7 @@ import os
 import subprocess
 from jppo.sandbox import kernel
 from jppo.sandbox.peer import Peer
-from jppo.sandbox.program import check, write_all
+from jppo.sandbox.program import run_tests, write_all
 
 text, tests, other = json.loads({job!r})
 try:
@@ -180,7 +180,7 @@ os.close(asked)
 os.close(answers)
 out = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-verdict = check(tests, Peer(answered, asks, trusting=False))
+verdict = run_tests(tests, Peer(answered, asks, trusting=False))
 running.kill()
 write_all(out, verdict)
 os._exit(0)
@@ -188,18 +188,18 @@ os._exit(0)
 _PROGRAM = """
 from jppo.sandbox import kernel
 from jppo.sandbox.peer import Captured, Peer
-from jppo.sandbox.program import serve
+from jppo.sandbox.program import answer_tests
 
 asked, answers = map(int, sys.argv[1:])
 text = sys.stdin.read()
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 kernel.drop_capabilities()
 kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)  # a service that ends the tests for their time may not know of this process
-serve(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=look_up), Captured())
+answer_tests(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=look_up), Captured())
 """
 
 
-def check_url(url: str) -> str:
+def _check_url(url: str) -> str:
     """Returns the URL for programs; raises ValueError if it is invalid, or has a password in it."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -209,7 +209,7 @@ def check_url(url: str) -> str:
     return url if parts.path.rstrip("/").endswith("/run_code") else url.rstrip("/") + "/run_code"
 
 
-def run(
+def _run_by_service(
     text: str,
     *,
     url: str,
@@ -218,7 +218,7 @@ def run(
     stdin: str = "",
     tests: str | None = None,
 ) -> Ran:
-    """Runs a program as `launcher.run` does, on the service. Raises NoSandbox after more than _RETRIES failures."""
+    """Like `launcher.run_program`, on the service. Raises NoSandbox after more than _RETRIES failures."""
     code = text
     if tests is not None:
         sides = _MODULES.format(sides=json.dumps([[one.__name__, inspect.getsource(one)] for one in _SIDES]))
@@ -233,7 +233,7 @@ def run(
     }
     for tries in range(_RETRIES + 1):
         try:
-            ran = _ran(_post(check_url(url), body, time_s + MARGIN_S), tests is not None)
+            ran = _ran(_post(_check_url(url), body, time_s + MARGIN_S), tests is not None)
             return Ran(ran.status, ran.printed, ran.errors, ran.replies, ran.why, retries=tries)
         except _Again as e:
             if tries == _RETRIES:

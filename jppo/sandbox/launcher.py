@@ -2,11 +2,15 @@
 
 The program is one process with threads. It gets its own text, its input, and the tests' requests. The only file
 descriptors that it shares with its parent are pipes that are read here.
+
+Control groups limit memory and threads, where they can be made: version 2 needs a delegated group with the controllers
+memory and pids, version 1 writable hierarchies of the two.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import marshal
 import os
 import pathlib
@@ -18,16 +22,16 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jppo.sandbox import confine
 from jppo.sandbox.child import CLOSED
 
-FILE_BYTES = 2**24  # of each file that a program writes
-OUTPUT_BYTES = 2**24  # of its output, and of its replies
+_FILE_BYTES = 2**24  # of each file that a program writes
+_OUTPUT_BYTES = 2**24  # of its output, and of its replies
 THREADS = 64  # where the user is not root
-OPEN_FILES = 128
+_OPEN_FILES = 128
 NOBODY = 65534
 _OF_PYTHON = 2**26  # memory of the process that waits for a program in namespaces
 TOO_LONG = "took too long"
@@ -35,9 +39,12 @@ _PREFIX, _OLD_S = "jppo-code-", 3600.0  # folders of programs, and the minimum a
 _TICK_S = 0.05  # how often a folder without a quota is measured
 _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 _BOOT = f"import sys; sys.path.insert(0, {_ROOT!r}); from jppo.sandbox.child import main; main(int(sys.argv[1]))"
+_GROUP_MEMORY, _GROUP_PIDS = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)  # of either version
+_GROUP_NUMBERS = itertools.count()
+_REMOVE_S = 1.0  # longest wait for a group whose processes end
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 
-Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
+_Excess = Callable[[int], str]  # why a process has too much in its folder, or ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +76,7 @@ class NoSandbox(Exception):
     """The sandbox could not be made; no program was run."""
 
 
-def run(
+def run_program(
     text: str,
     *,
     guards: Guards,
@@ -84,7 +91,7 @@ def run(
     """
     job = {
         "program": text.encode("utf-8", "replace").decode("utf-8"),
-        "path": [p for p in sys.path if any(_within(p, place) for place in readable())],
+        "path": [p for p in sys.path if any(_within(p, place) for place in readable_paths())],
     }
     return _confined(job, guards, time_s, memory_bytes, stdin, tests)
 
@@ -119,7 +126,7 @@ def _confined(
     try:
         if guards.groups:
             most = memory_bytes + confine.FOLDER_BYTES + _OF_PYTHON
-            groups = confine.make_groups(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
+            groups = _make_groups(guards.groups, memory=most, processes=THREADS + 2 + (tests is not None))
         if guards.uid is not None and guards.spaces == confine.NONE:
             os.chown(folder, guards.uid, guards.uid)
         bounds = _limits(folder, guards, time_s, memory_bytes, job.get("read", []))
@@ -128,13 +135,13 @@ def _confined(
         ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
     finally:
         _remove(folder)
-        confine.remove_groups(groups)
+        _remove_groups(groups)
     if ran.replies[:1] != (CLOSED,) and not ran.why:  # a program could fake an exit code
         raise NoSandbox(ran.errors.strip() or "the sandbox's process ended before it was closed")
     return dataclasses.replace(ran, replies=ran.replies[1:])
 
 
-def readable() -> list[str]:
+def readable_paths() -> list[str]:
     """Returns paths that programs may read besides their folder: Python, its packages, and system libraries."""
     prefixes = {sys.prefix, sys.base_prefix, sys.base_exec_prefix}
     paths = {f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "lib64")}
@@ -150,7 +157,7 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read:
     return {
         "folder": folder,
         "folder_bytes": confine.FOLDER_BYTES,
-        "read": [*readable(), *read],
+        "read": [*readable_paths(), *read],
         "devices": _DEVICES,
         "spaces": guards.spaces,
         "landlock": bool(guards.landlock),
@@ -160,16 +167,16 @@ def _limits(folder: str, guards: Guards, time_s: float, memory_bytes: int, read:
         "rlimits": {
             "RLIMIT_AS": memory_bytes,
             "RLIMIT_CPU": int(time_s) + 2,
-            "RLIMIT_FSIZE": FILE_BYTES,
+            "RLIMIT_FSIZE": _FILE_BYTES,
             "RLIMIT_NPROC": _processes_of(user) + THREADS,
-            "RLIMIT_NOFILE": OPEN_FILES,
+            "RLIMIT_NOFILE": _OPEN_FILES,
             "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_CORE": 0,
         },
     }
 
 
-def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: Excess | None) -> Ran:
+def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s: float, excess: _Excess | None) -> Ran:
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         replies, answers = os.pipe()
@@ -208,7 +215,7 @@ def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s
 class _Watch:
     """A reader of a process's output until it ends or must be killed."""
 
-    def __init__(self, child: subprocess.Popen[bytes], deadline: float, excess: Excess | None):
+    def __init__(self, child: subprocess.Popen[bytes], deadline: float, excess: _Excess | None):
         self._child, self._deadline, self._excess = child, deadline, excess
 
     def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
@@ -224,8 +231,8 @@ class _Watch:
                     got[key.fd] += chunk
                     if not chunk:
                         waiting.unregister(key.fd)
-                    if len(got[key.fd]) > OUTPUT_BYTES:
-                        why = f"printed more than {OUTPUT_BYTES} bytes"
+                    if len(got[key.fd]) > _OUTPUT_BYTES:
+                        why = f"printed more than {_OUTPUT_BYTES} bytes"
                 why = why or self._fault()
         while not why and self._child.poll() is None:  # it has closed its pipes
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -292,3 +299,77 @@ def _processes_of(user: int) -> int:
             if process.stat().st_uid == user:
                 total += len(os.listdir(process))
     return total
+
+
+def group_bases() -> tuple[str, ...]:
+    """Returns the folders in which groups with a limit on memory or processes can be made, often none."""
+    return tuple(base for base in _own_groups() if _can_limit(base))
+
+
+def _make_groups(bases: Iterable[str], *, memory: int, processes: int) -> list[str]:
+    """Makes new groups, one in each base, with these limits. Raises OSError."""
+    made = []
+    for base in bases:
+        group = f"{base}/jppo-{os.getpid()}-{next(_GROUP_NUMBERS)}"
+        os.mkdir(group)
+        made.append(group)
+        for names, value in ((_GROUP_MEMORY, memory), (_GROUP_PIDS, processes)):
+            for name in names:
+                if os.path.exists(f"{group}/{name}"):
+                    _write_number(f"{group}/{name}", value)
+    return made
+
+
+def _remove_groups(groups: Iterable[str]) -> None:
+    """Kills remaining processes in groups and removes the groups; `group_bases` of a later run removes busy ones."""
+    end = time.monotonic() + _REMOVE_S
+    for group in groups:
+        with contextlib.suppress(OSError):
+            _write_number(f"{group}/cgroup.kill", 1)
+        while os.path.isdir(group):
+            try:
+                os.rmdir(group)
+            except OSError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.002)
+
+
+def _write_number(path: str, value: int) -> None:
+    with open(path, "w", encoding="ascii") as f:
+        f.write(str(value))
+
+
+def _own_groups() -> list[str]:
+    """Returns this process's groups: version 2's, and version 1's of memory and pids."""
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as f:
+            entries = [line.rstrip("\n").split(":", 2) for line in f]
+        with open("/proc/self/mounts", encoding="utf-8") as f:
+            mounts = [line.split() for line in f]
+    except OSError:
+        return []
+    found = []
+    for _, controllers, path in entries:
+        wanted = set(controllers.split(",")) & {"memory", "pids"}
+        for _, place, kind, options, *_ in mounts:
+            first = kind == "cgroup" and wanted & set(options.split(","))
+            if first or (kind == "cgroup2" and not controllers):
+                found.append(f"{place}{path}".rstrip("/"))
+    return list(dict.fromkeys(found))
+
+
+def _can_limit(base: str) -> bool:
+    try:
+        for name in os.listdir(base):  # of workers that were killed
+            _, _, pid = name.partition("jppo-")
+            if pid and not os.path.exists(f"/proc/{pid.partition('-')[0]}"):
+                with contextlib.suppress(OSError):
+                    os.rmdir(f"{base}/{name}")
+        (group,) = _make_groups([base], memory=2**28, processes=64)
+    except OSError:
+        return False
+    try:
+        return any(os.path.exists(f"{group}/{name}") for name in (*_GROUP_MEMORY, *_GROUP_PIDS))
+    finally:
+        _remove_groups([group])

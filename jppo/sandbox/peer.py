@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jppo.sandbox.remote import BINARY, UNARY
-from jppo.sandbox.values import Gone, Memo, Values, plain
+from jppo.sandbox.values import Gone, Memo, Values, builtin_value
 
 _LINE_BYTES = 2**26  # of a message
 
@@ -105,7 +105,7 @@ class Peer:
         if op == "format":
             return format(*operands)
         if op == "plain":
-            return plain(*operands)
+            return builtin_value(*operands)
         if op in UNARY:
             return UNARY[op](*operands)
         if op in BINARY or op in ("getitem", "setitem", "delitem", "contains"):

@@ -1,9 +1,9 @@
 """A program that a model wrote, and its tests: what runs in the two processes of the sandbox.
 
-`run` is the whole of a program that reads its standard input. `serve` runs a program and then the calls of its tests,
-which `check` runs in another process: there they are Python as it is, with their expected values, comparisons, helpers
-and imports, and only the program's own names reach over (`peer.py`). Standard library only and no import of jppo,
-because an HTTP sandbox service gets these files as text.
+`run_as_main` is the whole of a program that reads its standard input. `answer_tests` runs a program and then the calls
+of its tests, which `run_tests` runs in another process: there they are Python as it is, with their expected values,
+comparisons, helpers and imports, and only the program's own names reach over (`peer.py`). Standard library only and no
+import of jppo, because an HTTP sandbox service gets these files as text.
 """
 
 import ast
@@ -26,13 +26,13 @@ _FROM_TESTS = (
 )  # fmt: skip
 
 
-def run(text: str) -> None:
+def run_as_main(text: str) -> None:
     """Runs the program's text as a new `__main__`."""
     names = _fresh("__main__")
     exec(compile(text, "program.py", "exec"), names)
 
 
-def serve(text: str, peer_of: Callable[[Callable[[str], object]], "Peer"], captured: "Captured") -> None:
+def answer_tests(text: str, peer_of: Callable[[Callable[[str], object]], "Peer"], captured: "Captured") -> None:
     """Runs the program's text, and answers what its tests ask until they end."""
     names = _fresh("program")
     sys.modules["__main__"] = sys.modules["program"]  # where dataclasses and pickle look
@@ -46,7 +46,7 @@ def serve(text: str, peer_of: Callable[[Callable[[str], object]], "Peer"], captu
     peer.serve()
 
 
-def check(tests: str, peer: "Peer") -> str:
+def run_tests(tests: str, peer: "Peer") -> str:
     """Returns the verdict on the program on the other side, by a block of tests."""
     names, ran = _Names(tests, peer), []
     names[_RAN] = lambda: ran.append(True)

@@ -54,7 +54,7 @@ SHARED = (
 )  # fmt: skip
 
 
-class Side(Protocol):
+class _Side(Protocol):
     """The `Values` of a Remote's class."""
 
     ask: Callable[..., Any]
@@ -67,7 +67,7 @@ class Meta(type):
     """The class of classes that stand for the other side's."""
 
     def __call__(cls, *args: object, **named: object) -> Any:
-        side: Side = cls.__side__
+        side: _Side = cls.__side__
         made = side.ask("call", cls, args, named)
         if cls in side.named and type(made) is cls:
             side.given.add(object.__getattribute__(made, "_id"))
@@ -144,7 +144,7 @@ class Remote(metaclass=Meta):
     __array_ufunc__ = None  # numpy leaves operators to Python
 
     def __getattr__(self, name: str) -> Any:
-        side: Side = type(self).__side__
+        side: _Side = type(self).__side__
         unknown = not (side.trusting or object.__getattribute__(self, "_id") in side.given)
         if unknown and (name in _PREDICATES or (hasattr(str, name) and name.startswith("is"))):
             raise AttributeError(name)  # else an object that the tests did not make gives a verdict like a builtin's
@@ -192,7 +192,7 @@ class Remote(metaclass=Meta):
         _ask("get", self, "__exit__")(kind, error, None)  # never ends an error: the asserts after it would not run
 
 
-def remote_base(side: Side) -> Any:
+def remote_base(side: _Side) -> Any:
     """Makes the class of all that is on the other side of a `Values`."""
     return Meta("Remote", (Remote,), {"__side__": side, "__slots__": ()})
 
@@ -204,7 +204,7 @@ def _open(name: str) -> str:
     return name
 
 
-def _items(side: Side, value: object) -> Iterator[Any]:
+def _items(side: _Side, value: object) -> Iterator[Any]:
     iterator = side.ask("iter", value)
     while True:
         try:
@@ -234,11 +234,11 @@ def shared_name(value: object) -> tuple[Any, str] | None:
     return (module, name) if found is not None and found.__dict__.get(name) is value else None
 
 
-def shared(module: str, name: str) -> Any:
+def shared_object(module: str, name: str) -> Any:
     """Returns what goes by a name; ValueError for what does not."""
     if name.startswith("_") or (module == "builtins" and name in _OWN):
         raise ValueError(name)
-    return getattr(builtins if module == "builtins" else imported(module), name)
+    return getattr(builtins if module == "builtins" else shared_module(module), name)
 
 
 def is_plain_class(found: object) -> bool:
@@ -251,7 +251,7 @@ def is_plain_class(found: object) -> bool:
     return issubclass(found, numpy.generic) or found is numpy.ndarray
 
 
-def imported(name: str) -> types.ModuleType:
+def shared_module(name: str) -> types.ModuleType:
     """Returns a module of SHARED."""
     if name not in SHARED:
         raise ValueError(name)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jppo.sandbox import choice, launcher
 from jppo.sandbox.child import FOLDER, REPLIES_FD
 
-RUN_S = 12.0
+_RUN_S = 12.0
 HIDDEN = "hidden-from-the-script"  # in place of secrets of the environment
 _MEMORY = 2**30
 _FILE_BYTES, _ALL_BYTES, _FILES = 2**17, 2**25, 3000  # limits of the copied files: of one, of all, their number
@@ -118,7 +118,7 @@ def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, st
         raise launcher.NoSandbox(lacking)
     assert bash is not None
     file, here = pathlib.Path(path).resolve(), pathlib.Path.cwd()
-    root = root_of(file)
+    root = _root_of(file)
     text = file.read_text(encoding="utf-8", errors="replace")
     files, links, read = _box(file, root, text, bash)
     inside = here.is_relative_to(root)
@@ -136,7 +136,7 @@ def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, st
         environment=given,
         read=read,
         guards=guards,
-        time_s=RUN_S,
+        time_s=_RUN_S,
         memory_bytes=_MEMORY,
         stdin="\n",
     )
@@ -148,7 +148,7 @@ def run_script(path: str, arguments: Sequence[str], environment: Mapping[str, st
     return ScriptRun(calls, ran.status, ran.why, printed, ran.input_bytes > 0, str(root))
 
 
-def root_of(file: pathlib.Path) -> pathlib.Path:
+def _root_of(file: pathlib.Path) -> pathlib.Path:
     """Returns the checkout of a script, or its folder."""
     home = pathlib.Path.home()
     for folder in file.parents:

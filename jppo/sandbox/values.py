@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jppo.sandbox.remote import SHARED, imported, is_plain_class, remote_base, shared, shared_name
+from jppo.sandbox.remote import SHARED, is_plain_class, remote_base, shared_module, shared_name, shared_object
 
 _MUTABLE: dict[Any, str] = {
     list: "list",
@@ -149,7 +149,7 @@ class Values:
         named = list(map(str, fields)) if isinstance(fields, tuple) and len(fields) == tuple.__len__(value) else None
         if named and any(hasattr(tuple, one) for one in named):
             return None
-        return ["subclass", base.__name__, str(kind.__name__), named, self.encoded(plain(value), memo)]
+        return ["subclass", base.__name__, str(kind.__name__), named, self.encoded(builtin_value(value), memo)]
 
     def _exported(self, value: object) -> int:
         if not self.trusting and isinstance(value, _UNEXPORTED):
@@ -256,9 +256,9 @@ class Values:
         if tag == "constant":
             return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[rest[0]]
         if tag == "module":
-            return self._named(tuple(rest), imported(rest[0]))
+            return self._named(tuple(rest), shared_module(rest[0]))
         if tag == "shared":
-            return self._named(tuple(rest), shared(*rest))
+            return self._named(tuple(rest), shared_object(*rest))
         if tag == "error":
             return self.exception(rest, objects)
         if tag == "numpy":
@@ -290,7 +290,7 @@ class Values:
 
     def _made_numpy(self, rest: list[Any], objects: list[Any]) -> Any:
         dtype, shape, array, flat = rest
-        numpy = imported("numpy")
+        numpy = shared_module("numpy")
         if numpy.dtype(dtype).hasobject:
             raise ValueError(dtype)
         made = numpy.array([self.decoded(one, objects) for one in flat], dtype=dtype).reshape(shape)
@@ -371,7 +371,7 @@ class Values:
         return made
 
 
-def plain(value: object) -> Any:
+def builtin_value(value: object) -> Any:
     """Returns the value of an instance of a subclass of a builtin, read past its methods; None of others."""
     if isinstance(value, (str, bytes)):
         return str.__str__(value) if isinstance(value, str) else bytes.__getitem__(value, slice(None))

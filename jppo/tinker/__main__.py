@@ -7,20 +7,31 @@ of jppo.train: --rollout.name=inprocess, --mesh.fsdp=4. See docs/tinker.md.
 """
 
 import ast
+import hmac
+import http.server
+import json
 import os
 import pathlib
 import signal
 import sys
+import threading
+import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from jppo import settings
+from jppo.agent.gateway.request import BadRequest
 from jppo.run.own_loop import open_model
 from jppo.settings import UserError
-from jppo.tinker.http import require_keys, serve
-from jppo.tinker.sessions import Service
+from jppo.tinker.futures import JSON
+from jppo.tinker.sessions import Answer, Service
 
 KEYS = "JPPO_TINKER_KEYS"
-ALPHA = 32  # the API's scale of adapters
+_ALPHA = 32  # the API's scale of adapters
+_PREFIX = "/api/v1/"
+_MOST_BODY = 2**26  # bytes; the client cuts gradients at 5 MB
+_IDLE_S = 120.0
+_LEAST_KEY = 20  # characters
 
 
 @settings.exit_on_user_error
@@ -40,15 +51,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sessions", type=settings.natural, default=16, help="the most sessions at once")
     args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     text = args.key_file.read_text(encoding="utf-8") if args.key_file else os.environ.get(KEYS, "")
-    keys = require_keys(text, str(args.key_file or KEYS))
+    keys = _require_keys(text, str(args.key_file or KEYS))
     given = dict[str, Any]({"rollout.name": "vllm"}) | dict(_setting(one) for one in rest)
-    lora = {"rank": args.lora, "alpha": ALPHA} if args.lora else None
+    lora = {"rank": args.lora, "alpha": _ALPHA} if args.lora else None
     engine = {"name": given.pop("rollout.name")}
     with open_model(args.model, lora=lora, engine=engine, **given) as model:
         name = args.name or args.model
         bounds = dict(expiry_s=args.expiry_s, most=args.sessions)
         service = Service(model, name, args.lora, folder=args.folder, **bounds)
-        server = serve(service, keys, args.host, args.port)
+        server = start_server(service, keys, args.host, args.port)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.stop())
         host, port = server.server_address[:2]
@@ -64,6 +75,92 @@ def _setting(argument: str) -> tuple[str, Any]:
         return name, ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return name, text
+
+
+def _require_keys(text: str, source: str) -> tuple[str, ...]:
+    """Returns the keys, one a line; raises UserError for one that the client would not send."""
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys or any(not key.startswith("tml-") or len(key) < _LEAST_KEY or not key.isascii() for key in keys):
+        raise UserError(
+            f"{source} must have keys, one a line, each 'tml-' and random characters, {_LEAST_KEY} or more in all; make"
+            " one by python -c \"import secrets; print('tml-' + secrets.token_urlsafe(32))\""
+        )
+    return keys
+
+
+def _owner_of(key: str, keys: Sequence[str]) -> str:
+    """Returns the known key that was sent, in a time that does not depend on the keys; raises BadRequest."""
+    sent = key.encode("utf-8", "surrogateescape")
+    found = [one for one in keys if hmac.compare_digest(one.encode(), sent)]
+    if not found:
+        raise BadRequest("the key is not known; send one of the server's as TINKER_API_KEY", status=401)
+    return found[0]
+
+
+def start_server(service: Service, keys: Sequence[str], host: str, port: int) -> http.server.ThreadingHTTPServer:
+    """Starts the server in threads of its own."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version, timeout, server_version, sys_version = "HTTP/1.1", _IDLE_S, "jppo", ""
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            self._answer()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _answer(self) -> None:
+            try:
+                status, kind, body = self._found()
+            except (BadRequest, UserError) as e:
+                self.close_connection = self.close_connection or not self._read
+                status, kind, body = getattr(e, "status", 400), JSON, json.dumps({"detail": str(e)}).encode()
+            except (ConnectionError, TimeoutError):
+                raise  # the client has gone
+            except Exception as e:
+                traceback.print_exception(e)
+                detail = f"the server failed: {type(e).__name__}; see its output"
+                status, kind, body = 500, JSON, json.dumps({"detail": detail}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            if self.close_connection:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _found(self) -> Answer:
+            self._read = False
+            owner = _owner_of(self.headers.get("X-API-Key", ""), keys)
+            length = self.headers.get("Content-Length", "0")
+            if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
+                raise BadRequest("the request needs a Content-Length", status=411)
+            if "Content-Encoding" in self.headers:
+                raise BadRequest("Content-Encoding is not supported; send the body as it is", status=415)
+            if int(length) > _MOST_BODY:
+                raise BadRequest(f"the body has {length} bytes; it must have at most {_MOST_BODY}", status=413)
+            body = self.rfile.read(int(length))
+            self._read = True
+            path = self.path.partition("?")[0]
+            if not path.startswith(_PREFIX):
+                raise BadRequest(f"there is no {path[:80]!r}; paths begin with {_PREFIX}", status=404)
+            name = path.removeprefix(_PREFIX)
+            name = name if name.startswith(("samplers/", "sessions/")) else name.replace("/", "_")
+            return service.answer(owner, self.command, name, body)
+
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads, request_queue_size = True, 1024
+
+        def handle_error(self, *_: object) -> None:
+            pass  # the client has gone
+
+    server = Server((host, port), Handler)
+    threading.Thread(target=server.serve_forever, name="jppo-tinker", daemon=True).start()
+    return server
 
 
 if __name__ == "__main__":

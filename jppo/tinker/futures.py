@@ -1,11 +1,12 @@
-"""A session of the Tinker API with its models, samplers, and the futures of its requests."""
+"""A session of the Tinker API with its models, samplers, and the futures of its requests; the results of samples."""
 
 import collections
 import dataclasses
+import itertools
 import json
 import threading
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from jppo.agent.gateway.request import BadRequest
 from jppo.errors import UserError
 from jppo.run.own_loop import Model
 from jppo.run.own_samples import Kept
+from jppo.tinker.requests import samples_message
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
-MOST_RESULTS = 4096  # of a session
+_MOST_RESULTS = 4096  # of a session
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sample:
+class SampleRequest:
     """A request for responses to a prompt, for its log-probs, or for both."""
 
     weights: Kept
@@ -36,7 +38,7 @@ class Future:
     id: str
     session: "Session"
     run: Callable[[], dict[str, Any] | bytes] | None  # None: of `sample`
-    sample: Sample | None = None
+    sample: SampleRequest | None = None
     group: Hashable = None  # of samples that one call of the engine makes
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     kind: str = JSON
@@ -59,7 +61,7 @@ class Future:
 
 
 @dataclasses.dataclass(eq=False)
-class Run:
+class SessionModel:
     """A model of a session."""
 
     id: str
@@ -77,15 +79,43 @@ class Session:
     id: str
     owner: str
     seen: float
-    runs: dict[str, Run] = dataclasses.field(default_factory=dict)
+    runs: dict[str, SessionModel] = dataclasses.field(default_factory=dict)
     samplers: dict[str, Kept | None] = dataclasses.field(default_factory=dict)  # None: expired
     futures: dict[str, Future] = dataclasses.field(default_factory=dict)
     ended: bool = False
 
     def accept(self, future: Future) -> Future:
-        """Adds a future; forgets the oldest results beyond MOST_RESULTS."""
+        """Adds a future; forgets the oldest results beyond _MOST_RESULTS."""
         self.futures[future.id] = future
-        if len(self.futures) > MOST_RESULTS:
-            for old in [one for one in self.futures.values() if one.done.is_set()][: -MOST_RESULTS // 2]:
+        if len(self.futures) > _MOST_RESULTS:
+            for old in [one for one in self.futures.values() if one.done.is_set()][: -_MOST_RESULTS // 2]:
                 del self.futures[old.id]
         return future
+
+
+def answer_samples(base: Model, jobs: Sequence[Future]) -> None:
+    """Answers requests of one group: they have the same weights and sampling, and all are scored or none."""
+    asked = [job.sample for job in jobs if job.sample is not None]
+    first = asked[0]
+    scores: list[np.ndarray | None] = [None] * len(asked) if first.scored is None else _scores(base, asked)
+    roomy = len(first.prompt) <= base.settings.data.max_prompt_length
+    found = iter(base.sample([one.prompt for one in asked], weights=first.weights, **first.how) if roomy else [])
+    for job, score in zip(jobs, scores, strict=True):
+        samples = list(itertools.islice(found, first.how["n"]))
+        if any(t.finish == "abort" for t in samples):
+            raise RuntimeError("the engine aborted a response")
+        told = [(t.tokens[t.sampled], t.logprob[t.sampled], t.finish == "length") for t in samples]
+        job.finish(samples_message(told, score))
+
+
+def _scores(base: Model, asked: Sequence[SampleRequest]) -> list[np.ndarray | None]:
+    """Returns the log-probs of the prompts' last tokens, NaN for the others."""
+    longer = [one.prompt for one in asked if len(one.prompt) > 1]  # the first token has no log-prob
+    rows = iter(base.logprobs(base.examples(longer), weights=asked[0].weights) if longer else [])
+    found: list[np.ndarray | None] = []
+    for one in asked:
+        score = np.full(len(one.prompt), np.nan, np.float32)
+        if len(one.prompt) > 1 and one.scored:
+            score[-one.scored :] = next(rows)[: len(one.prompt) - 1][-one.scored :]
+        found.append(score)
+    return found

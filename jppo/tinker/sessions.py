@@ -20,12 +20,12 @@ import numpy as np
 from jppo.agent.gateway.request import BadRequest
 from jppo.run.own_loop import Model
 from jppo.run.own_samples import Kept
-from jppo.tinker import requests, sampling, wire
-from jppo.tinker.futures import JSON, Future, Run, Sample, Session
+from jppo.tinker import requests
+from jppo.tinker.futures import JSON, Future, SampleRequest, Session, SessionModel, answer_samples
 from jppo.tinker.requests import Body, field
 
 POLL_S = 20.0  # longest wait of one retrieve_future
-MOST_HELD = 4096  # requests of a model that wait for an earlier number
+_MOST_HELD = 4096  # requests of a model that wait for an earlier number
 UNNAMED, NAMED = 4, 32  # copies of a model's weights for sampling: the last used ones, and at most
 Answer = tuple[int, str, bytes]
 
@@ -46,12 +46,12 @@ class Service:
     def answer(self, owner: str, method: str, path: str, body: bytes) -> Answer:
         """Answers a request of a key; raises BadRequest."""
         if method == "POST" and path == "forward_backward":
-            return self._json(self.forward_backward(owner, wire.read(body)))
+            return self._json(self.forward_backward(owner, requests.read_message(body)))
         if method == "GET":
             return self._json(self._get(owner, path))
         if path.startswith("sessions/") and path.endswith("/finish"):
             return self._json(self._finish(owner, path.split("/")[1]))
-        if path not in POSTS:
+        if path not in _POSTS:
             raise BadRequest(f"there is no POST /api/v1/{path[:80]}; see docs/tinker.md", status=404)
         try:
             fields = json.loads(body or b"{}")
@@ -137,7 +137,7 @@ class Service:
         """Makes the model `model_seq_id`, from a checkpoint if `source` has one and whether its optimizer."""
         with self._changed:
             session = self._session(owner, field(body, "session_id", str))
-            run = Run(f"{session.id}:train:{field(body, 'model_seq_id', int)}")
+            run = SessionModel(f"{session.id}:train:{field(body, 'model_seq_id', int)}")
             if run.id in session.runs:
                 return self._told(session.futures.get(f"{run.id}:0"), run.id)
             session.runs[run.id] = run
@@ -159,13 +159,13 @@ class Service:
         found = {"type": "get_info", "model_id": run.id, "model_name": self._name, "model_data": data}
         return found | {"is_lora": bool(self._rank), "lora_rank": self._rank or None}
 
-    def forward_backward(self, owner: str, message: wire.Message) -> dict[str, Any]:
+    def forward_backward(self, owner: str, message: requests.Message) -> dict[str, Any]:
         """Adds a gradient, or with forward_only computes log-probs."""
 
         def make(model: Model) -> bytes:
-            asked = wire.read_gradient(message)
-            name, options = requests.loss(asked)
-            inputs, targets, arrays = requests.examples(asked.data, name)
+            asked = requests.read_gradient(message)
+            name, options = requests.loss_options(asked)
+            inputs, targets, arrays = requests.loss_inputs(asked.data, name)
             batch = model.examples(inputs, targets, **arrays)
             if not asked.forward_only:
                 found = model.forward_backward(batch, name, **options)
@@ -177,15 +177,15 @@ class Service:
             else:
                 raise BadRequest(f"forward with loss_fn={name!r} is not supported; take 'cross_entropy'")
             rows = [logprob[i, : len(x)] for i, x in enumerate(targets)]
-            return wire.write_gradient(rows, {} if total is None else {"loss:sum": total})
+            return requests.gradient_message(rows, {} if total is None else {"loss:sum": total})
 
-        return self._ordered(owner, *wire.read_order(message), make)
+        return self._ordered(owner, *requests.read_order(message), make)
 
     def optim_step(self, owner: str, body: Body) -> dict[str, Any]:
         """Applies the accumulated gradient by AdamW with the request's hyperparameters."""
 
         def make(model: Model) -> dict[str, Any]:
-            found = model.optim_step(**requests.adam(body))
+            found = model.optim_step(**requests.adam_options(body))
             finite = {name: x for name, x in found.items() if math.isfinite(x)}  # JSON has no others
             return {"metrics": {name.replace(":", "_") + ":mean": x for name, x in finite.items()}}
 
@@ -199,7 +199,7 @@ class Service:
                 "", body, ("model_id", "path", "seq_id", "overwrite", "user_metadata", "ttl_seconds", "type")
             )
             name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
-            path = requests.checkpoint(self._folder, owner, f"{field(body, 'model_id', str)}/weights/{name}")
+            path = requests.checkpoint_folder(self._folder, owner, f"{field(body, 'model_id', str)}/weights/{name}")
             if path.exists() and not field(body, "overwrite", bool, False):
                 raise BadRequest(f"path={name!r} exists; take another name, or overwrite=True")
             part, former = path.with_name(f".{name}"), path.with_name(f".{name}.former")
@@ -221,7 +221,7 @@ class Service:
             known = ("model_id", "seq_id", "session_id", "model_seq_id", "user_metadata", "path", "optimizer", "type")
             requests.require_known("", body, (*known, "optimizer_config", "base_model"))
             given, optimizer = field(body, "path", str), field(body, "optimizer", bool)
-            path = requests.checkpoint(self._folder, owner, given.removeprefix(requests.SCHEME))
+            path = requests.checkpoint_folder(self._folder, owner, given.removeprefix(requests.SCHEME))
             if not given.startswith(requests.SCHEME) or not path.is_dir():
                 raise BadRequest(f"path={given[:160]!r} is no checkpoint of this key", status=404)
             return path, optimizer
@@ -287,19 +287,19 @@ class Service:
     def asample(self, owner: str, body: Body) -> dict[str, Any]:
         """Samples responses to a prompt and scores it, if asked; an over-long prompt can be scored alone."""
         d, seq_id = self._base.settings.data, field(body, "seq_id", int)
-        how = requests.sampling(body, d.max_response_length, self._base.vocab_size)
+        how = requests.sampling_options(body, d.max_response_length, self._base.vocab_size)
         scores = bool(body.get("prompt_logprobs")) and how["n"] == how["max_tokens"] == 1  # as compute_logprobs asks
         longest = d.longest_row if scores else d.max_prompt_length
-        prompt = requests.prompt(body, longest, self._base.vocab_size)
+        prompt = requests.prompt_tokens(body, longest, self._base.vocab_size)
         only = len(prompt) > d.max_prompt_length
-        last = requests.scored(body, prompt)
+        last = requests.scored_count(body, prompt)
         sampler = field(body, "sampling_session_id", str)
         with self._changed:
             session, kept = self._sampler(owner, sampler)
             id = f"{sampler}:{seq_id}"
             if id not in session.futures:
                 group = (sampler, id if "seed" in how else "", last is None, only, *sorted(how.items()))
-                self._add(session, id, None, Sample(kept, prompt, how, last), group)
+                self._add(session, id, None, SampleRequest(kept, prompt, how, last), group)
             told = self._told(session.futures[id], None)
         return told | {"sample_sequence_ids": [] if only else [f"{id}:{i}" for i in range(how["n"])]}
 
@@ -319,7 +319,7 @@ class Service:
         while (jobs := self._next()) is not None:
             try:
                 if jobs and jobs[0].sample is not None:
-                    sampling.answer(self._base, jobs)
+                    answer_samples(self._base, jobs)
                 elif jobs and jobs[0].run is not None and not jobs[0].session.ended:
                     jobs[0].finish(jobs[0].run())
             except Exception as e:
@@ -372,8 +372,8 @@ class Service:
             id = f"{run.id}:{number}"
             if number < run.next:
                 return self._told(session.futures.get(id), run.id)
-            if number - run.next >= MOST_HELD:
-                raise BadRequest(f"seq_id={number}: the next is {run.next}, and at most {MOST_HELD} later ones wait")
+            if number - run.next >= _MOST_HELD:
+                raise BadRequest(f"seq_id={number}: the next is {run.next}, and at most {_MOST_HELD} later ones wait")
 
             def on_model() -> Any:
                 if run.model is None:
@@ -408,7 +408,7 @@ class Service:
         found.seen = time.monotonic()
         return found
 
-    def _run(self, owner: str, model_id: str) -> tuple[Session, Run]:
+    def _run(self, owner: str, model_id: str) -> tuple[Session, SessionModel]:
         session = self._session(owner, model_id.partition(":")[0])
         if model_id not in session.runs:
             raise BadRequest(f"model_id={model_id[:80]!r} is no model of the session", status=404)
@@ -428,19 +428,8 @@ class Service:
         return session, kept
 
 
-POSTS = (
-    "client_config",
-    "client_dynamic_config",
-    "telemetry",
-    "create_session",
-    "session_heartbeat",
-    "create_model",
-    "get_info",
-    "optim_step",
-    "save_weights",
-    "load_weights",
-    "save_weights_for_sampler",
-    "create_sampling_session",
-    "asample",
-    "retrieve_future",
-)
+_POSTS = (
+    "client_config", "client_dynamic_config", "telemetry", "create_session", "session_heartbeat", "create_model",
+    "get_info", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "create_sampling_session",
+    "asample", "retrieve_future",
+)  # fmt: skip

@@ -99,5 +99,5 @@ def test_a_program_sees_neither_the_environment_nor_its_arguments(monkeypatch):
     "harm", ["import socket\nsocket.socket()", "import os\nos.fork()", "while True: pass", "b = [0] * 10**9"]
 )
 def test_harm_is_stopped_where_unshare_is_not_permitted(harm):
-    runner = functools.partial(launcher.run, guards=probe(frozenset({"namespaces"})))
+    runner = functools.partial(launcher.run_program, guards=probe(frozenset({"namespaces"})))
     assert score(f"{harm}\n{RIGHT}", time_s=2.0, runner=runner) == 0.0 and score(RIGHT, runner=runner) == 1.0

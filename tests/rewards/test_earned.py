@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.rewards import earned, pool_worker
+from jppo.rewards import pool_worker
 from jppo.rewards.graders import FunctionPart
-from jppo.rewards.parts import ConversationPart, RewardSum, parse_weights, sample_of
+from jppo.rewards.parts import ConversationPart, RewardSum, at_characters, parse_weights, sample_of
 from jppo.rewards.pool import Pool
 from jppo.runlog import trajectories
 from jppo.types import Exchange, Prompt, Reward, Trajectory
@@ -105,8 +105,8 @@ def test_an_amount_is_on_the_token_that_completes_its_last_character(text, data)
     ends = data.draw(st.lists(st.integers(1, len(text)), max_size=6))
     expected = tuple((len(text[:end].encode()) - 1, float(i)) for i, end in enumerate(ends))
     amounts = tuple((end, float(i)) for i, end in enumerate(ends))
-    assert earned.at_characters(amounts, [*text.encode(), 0], bytes_as_text) == expected
-    beyond = earned.at_characters(((len(text) + 9, 1.0),), list(text.encode()), bytes_as_text)
+    assert at_characters(amounts, [*text.encode(), 0], bytes_as_text) == expected
+    beyond = at_characters(((len(text) + 9, 1.0),), list(text.encode()), bytes_as_text)
     assert beyond == ((len(text.encode()) - 1, 1.0),)  # on the last token
 
 
@@ -118,7 +118,7 @@ def test_a_space_that_a_decoder_drops_at_the_start_does_not_shift_later_tokens()
 
     text = decode(range(100))
     amounts = tuple((text.index(f"w{i}") + len(f"w{i}"), float(i)) for i in (11, 31, 32, 33, 64, 99))
-    placed = earned.at_characters(amounts, list(range(100)), decode)
+    placed = at_characters(amounts, list(range(100)), decode)
     assert placed == tuple((i, float(i)) for i in (11, 31, 32, 33, 64, 99))
 
 

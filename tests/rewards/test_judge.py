@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from jppo.rewards.judge import client
-from jppo.rewards.judge.client import JudgeClient
-from jppo.rewards.judge.part import PRESETS, JudgePart, Rubric, ScoreCache, make_rubric, read_score
+from jppo.rewards import judge_client
+from jppo.rewards.judge import PRESETS, JudgePart, Rubric, ScoreCache, make_rubric, read_score
+from jppo.rewards.judge_client import JudgeClient
 from jppo.settings import UserError
 from tests.make import sample
 
 KEY = "sk-Odd/key+with%chars-0123456789abcdef"
-VARIABLES = [name for provider in client.PROVIDERS.values() for name in provider.keys]
+VARIABLES = [name for provider in judge_client.PROVIDERS.values() for name in provider.keys]
 DOORS = {"openai": "/v1", "claude": ""}  # what follows the server's address
 
 
@@ -276,12 +276,12 @@ def test_retry_after_is_waited_for_unless_it_is_too_long(serve):
     ],
 )
 def test_retry_after_in_all_its_forms(headers, seconds):
-    assert client._retry_after(headers) == seconds
+    assert judge_client._retry_after(headers) == seconds
 
 
 def test_retry_after_as_a_date(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1445412480.0 - 7)  # the date below, from `date -d`
-    assert client._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 7
+    assert judge_client._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 7
 
 
 def test_a_server_that_trickles_meets_the_deadline(serve):
@@ -418,7 +418,7 @@ def test_a_score_survives_a_cache_that_cannot_be_written(serve, tmp_path):
 
 @pytest.mark.parametrize("api_type", DOORS)
 def test_the_key_is_sent_and_seen_nowhere_else(serve, api_type, monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv(client.PROVIDERS[api_type].keys[-1], f" {KEY}\n")
+    monkeypatch.setenv(judge_client.PROVIDERS[api_type].keys[-1], f" {KEY}\n")
     caplog.set_level(logging.DEBUG)
     starred = f"{KEY[:8]}{'*' * 20}{KEY[-4:]}"
     echoes = {
@@ -443,11 +443,11 @@ def test_the_key_is_sent_and_seen_nowhere_else(serve, api_type, monkeypatch, tmp
         assert not re.search(rf"{re.escape(KEY[:8])}|{re.escape(KEY[-4:])}", text)
 
 
-@pytest.mark.parametrize("api_type", client.PROVIDERS)
+@pytest.mark.parametrize("api_type", judge_client.PROVIDERS)
 def test_a_missing_key_names_its_variables(api_type):
     with pytest.raises(UserError) as e:
         door(api_type, base_url="")
-    assert all(name in str(e.value) for name in client.PROVIDERS[api_type].keys)
+    assert all(name in str(e.value) for name in judge_client.PROVIDERS[api_type].keys)
 
 
 def test_each_provider_has_its_own_place_and_key(monkeypatch):
@@ -456,7 +456,9 @@ def test_each_provider_has_its_own_place_and_key(monkeypatch):
     for name in VARIABLES:
         monkeypatch.setenv(name, f"key of {name}")
     found = {
-        api: (str(d._client.base_url), d._client.api_key) for api in client.PROVIDERS for d in [door(api, base_url="")]
+        api: (str(d._client.base_url), d._client.api_key)
+        for api in judge_client.PROVIDERS
+        for d in [door(api, base_url="")]
     }
     assert found == {
         "openai": ("https://api.openai.com/v1/", "key of OPENAI_API_KEY"),

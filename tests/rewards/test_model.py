@@ -19,11 +19,17 @@ import transformers
 from jppo.data import tokenizer
 from jppo.learner import sharding, state
 from jppo.models import hf
-from jppo.rewards.model import by_jax
-from jppo.rewards.model.by_jax import JaxRewardModel, row_lengths
-from jppo.rewards.model.classifier import Texts, choose_engine, converted, read_classifier, without_padding
-from jppo.rewards.model.part import ModelPart, Normalizer, ScoringError
-from jppo.rewards.model.process import TransformersRewardModel, VllmRewardModel
+from jppo.rewards import classifier
+from jppo.rewards.classifier import (
+    JaxRewardModel,
+    choose_engine,
+    compiled_lengths,
+    converted,
+    read_classifier,
+    without_padding,
+)
+from jppo.rewards.model import ModelPart, Normalizer, ScoringError, Texts
+from jppo.rewards.model_process import TransformersRewardModel, VllmRewardModel
 from jppo.rewards.parts import Sample
 from jppo.settings import UserError
 from jppo.types import Prompt
@@ -31,7 +37,7 @@ from tests.make import alive
 
 torch = pytest.importorskip("torch")
 files_of_torch = pytest.importorskip("safetensors.torch")
-model_worker = pytest.importorskip("jppo.rewards.model.torch_worker")
+model_worker = pytest.importorskip("jppo.rewards.torch_worker")
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]"]
@@ -211,12 +217,12 @@ def test_sharded_over_a_mesh_the_scores_are_the_same(made, quick_compilation):
 
 
 def test_few_shapes_are_compiled(made, quick_compilation, monkeypatch):
-    traced, real = [], by_jax._scores  # a function is traced once for each program
-    monkeypatch.setattr(by_jax, "_scores", lambda *given: traced.append(given[-2].shape) or real(*given))
+    traced, real = [], classifier._scores  # a function is traced once for each program
+    monkeypatch.setattr(classifier, "_scores", lambda *given: traced.append(given[-2].shape) or real(*given))
     path, _ = made("qwen2")
     what, _ = opened(path)
-    assert row_lengths(300) == [64, 128, 256, 300]
-    assert row_lengths(48) == [48] and row_lengths(64) == [64]
+    assert compiled_lengths(300) == [64, 128, 256, 300]
+    assert compiled_lengths(48) == [48] and compiled_lengths(64) == [64]
     scorer = JaxRewardModel(what, batch_size=2, max_length=100)
     for length in (1, 5, 63, 64, 65, 99, 100):
         scorer.score([[7] * length] * (1 + length % 3))
@@ -447,7 +453,7 @@ def test_a_model_of_another_family_is_scored_in_its_process_and_survives_one_cra
     scorer = TransformersRewardModel(what, log=tmp_path / "run/rm.log", timeout_s=120)
     part = ModelPart(scorer, texts, batch_size=2)
     # one whose parent is not there: it ends, though its input does not
-    command = [sys.executable, "-m", "jppo.rewards.model.torch_worker", path, "1", "cpu", "float32", "1", "sequence"]
+    command = [sys.executable, "-m", "jppo.rewards.torch_worker", path, "1", "cpu", "float32", "1", "sequence"]
     orphan = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     scorer.wait_ready()
     samples = [sample("w1 w2 ", "w3"), sample("", "w5 " * 30), *chats(1, [7])]
@@ -500,14 +506,14 @@ def test_the_worker_loads_whole_models_of_one_label_only(made, tmp_path):
     model.deberta.save_pretrained(tmp_path / "trunk")
     edit(tmp_path / "trunk", id2label={"0": "LABEL_0"})
     with pytest.raises(model_worker.Refused, match=r"lack .*classifier"):
-        model_worker.load(str(tmp_path / "trunk"), device="cpu", dtype="float32")
+        model_worker.load_classifier(str(tmp_path / "trunk"), device="cpu", dtype="float32")
     make_model(tmp_path / "two", "deberta-v2", labels=2)
     with pytest.raises(model_worker.Refused, match="num_labels=2"):
-        model_worker.load(str(tmp_path / "two"), device="cpu", dtype="float32")
+        model_worker.load_classifier(str(tmp_path / "two"), device="cpu", dtype="float32")
     make_model(tmp_path / "cut", "deberta-v2")
     (tmp_path / "cut/model.safetensors").unlink()
     with pytest.raises(model_worker.Refused, match=r"model\.safetensors"):
-        model_worker.load(str(tmp_path / "cut"), device="cpu", dtype="float32")
+        model_worker.load_classifier(str(tmp_path / "cut"), device="cpu", dtype="float32")
 
 
 def to_v_head(folder, model, head, root):
@@ -548,7 +554,7 @@ def test_pytorch_weights_are_converted_once_and_run_no_code(tmp_path):
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     copy = converted(folder, python=sys.executable, cache=str(tmp_path / "cache"))
-    loaded = model_worker.load(str(copy), device="cpu", dtype="float32")
+    loaded = model_worker.load_classifier(str(copy), device="cpu", dtype="float32")
     np.testing.assert_allclose(model_worker.score(loaded, [[1, 7, 8, 2]]), [logit(model, [1, 7, 8, 2])], rtol=1e-5)
     torch.save({"score.weight": Hostile(tmp_path / "hit")}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"reward.model.path=.*cannot be converted to safetensors: .*"):
@@ -599,7 +605,7 @@ def test_a_model_with_code_of_its_own_is_refused_with_the_way_around_it(made, tm
         folder, auto_map={"AutoModel": "modeling.X"}, model_type="internlm2", architectures=["InternLM2ForRewardModel"]
     )
     with pytest.raises(model_worker.Refused, match=r"(?s)own code \(auto_map\) is not run: .*reward.function"):
-        model_worker.load(str(folder), device="cpu", dtype="float32")
+        model_worker.load_classifier(str(folder), device="cpu", dtype="float32")
     edit(folder, model_type="llama", id2label={str(i): f"LABEL_{i}" for i in range(19)})  # as ArmoRM
     with pytest.raises(UserError, match=r"has 19 labels; a reward model has one; reward.function"):
         read_classifier(str(folder), tokenizer=tokenizer, max_length=64)
@@ -608,7 +614,7 @@ def test_a_model_with_code_of_its_own_is_refused_with_the_way_around_it(made, tm
 @pytest.mark.parametrize("pad", [PAD, None])
 def test_the_worker_scores_a_batch_as_one_by_one(tmp_path, pad):
     model = make_model(tmp_path, "gemma2", pad_token_id=pad, attn_logit_softcapping=0.5)
-    loaded = model_worker.load(str(tmp_path), device="cpu", dtype="float32")
+    loaded = model_worker.load_classifier(str(tmp_path), device="cpu", dtype="float32")
     texts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17]]
     assert model_worker.score(loaded, texts) == pytest.approx([logit(model, ids) for ids in texts], abs=1e-5)
 

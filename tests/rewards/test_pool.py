@@ -395,4 +395,4 @@ def test_only_a_list_holds_the_scores_of_a_batch(returned):
         return returned
 
     with pytest.raises(ValueError, match=f"the function returned {type(returned).__name__}; it must be a list of"):
-        pool_worker.call(compute_score, samples)
+        pool_worker.call_function(compute_score, samples)

@@ -13,10 +13,9 @@ import transformers
 from jppo import settings, train
 from jppo.learner import sharding, state
 from jppo.models import hf
-from jppo.rewards.model.by_jax import JaxRewardModel
-from jppo.rewards.model.classifier import Texts, converted, read_classifier
-from jppo.rewards.model.part import StepPart
-from jppo.rewards.model.process import TransformersRewardModel
+from jppo.rewards.classifier import JaxRewardModel, converted, read_classifier
+from jppo.rewards.model import StepPart, Texts
+from jppo.rewards.model_process import TransformersRewardModel
 from jppo.rewards.parts import RewardSum, Sample, parse_weights
 from jppo.settings import UserError
 from jppo.types import Prompt
@@ -24,7 +23,7 @@ from tests.rewards.test_model import WORDS, edit, load_tokenizer, make_model
 
 torch = pytest.importorskip("torch")
 files_of_torch = pytest.importorskip("safetensors.torch")
-model_worker = pytest.importorskip("jppo.rewards.model.torch_worker")
+model_worker = pytest.importorskip("jppo.rewards.torch_worker")
 
 MARK = " [SEP] "  # a special token of the model's tokenizer
 TEXTS = ["w1 w2\n\nw3 w4 w5\n\n \n\nw6", "w7", "w8 w9\n\n", "w1\n\n" * 9]
@@ -183,7 +182,7 @@ def test_a_value_head_is_read_at_every_step_with_its_bias(tmp_path, quick_compil
     expected = logits_by_hand(model, STEPS[0])[:, 0]
     found = JaxRewardModel(what, batch_size=2, max_length=64).score_at([ids], [places])[0]
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    loaded = model_worker.load(str(copies[0]), device="cpu", dtype="float32", kind="token")
+    loaded = model_worker.load_classifier(str(copies[0]), device="cpu", dtype="float32", kind="token")
     np.testing.assert_allclose(model_worker.score_at(loaded, [ids], [places])[0], expected, atol=1e-4)
 
 

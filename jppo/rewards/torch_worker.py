@@ -1,6 +1,6 @@
-"""The worker process of `process.py`: a transformers sequence or token classifier in torch.
+"""The worker process of `model_process.py`: a transformers sequence or token classifier in torch.
 
-    python -m jppo.rewards.model.torch_worker DIRECTORY PARENT_PID DEVICE DTYPE THREADS KIND
+    python -m jppo.rewards.torch_worker DIRECTORY PARENT_PID DEVICE DTYPE THREADS KIND
 
 Messages are JSON with a length prefix of eight bytes. The first output is {"ready": {...}} or {"refused": why}. Each
 input {"ids": [[...], ...]} is answered by {"scores": [...]} or {"error": why}. A token classifier (KIND is token) also
@@ -33,7 +33,7 @@ def main(directory: str, parent: int, device: str, dtype: str, threads: int, kin
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
     try:
-        model = load(directory, device=device, dtype=dtype, kind=kind)
+        model = load_classifier(directory, device=device, dtype=dtype, kind=kind)
     except Refused as e:
         _write(out, {"refused": str(e)})
         return
@@ -48,7 +48,7 @@ def main(directory: str, parent: int, device: str, dtype: str, threads: int, kin
             _write(out, {"error": f"{type(e).__name__}: {e}"})
 
 
-def load(directory: str, *, device: str, dtype: str, kind: str = "sequence") -> Any:
+def load_classifier(directory: str, *, device: str, dtype: str, kind: str = "sequence") -> Any:
     """Loads the model with all weights; Refused if some are missing or it has too many labels."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)

@@ -1,11 +1,12 @@
-"""A reward model as a part of the reward: batches, normalisation, clipping; scores of responses or of steps.
+"""A reward model as a part of the reward: its texts, batches, normalisation, clipping; scores of responses or steps.
 
-A `Scorer` computes the scores: `by_jax.py` for families that jppo supports, `process.py` for all others in
-transformers, `process.py` for classifiers served by vLLM. All take token ids, so the text and its end are the same
-for each.
+A `Scorer` computes the scores: `classifier.py` for families that jppo supports, `model_process.py` for all others in
+transformers, and for classifiers served by vLLM. All take token ids, so the text and its end are the same for each.
 """
 
+import bisect
 import dataclasses
+import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jppo.rewards.earned import at_characters, step_ends
-from jppo.rewards.model.classifier import Texts
-from jppo.rewards.parts import Sample, failed
+from jppo.rewards.earned import step_ends
+from jppo.rewards.parts import Sample, at_characters, failed, pending
+from jppo.settings import UserError
 from jppo.types import Reward
 
+_PLACE = "said-by-the-policy"
 # Aggregates of the first, the first two, ... of the steps' probabilities [K]: [K].
 _AGGREGATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "last": lambda p: p,
@@ -51,6 +53,69 @@ class StepScorer(Scorer, Protocol):
     def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
         """Returns the log-odds of each text at its places."""
         ...
+
+
+class Texts:
+    """Builds the token input of a reward model for a sample.
+
+    Chat messages and the response as the assistant's turn, in the chat template of the model's own tokenizer. Without a
+    template, and for text prompts, the prompt and then the response, with the tokenizer's special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_length: int):
+        """Takes the reward model's own tokenizer and sets its truncation side."""
+        if max_length < 1:
+            raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
+        tokenizer.truncation_side = "left"
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._lock = threading.Lock()  # truncation changes a fast tokenizer's state
+
+    def render(self, sample: Sample) -> tuple[str, bool]:
+        """Returns the text, and whether it already has its special tokens."""
+        messages = sample.prompt.messages
+        if isinstance(messages, str):
+            return messages + sample.text, False
+        if self._tokenizer.chat_template is None:
+            return "\n".join([*(message["content"] for message in messages), sample.text]), False
+        turns = [*messages, {"role": "assistant", "content": sample.text}]
+        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False), True
+
+    def read(self, sample: Sample) -> tuple[list[int], bool]:
+        """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
+        encoded, cut = self._encoded(*self.render(sample))
+        return list(encoded["input_ids"]), cut
+
+    def read_marked(self, sample: Sample, pieces: Sequence[str]) -> tuple[list[int], list[int], bool]:
+        """Like `read`, of a response of such pieces; the second result is the token that ends each piece.
+
+        The chat template does not see the response, which some templates change.
+        """
+        text, whole = self.render(dataclasses.replace(sample, text=_PLACE))
+        before, found, after = text.rpartition(_PLACE)
+        if not found:
+            raise ValueError("the chat template of the reward model omits the response; remove the template")
+        encoded, cut = self._encoded("".join([before, *pieces, after]), whole, return_offsets_mapping=True)
+        spans = [(begin, i) for i, (begin, end) in enumerate(encoded["offset_mapping"]) if begin < end]
+        ends = (len(before) + length for length in itertools.accumulate(map(len, pieces)))
+        inside = [bisect.bisect_left(spans, (end,)) - 1 for end in ends]  # the last token that begins before the end
+        if lost := inside.count(-1):
+            raise ValueError(
+                f"truncation to reward.model.max_length={self._max_length} removes {lost} of {len(pieces)} steps; raise"
+                " it, or lower data.max_response_length"
+            )
+        return list(encoded["input_ids"]), [spans[k][1] for k in inside], cut
+
+    def _encoded(self, text: str, whole: bool, **how: Any) -> tuple[Mapping[str, Any], bool]:
+        """Tokenises a text, which may have its special tokens; the second result: whether it was truncated."""
+        how |= dict(add_special_tokens=not whole, verbose=False)
+        with self._lock:
+            encoded = self._tokenizer(text, **how)
+            cut = len(encoded["input_ids"]) > self._max_length
+            if cut:  # again by the tokenizer, which keeps the special tokens that it adds
+                encoded = self._tokenizer(text, truncation=True, max_length=self._max_length, **how)
+        if not encoded["input_ids"]:
+            raise ValueError("the tokenizer of the reward model returns no tokens for the text")
+        return encoded, cut
 
 
 class Normalizer:
@@ -118,8 +183,7 @@ class ModelPart:
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Like Part.submit: the sample waits for a whole batch, or for `flush`."""
-        future: Future[Reward] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled
+        future: Future[Reward] = pending()
         with self._lock:
             if self._closed:
                 future.set_result(failed("the reward model is closed"))

@@ -25,8 +25,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from jppo.errors import expanded
-from jppo.rewards.judge.client import JudgeClient, JudgeError, JudgeReply
-from jppo.rewards.parts import Part, Sample, failed, graded
+from jppo.rewards.judge_client import JudgeClient, JudgeError, JudgeReply
+from jppo.rewards.parts import Part, Sample, failed, graded, pending
 from jppo.settings import UserError
 from jppo.types import Reward
 
@@ -240,8 +240,7 @@ class JudgePart(Part):
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Submits a sample from any thread; the reward has a score from 0 to 1 and `judge_raw` from 0 to max_score."""
-        future: Future[Reward] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled any more
+        future: Future[Reward] = pending()
         with self._lock:
             if not self._closed:
                 asyncio.run_coroutine_threadsafe(self._grade(sample, future), self._loop)

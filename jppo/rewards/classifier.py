@@ -1,10 +1,9 @@
-"""The files of a reward model: its config, its tokenizer with the text of a sample, and weights as safetensors."""
+"""Reward models as classifiers: their config, tokenizer and weights, and the scores of supported families by JAX."""
 
-import bisect
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -12,14 +11,20 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jppo.child_process import executable, python_path
-from jppo.models import families, hf, tensorfile
-from jppo.rewards.parts import Sample
+from jppo.models import families, heads, hf, tensorfile
+from jppo.models.attention import Attend
+from jppo.models.decoder import Decoder, identity
+from jppo.models.experts import make_mix
 from jppo.settings import UserError
+from jppo.types import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +39,9 @@ class Classifier:
     steps: bool = False  # a token classifier
 
 
-CONVERTED = "~/.cache/jppo/reward_models"
+_CONVERTED = "~/.cache/jppo/reward_models"
+_SHORTEST = 64  # tokens; shorter rows are padded to this
 _V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
-_PLACE = "said-by-the-policy"
 _OWN = "reward.function=PATH.py:compute_score can run any model, and reward.judge.* asks a server"
 
 
@@ -105,14 +110,14 @@ def located(path: str) -> pathlib.Path:
         raise refused(path, str(e)) from e
 
 
-def converted(directory: pathlib.Path, *, python: str, cache: str = CONVERTED, steps: bool = False) -> pathlib.Path:
+def converted(directory: pathlib.Path, *, python: str, cache: str = _CONVERTED, steps: bool = False) -> pathlib.Path:
     """Returns the directory, or its copy in the cache with weights as safetensors; UserError if that fails.
 
     Models with PyTorch files, and causal models with a value head, are converted once. The latter become sequence
     classifiers, or token classifiers with `steps`.
     """
-    weights = torch_files(directory)
-    if not weights and not has_v_head(directory):
+    weights = _torch_files(directory)
+    if not weights and not _has_v_head(directory):
         return directory
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(directory.iterdir())]
     key = hashlib.sha256(json.dumps([str(directory.resolve()), stats]).encode()).hexdigest()[:16]
@@ -123,7 +128,7 @@ def converted(directory: pathlib.Path, *, python: str, cache: str = CONVERTED, s
     target.parent.mkdir(parents=True, exist_ok=True)
     made = tempfile.mkdtemp(dir=target.parent)
     try:
-        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.convert_worker"]
+        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.convert_worker"]
         env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
             [*program, str(directory), made, kind], env=env, capture_output=True, text=True, check=False
@@ -138,12 +143,12 @@ def converted(directory: pathlib.Path, *, python: str, cache: str = CONVERTED, s
     return target
 
 
-def torch_files(directory: pathlib.Path) -> list[pathlib.Path]:
+def _torch_files(directory: pathlib.Path) -> list[pathlib.Path]:
     """Lists the PyTorch weights of a directory without safetensors."""
     return [] if list(directory.glob("*.safetensors")) else sorted(directory.glob("pytorch_model*.bin"))
 
 
-def has_v_head(directory: pathlib.Path) -> bool:
+def _has_v_head(directory: pathlib.Path) -> bool:
     """Whether the safetensors of a directory are a causal model with a value head."""
     if not ((directory / tensorfile.SINGLE).is_file() or (directory / tensorfile.INDEX).is_file()):
         return False
@@ -179,64 +184,122 @@ def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
     return list(ids[: last + 1])
 
 
-class Texts:
-    """Builds the token input of a reward model for a sample.
+def compiled_lengths(max_length: int) -> list[int]:
+    """Returns the compiled row lengths: powers of two times _SHORTEST, then `max_length`."""
+    lengths = [_SHORTEST]
+    while lengths[-1] < max_length:
+        lengths.append(2 * lengths[-1])
+    return [*lengths[:-1], max_length]
 
-    Chat messages and the response as the assistant's turn, in the chat template of the model's own tokenizer. Without a
-    template, and for text prompts, the prompt and then the response, with the tokenizer's special tokens.
+
+class JaxRewardModel:
+    """Scores by the last token's score logit, like transformers' sequence classifiers, or by chosen tokens' logits.
+
+    Every batch has `batch_size` rows (more if `rows` does not divide it), so there is one compilation per length.
+    `shardings` places the parameters and `rows` the rows; without them everything is on one device.
     """
 
-    def __init__(self, tokenizer: Any, *, max_length: int):
-        """Takes the reward model's own tokenizer and sets its truncation side."""
-        if max_length < 1:
-            raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
-        tokenizer.truncation_side = "left"
-        self._tokenizer, self._max_length = tokenizer, max_length
-        self._lock = threading.Lock()  # truncation changes a fast tokenizer's state
+    def __init__(
+        self,
+        what: Classifier,
+        *,
+        batch_size: int,
+        max_length: int,
+        dtype: Any = "float32",
+        shardings: Params | None = None,
+        rows: jax.NamedSharding | None = None,
+        attend: Attend | None = None,
+    ):
+        """Loads the weights; UserError if they are not a reward model's. `attend` is an attention kernel."""
+        try:
+            _, cfg = hf.read_config(what.directory, longest=max_length)
+            score = _read_score(what, cfg.hidden_size, dtype)
+            trunk = hf.load_params(what.directory, cfg, head="trunk", param_dtype=dtype, shardings=shardings)
+        except UserError as e:
+            raise refused(what.path, str(e)) from e
+        whole = None if rows is None else jax.NamedSharding(rows.mesh, jax.P())
+        self._params = trunk | {"score": jax.device_put(score, whole)}
+        self._rows, self._pad_token_id = rows, what.pad_token_id
+        self._lengths = compiled_lengths(max_length)
+        parts = 1 if rows is None else _parts(rows)
+        self._count = -(-batch_size // parts) * parts
+        mix = make_mix(None if rows is None else rows.mesh, whole_rows=True)
+        constrain = identity if rows is None else functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
+        model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend, mix=mix)
+        self._scores = jax.jit(functools.partial(_scores, model, what.steps), out_shardings=whole)
 
-    def render(self, sample: Sample) -> tuple[str, bool]:
-        """Returns the text, and whether it already has its special tokens."""
-        messages = sample.prompt.messages
-        if isinstance(messages, str):
-            return messages + sample.text, False
-        if self._tokenizer.chat_template is None:
-            return "\n".join([*(message["content"] for message in messages), sample.text]), False
-        turns = [*messages, {"role": "assistant", "content": sample.text}]
-        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False), True
+    def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
+        """Implements Scorer.score."""
+        kept = [without_padding(one, self._pad_token_id) for one in ids]
+        return [scores[-1] for scores in self._all(kept)]
 
-    def read(self, sample: Sample) -> tuple[list[int], bool]:
-        """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
-        encoded, cut = self._encoded(*self.render(sample))
-        return list(encoded["input_ids"]), cut
+    def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Returns the log-odds of each text at its places, by a token classifier."""
+        return [[scores[k] for k in chosen] for scores, chosen in zip(self._all(ids), places, strict=True)]
 
-    def read_marked(self, sample: Sample, pieces: Sequence[str]) -> tuple[list[int], list[int], bool]:
-        """Like `read`, of a response of such pieces; the second result is the token that ends each piece.
+    def _all(self, ids: Sequence[Sequence[int]]) -> Iterator[list[float]]:
+        """Yields the scores of each text's tokens, or of its last one."""
+        for i in range(0, len(ids), self._count):
+            yield from self._batch(ids[i : i + self._count])
 
-        The chat template does not see the response, which some templates change.
-        """
-        text, whole = self.render(dataclasses.replace(sample, text=_PLACE))
-        before, found, after = text.rpartition(_PLACE)
-        if not found:
-            raise ValueError("the chat template of the reward model omits the response; remove the template")
-        encoded, cut = self._encoded("".join([before, *pieces, after]), whole, return_offsets_mapping=True)
-        spans = [(begin, i) for i, (begin, end) in enumerate(encoded["offset_mapping"]) if begin < end]
-        ends = (len(before) + length for length in itertools.accumulate(map(len, pieces)))
-        inside = [bisect.bisect_left(spans, (end,)) - 1 for end in ends]  # the last token that begins before the end
-        if lost := inside.count(-1):
-            raise ValueError(
-                f"truncation to reward.model.max_length={self._max_length} removes {lost} of {len(pieces)} steps; raise"
-                " it, or lower data.max_response_length"
-            )
-        return list(encoded["input_ids"]), [spans[k][1] for k in inside], cut
+    def wait_ready(self) -> None:
+        """Compiles every row length, so no training step does."""
+        for length in self._lengths:
+            self._batch([[0] * length])
 
-    def _encoded(self, text: str, whole: bool, **how: Any) -> tuple[Mapping[str, Any], bool]:
-        """Tokenises a text, which may have its special tokens; the second result: whether it was truncated."""
-        how |= dict(add_special_tokens=not whole, verbose=False)
-        with self._lock:
-            encoded = self._tokenizer(text, **how)
-            cut = len(encoded["input_ids"]) > self._max_length
-            if cut:  # again by the tokenizer, which keeps the special tokens that it adds
-                encoded = self._tokenizer(text, truncation=True, max_length=self._max_length, **how)
-        if not encoded["input_ids"]:
-            raise ValueError("the tokenizer of the reward model returns no tokens for the text")
-        return encoded, cut
+    def close(self) -> None:
+        """Drops the references to the weights."""
+        self._params = None
+
+    def _batch(self, ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        longest = max(map(len, ids))
+        fitting = [length for length in self._lengths if length >= longest]
+        if not fitting:
+            raise ValueError(f"a text has {longest} tokens, more than max_length={self._lengths[-1]}")
+        tokens = np.zeros((self._count, fitting[0]), np.int32)
+        last = np.zeros(self._count, np.int32)  # an empty row has one token
+        for i, one in enumerate(ids):
+            tokens[i, : len(one)] = one
+            last[i] = len(one) - 1
+        placed = jax.device_put((tokens, last), self._rows)
+        scores: list[list[float]] = np.asarray(self._scores(self._params, *placed))[: len(ids)].tolist()
+        return scores
+
+
+def _scores(model: Decoder, steps: bool, params: Params, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    """Returns [R, 1] f32: the score after the token at `last` [R] of each row of tokens [R, T]; with `steps` all."""
+    here = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    segment = (here <= last[:, None]).astype(jnp.int32)
+    hidden: Any = model.apply({"params": params}, tokens, segment, here)
+    if not steps:
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+    kernel, bias = params["score"]
+    scores: jax.Array = heads.values(hidden, kernel) + bias
+    return scores
+
+
+def _parts(rows: jax.NamedSharding) -> int:
+    """Returns the number of shards along the first axis."""
+    axes = rows.spec[0] if len(rows.spec) else ()
+    return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+
+
+def _read_score(what: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Reads the kernel [D, 1] and the bias [] of the score; of two labels the differences, which are log-odds."""
+    slots = tensorfile.slots(pathlib.Path(what.directory))
+    slot, bias = slots.get("score.weight"), slots.get("score.bias")
+    if slot is None:
+        raise UserError("it has no score.weight; a reward model is a classifier, not a language model")
+    allowed = [[n, hidden_size] for n in ((1, 2) if what.steps else (1,))]
+    if list(slot.shape) not in allowed:
+        rule = f"{' or '.join(map(str, allowed))}; a reward model has one label"
+        raise UserError(f"score.weight has shape {list(slot.shape)}, not {rule}")
+    if bias is not None and (not what.steps or bias.shape != slot.shape[:1]):
+        rule = f"has shape {[slot.shape[0]]} in a token classifier and is absent in a sequence classifier"
+        raise UserError(f"score.bias has shape {list(bias.shape)}; it {rule}")
+    stored = np.zeros(slot.shape[0]) if bias is None else tensorfile.read_tensor(bias, "score.bias")
+    weight = jnp.asarray(tensorfile.read_tensor(slot, "score.weight"), dtype).astype(jnp.float32)
+    offset = jnp.asarray(stored, dtype).astype(jnp.float32)
+    if slot.shape[0] == 2:
+        weight, offset = weight[1:] - weight[:1], offset[1:] - offset[:1]
+    return weight.T, offset[0]

@@ -25,14 +25,14 @@ from typing import IO, Any
 import httpx
 
 from jppo.child_process import executable, python_path
-from jppo.rewards.model.classifier import Classifier, refused, without_padding
-from jppo.rewards.model.part import ScoringError
+from jppo.rewards.classifier import Classifier, refused, without_padding
+from jppo.rewards.model import ScoringError
 
 _LOG_LINES = 8
-STARTS = 2  # of one process: after a crash it is restarted once
+_STARTS = 2  # of one process: after a crash it is restarted once
 
 
-class ScorerProcess:
+class _ScorerProcess:
     """The start of a process and its log; a subclass waits for it, sends it batches and ends it."""
 
     def __init__(self, path: str, *, command: Sequence[str], env: Mapping[str, str], log: pathlib.Path):
@@ -75,9 +75,9 @@ class ScorerProcess:
         with self._state:
             if self._closed:
                 raise ScoringError("the reward model is closed")
-            if self._starts == STARTS:
+            if self._starts == _STARTS:
                 why = f"; {self._why}" if self._why else ""
-                raise ScoringError(f"the reward model crashed {STARTS} times and is not restarted{why}")
+                raise ScoringError(f"the reward model crashed {_STARTS} times and is not restarted{why}")
             self._starts, self._ready = self._starts + 1, False
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with open(self._log, "ab") as log:
@@ -97,7 +97,7 @@ class _Gone(Exception):
     """The process no longer answers."""
 
 
-class TransformersRewardModel(ScorerProcess):
+class TransformersRewardModel(_ScorerProcess):
     """Starts `torch_worker.py` and sends it batches; a crash fails the current batch, and one crash is survived.
 
     `python` is an interpreter with torch and transformers ('' is the trainer's own), `device` is a torch device,
@@ -116,7 +116,7 @@ class TransformersRewardModel(ScorerProcess):
         timeout_s: float = 600.0,
     ):
         self._timeout_s = timeout_s
-        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.model.torch_worker"]
+        program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.torch_worker"]
         kind = "token" if what.steps else "sequence"
         super().__init__(
             what.path,
@@ -164,7 +164,7 @@ class TransformersRewardModel(ScorerProcess):
             return
         answer = self._ask(None)
         if "refused" in answer:
-            self._starts = STARTS  # it would be refused again
+            self._starts = _STARTS  # it would be refused again
             self._end()
             self._why = answer["refused"]
             raise ScoringError(self._why)
@@ -235,10 +235,10 @@ _POLL_S = 0.2
 _STOP_S = 15.0  # longer than the launcher takes
 _NAME = "reward-model"
 # Variables that would override the cache's size, and ask for a key on a socket that its permissions protect.
-DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY")
+_DROPPED = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY")
 
 
-class VllmRewardModel(ScorerProcess):
+class VllmRewardModel(_ScorerProcess):
     """Starts vLLM and calls its classification route; a crash fails the current batch, and one crash is survived.
 
     `build` is the platform of the interpreter's vLLM, 'cpu' or 'gpu'. vLLM scores the last token that `without_padding`
@@ -314,7 +314,7 @@ class VllmRewardModel(ScorerProcess):
 
     def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         pathlib.Path(self._socket).unlink(missing_ok=True)
-        env = {name: value for name, value in self._env.items() if name not in DROPPED}
+        env = {name: value for name, value in self._env.items() if name not in _DROPPED}
         atexit.register(self.close)
         return subprocess.Popen(
             self._command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -1,6 +1,6 @@
 """Writes a reward model's weights as a classifier's in safetensors. It needs only torch and transformers.
 
-    python -m jppo.rewards.model.convert_worker FROM TO sequence|token
+    python -m jppo.rewards.convert_worker FROM TO sequence|token
 
 PyTorch files are read with `weights_only`, so that they run no code.
 """
@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 _V_HEADS = ("v_head.weight", "v_head.summary.weight")  # Starling's and TRL's
-V_BIASES = ("v_head.bias", "v_head.summary.bias")
-TEXTS = (".json", ".model", ".txt", ".jinja")
+_V_BIASES = ("v_head.bias", "v_head.summary.bias")
+_TEXTS = (".json", ".model", ".txt", ".jinja")
 
 
 def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
@@ -29,7 +29,7 @@ def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
         tensors |= torch.load(file, map_location="cpu", weights_only=True)
     if any(name in _V_HEADS for name in tensors):
         cls: Any = getattr(transformers, f"AutoModelFor{kind.title()}Classification")._model_mapping[type(config)]
-        tensors = renamed(tensors, cls.base_model_prefix, bias=kind == "token")
+        tensors = _renamed(tensors, cls.base_model_prefix, bias=kind == "token")
         config.architectures, config.num_labels = [cls.__name__], 1
         config.token_classification_bias = "score.bias" in tensors
     pointers: set[int] = set()
@@ -38,20 +38,20 @@ def main(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
         pointers.add(tensor.data_ptr())
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     for file in source.iterdir():
-        if file.is_file() and file.suffix in TEXTS and "index" not in file.name:
+        if file.is_file() and file.suffix in _TEXTS and "index" not in file.name:
             shutil.copy(file, target)
     config.save_pretrained(target)
 
 
-def renamed(tensors: dict[str, Any], prefix: str, *, bias: bool) -> dict[str, Any]:
+def _renamed(tensors: dict[str, Any], prefix: str, *, bias: bool) -> dict[str, Any]:
     """Returns a causal model with a value head as a classifier of that base prefix, with or without the head's bias."""
     head = next(name for name in _V_HEADS if name in tensors)
     out = {"score.weight": tensors[head]}
     for name, tensor in tensors.items():
-        if name in V_BIASES and bias:
+        if name in _V_BIASES and bias:
             out["score.bias"] = tensor
         inner = name.removeprefix("pretrained_model.")
-        if name not in (head, *V_BIASES) and not inner.startswith("lm_head."):
+        if name not in (head, *_V_BIASES) and not inner.startswith("lm_head."):
             root, _, rest = inner.partition(".")
             out[f"{prefix}.{rest}" if root in ("transformer", "model") else inner] = tensor
     return out

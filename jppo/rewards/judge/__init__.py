@@ -1,1 +1,0 @@
-"""A language model as a judge."""

@@ -1,1 +1,0 @@
-"""Reward models: by JAX, by vLLM, or by transformers and torch."""
