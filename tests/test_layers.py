@@ -56,7 +56,7 @@ ONLY_IN = {
     "openai": ("jppo.rewards.judge.client",),
     "anthropic": ("jppo.rewards.judge.client",),
     "math_verify": ("jppo.rewards.rules",),
-    "datasets": ("jppo.data.sources",),
+    "datasets": ("jppo.data.rows",),
     "tensorflow_datasets": ("jppo.data",),
     "wandb": ("jppo.runlog.remote_loggers",),
     "mlflow": ("jppo.runlog.remote_loggers",),
@@ -368,7 +368,7 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm.weight_engine", "from vllm import LLM", None),
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
         ("jppo.rollout.vllm.layout", "from jppo.rollout import protocol as sampler", "may import of jppo only nothing"),
-        ("jppo.data.sources", "def f():\n    import tensorflow_datasets as tfds", None),
+        ("jppo.data.rows", "def f():\n    import tensorflow_datasets as tfds", None),
         ("jppo.data.prompts", "import torch", "jppo.preflight.parity_worker, jppo.rewards.model.convert_worker may"),
         (
             "jppo.data.prompts",

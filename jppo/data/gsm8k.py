@@ -20,8 +20,7 @@ import httpx
 import numpy as np
 
 from jppo.data import prepare
-from jppo.data.rows import Row, make_directory, read_rows, text_column
-from jppo.data.sources import TFDS_MISSING
+from jppo.data.rows import TFDS_MISSING, Row, make_directory, read_rows, text_column
 from jppo.errors import escaped, first_line
 from jppo.registry import said
 from jppo.settings import Parser, UserError, exit_on_user_error

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from jppo.data.prompts import Messages, prompt_of, with_system_prompt
-from jppo.data.rows import Row, brief, checked_messages, is_finite, text_column
-from jppo.data.sources import read_sources
+from jppo.data.rows import Row, brief, checked_messages, is_finite, read_sources, text_column
 from jppo.data.tokenizer import enough
 from jppo.errors import first_line
 from jppo.settings import UserError
