@@ -165,7 +165,7 @@ READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
-    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.tuning", "jppo.verl.values"),
+    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
     *MAKERS,
 )
 SECTIONS = {name.split(".")[0] for name in table.TABLE}

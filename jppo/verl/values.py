@@ -10,12 +10,9 @@ from jppo.errors import first_line
 from jppo.settings import UserError
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
-from jppo.verl import layout
-from jppo.verl.correction import loss_mode, normalized, old_logprob, rejected, rejection, weighted, weights
-from jppo.verl.distillation import estimator, teacher_clamp
+from jppo.verl import derived
 from jppo.verl.name import Look, Moot, Unfit, adapts, commas, lora_rank, need, off_or, on_each
 from jppo.verl.overrides import read_value
-from jppo.verl.refusals import unlike_llama
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections
@@ -50,12 +47,12 @@ def _unserved(name: str, look: Look) -> str:
         return " in place of this engine"
     if (look("R.top_p") or 1.0) < 1 or (look("R.top_k") or -1) > 0:
         return ", for log-probs over the tokens that top_p and top_k keep"
-    if unlike_llama(look):
+    if derived.unlike_llama(look):
         return ": publishing experts, latent attention or gated delta nets to SGLang is untested"
     return ""
 
 
-def loggers(value: Any, _: Look) -> str:
+def logger_names(value: Any, _: Look) -> str:
     names = ["jsonl" if name == "file" else name for name in commas(value).split(",")]
     return ",".join(dict.fromkeys([*(name for name in names if name in LOGGERS), "jsonl"]))
 
@@ -83,7 +80,7 @@ def all_micro_tokens(value: int | None, look: Look) -> int:
     return micro_tokens(None if value is None else max(1, value // gpus), look)
 
 
-def tokens(value: int, look: Look) -> int:
+def dynamic_tokens(value: int, look: Look) -> int:
     """Returns the tokens of a micro-batch, which holds at least one row."""
     return max(need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), on_each(look, 1))
 
@@ -110,14 +107,14 @@ def answered(look: Look) -> bool:
 
 
 def group(value: int, look: Look) -> int:
-    if value > layout.group(look):
-        raise Unfit(f"a server is on one host: rollout.tensor_model_parallel_size={layout.group(look)}")
+    if value > derived.server_devices(look):
+        raise Unfit(f"a server is on one host: rollout.tensor_model_parallel_size={derived.server_devices(look)}")
     return value
 
 
 def quantized(value: str | None, look: Look) -> str:
     """Returns vLLM's name of verl's fp8: weights in blocks of 128 by 128, activations as they come."""
-    if need(value) != "fp8" or served_by(look) != "vllm" or old_logprob(None, look) != "correction":
+    if need(value) != "fp8" or served_by(look) != "vllm" or derived.old_logprob(None, look) != "correction":
         raise Unfit("only vLLM's fp8 is there, with rollout_correction.rollout_is")
     return "fp8_per_block"
 
@@ -126,10 +123,10 @@ def served_experts(value: int, look: Look) -> str:
     need(value if value != 1 else None)
     if (look("R.data_parallel_size") or 1) > 1:
         raise Unfit("a server's experts are on its own GPUs, rollout.tensor_model_parallel_size of them")
-    return str(engine_args(look))
+    return str(engine_options(look))
 
 
-def engine_args(look: Look) -> str | None:
+def engine_options(look: Look) -> str | None:
     """Returns all options of the server's command line."""
     name = served_by(look)
     words = [server_args(given, look, name)] if (given := look(f"R.engine_kwargs.{name}")) else []
@@ -142,10 +139,10 @@ def interval(value: int | None, look: Look) -> int:
     """Returns an interval in steps of jppo's; -1 is none."""
     if value is None or isinstance(value, str) or value <= 0:
         return -1
-    return max(1, value // (1 if layout.fully(look) else layout.meetings(look)))
+    return max(1, value // (1 if derived.fully(look) else derived.meetings(look)))
 
 
-def critic_path(value: str | None, look: Look) -> str:
+def critic_model(value: str | None, look: Look) -> str:
     return "" if value in (None, look("M.path")) else value
 
 
@@ -224,14 +221,14 @@ def master(value: str | None, look: Look) -> str:
     return f"{need(value)}:{look('trainer.master_port') or 29500}"
 
 
-def resume(value: str, look: Look) -> str:
+def resume_mode(value: str, look: Look) -> str:
     return need(look("trainer.resume_from_path")) if value == "resume_path" else value
 
 
 def trainer_mode(value: str, look: Look) -> str:
     if value not in ("sync", "colocate_async", "separate_async"):
         raise Unfit("sync, colocate_async and separate_async are there")
-    return "async" if layout.asynchronous(look) else "sync"
+    return "async" if derived.asynchronous(look) else "sync"
 
 
 def function(value: str | None, look: Look) -> str:
@@ -267,12 +264,12 @@ def call_format(value: str | None, look: Look) -> str:
     return str(value)
 
 
-def filtered(value: bool, look: Look) -> bool:
-    return need(value, not layout.fully(look), "verl's fully asynchronous trainer does not filter")
+def filter_groups(value: bool, look: Look) -> bool:
+    return need(value, not derived.fully(look), "verl's fully asynchronous trainer does not filter")
 
 
 def filtering(value: Any, look: Look) -> Any:
-    enabled = filtered(look("algorithm.filter_groups.enable"), look)
+    enabled = filter_groups(look("algorithm.filter_groups.enable"), look)
     return need(value, enabled, "read only with algorithm.filter_groups.enable=True")
 
 
@@ -311,7 +308,7 @@ def ref_offload(value: bool, look: Look) -> bool:
 
 def warmup_steps(value: int | None, look: Look) -> int:
     """Returns the steps of the warm-up, which verl counts in updates, of which several may be between two publishes."""
-    return max(1, round(value / layout.meetings(look))) if value is not None and value > 0 else -1
+    return max(1, round(value / derived.meetings(look))) if value is not None and value > 0 else -1
 
 
 def warmup_ratio(value: float | None, look: Look, section: str) -> float:
@@ -319,7 +316,7 @@ def warmup_ratio(value: float | None, look: Look, section: str) -> float:
     return 0.0 if steps is not None and steps > 0 else off_or(value, 0.0)
 
 
-def readable(settings: dict[str, Any]) -> dict[str, Any]:
+def without_server_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings without those of servers where there are none."""
     if settings.get("rollout.name") != "inprocess":
         return settings
@@ -337,14 +334,18 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "at_least_0": lambda value, _: max(0, value or 0),
-    "batch": lambda _, look: layout.batch(look),
-    "expert": lambda _, look: layout.expert(look),
-    "fsdp": lambda _, look: layout.fsdp(look),
-    "hosts": lambda value, look: layout.shared(value, look) and layout.hosts(look)[0],
-    "servers": lambda value, look: layout.shared(value, look) and layout.servers(look),
-    "steps": lambda _, look: layout.steps(look) or -1,
-    "titan": lambda value, look: layout.fsdp(
-        need(look, value is not None and layout.engine(look) == "torchtitan", "read only with model_engine=torchtitan")
+    "batch": lambda _, look: derived.batch(look),
+    "expert": lambda _, look: derived.expert(look),
+    "fsdp": lambda _, look: derived.fsdp(look),
+    "hosts": lambda value, look: derived.require_sharing(value, look) and derived.hosts(look)[0],
+    "servers": lambda value, look: derived.require_sharing(value, look) and derived.servers(look),
+    "steps": lambda _, look: derived.total_steps(look) or -1,
+    "titan": lambda value, look: derived.fsdp(
+        need(
+            look,
+            value is not None and derived.training_engine(look) == "torchtitan",
+            "read only with model_engine=torchtitan",
+        )
     ),
     "pair": lambda value, _: tuple(float(b) for b in (read_value(value) if isinstance(value, str) else value)),
     "dtype": lambda value, _: _DTYPES.get(need(value), value),
@@ -368,10 +369,12 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "top_k_unless_greedy": lambda value, look: top_k(unless_greedy(value, look), look),
 }
 _NAMED = (
-    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path,
-    cut_prompts, engine, estimator, filter_metric, filtered, filtering, function, group, in_turns, interval,
-    loggers, loss_mode, master, micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer,
-    quantized, ref_offload, rejected, rejection, resume, reward_parts, schedule, served_experts, teacher_clamp,
-    tokens, top_k, train_dtype, trainer_mode, unless_greedy, warmup_steps, weighted, weights, with_model,
+    derived.adv_estimator, derived.batch_normalize, derived.loss_mode, derived.old_logprob, derived.rejected,
+    derived.rejection, derived.rollout_is, derived.teacher_clamp, derived.with_weights,
+    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_model,
+    cut_prompts, dynamic_tokens, engine, filter_groups, filter_metric, filtering, function, group, in_turns, interval,
+    logger_names, master, micro_tokens, model_engine, modules, of_tools, optimizer, quantized, ref_offload,
+    resume_mode, reward_parts, schedule, served_experts, top_k, train_dtype, trainer_mode, unless_greedy,
+    warmup_steps, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}
