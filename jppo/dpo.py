@@ -28,8 +28,7 @@ from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
 from jppo.preflight import preview
-from jppo.preflight.described_machine import DryRun
-from jppo.preflight.preview import memory_explained
+from jppo.preflight.preview import DryRun, memory_explained
 from jppo.run import command, pairs
 from jppo.run.inputs import read_tokenizer, total_steps
 from jppo.runlog.console import DPO_COLUMNS

@@ -24,8 +24,7 @@ from jppo.learner.recipe import make_plan
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
 from jppo.preflight import preview
-from jppo.preflight.described_machine import DryRun
-from jppo.preflight.preview import memory_explained
+from jppo.preflight.preview import DryRun, memory_explained
 from jppo.rewards.model.classifier import Texts, without_padding
 from jppo.rewards.parts import Sample
 from jppo.run import command, pairs

@@ -22,7 +22,7 @@ from jppo.learner.make import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.state import next_step, order, scalar
 from jppo.learner.utilisation import utilisation
-from jppo.preflight.checks import dry_run
+from jppo.preflight.checks import dry_run_of_ppo
 from jppo.preflight.preview import memory_explained
 from jppo.report import report_line
 from jppo.run import command, loop, resume
@@ -230,7 +230,7 @@ def train(config: Settings | ConfigDict) -> None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    command.run(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
+    command.run(argv, "jppo.train", __doc__, Settings, dry_run=dry_run_of_ppo, train=train)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ from typing import TypeVar
 
 from jppo import settings
 from jppo.errors import escaped
-from jppo.preflight import described_machine
-from jppo.preflight.described_machine import DryRun
-from jppo.preflight.programs import announced
+from jppo.preflight.preview import DryRun, read_request
+from jppo.preflight.programs import programs_announced
 from jppo.runlog.watchdog import ending
 from jppo.settings import Common
 
@@ -28,10 +27,10 @@ def run(
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, about or "", settings.config_of(kind), describes=True)
     c = settings.typed(config, kind)
-    request = described_machine.read_request(switches, name, argv)
+    request = read_request(switches, name, argv)
     if switches["dry_run"]:
         print(settings.dump(c), flush=True)
-        with announced():
+        with programs_announced():
             report = dry_run(c, request)
         print(escaped(report), end="")
         return

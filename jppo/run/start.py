@@ -19,7 +19,7 @@ from jppo.learner.make import Learner, attention_kernel, compile_passes, make_le
 from jppo.learner.model_configs import require_models_fit
 from jppo.learner.recipe import replayed
 from jppo.learner.utilisation import introduce_peak
-from jppo.preflight import auto, preview
+from jppo.preflight import memory_budget, preview
 from jppo.preflight.preview import sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
@@ -97,7 +97,9 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
-        c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
+        c, chosen = (
+            (memory_budget.first_candidate(c), "") if only_look else memory_budget.settle(c, mesh, folder, fits, hosts)
+        )
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
         reference = served_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:
