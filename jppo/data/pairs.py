@@ -160,7 +160,7 @@ def _margin(row: Row, column: str) -> float:
     return float(value)
 
 
-def pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
+def _pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
     """Returns the pairs of each prompt with any, in the order of the file."""
     of_prompt: dict[str, list[Row]] = {}
     for row in samples:
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not 0 < args.test < 1:
         raise UserError(f"--test={args.test} is a share: it must be between 0 and 1")
-    found = pairs_of_samples(read_rows(args.samples), seed=args.seed)
+    found = _pairs_of_samples(read_rows(args.samples), seed=args.seed)
     held_out = round(args.test * len(found))
     if not 1 <= held_out < len(found):
         raise UserError(

@@ -58,7 +58,7 @@ class MemoryBudget:
         return "WARN" if self.needs <= self.has else "FAIL"
 
 
-def device_parts(found: Estimate) -> dict[str, int]:
+def _device_parts(found: Estimate) -> dict[str, int]:
     """Returns a device's bytes at the peak, by part."""
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
@@ -71,7 +71,7 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
 
     `room` is what JAX may use of its `total` bytes.
     """
-    server, ours = found.server, device_parts(found)
+    server, ours = found.server, _device_parts(found)
     if server is None or total is None:
         return [MemoryBudget(where, ours, room)]
     context = {"CUDA, of the trainer": CONTEXT}
@@ -92,7 +92,7 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
 
 def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
     """Returns the rooms of devices and host; on a CPU they are one."""
-    parts = device_parts(found)
+    parts = _device_parts(found)
     device, taken, free = mesh.devices.flat[0], sharding.resident(), host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     program = {"the trainer's program": taken} if taken is not None else {}

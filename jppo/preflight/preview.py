@@ -164,7 +164,7 @@ def look_up_sizes(
     return lines, found, memory_budget.machine_budgets(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
 
 
-def estimate_run(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
+def _estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
     """Estimates the memory of a PPO run."""
     return memory.estimate_memory(c, inputs, mesh, entries=work(c, inputs, mesh).entries)
 
@@ -172,7 +172,7 @@ def estimate_run(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
 def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
-        return memory_budget.estimate_fits(c, machine, estimate_run(c, inputs, mesh))
+        return memory_budget.estimate_fits(c, machine, _estimate(c, inputs, mesh))
     return _fits(look_up_sizes(c, inputs, mesh), "OK", "WARN")
 
 
@@ -230,7 +230,7 @@ def preview_run(c: Settings, request: DryRun = HERE) -> str:
     lines, step = derived_sizes(c, inputs, mesh)
     lines += chosen
     found = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
-    again = functools.partial(estimate_run, inputs=inputs, mesh=mesh)
+    again = functools.partial(_estimate, inputs=inputs, mesh=mesh)
     return of_estimate(c, request, mesh, lines, found, step.executions(found), again)
 
 

@@ -16,7 +16,7 @@ from jppo.sandbox import shell
 from jppo.sandbox.launcher import NoSandbox
 from jppo.settings import UserError
 
-BY_HAND = (
+_BY_HAND = (
     'to do it by hand: mkdir stand-in; printf \'#!/bin/sh\\nprintf "%%s\\\\0" "$@" > /tmp/words\\n\' >'
     " stand-in/python3; chmod +x stand-in/python3; PATH=$PWD/stand-in:$PATH bash SCRIPT; python -m jppo.from_verl"
     " /tmp/words"
@@ -71,7 +71,7 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
     try:
         ran = shell.run_script(path, arguments, environment)
     except (NoSandbox, OSError) as e:
-        raise UserError(f"{path}: this machine cannot confine a script ({e}); {BY_HAND}") from e
+        raise UserError(f"{path}: this machine cannot confine a script ({e}); {_BY_HAND}") from e
     found = [(*one, call[0], _launched(call[1:])) for call in ran.calls if (one := started(call[1:]))]
     trainers = [one for one in found if not one[0].endswith(_ELSE)] or found
     trainers = list(dict.fromkeys(trainers))
