@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jppo.verl.name import Look, Unfit, commas, need, off_or
+from jppo.verl.name import Look, Unfit, commas, off_or, required
 
 _HOST = 8  # devices of a host, at least
 _MEGATRON = ("megatron", "mindspeed")
@@ -136,7 +136,7 @@ def batch(look: Look) -> int:
     return int(look("data.train_batch_size") * meetings(look))
 
 
-def total_steps(look: Look) -> int | None:
+def training_steps(look: Look) -> int | None:
     """Returns the steps of a run, if they are given."""
     total = look("trainer.total_training_steps")
     if fully(look) and not total:
@@ -201,12 +201,12 @@ def loss_mode(value: str, look: Look) -> str:
 
 def rollout_is(value: Any, look: Look) -> str:
     off, ratio = value in (None, "none", "", False), _bypasses(look) and not _reinforces(look)
-    return "none" if off else str(need(value, not ratio, "in bypass mode verl's clipped loss has no weights"))
+    return "none" if off else str(required(value, not ratio, "in bypass mode verl's clipped loss has no weights"))
 
 
 def with_weights(value: Any, look: Look) -> Any:
     used = look("CORRECTION.rollout_is") not in (None, "none", "", False) and (_reinforces(look) or not _bypasses(look))
-    value = need(value, used, "read only with rollout_is, without the clipped loss of bypass mode")
+    value = required(value, used, "read only with rollout_is, without the clipped loss of bypass mode")
     return value if isinstance(value, bool) else str(value)
 
 
@@ -229,7 +229,7 @@ def rejected(value: Any, look: Look) -> str:
     rule = look("CORRECTION.rollout_rs")
     if value in (None, "none", "", False):
         return ""
-    if need(rule, rule, "read only with rollout_rs") in _OLD_RULES:
+    if required(rule, rule, "read only with rollout_rs") in _OLD_RULES:
         return f"{off_or(look('CORRECTION.rollout_rs_threshold_lower'), 1 / value):g}_{value:g}"
     return commas(value)
 
@@ -276,7 +276,7 @@ DISTILLED = ("algorithm.use_kl_in_reward", "algorithm.kl_coef", "algorithm.kl_pe
 def teacher_clamp(value: float | None, look: Look) -> float | None:
     if value is not None and look(f"{_DISTILLED}.use_policy_gradient"):
         raise Unfit("the KL in the reward is not clamped")
-    return need(value, look("distillation.enabled"), "distillation.enabled is False")
+    return required(value, look("distillation.enabled"), "distillation.enabled is False")
 
 
 def untaught(key: str, value: Any, look: Look) -> str:

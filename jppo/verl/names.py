@@ -175,7 +175,7 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
       "servers are awake while the trainer learns"),
     "data.train_batch_size": (derived.batch, f"data.train_batch_size {_ASYNC}",
       "the prompts between two publishes: times the parameter sync step"),
-    "trainer.total_training_steps": (derived.total_steps, f"trainer.total_training_steps {_ASYNC}",
+    "trainer.total_training_steps": (derived.training_steps, f"trainer.total_training_steps {_ASYNC}",
       "steps of that size"),
     "ref.param_offload": (derived.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
       "the actor's, where Megatron and VeOmni have none of the reference's own"),

@@ -11,7 +11,7 @@ from jppo.settings import UserError
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
 from jppo.verl import derived
-from jppo.verl.name import Look, Moot, Unfit, adapts, commas, lora_rank, need, off_or, on_each
+from jppo.verl.name import Look, Moot, Unfit, adapts, commas, lora_rank, off_or, on_each, required
 from jppo.verl.overrides import read_value
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -72,7 +72,7 @@ def contents(value: Any, _: Look) -> str:
 
 def micro_tokens(value: int | None, look: Look) -> int:
     why = "use_dynamic_bsz=True reads ppo_max_token_len_per_gpu"
-    return on_each(look, max(1, need(value, not look("A.use_dynamic_bsz"), why)))
+    return on_each(look, max(1, required(value, not look("A.use_dynamic_bsz"), why)))
 
 
 def all_micro_tokens(value: int | None, look: Look) -> int:
@@ -82,7 +82,7 @@ def all_micro_tokens(value: int | None, look: Look) -> int:
 
 def dynamic_tokens(value: int, look: Look) -> int:
     """Returns the tokens of a micro-batch, which holds at least one row."""
-    return max(need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), on_each(look, 1))
+    return max(required(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), on_each(look, 1))
 
 
 def reward_parts(value: Any, look: Look) -> str:
@@ -93,7 +93,7 @@ def reward_parts(value: Any, look: Look) -> str:
 
 def balance(value: float, look: Look) -> float:
     kind = look("A.megatron.override_transformer_config.moe_router_load_balancing_type")
-    return need(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
+    return required(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
 
 
 def conversing(value: bool, look: Look) -> bool:
@@ -114,13 +114,13 @@ def group(value: int, look: Look) -> int:
 
 def quantized(value: str | None, look: Look) -> str:
     """Returns vLLM's name of verl's fp8: weights in blocks of 128 by 128, activations as they come."""
-    if need(value) != "fp8" or served_by(look) != "vllm" or derived.old_logprob(None, look) != "correction":
+    if required(value) != "fp8" or served_by(look) != "vllm" or derived.old_logprob(None, look) != "correction":
         raise Unfit("only vLLM's fp8 is there, with rollout_correction.rollout_is")
     return "fp8_per_block"
 
 
 def served_experts(value: int, look: Look) -> str:
-    need(value if value != 1 else None)
+    required(value if value != 1 else None)
     if (look("R.data_parallel_size") or 1) > 1:
         raise Unfit("a server's experts are on its own GPUs, rollout.tensor_model_parallel_size of them")
     return str(engine_options(look))
@@ -147,7 +147,7 @@ def critic_model(value: str | None, look: Look) -> str:
 
 
 def critic_lora(value: int, look: Look) -> int:
-    return need(value, adapts(look) or value, "the policy has no adapters either")
+    return required(value, adapts(look) or value, "the policy has no adapters either")
 
 
 def of_adapter(field: str) -> Callable[[Look], Any]:
@@ -168,7 +168,7 @@ def of_adapter(field: str) -> Callable[[Look], Any]:
 
 
 def adapter(value: str | None, look: Look) -> str:
-    return need(value, of_adapter("r")(look) or lora_rank(look), "read only with the rank")
+    return required(value, of_adapter("r")(look) or lora_rank(look), "read only with the rank")
 
 
 def modules(value: Any, _: Look) -> str:
@@ -185,7 +185,7 @@ def optimizer(value: str, _: Look) -> str:
 
 
 def schedule(value: str | None, _: Look) -> str:
-    if need(value) not in ("constant", "cosine", "linear"):
+    if required(value) not in ("constant", "cosine", "linear"):
         raise Unfit("constant, cosine and linear are there")
     return str(value)
 
@@ -200,7 +200,7 @@ def server_args(value: dict[str, Any] | None, look: Look, engine: str) -> str:
     if served_by(look) != engine:
         raise Moot(f"read only with rollout.name={engine}")
     words = []
-    for key, one in need(value or None).items():
+    for key, one in required(value or None).items():
         name = key.replace("_", "-")
         if one is None:
             continue
@@ -218,11 +218,11 @@ def agent_loop(value: str, look: Look) -> bool:
 
 
 def master(value: str | None, look: Look) -> str:
-    return f"{need(value)}:{look('trainer.master_port') or 29500}"
+    return f"{required(value)}:{look('trainer.master_port') or 29500}"
 
 
 def resume_mode(value: str, look: Look) -> str:
-    return need(look("trainer.resume_from_path")) if value == "resume_path" else value
+    return required(look("trainer.resume_from_path")) if value == "resume_path" else value
 
 
 def trainer_mode(value: str, look: Look) -> str:
@@ -232,13 +232,13 @@ def trainer_mode(value: str, look: Look) -> str:
 
 
 def function(value: str | None, look: Look) -> str:
-    return f"{need(value)}:{look('FUNCTION.name') or 'compute_score'}"
+    return f"{required(value)}:{look('FUNCTION.name') or 'compute_score'}"
 
 
 def with_model(value: Any, look: Look) -> Any:
     if look("FUNCTION.path"):
         raise Unfit("verl's function may ask it over HTTP; reward.model.path adds its score to the function's")
-    return need(value)
+    return required(value)
 
 
 def model_engine(value: str, look: Look) -> str:
@@ -249,12 +249,12 @@ def model_engine(value: str, look: Look) -> str:
 
 def in_turns(value: Any, look: Look) -> Any:
     enabled = look("TURNS.enable") or look("R.agent.default_agent_loop") == "tool_agent"
-    return need(value, enabled and answered(look), "read only with multi_turn.enable=True and tools")
+    return required(value, enabled and answered(look), "read only with multi_turn.enable=True and tools")
 
 
 def of_tools(value: Any, look: Look) -> Any:
     in_turns(value, look)
-    return need(value, look("TURNS.tool_config_path"), "read only with multi_turn.tool_config_path")
+    return required(value, look("TURNS.tool_config_path"), "read only with multi_turn.tool_config_path")
 
 
 def call_format(value: str | None, look: Look) -> str:
@@ -265,17 +265,17 @@ def call_format(value: str | None, look: Look) -> str:
 
 
 def filter_groups(value: bool, look: Look) -> bool:
-    return need(value, not derived.fully(look), "verl's fully asynchronous trainer does not filter")
+    return required(value, not derived.fully(look), "verl's fully asynchronous trainer does not filter")
 
 
 def filtering(value: Any, look: Look) -> Any:
     enabled = filter_groups(look("algorithm.filter_groups.enable"), look)
-    return need(value, enabled, "read only with algorithm.filter_groups.enable=True")
+    return required(value, enabled, "read only with algorithm.filter_groups.enable=True")
 
 
 def cut_prompts(value: str, look: Look) -> str:
     alone = value == "error" or not look("data.filter_overlong_prompts")
-    return need(value, alone, "data.filter_overlong_prompts=True leaves out what it would cut")
+    return required(value, alone, "data.filter_overlong_prompts=True leaves out what it would cut")
 
 
 def filter_metric(value: str | None, look: Look) -> str:
@@ -292,7 +292,7 @@ def filter_metric(value: str | None, look: Look) -> str:
 
 def unless_greedy(value: Any, look: Look) -> Any:
     greedy = look("R.val_kwargs.temperature") == 0
-    return need(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
+    return required(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
 
 
 def top_k(value: int | None, _: Look) -> int:
@@ -301,7 +301,7 @@ def top_k(value: int | None, _: Look) -> int:
 
 def ref_offload(value: bool, look: Look) -> bool:
     adapters = adapts(look) and not look("A.fsdp_config.param_offload")
-    return need(
+    return required(
         value, not adapters, "beside adapters the reference is the policy's own base; actor.param_offload moves it"
     )
 
@@ -324,13 +324,13 @@ def without_server_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
-    "as_is": lambda value, _: need(value),
-    "filled": lambda value, _: need(value or None),
+    "as_is": lambda value, _: required(value),
+    "filled": lambda value, _: required(value or None),
     "commas": lambda value, _: commas(value),
     "prompt_column": lambda value, look: ".".join([commas(value), *(look("tuning.prompt_dict_keys") or ())]),
     "response_column": lambda value, look: ".".join([commas(value), *(look("tuning.response_dict_keys") or ())]),
     "off": lambda value, _: -1 if value is False else off_or(value, -1),
-    "lora_alpha": lambda value, look: need(value, adapts(look), "read only with lora_rank above 0"),
+    "lora_alpha": lambda value, look: required(value, adapts(look), "read only with lora_rank above 0"),
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "at_least_0": lambda value, _: max(0, value or 0),
@@ -339,20 +339,20 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "fsdp": lambda _, look: derived.fsdp(look),
     "hosts": lambda value, look: derived.require_sharing(value, look) and derived.hosts(look)[0],
     "servers": lambda value, look: derived.require_sharing(value, look) and derived.servers(look),
-    "steps": lambda _, look: derived.total_steps(look) or -1,
+    "steps": lambda _, look: derived.training_steps(look) or -1,
     "titan": lambda value, look: derived.fsdp(
-        need(
+        required(
             look,
             value is not None and derived.training_engine(look) == "torchtitan",
             "read only with model_engine=torchtitan",
         )
     ),
     "pair": lambda value, _: tuple(float(b) for b in (read_value(value) if isinstance(value, str) else value)),
-    "dtype": lambda value, _: _DTYPES.get(need(value), value),
+    "dtype": lambda value, _: _DTYPES.get(required(value), value),
     "shared_prompts": lambda value, _: "prefix" if value else "auto",
     "remat": lambda value, _: "full" if value else "none",
     "sleep": lambda value, _: 2 if value else 0,
-    "times_n": lambda value, look: need(value) * look("R.n"),
+    "times_n": lambda value, look: required(value) * look("R.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),
     "of_actor_lr": lambda value, look: share_of_lr(value, look, "A.optim"),
     "of_critic_lr": lambda value, look: share_of_lr(value, look, "critic.optim"),
@@ -360,7 +360,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "sglang_args": lambda value, look: server_args(value, look, "sglang"),
     "actor_warmup_ratio": lambda value, look: warmup_ratio(value, look, "A"),
     "critic_warmup_ratio": lambda value, look: warmup_ratio(value, look, "critic"),
-    "controller": lambda value, look: need(
+    "controller": lambda value, look: required(
         value, value == "fixed" or look("algorithm.use_kl_in_reward"), "read only with algorithm.use_kl_in_reward=True"
     ),
     "drawn": lambda value, look: 0.0 if look("R.do_sample") is False else value,
