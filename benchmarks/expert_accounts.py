@@ -64,7 +64,7 @@ def compiled(case: str) -> dict[str, Any]:
     how, D = cfg.experts, cfg.hidden_size
     assert how is not None
     fsdp = described.devices // EXPERT
-    mesh = sharding.mesh_of_shape((1, fsdp, 1, 1, EXPERT), compilers.described(described))
+    mesh = sharding.mesh_of_shape((1, fsdp, 1, 1, EXPERT), compilers.devices_of(described))
     mix = experts.make_mix(mesh)
 
     def of(shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:

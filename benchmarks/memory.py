@@ -91,7 +91,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     trajectories = make_batch(inputs.policy, responses)
     plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
-    found = memory.estimate(c, inputs, mesh, entries=entries)
+    found = memory.estimate_memory(c, inputs, mesh, entries=entries)
     program = status("VmRSS")
     if CLEAR.is_file():
         with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 
 def findings(python: str) -> Iterator[Finding]:
     """Yields the findings that need no config, in the order of the report."""
-    yield from machine.environment(python)
+    yield from machine.check_environment(python)
     free = available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
     if free is not None:
         remedy = "end other programs, or give the container more"

@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.data.preferences import PairSet
+from jppo.data.pairs import PairSet
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import encode_all, make_renderer
@@ -28,8 +28,7 @@ from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
 from jppo.preflight import preview
-from jppo.preflight.described_machine import DryRun
-from jppo.preflight.preview import memory_explained
+from jppo.preflight.preview import DryRun, memory_explained
 from jppo.run import pairs
 from jppo.run.inputs import read_tokenizer, total_steps
 from jppo.run.start import run_training

@@ -29,10 +29,9 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.errors import escaped, expanded
 from jppo.settings import UserError, table
-from jppo.verl import names, tuning
-from jppo.verl.overrides import MAINS, TUNING, main_of
-from jppo.verl.script import OVERRIDE, Script, read_script, started
-from jppo.verl.translate import PATHS, Translation, translate
+from jppo.verl import names
+from jppo.verl.overrides import MAINS, OVERRIDE, TUNING, Script, main_of, read_script, started
+from jppo.verl.translate import PATHS, Translation, translate, translate_tuning
 
 BASE, TUNING_BASE = "configs/gsm8k.py", "configs/quickstart_sft.py"
 OWN = ("--config=", "--config.")  # arguments of jppo
@@ -90,7 +89,7 @@ def translated_command(script: Script) -> tuple[str, Translation]:
             f"{script.main}: not supported: another trainer than verl's PPO and fine-tuning; to translate what it"
             " shares with them, give its overrides alone"
         )
-    convert = tuning.translate if tunes else translate
+    convert = translate_tuning if tunes else translate
     words = (*script.launched, *script.words) if tunes else script.words
     found = convert(words, main=script.main, root=script.root, folder=script.folder)
     base = TUNING_BASE if tunes else BASE

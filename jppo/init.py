@@ -17,8 +17,7 @@ import jax
 
 from jppo import settings
 from jppo.data.prompts import SOLUTIONS
-from jppo.data.rows import Row
-from jppo.data.sources import read_sources
+from jppo.data.rows import Row, read_sources
 from jppo.errors import escaped, expanded
 from jppo.models import hf
 from jppo.models.config import ModelConfig

@@ -24,8 +24,8 @@ from jppo.forecast.machines import GIB, Machine
 from jppo.learner.make import make_mesh
 from jppo.learner.sharding import AXES
 from jppo.models.config import Experts
-from jppo.preflight import auto, described_machine, memory, preview
-from jppo.preflight.described_machine import DryRun
+from jppo.preflight import memory, memory_budget, preview
+from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
 from jppo.rollout.make import with_servers
 from jppo.run.inputs import Inputs, read_inputs
@@ -67,7 +67,7 @@ def search(
     c: Settings, inputs: Inputs, machine: Machine, *, rate: float, say: Callable[[str], None]
 ) -> list[Candidate]:
     """Returns all candidates, the best first; `say` receives each."""
-    devices = described_machine.devices_of(machine)
+    devices = compilers.devices_of(machine)
     tried: dict[str, Candidate] = {}
 
     def attempt(changes: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def search(
         return min(tried.values(), key=lambda one: one.rank)
 
     def repair(start: dict[str, Any], *, offload: bool) -> None:
-        for changes in described_machine.remedies(settings.changed(c, start)):
+        for changes in memory_budget.remedies(settings.changed(c, start)):
             if offload or not any(name.endswith("offload") for name in changes):
                 attempt(start | changes)
                 if tried[str(start | changes)].fits:
@@ -109,13 +109,13 @@ def try_settings(
         mesh = make_mesh(other, devices)
         other = with_servers(other, mesh)
         _, work = preview.derived_sizes(other, inputs, mesh)
-        found = memory.estimate(other, inputs, mesh, entries=work.entries)
+        found = memory.estimate_memory(other, inputs, mesh, entries=work.entries)
     except UserError as e:
         return Candidate(changes, reason=str(e))
     if found.refused:
         account = found.refused[0].account
         return Candidate(changes, found, reason=str(account and account.error))
-    fits = described_machine.estimate_fits(other, machine, found)
+    fits = memory_budget.estimate_fits(other, machine, found)
     return Candidate(changes, found, make_outlook(found, machine, mesh, work.executions(found), rate), fits)
 
 
@@ -144,7 +144,7 @@ def _mesh_of(c: Settings, devices: int) -> dict[str, int]:
 
 
 def _remat(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
-    yield from ({"model.remat": remat} for remat in auto.REMATS if remat != c.model.remat)
+    yield from ({"model.remat": remat} for remat in memory_budget.REMATS if remat != c.model.remat)
 
 
 def _tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
@@ -160,7 +160,7 @@ def _packing(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
 
 def candidate_line(one: Candidate) -> str:
     """Formats a candidate as a table row."""
-    said = auto.as_arguments(one.changes).replace("--config.", "") or "(the config as it is)"
+    said = memory_budget.as_arguments(one.changes).replace("--config.", "") or "(the config as it is)"
     if one.outlook is None or one.estimate is None:
         return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {said}: {one.reason[:160]}"
     peak, verdict = one.estimate.peak / GIB, "fits" if one.fits else "does not fit"
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
-    c = auto.first(settings.typed(config, Settings))
+    c = memory_budget.first_candidate(settings.typed(config, Settings))
     if not switches["machine"]:
         raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known()}")
     machine = machines.parse_machine(switches["machine"])
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
             " more or larger devices, or train adapters by model.lora_rank"
         )
     ours = {"--machine", "--json", "--rollout_tokens_per_s"} | {f"--config.{name}" for name in best.changes}
-    words = [*map(shlex.quote, without_options(argv, ours)), *auto.as_arguments(best.changes).split()]
+    words = [*map(shlex.quote, without_options(argv, ours)), *memory_budget.as_arguments(best.changes).split()]
     print(f"best: python -m jppo.train {' '.join(words)}")
 
 

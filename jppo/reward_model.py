@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.data.preferences import Encode, PairSet
+from jppo.data.pairs import Encode, PairSet
 from jppo.learner import preference, score, sharding, update
 from jppo.learner.make import make_decoder
 from jppo.learner.model_configs import make_adapters
@@ -24,8 +24,7 @@ from jppo.learner.recipe import plan_rows
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
 from jppo.preflight import preview
-from jppo.preflight.described_machine import DryRun
-from jppo.preflight.preview import memory_explained
+from jppo.preflight.preview import DryRun, memory_explained
 from jppo.rewards.classifier import without_padding
 from jppo.rewards.model import Texts
 from jppo.rewards.parts import Sample

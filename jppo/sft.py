@@ -22,8 +22,7 @@ from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.preflight import memory, preview
 from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.described_machine import DryRun
-from jppo.preflight.preview import memory_explained
+from jppo.preflight.preview import DryRun, memory_explained
 from jppo.preflight.programs import Estimate
 from jppo.run import supervised
 from jppo.run.inputs import read_tokenizer, total_steps
@@ -127,7 +126,7 @@ def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
     plan, mesh = task.plan, task.mesh
     trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
-    shapes = memory.largest(plan)
+    shapes = memory.largest_shapes(plan)
     rows = [memory.abstract_rows(shape, mesh) for shape in shapes]
     flop = [memory.useful(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
     opt, moments = memory.update_moments(

@@ -24,7 +24,7 @@ from jppo.learner.ppo import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
 from jppo.learner.state import next_step, order, scalar
 from jppo.models.lora import Weights
-from jppo.preflight.checks import dry_run
+from jppo.preflight.checks import dry_run_of_ppo
 from jppo.preflight.preview import memory_explained
 from jppo.report import report_line
 from jppo.run import loop, resume
@@ -258,7 +258,7 @@ def train(config: Settings | ConfigDict) -> None:
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
-    run_training(argv, "jppo.train", __doc__, Settings, dry_run=dry_run, train=train)
+    run_training(argv, "jppo.train", __doc__, Settings, dry_run=dry_run_of_ppo, train=train)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from examples import arithmetic
 from jppo import settings
 from jppo.forecast import compilers, machines, schedule
 from jppo.learner.make import make_mesh
-from jppo.preflight import described_machine, memory, preview
+from jppo.preflight import memory, preview
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 
@@ -103,8 +103,8 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
     with tempfile.TemporaryDirectory() as folder:
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
-        mesh = make_mesh(c, described_machine.devices_of(machine))
-        found = memory.estimate(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
+        mesh = make_mesh(c, compilers.devices_of(machine))
+        found = memory.estimate_memory(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
     programs = {}
     for one in found.moments:
         a = one.account

@@ -14,7 +14,7 @@ from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import make_learner, make_mesh
 from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
-from jppo.preflight.preview import dry_run, sampling_warnings
+from jppo.preflight.preview import preview_run, sampling_warnings
 from jppo.rollout.make import open_engine
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_policy
@@ -139,7 +139,7 @@ def test_a_run_that_learns_from_a_cut_policy_is_warned(config, changes, said):
     assert [one.found.split(":")[0] for one in found] == ([] if said is None else [said])
     for one in found:
         assert one.step == 3 and "algorithm.rollout_is=token" in one.remedy
-    assert [one.verdict for one in models_and_data.sampling(typed(config))] == ["OK", *(["WARN"] if said else [])]
+    assert [one.verdict for one in models_and_data.check_sampling(typed(config))] == ["OK", *(["WARN"] if said else [])]
 
 
 def test_a_jump_that_nothing_would_notice_is_warned_of(config):
@@ -164,7 +164,7 @@ def test_it_is_said_at_the_start_and_by_dry_run(small_run, engine, quick_compila
         assert (asked.stop, asked.ignore_eos) == (("#\n",), True)
     assert {asked.temperature for asked in engine.asked} == {0.0, 1.0}
     assert {asked.top_p for asked in engine.asked if asked.n == 1 and asked.temperature} == {0.5, 1.0}
-    text = dry_run(typed(c))
+    text = preview_run(typed(c))
     assert r"sampling         temperature 1, top_p 0.5; a response ends with '#\n' or 6 tokens" in text
     assert "warning: rollout.top_p=0.5: responses are drawn from a part" in text
 

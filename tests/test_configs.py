@@ -110,7 +110,7 @@ def write_stand_in(path: pathlib.Path, family, shape, tokenizer: pathlib.Path, *
 @pytest.fixture(autouse=True)
 def no_programs_are_looked_for(monkeypatch):
     """The doctor's tests look for them."""
-    monkeypatch.setattr(machine, "environment", lambda *_: [])
+    monkeypatch.setattr(machine, "check_environment", lambda *_: [])
 
 
 @pytest.mark.parametrize("name", RECIPES)

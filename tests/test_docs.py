@@ -10,7 +10,7 @@ import pytest
 from jppo import evaluate, settings, statistics
 from jppo.__main__ import command_of
 from jppo.agent import tools
-from jppo.data.sources import read_sources
+from jppo.data.rows import read_sources
 from jppo.forecast import machines
 from jppo.learner import sharding
 from jppo.models import families

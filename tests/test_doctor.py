@@ -14,7 +14,7 @@ from jppo import doctor
 from jppo.doctor import GIB, Finding
 from jppo.forecast.compilers import CUDNN
 from jppo.preflight import machine
-from jppo.preflight.gpus import NvidiaGpu, gpus
+from jppo.preflight.memory_budget import NvidiaGpu, gpus
 
 REQUIREMENTS = (
     "numpy<3,>=2.0",
@@ -58,7 +58,7 @@ def test_packages_are_held_against_their_bounds(installed, good, others):
 
 @pytest.mark.parametrize("free, verdict", [(10 * GIB, "OK"), (9 * GIB, "WARN"), (GIB // 2, "FAIL")])
 def test_a_run_has_room_for_its_checkpoints(monkeypatch, free, verdict):
-    monkeypatch.setattr(machine, "environment", lambda *_: [])
+    monkeypatch.setattr(machine, "check_environment", lambda *_: [])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert [found.verdict for found in doctor.findings("") if found.about == "disk"] == [verdict]
 
@@ -153,7 +153,7 @@ def test_sglang_is_asked_of_the_interpreter_that_is_named(tmp_path, monkeypatch)
     assert machine.check_server("sglang", "", has_gpu=False).verdict == "WARN"
     monkeypatch.setattr(machine, "check_vllm", lambda *_: pytest.fail("no vLLM is asked for"))
     monkeypatch.setattr(machine, "check_devices", lambda _: Finding("JAX", "OK", "8 x cpu (cpu)"))
-    assert list(machine.environment("", "sglang"))[-1].about == "SGLang"
+    assert list(machine.check_environment("", "sglang"))[-1].about == "SGLang"
 
 
 @pytest.mark.parametrize(

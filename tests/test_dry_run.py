@@ -20,8 +20,8 @@ from jppo.learner import packing
 from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.recipe import plan_of_run
 from jppo.models import decoder
-from jppo.preflight import gpus, memory, memory_budget, preview, programs
-from jppo.preflight.described_machine import DryRun
+from jppo.preflight import memory, memory_budget, preview, programs, servers
+from jppo.preflight.preview import DryRun
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed, write_lines
@@ -57,7 +57,7 @@ def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
     assert gradients["actor gradient"] == held(learner.actor.zeros())
     assert gradients["critic gradient"] == held(learner.critic.zeros())
     learned = (now.policy, now.policy_opt, now.value, now.value_opt)
-    assert memory.stored(typed(c), inputs, mesh) == sum(x.nbytes for x in jax.tree.leaves(learned))
+    assert memory.stored_models(typed(c), inputs, mesh) == sum(x.nbytes for x in jax.tree.leaves(learned))
     assert found.peak == sum(parts.values()) + found.worst.gradients + found.worst.temporaries
     assert room.parts["policy"] == 8 * parts["policy"]  # the processor's devices are the machine
 
@@ -116,21 +116,21 @@ def test_the_largest_programs_of_a_run_are_compiled_as_the_run_compiles_them(sma
 )
 def test_the_largest_shapes_by_pairs_and_by_tokens(shapes, expected):
     plan = packing.Plan(tuple(t for _, t in shapes), tuple((r,) for r, _ in shapes), share_rows=False)
-    assert memory.largest(plan) == expected
+    assert memory.largest_shapes(plan) == expected
 
 
 def test_full_length_batches_are_cut_as_the_packer_cuts_them(small_run):
     inputs, mesh = read_inputs(typed(small_run)), make_mesh(typed(small_run))
-    step = preview.full_length(inputs.train.prompts, 12, 6)
+    step = programs.full_length(inputs.train.prompts, 12, 6)
     assert [len(t.tokens) for t in step[:8]] == [len(p.ids) + 6 for p in inputs.train.prompts]
-    step_of_two = preview.full_length(inputs.train.prompts, 12, 6, samples=2)
+    step_of_two = programs.full_length(inputs.train.prompts, 12, 6, samples=2)
     assert [t.uid for t in step_of_two[:4]] == ["0", "0", "1", "1"]
     assert len({id(t.tokens) for t in step_of_two}) == len({len(t.tokens) for t in step_of_two}), "arrays are shared"
     # 12 samples in minis of 4; the packer has rows for 8 devices, so that each mini is one micro-batch
     plan = plan_of_run(typed(small_run), mesh, inputs.policy, inputs.total_steps)
-    assert preview.descents(step, plan, epochs=3, size=4) == preview.Descents(3, 3, 4, 1)
+    assert programs.descents(step, plan, epochs=3, size=4) == programs.Descents(3, 3, 4, 1)
     narrow = packing.Plan((13,), ((2, 1),), share_rows=False)
-    assert preview.descents(step, narrow, epochs=1, size=5) == preview.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows
+    assert programs.descents(step, narrow, epochs=1, size=5) == programs.Descents(1, 3, 5, 3)  # 2 + 2 + 1 rows
 
 
 @pytest.mark.parametrize("has, verdict", [(None, "OK"), (1000, "OK"), (999, "WARN"), (900, "WARN"), (899, "FAIL")])
@@ -178,8 +178,8 @@ def test_a_gpu_has_a_share_for_its_server(small_run):
     values = jax.eval_shape(lambda key: decoder.init_params(inputs.policy, key, head="lm", param_dtype="float32"), KEY)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(values))
     assert [memory.served(inputs.policy, dtype) for dtype in ("float32", "bfloat16")] == [4 * count, 2 * count]
-    assert gpus.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
-    server = gpus.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
+    assert servers.server_memory(typed(small_run), inputs.policy, 4 * count, cpu) is None  # it is the host's
+    server = servers.server_memory(typed(small_run), inputs.policy, 4 * count, gpu)
     assert (server.weights, server.fraction, server.cache, server.graphs) == (4 * count, 0.4, 0, 0)
     assert server.response == 14 * (2 * 2 * 8) * 4, "positions, of keys and values of two heads, in float32"
     assert list(budgets_beside(server, 10**9)) == ["a GPU", "vLLM's share, 40% of a GPU"]
@@ -187,14 +187,14 @@ def test_a_gpu_has_a_share_for_its_server(small_run):
 
 
 def test_servers_that_sleep_have_a_budget_awake_and_one_asleep():
-    server = gpus.ServerMemory("vLLM", True, 0.5, 0, weights=100, working=20, graphs=7, response=3)
+    server = servers.ServerMemory("vLLM", True, 0.5, 0, weights=100, working=20, graphs=7, response=3)
     share, awake, asleep = budgets_beside(server, 4 * GIB).values()
     assert (share.needs, share.has) == (130, 2 * GIB)
-    assert (awake.needs, awake.verdict) == (600 + gpus.CONTEXT + 2 * GIB, "OK")
-    assert asleep.needs == 1150 + gpus.CONTEXT + gpus.ASLEEP + 7
+    assert (awake.needs, awake.verdict) == (600 + memory_budget.CONTEXT + 2 * GIB, "OK")
+    assert asleep.needs == 1150 + memory_budget.CONTEXT + servers.ASLEEP + 7
     given = replace(server, cache=50)
     assert budgets_beside(given, 4 * GIB)["a GPU, while the servers are awake"].needs == (
-        600 + gpus.CONTEXT + gpus.ASLEEP + 100 + 20 + 7 + 50
+        600 + memory_budget.CONTEXT + servers.ASLEEP + 100 + 20 + 7 + 50
     )
 
 
@@ -268,7 +268,7 @@ def test_a_forecast_for_another_machine_needs_no_weights(small_run, tuning, monk
     monkeypatch.setattr(DryRun, "mesh", mesh)
     there = DryRun(machines.parse_machine("H100"))
     small_run.model.init = tuning.model.init = "pretrained"
-    for dry_run, c in ((preview.dry_run, small_run), (sft.dry_run, tuning)):
+    for dry_run, c in ((preview.preview_run, small_run), (sft.dry_run, tuning)):
         with pytest.raises(Compiles):
             dry_run(typed(c), there)
         with pytest.raises(UserError, match="safetensors"):

@@ -162,7 +162,7 @@ def test_a_coefficient_that_verl_does_not_read_is_said(capsys):
 
 
 def test_words_that_are_no_settings_are_left_out():
-    found, kept = overrides.read(["--x=1", "word", "=3", "a.b=2"])
+    found, kept = overrides.read_overrides(["--x=1", "word", "=3", "a.b=2"])
     assert (list(found), list(kept)) == (["a.b"], ["--x=1", "word", "=3"])
 
 
@@ -376,13 +376,13 @@ def test_what_jppo_refuses_is_said_in_its_own_words(capsys):
 def test_every_row_of_the_table_can_be_met():
     known = table.by_name(settings.default()) | table.by_name(settings.sft_default())
     for name in names.KEYS:
-        found = names.find(name.key)
+        found = names.find_name(name.key)
         assert found is not None and (found is name or "*" in name.key or found.key == name.key), name.key
         assert (name.kind == "same") == bool(name.setting) and (not name.setting or name.setting in known), name.key
         assert name.kind == "same" or name.why, name.key
     keys = [name.key for name in names.KEYS]
     assert len(keys) == len(set(keys))
-    assert all(names.today(new) == new and (new.endswith(".") or names.find(new)) for new in names.OLDER.values())
+    assert all(names.today(new) == new and (new.endswith(".") or names.find_name(new)) for new in names.OLDER.values())
 
 
 def test_the_page_is_the_table(capsys):

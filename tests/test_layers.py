@@ -56,7 +56,7 @@ ONLY_IN = {
     "openai": ("jppo.rewards.judge_client",),
     "anthropic": ("jppo.rewards.judge_client",),
     "math_verify": ("jppo.rewards.rules",),
-    "datasets": ("jppo.data.sources",),
+    "datasets": ("jppo.data.rows",),
     "tensorflow_datasets": ("jppo.data",),
     "wandb": ("jppo.runlog.remote_loggers",),
     "mlflow": ("jppo.runlog.remote_loggers",),
@@ -158,7 +158,7 @@ READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
-    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.tuning", "jppo.verl.values"),
+    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
     *MAKERS,
 )
 SECTIONS = {name.split(".")[0] for name in table.TABLE}
@@ -361,7 +361,7 @@ def test_the_walk_sees_the_project():
         ("jppo.rollout.vllm.weight_engine", "from vllm import LLM", None),
         ("jppo.rollout.vllm.worker", "from jppo.types import Prompt", "only jppo.rollout.vllm.layout"),
         ("jppo.rollout.vllm.layout", "from jppo.rollout import protocol as sampler", "may import of jppo only nothing"),
-        ("jppo.data.sources", "def f():\n    import tensorflow_datasets as tfds", None),
+        ("jppo.data.rows", "def f():\n    import tensorflow_datasets as tfds", None),
         ("jppo.data.prompts", "import torch", "jppo.preflight.parity_worker, jppo.rewards.convert_worker may"),
         (
             "jppo.data.prompts",

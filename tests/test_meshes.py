@@ -12,7 +12,7 @@ from jppo.learner.recipe import plan_of_run
 from jppo.models import config_reader
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
-from jppo.preflight.preview import dry_run
+from jppo.preflight.preview import preview_run
 from jppo.rollout import make as rollout
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
@@ -59,7 +59,7 @@ def test_what_does_not_is_refused_with_what_would(sizes, changes, said):
 def test_a_run_is_refused_before_a_server_starts(small_run, monkeypatch):
     monkeypatch.setattr(rollout, "start_vllm", lambda *_, **__: pytest.fail("a server was started"))
     small_run.mesh.data, small_run.mesh.sequence = 1, 8
-    for command in (train.train, dry_run):
+    for command in (train.train, preview_run):
         with pytest.raises(UserError, match=r"mesh\.sequence=8 must divide the \d attention heads"):
             command(typed(small_run))
 

@@ -10,7 +10,6 @@ from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account, Forecast
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
-from jppo.preflight import described_machine
 from jppo.preflight.programs import Estimate, Executions, Outlook, ProgramMemory
 from tests.make import typed
 
@@ -45,7 +44,7 @@ def searched(config, monkeypatch, cost):
         return candidate(changes, *cost(changes))
 
     monkeypatch.setattr(plan, "try_settings", attempt)
-    monkeypatch.setattr(described_machine, "devices_of", lambda machine: [])
+    monkeypatch.setattr(compilers, "devices_of", lambda machine: [])
     said = []
     return plan.search(typed(config), INPUTS, MACHINE, rate=0.0, say=said.append), tried, said
 

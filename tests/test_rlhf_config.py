@@ -11,7 +11,7 @@ from examples import arithmetic
 from jppo import reward_model, settings
 from jppo.learner.make import make_mesh
 from jppo.models import decoder, hf, hf_write
-from jppo.preflight.preview import dry_run
+from jppo.preflight.preview import preview_run
 from jppo.rewards.make import make_reward_sum
 from jppo.run.inputs import read_inputs
 from tests.make import ROOT, script, typed, write_lines
@@ -51,7 +51,7 @@ def test_ppo_against_a_reward_model(small, quick_compilation):
     prompt = {"prompt": [{"role": "user", "content": "1+2"}], "data_source": "chat", "ground_truth": "-"}
     files = {k: write_lines(small / f"{k}.jsonl", [prompt] * 256) for k in ("train_files", "val_files")}
     c = parsed("rlhf", small, settings.default(), **files)
-    said = dry_run(typed(c))
+    said = preview_run(typed(c))
     assert "reference " in said and "critic " in said and "steps            1, each of 256" in said
     reward_sum = make_reward_sum(typed(c), make_mesh(typed(c)), **read_inputs(typed(c)).graded())
     reward_sum.close()

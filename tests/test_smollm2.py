@@ -286,7 +286,7 @@ CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_p
 @pytest.mark.parametrize("task, algorithm", [("sums", "ppo"), ("sums", "grpo"), ("instructions", "ppo")])
 def test_a_config_passes_a_dry_run(task, algorithm, tiny_model, tmp_path, capsys, monkeypatch):
     """With a small stand-in for the model, on prompts of its characters."""
-    monkeypatch.setattr(machine, "environment", lambda *_: [])
+    monkeypatch.setattr(machine, "check_environment", lambda *_: [])
     monkeypatch.chdir(ROOT)
     for path in tiny_model.iterdir():
         (tmp_path / "model").mkdir(exist_ok=True)

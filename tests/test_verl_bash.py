@@ -11,7 +11,7 @@ import pytest
 from jppo import from_verl
 from jppo.sandbox import choice, launcher
 from jppo.settings import UserError
-from jppo.verl.script import read_script
+from jppo.verl.overrides import read_script
 from tests.make import one_line, script
 
 PPO = "python3 -m verl.trainer.main_ppo"

@@ -27,7 +27,7 @@ def hydra(value) -> str:
 
 def test_every_key_has_a_row():
     assert len(KEYS) > 1200
-    assert [key for key in KEYS if names.find(names.today(key)) is None] == []
+    assert [key for key in KEYS if names.find_name(names.today(key)) is None] == []
 
 
 def test_every_row_of_a_setting_is_a_key_of_verl():

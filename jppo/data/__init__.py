@@ -1,6 +1,6 @@
 """Prompts: from files to token ids in a resumable order.
 
-`sources.py` reads rows (`rows.py`), `tokenizer.py` renders chats, `prompts.py` makes `Prompt`s of them, `stream.py`
-orders them and remembers the place. The commands that convert published data sets are here too. Imports settings, and
-no model. Read `prompts.py` first.
+`rows.py` reads rows, `tokenizer.py` renders chats, `prompts.py` makes `Prompt`s of them, `stream.py` orders them and
+remembers the place. The commands that convert published data sets are here too. Imports settings, and no model. Read
+`prompts.py` first.
 """

@@ -10,33 +10,35 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jppo.data import dapo_math, prepare
+from jppo.data import prepare
 from jppo.data.rows import Row, brief, text_column
 from jppo.settings import UserError, exit_on_user_error
 
 
-def example(row: Row, index: int) -> dict[str, Any]:
+def _example(row: Row, index: int) -> dict[str, Any]:
     """Makes a row in verl's layout, from such a row or from a problem with its answer."""
     if "prompt" in row.columns:
-        return dapo_math.example(row, "test")
+        return prepare.checked_verl_row(row, "test")
     lower = Row(row.source, row.number, {name.lower(): value for name, value in row.columns.items()}, row.unit)
     problem, answer = text_column(lower, "problem"), str(lower.columns.get("answer"))
     if not answer.strip().isdecimal() or not 0 <= int(answer) <= 999:
         raise UserError(
             f"{row.place}: answer is {brief(lower.columns.get('answer'))}; AIME's are integers from 0 to 999"
         )
-    return prepare.example(dapo_math.PROMPT.format(problem), str(int(answer)), source="aime", split="test", index=index)
+    return prepare.verl_row(
+        prepare.DAPO_PROMPT.format(problem), str(int(answer)), source="aime", split="test", index=index
+    )
 
 
-def make(source: pathlib.Path) -> prepare.Made:
+def _make(source: pathlib.Path) -> prepare.Made:
     """Keeps each question once."""
-    return {"test": prepare.different(example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
+    return {"test": prepare.different(_example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    prepare.command("jppo.data.aime", __doc__, make, argv)
+    prepare.command("jppo.data.aime", __doc__, _make, argv)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from jppo.data.prompts import (
     tokenise,
     with_system_prompt,
 )
-from jppo.data.rows import Row
-from jppo.data.sources import Source, read_sources
+from jppo.data.rows import Row, Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import escaped
 from jppo.settings import Parser, UserError, exit_on_user_error

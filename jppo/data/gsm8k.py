@@ -20,8 +20,7 @@ import httpx
 import numpy as np
 
 from jppo.data import prepare
-from jppo.data.rows import Row, make_directory, read_rows, text_column
-from jppo.data.sources import TFDS_MISSING
+from jppo.data.rows import TFDS_MISSING, Row, make_directory, read_rows, text_column
 from jppo.errors import escaped, first_line
 from jppo.registry import said
 from jppo.settings import Parser, UserError, exit_on_user_error
@@ -35,7 +34,7 @@ _SOURCE = f"https://raw.githubusercontent.com/openai/grade-school-math/{COMMIT}/
 _ANSWER = re.compile(r"#### *(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*\Z")
 
 
-def example(row: Row, split: str) -> dict[str, Any]:
+def _example(row: Row, split: str) -> dict[str, Any]:
     """Converts a row with `question` and `answer` to verl's layout."""
     question, answer = text_column(row, "question"), text_column(row, "answer")
     match = _ANSWER.search(answer)
@@ -43,25 +42,25 @@ def example(row: Row, split: str) -> dict[str, Any]:
         raise UserError(f"{row.place}: the answer must end with `#### <number>`; it ends with {answer[-40:]!r}")
     extra: dict[str, Any] = dict(split=split, index=row.number - 1, question=question, answer=answer)
     truth = match.group(1).replace(",", "")
-    return prepare.example(f"{question} {_SUFFIX}", truth, source="openai/gsm8k", **extra)
+    return prepare.verl_row(f"{question} {_SUFFIX}", truth, source="openai/gsm8k", **extra)
 
 
-def examples(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+def _rows_of_splits(source: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows of each split from the JSON lines in `source`."""
     for split in SPLITS:
         if not (source / f"{split}.jsonl").is_file():
             raise UserError(f"no {source / f'{split}.jsonl'}; --from must have train.jsonl and test.jsonl")
-    return {split: [example(row, split) for row in read_rows(source / f"{split}.jsonl")] for split in SPLITS}
+    return {split: [_example(row, split) for row in read_rows(source / f"{split}.jsonl")] for split in SPLITS}
 
 
 def convert(source: pathlib.Path, out: pathlib.Path, *, tfds: bool = False) -> dict[str, int]:
     """Writes each split of the JSON lines in `source`, as parquet or with tfds; returns row counts."""
-    splits = examples(source)
+    splits = _rows_of_splits(source)
     if tfds:
         make_directory(out)
         write_tfds(splits, out)
         return {f"tfds:{TFDS_NAME}/{split}@{out}": len(rows) for split, rows in splits.items()}
-    return prepare.write(splits, out)
+    return prepare.write_parquet(splits, out)
 
 
 def download(directory: pathlib.Path) -> None:

@@ -22,7 +22,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 _Messages = list[dict[str, str]]
 
 
-def messages_of(transcript: str, row: Row) -> _Messages:
+def _messages_of(transcript: str, row: Row) -> _Messages:
     """Parses the turns of a transcript."""
     before, *turns = _TURN.split(transcript)
     if before.strip() or not turns:
@@ -30,22 +30,22 @@ def messages_of(transcript: str, row: Row) -> _Messages:
     return [{"role": _ROLES[who], "content": text.strip()} for who, text in zip(turns[::2], turns[1::2], strict=True)]
 
 
-def pair(row: Row) -> dict[str, Any] | None:
+def _pair(row: Row) -> dict[str, Any] | None:
     """Returns the prompt with both responses; None for no pair."""
     prompt = row.columns.get("prompt") or ""
-    chosen, rejected = (messages_of(prompt + text_column(row, half), row) for half in ("chosen", "rejected"))
+    chosen, rejected = (_messages_of(prompt + text_column(row, half), row) for half in ("chosen", "rejected"))
     alternate = [turn["role"] for turn in chosen] == ["user", "assistant"] * (len(chosen) // 2)
     if not alternate or chosen[:-1] != rejected[:-1] or not all(t["content"] for t in (*chosen, rejected[-1])):
         return None
     return {"prompt": chosen[:-1], "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
 
 
-def make(source: pathlib.Path) -> prepare.Made:
+def _make(source: pathlib.Path) -> prepare.Made:
     """Makes pairs and prompts of both splits."""
     made: dict[str, list[dict[str, Any]]] = {}
     for split in ("train", "test"):
         rows = prepare.rows_of(source, split)
-        found = [one for one in map(pair, rows) if one is not None]
+        found = [one for one in map(_pair, rows) if one is not None]
         if not found:
             raise UserError(
                 f"--from={source}: none of the {len(rows)} rows of {split} is a pair of answers to one prompt"
@@ -54,7 +54,7 @@ def make(source: pathlib.Path) -> prepare.Made:
         name = "Dahoas/full-hh-rlhf" if "prompt" in rows[0].columns else "Anthropic/hh-rlhf"
         made[f"pairs/{split}"] = found
         made[f"prompts/{split}"] = prepare.different(
-            prepare.example(
+            prepare.verl_row(
                 one["prompt"], one["chosen"], source=name, ability="alignment", style="model", split=split, index=i
             )
             for i, one in enumerate(found)
@@ -65,7 +65,7 @@ def make(source: pathlib.Path) -> prepare.Made:
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    prepare.command("jppo.data.hh_rlhf", __doc__, make, argv)
+    prepare.command("jppo.data.hh_rlhf", __doc__, _make, argv)
 
 
 if __name__ == "__main__":

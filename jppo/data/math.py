@@ -18,7 +18,7 @@ _SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 _SUFFIX = r"Let's think step by step and output the final answer within \boxed{}."
 
 
-def example(row: Row, split: str, index: int) -> dict[str, Any]:
+def _example(row: Row, split: str, index: int) -> dict[str, Any]:
     """Makes a row in verl's layout."""
     problem, solution = text_column(row, "problem"), text_column(row, "solution")
     truth = last_box(solution)
@@ -26,19 +26,19 @@ def example(row: Row, split: str, index: int) -> dict[str, Any]:
         raise UserError(f"{row.place}: solution must hold \\boxed{{ANSWER}}; it ends with {solution[-40:]!r}")
     known = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
     extra: dict[str, Any] = dict(split=split, index=index, solution=solution, **known)
-    return prepare.example(f"{problem} {_SUFFIX}", truth, source=_SOURCE, **extra)
+    return prepare.verl_row(f"{problem} {_SUFFIX}", truth, source=_SOURCE, **extra)
 
 
-def make(source: pathlib.Path) -> prepare.Made:
+def _make(source: pathlib.Path) -> prepare.Made:
     """Makes the rows of both splits."""
     splits = ("train", "test")
-    return {s: [example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}
+    return {s: [_example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    prepare.command("jppo.data.math", __doc__, make, argv)
+    prepare.command("jppo.data.math", __doc__, _make, argv)
 
 
 if __name__ == "__main__":

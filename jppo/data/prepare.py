@@ -9,10 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.data.rows import SUFFIXES, Row, make_directory, read_rows
+from jppo.data.rows import SUFFIXES, Row, checked_messages, make_directory, read_rows, text_column
 from jppo.errors import escaped
 from jppo.settings import UserError
 
+# DAPO's published prompt; the rule `math_dapo` reads the line of the answer.
+DAPO_PROMPT = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer:"
+    " $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
 Made = Mapping[str, list[dict[str, Any]]]  # rows by output file, without its suffix
 _READ = (*SUFFIXES, ".jsonl.gz")
 
@@ -38,7 +44,7 @@ def _is_of(split: str, path: pathlib.Path, source: pathlib.Path) -> bool:
     return named and not hidden and path.name.endswith(_READ) and path.is_file()
 
 
-def example(
+def verl_row(
     prompt: str | list[dict[str, str]],
     truth: str,
     *,
@@ -57,6 +63,15 @@ def example(
     }
 
 
+def checked_verl_row(row: Row, split: str) -> dict[str, Any]:
+    """Checks a row that already has verl's layout."""
+    from jppo.data.prompts import ground_truth  # importing takes seconds, and most commands need none of it
+
+    messages = checked_messages(row, "prompt", row.columns.get("prompt"))
+    extra = {"split": split} | (row.columns.get("extra_info") or {})
+    return verl_row(messages, ground_truth(row), source=text_column(row, "data_source"), **extra)
+
+
 def different(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Removes duplicates: keeps the first row of each prompt and answer."""
     first: dict[str, dict[str, Any]] = {}
@@ -65,7 +80,7 @@ def different(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(first.values())
 
 
-def write(made: Made, out: pathlib.Path) -> dict[str, int]:
+def write_parquet(made: Made, out: pathlib.Path) -> dict[str, int]:
     """Writes each list of rows as parquet; returns the paths with their row counts."""
     counts = {}
     for name, rows in made.items():
@@ -91,5 +106,5 @@ def command(
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")
     args = parser.parse_args(argv)
-    for written, count in write(make(args.source), args.out).items():
+    for written, count in write_parquet(make(args.source), args.out).items():
         print(escaped(f"{written}: {count} rows"))

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from rich import console, progress
 
-from jppo.data.rows import Row, checked_messages, checked_text, text_column
-from jppo.data.sources import read_sources
+from jppo.data.rows import Row, checked_messages, checked_text, read_sources, text_column
 from jppo.data.stream import Curriculum, MixPart, Order, mix_parts, parse_mix
 from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos, make_renderer
 from jppo.settings import UserError

@@ -1,23 +1,42 @@
-"""Rows of data: checks of their columns, with their place for errors; JSON and parquet files of them."""
+"""Rows of data: their sources, checks of their columns with their place for errors, JSON and parquet files of them.
+
+A setting such as data.train_files lists sources, separated by commas: PATH.parquet, PATH.jsonl, PATH.json,
+hub:NAME[:CONFIG]/SPLIT, or tfds:NAME/SPLIT[@DIR]. With data.custom_cls=PATH.py:CLASS each entry is passed to the
+class: CLASS(entry, tokenizer=tokenizer) must be an iterable of rows, dicts with the columns of a file. Data is never
+run as code; the custom class is.
+
+The package `datasets` downloads data sets of the hub. Those of tensorflow-datasets must have been prepared on disk, as
+array_record or parquet, which have random access and need no TensorFlow; nothing is downloaded or built. NAME may have
+a config and a version, as in gsm8k:1.0.0; SPLIT may be a slice, as in train[:90%]. Without DIR it is
+tensorflow-datasets' default folder.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import json
 import pathlib
 import re
 import sys
+import types
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.errors import escaped, first_line
+from jppo.errors import escaped, expanded, first_line
+from jppo.registry import resolve, said
 from jppo.settings import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+TFDS = "tfds:"
+TFDS_MISSING = "tensorflow-datasets cannot be imported ({}); pip install 'jppo[tfds]'"
+HUB = "hub:"
+_FORMS = f"{', '.join(SUFFIXES)}, {HUB}NAME/SPLIT or {TFDS}NAME/SPLIT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +124,12 @@ def read_rows(path: pathlib.Path) -> list[Row]:
         raise UserError(f"{path} is not a whole gzip file ({e}); get the file again") from e
     except OSError as e:
         raise UserError(f"{path} cannot be read ({e.strerror or first_line(e)}); check the file") from e
+    return _not_empty(rows, path)
+
+
+def _not_empty(rows: list[Row], place: object) -> list[Row]:
     if not rows:
-        raise UserError(f"{path} has no rows; at least one is needed")
+        raise UserError(f"{place} has no rows; at least one is needed")
     return rows
 
 
@@ -190,3 +213,191 @@ def _to_python(table: pa.Table, path: pathlib.Path, first: int) -> list[dict[str
             place = f"{path}, row {first + i}"
             raise UserError(f"{place} is not UTF-8 ({e.reason}); convert the file to UTF-8") from e
     return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The rows of one entry of a list of sources."""
+
+    name: str  # a file's stem or NAME/SPLIT; the whole entry if that is not unique
+    rows: list[Row]
+
+
+NAMED_BY = {"data_source": "data.reward_fn_key"}  # others by their own name, as data.prompt_key
+
+
+def read_sources(
+    entries: str,
+    setting: str,
+    *,
+    custom_cls: str = "",
+    tokenizer: Any = None,
+    columns: Mapping[str, str] = types.MappingProxyType({}),
+) -> list[Source]:
+    """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's.
+
+    Such a name may be of an entry of a dict: COLUMN.ENTRY.
+    """
+    listed = [entry.strip() for entry in entries.split(",") if entry.strip()]
+    if not listed:
+        raise UserError(f"{setting}={entries!r} names no file; give one or more of {_FORMS}, separated by commas")
+    for i, entry in enumerate(listed):
+        if entry in listed[:i]:
+            raise UserError(f"{setting} lists {entry} twice; a source may be listed once")
+    if custom_cls:
+        rows_of = functools.partial(_custom_rows, resolve(custom_cls, "data.custom_cls"), custom_cls, tokenizer)
+        readers = [(functools.partial(rows_of, entry), pathlib.PurePath(entry).stem) for entry in listed]
+    else:
+        readers = [_reader(entry, setting) for entry in listed]  # checks that all exist before reading one
+    short = [name for _, name in readers]
+    names = [name if short.count(name) == 1 else entry for name, entry in zip(short, listed, strict=True)]
+    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    found = [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
+    return [Source(one.name, [_renamed(row, other) for row in one.rows]) for one in found] if other else found
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    found = {}
+    for ours, theirs in columns.items():
+        value: Any = row.columns
+        for part in [theirs] if theirs in row.columns else theirs.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise UserError(
+                    f"{row.place} has no {theirs!r}, which {NAMED_BY.get(ours, f'data.{ours}_key')} names; its columns"
+                    f" are {', '.join(map(str, row.columns))}"
+                )
+            value = value[part]
+        found[ours] = value
+    kept = {name: value for name, value in row.columns.items() if name not in (*columns, *columns.values())}
+    return dataclasses.replace(row, columns=kept | found)
+
+
+def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
+    """Returns a reader of an entry, after checking that it exists, and its short name."""
+    if entry.startswith(TFDS):
+        spec = tfds_spec(entry, setting)
+        return functools.partial(_tfds_rows, spec), f"{spec.name}/{spec.split}"
+    if entry.startswith(HUB):
+        name, _, split = entry.removeprefix(HUB).rpartition("/")
+        if not (name.partition(":")[0] and split):
+            raise UserError(f"{setting}: {entry!r} must be {HUB}NAME/SPLIT or {HUB}NAME:CONFIG/SPLIT")
+        return functools.partial(_hub_rows, entry, name, split), f"{name}/{split}"
+    path = expanded(entry)
+    if path.suffix not in SUFFIXES:
+        hub = f"; of the hub: {HUB}{entry}/train" if entry.count("/") == 1 and not path.exists() else ""
+        raise UserError(f"{setting}: {path} ends in {path.suffix!r}; data sources are {_FORMS}{hub}")
+    if not path.is_file():
+        raise UserError(f"{setting}: no file {path}; use the path of a {', '.join(SUFFIXES)} file")
+    return functools.partial(read_rows, path), path.stem
+
+
+def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, entry: str) -> list[Row]:
+    where = f"data.custom_cls={spec} of {entry!r}"
+    rows: list[Row] = []
+    try:
+        for number, columns in enumerate(cls(entry, tokenizer=tokenizer), start=1):
+            if not isinstance(columns, dict):
+                raise UserError(f"{where}, row {number} is {brief(columns)}; each row must be a dict of columns")
+            rows.append(Row(where, number, columns))
+    except UserError:
+        raise
+    except Exception as e:  # and so may its class
+        after = f"after row {len(rows)}" if rows else "before the first row"
+        raise UserError(f"{where} failed {after} ({said(e)}); fix the class") from e
+    return _not_empty(rows, where)
+
+
+def _hub_rows(entry: str, name: str, split: str) -> list[Row]:
+    """Reads all rows of a split of a data set of the hub, or of one that `datasets` finds in a folder."""
+    name, _, config = name.partition(":")
+    try:
+        import datasets
+    except ImportError as e:
+        raise UserError(
+            f"{entry}: the package datasets cannot be imported ({said(e)}); pip install 'jppo[hub]', or get the files:"
+            f" hf download --repo-type dataset {name} --local-dir DIR"
+        ) from e
+    try:
+        found = datasets.load_dataset(name, config or None, split=split)
+        rows = [Row(entry, number, dict(columns)) for number, columns in enumerate(found, start=1)]
+    except Exception as e:  # no network, an unknown name, split or config: each raises its own
+        raise UserError(f"{entry} cannot be read ({said(e)}); check name, config and split, or the network") from e
+    return _not_empty(rows, entry)
+
+
+class TfdsSpec(NamedTuple):
+    """One split of one data set."""
+
+    text: str  # as in the setting
+    name: str
+    split: str
+    directory: str | None
+
+
+def tfds_spec(entry: str, setting: str) -> TfdsSpec:
+    """Parses tfds:NAME/SPLIT@DIR."""
+    of, at, directory = entry.removeprefix(TFDS).partition("@")
+    name, slash, split = of.rpartition("/")
+    if not (slash and name and split) or (at and not directory):
+        raise UserError(f"{setting}: {entry!r} must be {TFDS}NAME/SPLIT or {TFDS}NAME/SPLIT@DIR")
+    return TfdsSpec(entry, name, split, directory or None)
+
+
+def _tfds_rows(spec: TfdsSpec) -> list[Row]:
+    """Reads all rows of a split, with text as str."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as e:
+        raise UserError(f"{spec.text}: {TFDS_MISSING.format(said(e))}") from e
+    _hide_gpus(spec)
+    where = {} if spec.directory is None else {"data_dir": spec.directory}
+    try:
+        # Like tfds.data_source, which would prefer code of the same name to the files.
+        source = tfds.core.read_only_builder.builder_from_files(spec.name, **where).as_data_source(spec.split)
+        features = source.dataset_info.features
+        rows = []
+        for number, example in enumerate(source, start=1):
+            row = Row(spec.text, number, {})
+            row.columns.update({column: _json_types(value, features[column], row) for column, value in example.items()})
+            rows.append(row)
+    except UserError:
+        raise
+    except Exception as e:  # a damaged file, another format, an unknown name: each raises its own
+        raise UserError(
+            f"{spec.text} cannot be read ({said(e)}); it must have been prepared, as array_record, in "
+            f"{spec.directory or 'the folder of tensorflow-datasets'}"
+        ) from e
+    _hide_gpus(spec)
+    return _not_empty(rows, spec.text)
+
+
+def _json_types(value: Any, feature: Any, row: Row) -> Any:
+    """Converts a feature's value to JSON types; a sequence of dicts, stored as a dict of lists, is restored."""
+    inner = getattr(feature, "feature", None)
+    if isinstance(value, dict):
+        if inner is None:
+            return {name: _json_types(each, feature[name], row) for name, each in value.items()}
+        columns = {name: [_json_types(v, inner[name], row) for v in each] for name, each in value.items()}
+        return [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{row.place} is not UTF-8 ({e.reason}); build the data set from UTF-8") from e
+    if isinstance(value, np.ndarray | np.generic):
+        return _json_types(value.tolist(), feature, row)
+    if isinstance(value, list):
+        return [_json_types(each, inner if inner is not None else feature, row) for each in value]
+    return value
+
+
+def _hide_gpus(spec: TfdsSpec) -> None:
+    """Prevents an imported TensorFlow from taking the GPU memory that JAX needs."""
+    if (tensorflow := sys.modules.get("tensorflow")) is not None:
+        try:
+            tensorflow.config.set_visible_devices([], "GPU")
+        except RuntimeError as e:
+            raise UserError(
+                f"{spec.text}: TensorFlow has taken the GPU already ({e}); run without tensorflow, the "
+                "data does not need it"
+            ) from e

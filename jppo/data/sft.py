@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
-from jppo.data.rows import Row, brief, checked_messages, checked_text, text_column
-from jppo.data.sources import read_sources
+from jppo.data.rows import Row, brief, checked_messages, checked_text, read_sources, text_column
 from jppo.data.tokenizer import encode_all, make_renderer
 from jppo.settings import UserError
 

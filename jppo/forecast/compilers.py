@@ -116,27 +116,33 @@ def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
     sys.exit(code)
 
 
-def described(machine: Machine) -> list[Any]:
-    """Returns the machine's devices, for meshes and shapes; they hold no arrays."""
+def devices_of(machine: Machine) -> list[Any]:
+    """Returns the machine's devices, for meshes and shapes; raises UserError if its compiler does not know it.
+
+    They hold no arrays.
+    """
     from jax.experimental import topologies
 
     jax.config.update("jax_enable_compilation_cache", False)  # reads no program without its device
     chip = machine.chip
+    more: dict[str, Any]
     if isinstance(chip, Gpu):
-        topology = f"1x{machine.groups}x{machine.each}"
-        config = target_config(chip, CUDNN)
-        found = topologies.get_topology_desc("", platform="cuda", target_config=config, topology=topology)
+        name, platform = "", "cuda"
+        more = dict(target_config=target_config(chip, CUDNN), topology=f"1x{machine.groups}x{machine.each}")
     else:
         assert isinstance(chip, Tpu)
         # Most TPU compile time is a search for fast code, which changes neither memory nor exchanges.
         jax.config.update("jax_exec_time_optimization_effort", -1.0)
-        more: dict[str, Any] = {"num_slices": machine.groups} if machine.groups > 1 else {}
+        name, platform = f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu"
+        more = {"num_slices": machine.groups} if machine.groups > 1 else {}
         if chip.kind == "TPU v4":  # two cores are one device, as on real ones
             more["chip_config_name"] = "megacore"
         if machine.each < 4:
             more["chips_per_host_bounds"] = (1, 1, 1)
-        found = topologies.get_topology_desc(f"{chip.topology}:{'x'.join(map(str, machine.shape))}", "tpu", **more)
-    return list(found.devices)
+    try:
+        return list(topologies.get_topology_desc(name, platform, **more).devices)
+    except jax.errors.JaxRuntimeError as e:
+        raise UserError(f"--machine={machine.name}: its compiler says: {' '.join(str(e).split())[:300]}") from e
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from jppo.learner.make import compile_passes, make_learner, make_mesh
 from jppo.learner.ppo import Learner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
-from jppo.preflight.described_machine import DryRun
 from jppo.preflight.finding import Check, Finding, examine
+from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
 from jppo.process import share_gpu
 from jppo.rollout.make import open_engine, with_servers
@@ -68,10 +68,10 @@ def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
         yield from examine(doctor_checks(c, stack, server=server), failed=failures(first))
 
 
-def dry_run(c: Settings, request: DryRun) -> str:
+def dry_run_of_ppo(c: Settings, request: DryRun) -> str:
     """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
-        return preview.dry_run(c, request)
+        return preview.preview_run(c, request)
     read, found = Read(c), list(machine_findings(c))
     text = preview.report_here(request, *read.estimate)
     with contextlib.ExitStack() as stack:
@@ -109,7 +109,7 @@ def dry_run_of_one_model(
         stored = memory.stored_model(c, task.mesh, task.cfg, task.adapters, head, "optim")
         return room_on_disk(c, stored, memory.served(task.cfg, c.model.param_dtype))
 
-    return with_findings(text, [*machine.environment(None), *examine([*folder_checks(c), Check("disk", disk)])])
+    return with_findings(text, [*machine.check_environment(None), *examine([*folder_checks(c), Check("disk", disk)])])
 
 
 def with_findings(text: str, found: Sequence[Finding]) -> str:
@@ -124,7 +124,7 @@ def machine_findings(c: Settings) -> Iterator[Finding]:
     share_gpu(c)
     process.take_little()
     served = c.rollout.name != "inprocess" and not c.rollout.urls
-    yield from machine.environment(c.rollout.python if served else None, c.rollout.name)
+    yield from machine.check_environment(c.rollout.python if served else None, c.rollout.name)
     yield machine.check_loopback()
     yield machine.check_sandbox()
 
@@ -138,7 +138,10 @@ def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> 
     """Lists the checks of the dry run, and further ones that load weights or start a server, which `stack` stops."""
     read = Read(c)
     compared = Check(
-        "parity", lambda: models_and_data.parity(c), needs=("model files",), limit_s=2 * models_and_data.PARITY_LIMIT_S
+        "parity",
+        lambda: models_and_data.check_parity(c),
+        needs=("model files",),
+        limit_s=2 * models_and_data.PARITY_LIMIT_S,
     )
     return [*checks(read, stack, ask=True), compared, *(with_server(read, stack) if server else ())]
 
@@ -150,7 +153,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
     def disk() -> Iterator[Finding]:
         export = memory.served(read.inputs.policy, c.model.param_dtype)
-        return room_on_disk(c, memory.stored(c, read.inputs, read.mesh), export)
+        return room_on_disk(c, memory.stored_models(c, read.inputs, read.mesh), export)
 
     def publish_room() -> Iterator[Finding]:
         weights = memory.served(read.inputs.policy, published_dtype(c))
@@ -158,21 +161,21 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
 
     def reward() -> Iterator[Finding]:
         if not ask and (c.reward.judge.api_type or c.reward.model.path):
-            return models_and_data.scorers(c)
-        return models_and_data.reward(logging, read.inputs, read.mesh)
+            return models_and_data.check_scorers(c)
+        return models_and_data.check_reward(logging, read.inputs, read.mesh)
 
     def teacher() -> Iterator[Finding]:
-        return models_and_data.reference_server(c, read.inputs)
+        return models_and_data.check_reference_server(c, read.inputs)
 
     served = c.rollout.name != "inprocess"  # by a server with a port
     by_file = served and publish_via(c.rollout) == "file"
     return [
         *folder_checks(c),
         *([Check("server ports", lambda: machine.ports(c))] if served else []),
-        Check("model files", lambda: models_and_data.models(c), limit_s=FETCH_S),
-        Check("tokenizer", lambda: models_and_data.tokenizer(c), needs=("model files",)),
-        Check("sampling", lambda: models_and_data.sampling(c)),
-        Check("data", lambda: models_and_data.data(c, read.inputs), needs=("tokenizer",), limit_s=READ_S),
+        Check("model files", lambda: models_and_data.check_models(c), limit_s=FETCH_S),
+        Check("tokenizer", lambda: models_and_data.check_tokenizer(c), needs=("model files",)),
+        Check("sampling", lambda: models_and_data.check_sampling(c)),
+        Check("data", lambda: models_and_data.check_data(c, read.inputs), needs=("tokenizer",), limit_s=READ_S),
         Check("reward", reward, needs=("data",), limit_s=READ_S),
         *([Check("teacher", teacher, needs=("data",))] if ask and c.ref.url else []),
         Check("memory", lambda: machine.rooms(read.estimate[2]), needs=("data",), limit_s=COMPILE_S),

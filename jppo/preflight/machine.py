@@ -24,10 +24,8 @@ from jppo import settings
 from jppo.child_process import executable
 from jppo.errors import expanded
 from jppo.forecast.compilers import CUDNN
-from jppo.preflight import auto
 from jppo.preflight.finding import GIB, Finding, Verdict
-from jppo.preflight.gpus import NvidiaGpu, gpus
-from jppo.preflight.memory_budget import MemoryBudget
+from jppo.preflight.memory_budget import CHOSEN, MemoryBudget, NvidiaGpu, gpus
 from jppo.rollout.servers.member import HOST, check_ports
 from jppo.rollout.sglang.client import check_sglang
 from jppo.rollout.vllm.arguments import check_vllm, install_for_cpu
@@ -201,7 +199,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         """Keeps the request out of the report."""
 
 
-def environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
+def check_environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
     """Checks programs and devices; `python` is the interpreter of `engine`, None if no server will be started."""
     try:
         metadata = importlib.metadata.distribution("jppo")
@@ -239,7 +237,7 @@ DAY_S = 86_400
 LAST_YEAR = 2100
 LOGS = GIB // 4  # metrics, samples, TensorBoard and the servers' logs
 SHOWN = 3  # settings that differ
-OPEN = ("rollout.servers", *auto.NAMES)  # which a run may choose
+OPEN = ("rollout.servers", *CHOSEN)  # which a run may choose
 REMEDY = (
     "lower actor.max_tokens_per_device, set model.remat=full, spread the models by mesh.fsdp, train adapters by"
     " model.lora_rank, or use a larger machine"

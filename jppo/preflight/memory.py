@@ -21,8 +21,8 @@ from jppo.models import hf_write, router
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Base, Lora, join
 from jppo.models.params import Head
-from jppo.preflight.gpus import server_memory
 from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
+from jppo.preflight.servers import server_memory
 from jppo.rollout.inprocess import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
@@ -68,7 +68,7 @@ def abstract_rows(shape: tuple[int, ...], mesh: Any, plan: packing.Plan | None =
     return found
 
 
-def largest(plan: packing.Plan) -> list[tuple[int, int]]:
+def largest_shapes(plan: packing.Plan) -> list[tuple[int, int]]:
     """Returns the row shapes that may need most: with most token pairs, and with far more tokens."""
     by_pairs = max(plan.shapes, key=lambda shape: shape[0] * shape[1] ** 2)
     by_tokens = max(plan.shapes, key=math.prod)
@@ -110,7 +110,7 @@ def update_moments(
     return opt, moments
 
 
-def estimate(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
+def estimate_memory(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
     """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
 
     def fit(cfg: ModelConfig) -> ModelConfig:
@@ -123,7 +123,7 @@ def estimate(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, *, entr
         critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
     reference, own_reference = _reference(c, inputs, mesh, policy)
     plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
-    shapes = largest(plan)
+    shapes = largest_shapes(plan)
     rows = [abstract_rows(shape, mesh, plan) for shape in shapes]
     scored = [_scored(recipe, one, critic is not None) for one in rows]
     models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
@@ -175,7 +175,7 @@ def of_one_model(
     return Estimate({"model": model, **further, **there, "batch": batch}, tuple(moments), away)
 
 
-def stored(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any) -> int:
+def stored_models(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any) -> int:
     """Returns the bytes of a checkpoint: trained weights and optimizers."""
     policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor")
     if inputs.critic is None:

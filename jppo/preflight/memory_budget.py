@@ -1,21 +1,40 @@
-"""The memories of a machine: the bytes that a run needs in each, by part, and those that are there."""
+"""Memory budgets: the bytes that a run needs in each memory of a machine, those that are there, and settings that fit.
+
+The machine is this one or a described one (`--dry_run --machine=8xH100`). Memory chooses `model.remat=auto` and
+`actor.max_tokens_per_device=-1`: candidates are compiled as the run would compile them, least recomputation first; the
+first that fits is selected. If a described machine is too small, an error names changes that fit.
+"""
 
 import dataclasses
+import json
+import math
 import pathlib
-from typing import Any, Literal
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+from jppo import process, settings
+from jppo.distributed.hosts import ALONE, Hosts
+from jppo.forecast.machines import GIB, Machine
 from jppo.learner import sharding
 from jppo.preflight import memory
-from jppo.preflight.gpus import CONTEXT, gpus
-from jppo.preflight.programs import Estimate
+from jppo.preflight.finding import Verdict
+from jppo.preflight.programs import Estimate, announce
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs
-from jppo.settings import Settings
+from jppo.runlog import durable_files
+from jppo.settings import Common, Settings, UserError
 from jppo.settings.rules_rollout import publish_via
 
+C = TypeVar("C", bound=Common)
 MIB = 2**20
 TIGHT = 0.9  # warning threshold, of the free memory
-Verdict = Literal["OK", "WARN", "FAIL"]
+CONTEXT = GIB  # assumed: CUDA's context, cuBLAS and cuDNN of a process of JAX
+SMALLEST = 2048  # tokens per device of the smallest micro-batch tried
+REMATS = ("none", "dots", "attention", "full")  # in order of recomputation
+FEW, MOST = 4096, 32768  # tokens of a device's micro-batch: fewer only if nothing else fits; never more
+CHOSEN = ("model.remat", "actor.max_tokens_per_device")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +58,7 @@ class MemoryBudget:
         return "WARN" if self.needs <= self.has else "FAIL"
 
 
-def device_parts(found: Estimate) -> dict[str, int]:
+def _device_parts(found: Estimate) -> dict[str, int]:
     """Returns a device's bytes at the peak, by part."""
     worst = found.worst
     parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
@@ -52,7 +71,7 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
 
     `room` is what JAX may use of its `total` bytes.
     """
-    server, ours = found.server, device_parts(found)
+    server, ours = found.server, _device_parts(found)
     if server is None or total is None:
         return [MemoryBudget(where, ours, room)]
     context = {"CUDA, of the trainer": CONTEXT}
@@ -73,7 +92,7 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
 
 def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
     """Returns the rooms of devices and host; on a CPU they are one."""
-    parts = device_parts(found)
+    parts = _device_parts(found)
     device, taken, free = mesh.devices.flat[0], sharding.resident(), host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     program = {"the trainer's program": taken} if taken is not None else {}
@@ -138,3 +157,195 @@ def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
 def host_room() -> int | None:
     """Returns the available bytes of this machine."""
     return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
+
+
+@dataclasses.dataclass(frozen=True)
+class NvidiaGpu:
+    """One GPU."""
+
+    name: str
+    driver: str  # version
+    memory: int | None  # bytes in all; None: shared with the host, and the driver counts none
+
+
+def gpus() -> list[NvidiaGpu]:
+    """Returns the GPUs; [] without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [NvidiaGpu(name, driver, int(mib) * 2**20 if mib.isdigit() else None) for name, driver, mib in rows]
+
+
+def capacity(c: Common, machine: Machine) -> tuple[int, str]:
+    """Returns the bytes of a device that the trainer may use, and the reason."""
+    if machine.chip.platform == "tpu":
+        return machine.chip.memory, "all that XLA gives a program"
+    share = process.trainer_share(c) if isinstance(c, Settings) else process.DEFAULT_SHARE
+    return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
+
+
+def described_budgets(c: Common, machine: Machine, found: Estimate) -> list[MemoryBudget]:
+    """Returns the budgets of a described machine's devices, and its host's needs."""
+    room, why = capacity(c, machine)
+    said = "" if found.server is not None and found.server.sleeps else f" ({why})"
+    where = f"each of {machine.devices} {machine.chip.kind}{said}"
+    places = device_budgets(found, where, room, machine.chip.memory)
+    waiting = {f"{about}, waiting": count for about, count in found.host.items()}
+    return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
+
+
+def _too_small(c: Common, machine: Machine, found: Estimate) -> MemoryBudget | None:
+    """Returns the budget that is exceeded most; None where all fit."""
+    over = [one for one in described_budgets(c, machine, found) if one.verdict == "FAIL"]
+    return max(over, key=lambda one: one.needs - (one.has or 0), default=None)
+
+
+def estimate_fits(c: Common, machine: Machine, found: Estimate) -> bool:
+    """Whether all programs compile, and all memories hold what they must."""
+    return not found.refused and _too_small(c, machine, found) is None
+
+
+def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C], Estimate | None]) -> None:
+    """Raises UserError where the machine is too small, with the worst moment and changes that fit.
+
+    `estimate` compiles the run with other settings; it returns None for invalid ones.
+    """
+    if estimate_fits(c, machine, found):
+        return
+    over = _too_small(c, machine, found)
+    if found.refused or over is None:
+        what = f"{found.refused[0].name} is refused by the compiler: {found.refused[0].account.error}"  # type: ignore[union-attr]
+    elif f"temporaries: {found.worst.name}" in over.parts:
+        what = f"{found.worst.name} takes {over.needs / GIB:.1f} GiB of each device's {(over.has or 0) / GIB:.1f}"
+    else:
+        what = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}"
+    for changes in [*_server_shares(found, over), *remedies(c)]:
+        other = settings.changed(c, changes)
+        announce(f"it does not fit; trying {as_arguments(changes)}")
+        tried = estimate(other)
+        if tried is not None and estimate_fits(other, machine, tried):
+            raise UserError(f"{machine.name}: {what}; {as_arguments(changes)} fits: {tried.peak / GIB:.1f} GiB")
+    raise UserError(
+        f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
+        " devices with mesh.fsdp=-1, or model.lora_rank"
+    )
+
+
+def _server_shares(found: Estimate, over: MemoryBudget | None) -> Iterator[dict[str, Any]]:
+    """Yields a smaller or larger share for servers, where theirs is what does not fit."""
+    server = found.server
+    if server is None or over is None or over.has is None or server.cache:
+        return
+    least = sum(server.least().values())
+    fraction = 0.0
+    if over.parts == server.least():  # their own share is too small
+        fraction = math.ceil(100 * 1.1 * least * server.fraction / over.has) / 100
+    elif server.awake(over.has).items() <= over.parts.items():
+        fraction = math.floor(100 * (server.fraction - (over.needs - over.has) / over.has)) / 100
+    if fraction * over.has >= least and fraction < 1.0:
+        yield {"rollout.gpu_memory_utilization": fraction}
+
+
+def remedies(c: Common) -> Iterator[dict[str, Any]]:
+    """Yields cumulative changes that need less memory: recomputation, smaller micro-batches, offload."""
+    changes: dict[str, Any] = {}
+    if c.model.remat != "full":
+        changes["model.remat"] = "full"
+        yield dict(changes)
+    section = "actor" if isinstance(c, Settings) else "optim"
+    longest = c.data.longest_row
+    tokens = settings.value_of(c, f"{section}.max_tokens_per_device")
+    while tokens // 2 >= max(longest, SMALLEST):
+        tokens //= 2
+        changes[f"{section}.max_tokens_per_device"] = tokens
+        yield dict(changes)
+    optimizers = [f"{n}.optimizer_offload" for n, one in settings.optimizers(c).items() if not one.optimizer_offload]
+    models = [f"{name}.param_offload" for name in ("actor", "critic", "ref")] if isinstance(c, Settings) else []
+    for some in filter(None, (optimizers, models)):
+        changes |= dict.fromkeys(some, True)
+        yield dict(changes)
+
+
+def chooses(c: Settings) -> bool:
+    """Whether memory chooses a setting."""
+    return c.model.remat == "auto" or c.actor.max_tokens_per_device == -1
+
+
+def candidates(c: Settings) -> Iterator[dict[str, Any]]:
+    """Yields the settings to try, in order."""
+    remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
+    tokens = [c.actor.max_tokens_per_device]
+    if tokens == [-1]:
+        longest = max(c.data.longest_row, c.data.max_tokens_per_row)
+        sizes = [longest]
+        while sizes[0] * 2 <= MOST:
+            sizes.insert(0, sizes[0] * 2)
+        tokens = sizes
+    many = [size for size in tokens if size >= FEW] or tokens[:1]
+    for remat in remats:
+        for size in many:
+            yield dict(zip(CHOSEN, (remat, size), strict=True))
+    for size in tokens[len(many) :]:
+        yield dict(zip(CHOSEN, (remats[-1], size), strict=True))
+
+
+def as_arguments(changes: dict[str, Any]) -> str:
+    """Formats settings as command-line arguments."""
+    return " ".join(f"--config.{name}={value}" for name, value in changes.items())
+
+
+def first_candidate(c: Settings) -> Settings:
+    """Returns the config of the first candidate, for programs without gradients."""
+    return settings.changed(c, next(candidates(c))) if chooses(c) else c
+
+
+def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
+    """Returns the first candidate that fits; raises UserError if none does."""
+    tried = 0
+    for changes in candidates(c):
+        other = settings.changed(c, changes)
+        settings.check(other)
+        tried += 1
+        announce(f"trying {as_arguments(changes)}")
+        if fits(other):
+            return changes
+    raise UserError(
+        f"model.remat={c.model.remat} actor.max_tokens_per_device={c.actor.max_tokens_per_device}: none of {tried}"
+        " candidates fits the memory, by the dry run's account; set actor.optimizer_offload=True, spread the models by"
+        " mesh.fsdp, or train adapters by model.lora_rank"
+    )
+
+
+def settle(
+    c: Settings, mesh: Any, run: pathlib.Path, fits: Callable[[Settings], bool], hosts: Hosts = ALONE
+) -> tuple[Settings, str]:
+    """Returns the config that fits the devices, and a line on it; a resumed run keeps its choice.
+
+    The choice and the conditions that it depends on are recorded in the run folder, `auto.json`.
+    """
+    if not chooses(c):
+        return c, ""
+    device = mesh.devices.flat[0].device_kind
+    about: dict[str, Any] = {
+        "asked": {name: settings.value_of(c, name) for name in CHOSEN},
+        "mesh": dict(mesh.shape),
+    }
+    about |= {"device": device, "attempts": [*candidates(c)]}
+
+    def decide() -> dict[str, Any]:
+        path = run / "auto.json"
+        kept = durable_files.read_json(path)
+        if kept.get("about") == about and set(kept.get("chosen") or ()) == set(CHOSEN):
+            return dict(kept["chosen"])
+        found = first_fitting(c, fits)
+        if hosts.first:
+            durable_files.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
+        return found
+
+    changes = hosts.gather(decide)[0]
+    said = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return settings.changed(c, changes), f"chosen by the memory of {device}: {said}"

@@ -38,7 +38,7 @@ PARITY_MEMORY = GIB  # of torch and transformers in the worker
 PARITY_LIMIT_S = 240.0
 
 
-def models(c: Settings) -> Iterator[Finding]:
+def check_models(c: Settings) -> Iterator[Finding]:
     """Checks every model's directory and weight headers."""
     policy, critic, reference = read_models(c)
     random = ", random weights" if c.model.init == "random" else ""
@@ -54,14 +54,14 @@ def models(c: Settings) -> Iterator[Finding]:
     yield Finding("model files", "OK", "; ".join(said))
 
 
-def reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
+def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Asks the servers of ref.url for their models."""
     servers = served_reference(c, inputs.tokenizer)
     if servers is not None:
         yield Finding("teacher", "OK", str(servers))
 
 
-def tokenizer(c: Settings) -> Iterator[Finding]:
+def check_tokenizer(c: Settings) -> Iterator[Finding]:
     """Checks the tokenizer against the models, the end tokens, and the template."""
     found = read_tokenizer(c, *(model for model in read_models(c) if model is not None))
     ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
@@ -70,14 +70,14 @@ def tokenizer(c: Settings) -> Iterator[Finding]:
     yield Finding("tokenizer", "OK", f"{len(found):,} tokens, {ends}, {template}")
 
 
-def sampling(c: Settings) -> Iterator[Finding]:
+def check_sampling(c: Settings) -> Iterator[Finding]:
     """Checks how responses are sampled, and whether the trainer learns from that distribution."""
     yield Finding("sampling", "OK", describe_sampling(c))
     for one in sampling_warnings(c):
         yield Finding("sampling", "WARN", one.found, one.remedy)
 
 
-def data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
+def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Checks both sets like `jppo.data.check`, and their use in training."""
     read = dict(
         tokenizer=inputs.tokenizer,
@@ -131,7 +131,7 @@ def _remedy(about: str) -> str:
     }[about]
 
 
-def scorers(c: Settings) -> Iterator[Finding]:
+def check_scorers(c: Settings) -> Iterator[Finding]:
     """Whether judge and reward model are there; nothing is scored."""
     if c.reward.judge.api_type:
         make_judge(c).close()
@@ -142,7 +142,7 @@ def scorers(c: Settings) -> Iterator[Finding]:
     yield Finding("reward", "OK", "nothing was scored: jppo.doctor asks the judge and the reward model")
 
 
-def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
+def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
     """Checks with the run's own reward that right answers earn more than wrong ones."""
     if c.rollout.multi_turn.environment or _by_agent(c):
         source = "an agent" if c.rollout.agent else "an environment"
@@ -161,7 +161,7 @@ def reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         yield Finding("reward", "OK" if one.good else "FAIL", said, "" if one.good else remedy)
 
 
-def parity(c: Settings) -> Iterator[Finding]:
+def check_parity(c: Settings) -> Iterator[Finding]:
     """Compares the policy's log-probs of a few random tokens; skipped without torch."""
     policy, _, _ = read_models(c)
     if c.model.init == "random":

@@ -8,78 +8,91 @@ one host runs PPO; otherwise those to try first. If the run should fit an accele
 import contextlib
 import dataclasses
 import functools
+import json
 import math
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jppo import process, settings
 from jppo.errors import RunEnded, UserError, escaped
+from jppo.forecast import compilers, machines
 from jppo.forecast.machines import GIB, Machine
-from jppo.learner import packing, ppo, update
+from jppo.learner import packing, ppo, sharding, update
 from jppo.learner.make import make_mesh, make_recipe_and_passes
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
-from jppo.preflight import auto, described_machine, memory, memory_budget
-from jppo.preflight.described_machine import DryRun, remedies
+from jppo.preflight import memory, memory_budget
 from jppo.preflight.programs import (
     Estimate,
     Executions,
     Outlook,
+    Work,
+    descents,
     exchange_lines,
+    full_length,
     global_size,
     make_outlook,
     program_lines,
     report_dict,
     step_lines,
 )
-from jppo.preflight.server_seconds import ServerWork, server_work
+from jppo.preflight.servers import server_work
 from jppo.rollout.make import describe_servers, with_servers
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.timers import IN_STAGE
 from jppo.settings import Common, Settings
-from jppo.types import Prompt, Trajectory, given_text
-
-HERE = DryRun()  # this machine
 
 C = TypeVar("C", bound=Common)
 
 
 @dataclasses.dataclass(frozen=True)
-class Descents:
-    """A model's updates per step."""
+class DryRun:
+    """The options of `--dry_run`."""
 
-    epochs: int
-    mini_batches: int  # of an epoch, each an optimizer step
-    sequences: int  # of a mini-batch
-    micro_batches: int  # of a mini-batch, with all responses at full length
-    entries: int = dataclasses.field(default=0, compare=False)  # of the rows of an epoch, padding included
+    machine: Machine | None = None  # None: this one
+    json: str = ""  # path of the JSON report; '' writes none
+    rollout_tokens_per_s: float = 0.0
+
+    def mesh(self, c: Common) -> Any:
+        """Makes the config's mesh of the devices."""
+        mesh = make_mesh(c, None if self.machine is None else compilers.devices_of(self.machine))
+        process.prepare_process(c, sharding.platform(mesh))
+        return mesh
+
+    def write(self, said: dict[str, Any]) -> None:
+        """Writes the JSON file, if one is requested."""
+        if self.json:
+            path = pathlib.Path(self.json)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(said, indent=1) + "\n")
+            except OSError as e:
+                raise UserError(f"--json={self.json}: cannot be written: {e.strerror}; name another file") from e
 
 
-def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
-    """Returns the first `count` trajectories of an epoch, with responses of maximum length.
-
-    Those of equal lengths share arrays: a step of 8,192 long responses would take gigabytes.
-    """
-    lengths = [len(prompts[i // samples % len(prompts)].ids) for i in range(count)]
-    made = {
-        prompt: given_text(np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt)
-        for prompt in set(lengths)
-    }
-    return [dataclasses.replace(made[prompt], uid=str(i // samples)) for i, prompt in enumerate(lengths)]
+HERE = DryRun()  # this machine
 
 
-def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
-    """Splits a step into mini-batches of `size` sequences and counts their parts."""
-    cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
-    packed = [packing.micro_batch_shapes(cut, plan) for cut in cuts]
-    entries = sum(math.prod(shape) for some in packed for shape in some)
-    return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
+def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) -> DryRun:
+    """Reads the command line's request; for a described machine, reruns the command where its compiler is installed."""
+    name, rate = switches.get("machine"), switches.get("rollout_tokens_per_s", 0.0)
+    if (name is not None or switches.get("json") or rate) and not switches.get("dry_run"):
+        flag = "machine" if name is not None else "json" if switches.get("json") else "rollout_tokens_per_s"
+        raise UserError(f"--{flag} belongs to --dry_run, which trains nothing; add --dry_run")
+    if rate < 0 or (rate and not name):
+        raise UserError(
+            f"--rollout_tokens_per_s={rate:g} must be above 0 and is for a described machine; add --machine"
+        )
+    machine = None if name is None else machines.parse_machine(name)  # a script's empty variable is no machine
+    if machine is not None and not compilers.present(machine):
+        compilers.rerun(machine, command, argv)
+    return DryRun(machine, switches.get("json", ""), rate)
 
 
 def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> int:
@@ -87,32 +100,6 @@ def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> 
     by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
     # An optimizer step, a zero gradient sum and, where device groups have their own sums, their all-reduce.
     return len(by_shape) * len(plan.shapes) + 1 + (2 if update.groups_of(mesh) == 1 else 3) * models
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The work of a PPO step with all responses at full length."""
-
-    scoring: int  # micro-batches of a scoring pass
-    entries: int  # of their rows, padding included
-    updates: dict[str, Descents]  # by model
-    sampled: int  # tokens that the rollout generates
-    servers: ServerWork | None = None
-
-    def executions(self, found: Estimate) -> Executions:
-        """Returns the executions of each program."""
-        times, entries = dict[str, int](), dict[str, int]()
-        for moment in found.moments:
-            model, _, kind = moment.name.partition(" ")
-            update = self.updates.get(model)
-            if moment.name in ("log-probs", "reference", "values"):
-                times[moment.name], entries[moment.name] = self.scoring, self.entries
-            elif update is not None and kind in ("gradient", "exchange", "step"):
-                micro_batches = update.micro_batches if kind == "gradient" else 1
-                times[moment.name] = update.epochs * update.mini_batches * micro_batches
-                if kind == "gradient":
-                    entries[moment.name] = update.epochs * update.entries
-        return Executions(times, entries, self.sampled, self.servers)
 
 
 def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
@@ -173,28 +160,28 @@ def look_up_sizes(
 ) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and the budgets of its memory."""
     lines, step = derived_sizes(c, inputs, mesh)
-    found = memory.estimate(c, inputs, mesh, entries=step.entries)
+    found = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
     return lines, found, memory_budget.machine_budgets(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
 
 
-def estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
+def _estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
     """Estimates the memory of a PPO run."""
-    return memory.estimate(c, inputs, mesh, entries=work(c, inputs, mesh).entries)
+    return memory.estimate_memory(c, inputs, mesh, entries=work(c, inputs, mesh).entries)
 
 
 def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
-        return described_machine.estimate_fits(c, machine, estimate(c, inputs, mesh))
+        return memory_budget.estimate_fits(c, machine, _estimate(c, inputs, mesh))
     return _fits(look_up_sizes(c, inputs, mesh), "OK", "WARN")
 
 
 def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
     """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
     c = with_servers(c, mesh)
-    if not auto.asked(c):
+    if not memory_budget.chooses(c):
         return c, []
-    changes = auto.first_fitting(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
+    changes = memory_budget.first_fitting(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
     said = ", ".join(f"{name}={value}" for name, value in changes.items())
     return settings.changed(c, changes), [f"chosen by memory {said}"]
 
@@ -231,7 +218,7 @@ def report_here(
     return format_report(lines, found, places)
 
 
-def dry_run(c: Settings, request: DryRun = HERE) -> str:
+def preview_run(c: Settings, request: DryRun = HERE) -> str:
     """Reports on a PPO run with these settings."""
     process.share_gpu(c)
     process.take_little()
@@ -242,8 +229,8 @@ def dry_run(c: Settings, request: DryRun = HERE) -> str:
     c, chosen = settled(c, inputs, mesh, request.machine)
     lines, step = derived_sizes(c, inputs, mesh)
     lines += chosen
-    found = memory.estimate(c, inputs, mesh, entries=step.entries)
-    again = functools.partial(estimate, inputs=inputs, mesh=mesh)
+    found = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
+    again = functools.partial(_estimate, inputs=inputs, mesh=mesh)
     return of_estimate(c, request, mesh, lines, found, step.executions(found), again)
 
 
@@ -266,11 +253,11 @@ def of_estimate(
     outlook = make_outlook(found, machine, mesh, executions, request.rollout_tokens_per_s)
     request.write(report_dict(found, outlook))
     text = format_report(
-        [f"machine          {machine}", *lines], found, described_machine.budgets(c, machine, found), outlook
+        [f"machine          {machine}", *lines], found, memory_budget.described_budgets(c, machine, found), outlook
     )
-    if not described_machine.estimate_fits(c, machine, found):
+    if not memory_budget.estimate_fits(c, machine, found):
         print(escaped(text), end="", flush=True)
-        described_machine.require_room(c, machine, found, estimate)
+        memory_budget.require_room(c, machine, found, estimate)
     return text
 
 
@@ -334,7 +321,7 @@ def memory_explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
 
 def _advice(c: Common, hosts: int) -> str:
     """Returns the first changes that fit, or those to try; and that other programs may hold the memory."""
-    tries = list(remedies(c))
+    tries = list(memory_budget.remedies(c))
     if isinstance(c, Settings) and hosts == 1:
         print("out of memory: compiling the run with settings that need less", file=sys.stderr, flush=True)
         with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
@@ -342,13 +329,13 @@ def _advice(c: Common, hosts: int) -> str:
             c = with_servers(c, mesh)
             now = look_up_sizes(c, inputs, mesh)
             found = _fitting(c, inputs, mesh, tries, below=now[1].peak)
-            less = "" if found is None else auto.as_arguments(found)
+            less = "" if found is None else memory_budget.as_arguments(found)
             if _fits(now, "OK") and not _on_cpu():
                 less = f", or reduce its memory with {less}" if less else ""
                 return f"--dry_run estimates that the run fits: end other programs on the device{less}"
             if less:
                 return f"{less} fits by the account of --dry_run"
-    first = f"try {auto.as_arguments(tries[0])}, " if tries else ""
+    first = f"try {memory_budget.as_arguments(tries[0])}, " if tries else ""
     return f"{first}spread the models by mesh.fsdp, train adapters by model.lora_rank, or take a larger machine"
 
 

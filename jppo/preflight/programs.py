@@ -16,8 +16,9 @@ from jppo.forecast import account as forecast
 from jppo.forecast import schedule
 from jppo.forecast.account import Account, Forecast
 from jppo.forecast.machines import GIB, HOST, Machine
-from jppo.preflight.gpus import ServerMemory
-from jppo.preflight.server_seconds import ServerWork, server_rates, server_seconds
+from jppo.learner import packing
+from jppo.preflight.servers import ServerMemory, ServerWork, server_rates, server_seconds
+from jppo.types import Prompt, Trajectory, given_text
 
 NOTE = "forecast by the compiler, not measured"
 
@@ -92,7 +93,7 @@ _ANNOUNCED = ContextVar("_ANNOUNCED", default=False)
 
 
 @contextlib.contextmanager
-def announced() -> Iterator[None]:
+def programs_announced() -> Iterator[None]:
     """Prints each program on stderr before it is compiled, for a command that else prints nothing for minutes."""
     token = _ANNOUNCED.set(True)
     try:
@@ -102,7 +103,7 @@ def announced() -> Iterator[None]:
 
 
 def announce(said: str) -> None:
-    """Prints a line on stderr within `announced`."""
+    """Prints a line on stderr within `programs_announced`."""
     if _ANNOUNCED.get():
         print(said, file=sys.stderr, flush=True)
 
@@ -146,6 +147,64 @@ class Executions:
         """Returns the executions per step; rows of other shapes count by their entries."""
         times = self.by_program.get(moment.name, 0)
         return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
+
+
+@dataclasses.dataclass(frozen=True)
+class Descents:
+    """A model's updates per step."""
+
+    epochs: int
+    mini_batches: int  # of an epoch, each an optimizer step
+    sequences: int  # of a mini-batch
+    micro_batches: int  # of a mini-batch, with all responses at full length
+    entries: int = dataclasses.field(default=0, compare=False)  # of the rows of an epoch, padding included
+
+
+def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
+    """Returns the first `count` trajectories of an epoch, with responses of maximum length.
+
+    Those of equal lengths share arrays: a step of 8,192 long responses would take gigabytes.
+    """
+    lengths = [len(prompts[i // samples % len(prompts)].ids) for i in range(count)]
+    made = {
+        prompt: given_text(np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt)
+        for prompt in set(lengths)
+    }
+    return [dataclasses.replace(made[prompt], uid=str(i // samples)) for i, prompt in enumerate(lengths)]
+
+
+def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
+    """Splits a step into mini-batches of `size` sequences and counts their parts."""
+    cuts = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
+    packed = [packing.micro_batch_shapes(cut, plan) for cut in cuts]
+    entries = sum(math.prod(shape) for some in packed for shape in some)
+    return Descents(epochs, len(cuts), size, max(map(len, packed)), entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of a PPO step with all responses at full length."""
+
+    scoring: int  # micro-batches of a scoring pass
+    entries: int  # of their rows, padding included
+    updates: dict[str, Descents]  # by model
+    sampled: int  # tokens that the rollout generates
+    servers: ServerWork | None = None
+
+    def executions(self, found: Estimate) -> Executions:
+        """Returns the executions of each program."""
+        times, entries = dict[str, int](), dict[str, int]()
+        for moment in found.moments:
+            model, _, kind = moment.name.partition(" ")
+            update = self.updates.get(model)
+            if moment.name in ("log-probs", "reference", "values"):
+                times[moment.name], entries[moment.name] = self.scoring, self.entries
+            elif update is not None and kind in ("gradient", "exchange", "step"):
+                micro_batches = update.micro_batches if kind == "gradient" else 1
+                times[moment.name] = update.epochs * update.mini_batches * micro_batches
+                if kind == "gradient":
+                    entries[moment.name] = update.epochs * update.entries
+        return Executions(times, entries, self.sampled, self.servers)
 
 
 def exchanges_of_step(found: Estimate) -> dict[str, int]:

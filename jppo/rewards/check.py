@@ -16,7 +16,7 @@ from typing import Any
 
 from jppo import process, settings
 from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
-from jppo.data.sources import read_sources
+from jppo.data.rows import read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh

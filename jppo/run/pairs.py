@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jppo.data.preferences import Pair, PairSet, read_pairs
+from jppo.data.pairs import Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, cost, packing, ppo, sharding
 from jppo.models import placing
 from jppo.models.params import Head
 from jppo.preflight import memory, preview, programs
 from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.described_machine import DryRun
+from jppo.preflight.preview import DryRun
 from jppo.run import supervised
 from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import Columns
@@ -147,7 +147,7 @@ def _estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     trained = memory.sketch(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
-    shapes, lm = memory.largest(plan), task.head == "lm"
+    shapes, lm = memory.largest_shapes(plan), task.head == "lm"
     rows = [memory.abstract_rows(shape, mesh) for shape in shapes]
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
     flop, needed = (

@@ -27,9 +27,8 @@ from jppo.learner.make import attention_kernel, compile_passes, make_learner, ma
 from jppo.learner.model_configs import require_models_fit
 from jppo.learner.ppo import Learner
 from jppo.learner.recipe import replayed
-from jppo.preflight import auto, described_machine, preview, programs
-from jppo.preflight.described_machine import DryRun
-from jppo.preflight.preview import sampling_warnings
+from jppo.preflight import memory_budget, preview, programs
+from jppo.preflight.preview import DryRun, sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
 from jppo.rewards.make import make_reward_sum
 from jppo.rewards.parts import RewardSum
@@ -80,10 +79,10 @@ def run_training(
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, about or "", settings.config_of(kind), describes=True)
     c = settings.typed(config, kind)
-    request = described_machine.read_request(switches, name, argv)
+    request = preview.read_request(switches, name, argv)
     if switches["dry_run"]:
         print(settings.dump(c), flush=True)
-        with programs.announced():
+        with programs.programs_announced():
             report = dry_run(c, request)
         print(escaped(report), end="")
         return
@@ -152,7 +151,9 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
-        c, chosen = (auto.first(c), "") if only_look else auto.settle(c, mesh, folder, fits, hosts)
+        c, chosen = (
+            (memory_budget.first_candidate(c), "") if only_look else memory_budget.settle(c, mesh, folder, fits, hosts)
+        )
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
         reference = served_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:

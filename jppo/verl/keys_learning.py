@@ -84,7 +84,7 @@ TUNING = (  # of fine-tuning: its data.*
 )  # fmt: skip
 
 ALGORITHM = (
-    same("algorithm.adv_estimator", "algorithm.adv_estimator", "gae", "estimator"),
+    same("algorithm.adv_estimator", "algorithm.adv_estimator", "gae", "adv_estimator"),
     same("algorithm.gamma", "algorithm.gamma", 1.0),
     same("algorithm.lam", "algorithm.lam", 1.0),
     same("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std_in_grpo", True),
@@ -99,9 +99,9 @@ ALGORITHM = (
     same("algorithm.kl_ctrl.type", "algorithm.kl_ctrl_type", "fixed", "controller"),
     same("algorithm.kl_ctrl.horizon", "algorithm.horizon", 10000),
     same("algorithm.kl_ctrl.target_kl", "algorithm.target_kl", 0.1),
-    same("CORRECTION.rollout_is", "algorithm.rollout_is", "none", "weights"),
-    same("CORRECTION.rollout_is_threshold", "algorithm.rollout_is_threshold", "2.0", "weighted"),
-    same("CORRECTION.rollout_is_batch_normalize", "algorithm.rollout_is_batch_normalize", False, "normalized"),
+    same("CORRECTION.rollout_is", "algorithm.rollout_is", "none", "rollout_is"),
+    same("CORRECTION.rollout_is_threshold", "algorithm.rollout_is_threshold", "2.0", "with_weights"),
+    same("CORRECTION.rollout_is_batch_normalize", "algorithm.rollout_is_batch_normalize", False, "batch_normalize"),
     same("CORRECTION.rollout_rs", "algorithm.rollout_rs", "", "rejection"),
     same("CORRECTION.rollout_rs_threshold", "algorithm.rollout_rs_threshold", "", "rejected",
       "token, sequence and geometric of older verl are token_k1, seq_sum_k1 and seq_mean_k1"),
@@ -110,7 +110,7 @@ ALGORITHM = (
     *missing("rejection rules have one threshold, or a band LOW_HIGH", "CORRECTION.rollout_token_veto_threshold"),
     same("CORRECTION.bypass_mode", "algorithm.old_logprob", False, "old_logprob"),
     *needless("with bypass_mode, reinforce is actor.loss_mode=gpg", "CORRECTION.loss_type"),
-    same("algorithm.filter_groups.enable", "algorithm.filter_groups", False, "filtered"),
+    same("algorithm.filter_groups.enable", "algorithm.filter_groups", False, "filter_groups"),
     same("algorithm.filter_groups.metric", "algorithm.filter_groups_metric", convert="filter_metric",
       why="reward is score; acc and score are rule_score, or of the custom function"),
     same("algorithm.filter_groups.max_num_gen_batches", "algorithm.max_num_gen_batches", 0, "filtering",
@@ -125,7 +125,7 @@ ALGORITHM = (
 ACTOR = (
     same("A.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, "times_n",
       "verl counts prompts, jppo responses: times rollout.n"),
-    same("A.ppo_max_token_len_per_gpu", "actor.max_tokens_per_device", 16384, "tokens",
+    same("A.ppo_max_token_len_per_gpu", "actor.max_tokens_per_device", 16384, "dynamic_tokens",
       "with use_dynamic_bsz; else the micro-batch in tokens of the longest prompt and response"),
     same("A.ppo_micro_batch_size_per_gpu", "actor.max_tokens_per_device", convert="micro_tokens",
       why="sequences, times the longest prompt and response, over mesh.sequence"),
@@ -177,7 +177,7 @@ ACTOR = (
 )  # fmt: skip
 
 CRITIC = (
-    same("critic.model.path", "critic.path", convert="critic_path"),
+    same("critic.model.path", "critic.path", convert="critic_model"),
     same("critic.model.lora_rank", "critic.lora_rank", 0, "critic_lora"),
     same("critic.model.lora_alpha", "critic.lora_alpha", 16, "critic_lora"),
     same("critic.ppo_mini_batch_size", "critic.ppo_mini_batch_size", convert="times_n",

@@ -111,7 +111,7 @@ def off_or(value: Any, usual: Any) -> Any:
     return usual if value is None else value
 
 
-def need(value: T | None, truth: object = True, why: str = "") -> T:
+def required(value: T | None, truth: object = True, why: str = "") -> T:
     """Returns the value if the condition holds and it is set; else raises Moot."""
     if not truth:
         raise Moot(why)
@@ -121,7 +121,7 @@ def need(value: T | None, truth: object = True, why: str = "") -> T:
 
 
 def commas(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(need(value))
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(required(value))
 
 
 def adapts(look: Look) -> bool:

@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jppo.verl import layout
-from jppo.verl.distillation import DISTILLED, distilled
+from jppo.verl import derived
+from jppo.verl.derived import DISTILLED, distilled
 from jppo.verl.keys_learning import ACTOR, ALGORITHM, CRITIC, DATA, TRAINING, TUNING
 from jppo.verl.keys_running import MODEL, REF, REWARD, ROLLOUT, TRAINER
 from jppo.verl.name import MICRO, Look, Name, key_of, longest, off_or, on_each, reward_model
-from jppo.verl.values import engine_args, of_adapter
+from jppo.verl.values import engine_options, of_adapter
 
 KEYS: tuple[Name, ...] = (
     *DATA,
@@ -114,7 +114,7 @@ def today(key: str) -> str:
     return key
 
 
-def find(key: str) -> Name | None:
+def find_name(key: str) -> Name | None:
     """Returns the row of a verl 0.9.1 key."""
     return next((name for name in KEYS if fnmatch.fnmatchcase(key, name.key)), None)
 
@@ -155,34 +155,36 @@ _ASYNC = "rollout.nnodes async_training.trigger_parameter_sync_step trainer.v1.t
 # override on top of a jppo config.
 FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
     "actor.max_tokens_per_device": (_room, "", "nothing is said of micro-batches"),
-    "mesh.data": (layout.data, _MESH, "the devices that are left, where not all share the parameters"),
-    "mesh.fsdp": (layout.fsdp, _MESH, "of fsdp_size, the devices beside those of one sequence and of experts; -1 where"
+    "mesh.data": (derived.mesh_data, _MESH, "the devices that are left, where not all share the parameters"),
+    "mesh.fsdp": (derived.fsdp, _MESH, "of fsdp_size, the devices beside those of one sequence and of experts; -1 where"
       " fsdp_size is all devices. Megatron's pipeline stages and data parallel devices share the parameters. A power of"
       " two, for a model's width must be a multiple"),
-    "mesh.expert": (layout.expert, _MESH, "of expert_model_parallel_size, the devices beside sequence and tensor, which"
-      " shard the experts, too"),
-    "trainer.nnodes": (lambda look: layout.hosts(look)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of those"
-      " that train and those that sample"),
-    "rollout.tensor_model_parallel_size": (layout.group, _HOSTS, "at most the devices of a host"),
-    "rollout.servers": (layout.servers, _HOSTS, "a host's devices that sample over rollout.tensor_model_parallel_size"),
-    "rollout.devices": (layout.devices, _HOSTS, "the last devices of a host, where others train"),
-    "rollout.mode": (lambda look: "async" if layout.asynchronous(look) else "sync", _ASYNC,
+    "mesh.expert": (derived.expert, _MESH, "of expert_model_parallel_size, the devices beside sequence and tensor,"
+      " which shard the experts, too"),
+    "trainer.nnodes": (lambda look: derived.hosts(look)[0], _HOSTS, "hosts of eight devices or n_gpus_per_node, of"
+      " those that train and those that sample"),
+    "rollout.tensor_model_parallel_size": (derived.server_devices, _HOSTS, "at most the devices of a host"),
+    "rollout.servers": (derived.servers, _HOSTS,
+      "a host's devices that sample over rollout.tensor_model_parallel_size"),
+    "rollout.devices": (derived.sampling_devices, _HOSTS, "the last devices of a host, where others train"),
+    "rollout.mode": (lambda look: "async" if derived.asynchronous(look) else "sync", _ASYNC,
       "the one-step-off and fully asynchronous trainers, and trainer.v1.trainer_mode"),
-    "rollout.max_staleness": (layout.staleness, _ASYNC, "staleness_threshold, rounded up; else 1"),
-    "rollout.on_update": (layout.on_update, _ASYNC, "abort is verl's partial rollout"),
-    "rollout.sleep_level": (lambda look: 0 if layout.asynchronous(look) else None, _ASYNC,
+    "rollout.max_staleness": (derived.max_staleness, _ASYNC, "staleness_threshold, rounded up; else 1"),
+    "rollout.on_update": (derived.on_update, _ASYNC, "abort is verl's partial rollout"),
+    "rollout.sleep_level": (lambda look: 0 if derived.asynchronous(look) else None, _ASYNC,
       "servers are awake while the trainer learns"),
-    "data.train_batch_size": (layout.batch, f"data.train_batch_size {_ASYNC}",
+    "data.train_batch_size": (derived.batch, f"data.train_batch_size {_ASYNC}",
       "the prompts between two publishes: times the parameter sync step"),
-    "trainer.total_training_steps": (layout.steps, f"trainer.total_training_steps {_ASYNC}", "steps of that size"),
-    "ref.param_offload": (layout.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
+    "trainer.total_training_steps": (derived.training_steps, f"trainer.total_training_steps {_ASYNC}",
+      "steps of that size"),
+    "ref.param_offload": (derived.reference_offload, "A.fsdp_config.param_offload REF.fsdp_config.param_offload",
       "the actor's, where Megatron and VeOmni have none of the reference's own"),
     **{
         f"{section}.{name}": (_offloaded(place, name), f"{place}.offload_policy", "FSDP2's policy is both offloads")
         for section, place in (("actor", "A.fsdp_config"), ("critic", "critic.fsdp"))
         for name in ("param_offload", "optimizer_offload")
     },
-    "rollout.engine_args": (engine_args, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
+    "rollout.engine_args": (engine_options, "R.engine_kwargs.vllm R.engine_kwargs.sglang R.expert_parallel_size",
       "KEY=VALUE is --key VALUE; expert_parallel_size is --enable-expert-parallel"),
     **{
         f"model.{setting}": (of_adapter(field), "M.lora_adapter_path", "of the adapters that the policy starts from")
@@ -203,8 +205,8 @@ FOLLOWING: dict[str, tuple[Callable[[Look], Any], str, str]] = {
 
 # For overrides on top of a jppo config: conversions that leave a value as it is, and keys without such a setting.
 UNCHANGED = (
-    "as_is", "at_least_0", "dtype", "drawn", "engine", "estimator", "filled", "in_turns", "interval", "loss_mode",
-    "off", "schedule", "top_k", "train_dtype", "warmup_steps", "weights", "with_model",
+    "as_is", "at_least_0", "dtype", "drawn", "engine", "adv_estimator", "filled", "in_turns", "interval", "loss_mode",
+    "off", "schedule", "top_k", "train_dtype", "warmup_steps", "rollout_is", "with_model",
 )  # fmt: skip
 OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
     key_of("A.use_dynamic_bsz"): lambda _, values: not any(key_of(key) in values for key in MICRO),

@@ -1,24 +1,29 @@
-"""Translates verl's overrides to jppo's settings, with an account of each."""
+"""Translates verl's overrides, of PPO and of fine-tuning, to jppo's settings, with an account of each."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+import pathlib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from jppo.sandbox.shell import HIDDEN
-from jppo.settings import UserError
-from jppo.verl import layout, overrides
-from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
-from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find, today
-from jppo.verl.refusals import REFUSED, foreign_tools
-from jppo.verl.values import CONVERSIONS, readable
+import yaml
 
-DICTS = (  # keys whose value is a dict
+from jppo.errors import expanded
+from jppo.sandbox.shell import HIDDEN
+from jppo.settings import UserError, sft_default, table
+from jppo.verl import derived, overrides
+from jppo.verl.derived import untaught
+from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with
+from jppo.verl.names import FOLLOWING, KEYS, OF_CONFIG, UNCHANGED, find_name, today
+from jppo.verl.values import CONVERSIONS, without_server_settings
+
+_DICTS = (  # keys whose value is a dict
     "data.apply_chat_template_kwargs",
     key_of("R.engine_kwargs.vllm"),
     key_of("R.engine_kwargs.sglang"),
 )
-OF_ENGINE = {"veomni": "cosine", "torchtitan": "linear"}  # schedules of verl's YAML
+_OF_ENGINE = {"veomni": "cosine", "torchtitan": "linear"}  # schedules of verl's YAML
 PATHS = ("model.path", "data.train_files", "data.val_files")  # from the base config, if verl's line omits them
 
 
@@ -55,7 +60,7 @@ def translate(
     Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
     but those that the overrides change. YAML is read relative to `root`, of the module, or `folder`, where it starts.
     """
-    found, kept = overrides.read(words, main, root, folder)
+    found, kept = overrides.read_overrides(words, main, root, folder)
     lines = [Line(word, "unknown", why) for word, why in kept.items()]
     values: dict[str, Any] = {}
     said: dict[str, str] = {}
@@ -63,7 +68,7 @@ def translate(
         now = today(rename(key))
         values.pop(now, None)  # order of the last overrides
         values[now], said[now] = one.value, one.said
-    for key in DICTS:
+    for key in _DICTS:
         _gather(values, said, key)
     _name_teacher(values, said)
 
@@ -71,7 +76,7 @@ def translate(
         key = key_of(short)
         if key in values:
             return values[key]
-        name = find(key)
+        name = find_name(key)
         if config is not None and key in OF_CONFIG:
             return OF_CONFIG[key](config, values)
         if config is not None and name and name.key == key and name.setting and name.convert in UNCHANGED:
@@ -79,7 +84,7 @@ def translate(
         default = name.default if name and name.key == key else None
         return look(default[1:]) if isinstance(default, str) and default.startswith("=") else default
 
-    if schedule := OF_ENGINE.get(layout.engine(look)):
+    if schedule := _OF_ENGINE.get(derived.training_engine(look)):
         for key in map(key_of, ("A.optim.lr_scheduler_type", "critic.optim.lr_scheduler_type")):
             values.setdefault(key, schedule)
             said.setdefault(key, "")
@@ -99,10 +104,10 @@ def translate(
             settings[setting] = converted
             given.add(setting)
     tools = key_of("TURNS.tool_config_path")
-    if names := foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
+    if names := _foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
         lines.append(Line(said[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS"))
     decides = {key for key, (_, keys, _) in FOLLOWING.items() if any(key_of(one) in values for one in keys.split())}
-    settings = readable(settings | _following(look, FOLLOWING.keys() if config is None else decides))
+    settings = without_server_settings(settings | _following(look, FOLLOWING.keys() if config is None else decides))
     notes = list(_notes(values, look)) if config is None else []
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
 
@@ -126,7 +131,7 @@ def _following(look: Look, names: Collection[str]) -> dict[str, Any]:
 def _check(values: dict[str, Any], said: dict[str, str], look: Look) -> None:
     """Raises a UserError for what no translation could mean."""
     for key, value in values.items():
-        row = find(key)
+        row = find_name(key)
         usual = row.default if row else None
         if row and row.kind == "same" and HIDDEN in str(value):
             raise UserError(
@@ -136,7 +141,7 @@ def _check(values: dict[str, Any], said: dict[str, str], look: Look) -> None:
         numeric = isinstance(usual, int | float) and not isinstance(usual, bool)
         if numeric and not isinstance(value, int | float | None):
             raise UserError(f"{said[key]}: it must be a number, as verl's own {usual} is")
-        for refuses in REFUSED:
+        for refuses in _REFUSED:
             if why := refuses(key, value, look):
                 raise UserError(f"{said[key]}: not supported: {why}")
 
@@ -164,7 +169,7 @@ def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
 
 def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
     """Returns an override's line, and its setting and value if there is one."""
-    name = find(key)
+    name = find_name(key)
     if name is None:
         return Line(said, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None
     kind, why = name.kind, name.why
@@ -187,7 +192,7 @@ def _convert(name: Name, value: Any, said: str, look: Any) -> tuple[Line, str, A
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(f"{said}: a value of this kind has no meaning in verl; it stands for {name.setting}") from e
     why = f"{name.setting}={converted}"
-    if name.convert == "loggers":
+    if name.convert == "logger_names":
         given = [one.strip("' ") for one in str(value).strip("[]").split(",")]
         if left := [one for one in given if one not in (*converted.split(","), "file")]:
             why += f" (not supported: {', '.join(left)})"
@@ -204,7 +209,7 @@ def _of_no_critic(key: str, look: Any) -> bool:
 
 
 def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
-    given = {name.setting for key in values if (name := find(key))}
+    given = {name.setting for key in values if (name := find_name(key))}
     if absent := [setting for setting in PATHS if setting not in given]:
         yield f"{', '.join(absent)}: not given; those of configs/gsm8k.py are taken"
     if look("algorithm.adv_estimator") == "gae" and "critic.model.path" not in values:
@@ -225,3 +230,153 @@ def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
     if a in values and (look(f"{a}_low"), look(f"{a}_high")) != (values[a], values[a]):
         low, high = look(f"{a}_low"), look(f"{a}_high")
         yield f"{a}={values[a]} clips nothing in verl: clip_ratio_low={low} and clip_ratio_high={high} do"
+
+
+_SEES = re.compile(
+    r"(?i)(?<![a-z])(vl|vlm|vla|vision|omni|llava\w*|internvl\w*|minicpm-?[vo]\w*|pixtral|audio|video)(?![a-z])"
+)
+_LACKING = re.compile(
+    r"(?i)(?<![a-z])(seed[-_]?oss|glm[-_]?\d|chatglm|mimo|hy[-_]?v?3|hunyuan|nemotron|minicpm|minimax|internlm|baichuan"
+    r"|ernie|deepseek[-_]v(3\.2|4))"
+)
+
+
+def _sees(key: str, value: Any, _: Look) -> str:
+    """Why a key asks for a model that sees or hears, or ''."""
+    keys = ("data.image_key", "data.video_key", "data.audio_key", "actor_rollout_ref.rollout.limit_images")
+    if (key in keys and value is not None) or (key == "actor_rollout_ref.actor.freeze_vision_tower" and value):
+        return "jppo's models read text"
+    if key == "actor_rollout_ref.model.path" and _SEES.search(str(value).rstrip("/").rpartition("/")[2]):
+        return "jppo's models read text, and this one has images, video or sound"
+    if key in ("data.train_files", "data.val_files") and re.search("geo3k|geometry3k", str(value)):
+        return "jppo's models read text, and Geometry3k has images"
+    return ""
+
+
+def _lacking(key: str, value: Any, _: Look) -> str:
+    """Why a key asks for a family of models that jppo lacks, by a published name, or ''."""
+    found = _LACKING.search(str(value).rstrip("/").rpartition("/")[2])
+    if key != "actor_rollout_ref.model.path" or not found or (expanded(str(value)) / "config.json").is_file():
+        return ""
+    return f"jppo has no {found[0]} models; docs/architecture.md lists its families"
+
+
+def _halves(key: str, value: Any, _: Look) -> str:
+    """Why a key asks for training in float16, or ''."""
+    typed = "dtype" in key and not key.startswith(("actor_rollout_ref.rollout.", "reward."))
+    half = typed and str(value).lower() in ("fp16", "float16", "half", "torch.float16")
+    if half or (key.endswith(".fp16") and value):
+        return "training in float16; bfloat16 has the range of float32 and needs no loss scaling"
+    return ""
+
+
+_REFUSED: tuple[Callable[[str, Any, Look], str], ...] = (_sees, _lacking, _halves, untaught)
+
+
+def _foreign_tools(path: str) -> str:
+    """Returns the classes of verl's in a YAML file of tools, if it can be read."""
+    try:
+        found = yaml.safe_load(pathlib.Path(path).expanduser().read_text(encoding="utf-8"))
+        names = [str(tool["class_name"]) for tool in found["tools"]]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return ""
+    return ", ".join(name for name in names if name.startswith(("verl.", "recipe.")))
+
+
+_RENAMED = {  # a prefix of a key is enough; {engine} is the place of the engine's keys
+    "optim.lr_scheduler": "A.optim.lr_scheduler_type",
+    "optim.": "A.optim.",
+    "engine.": "{engine}.",
+    "model.partial_pretrain": "M.path",
+    "model.fsdp_config.": "A.fsdp_config.",
+    "model.strategy": "A.strategy",
+    "model.": "M.",
+    "data.micro_batch_size_per_gpu": "A.ppo_micro_batch_size_per_gpu",
+    "data.max_token_len_per_gpu": "A.ppo_max_token_len_per_gpu",
+    "data.use_dynamic_bsz": "A.use_dynamic_bsz",
+    "data.": "tuning.",
+    "ulysses_sequence_parallel_size": "A.ulysses_sequence_parallel_size",
+    "use_remove_padding": "M.use_remove_padding",
+    "checkpoint.": "A.checkpoint.",
+    "trainer.checkpoint.": "A.checkpoint.",
+    "trainer.test_freq": "tuning.test_freq",
+    "trainer.seed": "data.seed",
+}
+_ENGINES = {name: f"A.{name}" for name in ("megatron", "veomni", "torchtitan", "automodel")}
+_OF_CHOICE = {  # defaults of verl's YAML files of optimizers and engines
+    "optim=veomni": " optim.lr_scheduler_type=cosine",
+    "optim=torchtitan": " optim.lr_scheduler_type=linear",
+    "optim=automodel": " optim.lr=1e-5 optim.lr_scheduler_type=cosine optim.min_lr_ratio=0.01 optim.init_lr_ratio=0.1",
+    "engine=automodel": " engine.activation_checkpointing=False",
+}
+_OF_PPO = {  # settings that jppo.sft does without
+    "rollout.servers": "jppo.sft trains on all devices of its host",
+    "trainer.nnodes": "jppo.sft runs on one host",
+    "trainer.save_contents": "checkpoints are whole, and RUN_DIR/hf is the model",
+    "trainer.val_before_train": "jppo.sft tests nothing",
+}
+_DEFAULTS = "data.train_batch_size=256 trainer.total_epochs=4 trainer.project_name=gsm8k-sft"
+_DEFAULTS += " trainer.experiment_name=test trainer.n_gpus_per_node=1"
+_NEW = " optim.lr=1e-3 data.use_dynamic_bsz=True data.max_token_len_per_gpu=8192"
+_OLD = " optim.lr=1e-5 optim.betas=[0.9,0.95] optim.lr_warmup_steps_ratio=0.1 optim.lr_scheduler=cosine"
+_OLD += " data.micro_batch_size_per_gpu=4"
+_PAIRS = " data.prompt_key=question data.response_key=answer"
+_SAME = ("data.train_files", "data.train_batch_size", "data.max_prompt_length", "data.max_response_length")
+_GROUPS = ("model", "engine", "optim", "profiler")  # choices among verl's YAML files
+
+
+def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) -> Translation:
+    """Translates the arguments of sft_trainer and fsdp_sft_trainer."""
+    old = overrides.main_of(main) == "trainer.fsdp_sft_trainer"
+    chosen = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
+    place = _ENGINES.get(chosen.get("engine", ""), "A.fsdp_config")
+
+    def rename(key: str) -> str:
+        for before, after in {**dict(zip(_SAME, _SAME, strict=True)), **_RENAMED}.items():
+            if key == before or (before.endswith(".") and key.startswith(before)):
+                return key_of(after.format(engine=place) + key[len(before) :])
+        return key
+
+    said = [word for word in words if word.partition("=")[0] not in _GROUPS]
+    try:
+        longest = int(chosen.get("data.max_length", 1024))
+    except ValueError as e:
+        raise UserError(f"data.max_length={chosen['data.max_length']}: it must be a number of tokens") from e
+    lengths = [f"data.max_prompt_length={longest // 2}", f"data.max_response_length={longest - longest // 2}"]
+    chats = not old or chosen.get("data.multiturn.enable", "").lower() == "true"
+    defaults = _DEFAULTS + (_OLD if old else _NEW) + ("" if chats else _PAIRS)
+    defaults += "".join(text for choice, text in _OF_CHOICE.items() if choice in words)
+    usual = lengths + [word for word in defaults.split() if word.partition("=")[0] not in chosen]
+    found = translate([*usual, *said], main=main, root=root, folder=folder, rename=rename)
+    known = table.by_name(sft_default())
+    values = {_own(name): value for name, value in found.settings.items()}
+    lines = [_line(line, known) for line in found.lines if line.said not in usual or line.kind == "missing"]
+    if chats:  # without pairs of texts
+        values = {name: value for name, value in values.items() if name not in ("data.prompt_key", "data.response_key")}
+    else:
+        values["data.prompt_role"] = "user"
+    values["data.learn_turns"] = "all" if chats else "last"
+    return dataclasses.replace(
+        found,
+        settings={name: value for name, value in values.items() if name in known},
+        given=frozenset(_own(name) for name in found.given),
+        lines=tuple(lines),
+        notes=(),
+    )
+
+
+def _own(name: str) -> str:
+    return name.replace("actor.", "optim.", 1) if name.startswith("actor.") else name
+
+
+def _line(line: Line, known: dict[str, object]) -> Line:
+    """Returns the line with jppo.sft's name of a setting, or the reason why it has none."""
+    name, _, value = line.why.partition("=")
+    if line.kind != "same":
+        return dataclasses.replace(line, why=line.why.replace("actor.", "optim."))
+    if _own(name) in known:
+        return dataclasses.replace(line, why=f"{_own(name)}={value}")
+    if name == "trainer.nnodes" and value != "1":
+        return dataclasses.replace(line, kind="missing", why="jppo.sft runs on one host")
+    why = _OF_PPO.get(name)
+    return dataclasses.replace(line, kind="needless" if why else "missing", why=why or f"jppo.sft has no {name}")

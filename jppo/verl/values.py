@@ -10,12 +10,9 @@ from jppo.errors import first_line
 from jppo.settings import UserError
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
-from jppo.verl import layout
-from jppo.verl.correction import loss_mode, normalized, old_logprob, rejected, rejection, weighted, weights
-from jppo.verl.distillation import estimator, teacher_clamp
-from jppo.verl.name import Look, Moot, Unfit, adapts, commas, lora_rank, need, off_or, on_each
+from jppo.verl import derived
+from jppo.verl.name import Look, Moot, Unfit, adapts, commas, lora_rank, off_or, on_each, required
 from jppo.verl.overrides import read_value
-from jppo.verl.refusals import unlike_llama
 
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 FUSED = {  # Megatron's projections
@@ -50,12 +47,12 @@ def _unserved(name: str, look: Look) -> str:
         return " in place of this engine"
     if (look("R.top_p") or 1.0) < 1 or (look("R.top_k") or -1) > 0:
         return ", for log-probs over the tokens that top_p and top_k keep"
-    if unlike_llama(look):
+    if derived.unlike_llama(look):
         return ": publishing experts, latent attention or gated delta nets to SGLang is untested"
     return ""
 
 
-def loggers(value: Any, _: Look) -> str:
+def logger_names(value: Any, _: Look) -> str:
     names = ["jsonl" if name == "file" else name for name in commas(value).split(",")]
     return ",".join(dict.fromkeys([*(name for name in names if name in LOGGERS), "jsonl"]))
 
@@ -75,7 +72,7 @@ def contents(value: Any, _: Look) -> str:
 
 def micro_tokens(value: int | None, look: Look) -> int:
     why = "use_dynamic_bsz=True reads ppo_max_token_len_per_gpu"
-    return on_each(look, max(1, need(value, not look("A.use_dynamic_bsz"), why)))
+    return on_each(look, max(1, required(value, not look("A.use_dynamic_bsz"), why)))
 
 
 def all_micro_tokens(value: int | None, look: Look) -> int:
@@ -83,9 +80,9 @@ def all_micro_tokens(value: int | None, look: Look) -> int:
     return micro_tokens(None if value is None else max(1, value // gpus), look)
 
 
-def tokens(value: int, look: Look) -> int:
+def dynamic_tokens(value: int, look: Look) -> int:
     """Returns the tokens of a micro-batch, which holds at least one row."""
-    return max(need(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), on_each(look, 1))
+    return max(required(value, look("A.use_dynamic_bsz"), "read only with use_dynamic_bsz=True"), on_each(look, 1))
 
 
 def reward_parts(value: Any, look: Look) -> str:
@@ -96,7 +93,7 @@ def reward_parts(value: Any, look: Look) -> str:
 
 def balance(value: float, look: Look) -> float:
     kind = look("A.megatron.override_transformer_config.moe_router_load_balancing_type")
-    return need(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
+    return required(value, kind not in ("none", '"none"'), "the load is not balanced by a loss")
 
 
 def conversing(value: bool, look: Look) -> bool:
@@ -110,26 +107,26 @@ def answered(look: Look) -> bool:
 
 
 def group(value: int, look: Look) -> int:
-    if value > layout.group(look):
-        raise Unfit(f"a server is on one host: rollout.tensor_model_parallel_size={layout.group(look)}")
+    if value > derived.server_devices(look):
+        raise Unfit(f"a server is on one host: rollout.tensor_model_parallel_size={derived.server_devices(look)}")
     return value
 
 
 def quantized(value: str | None, look: Look) -> str:
     """Returns vLLM's name of verl's fp8: weights in blocks of 128 by 128, activations as they come."""
-    if need(value) != "fp8" or served_by(look) != "vllm" or old_logprob(None, look) != "correction":
+    if required(value) != "fp8" or served_by(look) != "vllm" or derived.old_logprob(None, look) != "correction":
         raise Unfit("only vLLM's fp8 is there, with rollout_correction.rollout_is")
     return "fp8_per_block"
 
 
 def served_experts(value: int, look: Look) -> str:
-    need(value if value != 1 else None)
+    required(value if value != 1 else None)
     if (look("R.data_parallel_size") or 1) > 1:
         raise Unfit("a server's experts are on its own GPUs, rollout.tensor_model_parallel_size of them")
-    return str(engine_args(look))
+    return str(engine_options(look))
 
 
-def engine_args(look: Look) -> str | None:
+def engine_options(look: Look) -> str | None:
     """Returns all options of the server's command line."""
     name = served_by(look)
     words = [server_args(given, look, name)] if (given := look(f"R.engine_kwargs.{name}")) else []
@@ -142,15 +139,15 @@ def interval(value: int | None, look: Look) -> int:
     """Returns an interval in steps of jppo's; -1 is none."""
     if value is None or isinstance(value, str) or value <= 0:
         return -1
-    return max(1, value // (1 if layout.fully(look) else layout.meetings(look)))
+    return max(1, value // (1 if derived.fully(look) else derived.meetings(look)))
 
 
-def critic_path(value: str | None, look: Look) -> str:
+def critic_model(value: str | None, look: Look) -> str:
     return "" if value in (None, look("M.path")) else value
 
 
 def critic_lora(value: int, look: Look) -> int:
-    return need(value, adapts(look) or value, "the policy has no adapters either")
+    return required(value, adapts(look) or value, "the policy has no adapters either")
 
 
 def of_adapter(field: str) -> Callable[[Look], Any]:
@@ -171,7 +168,7 @@ def of_adapter(field: str) -> Callable[[Look], Any]:
 
 
 def adapter(value: str | None, look: Look) -> str:
-    return need(value, of_adapter("r")(look) or lora_rank(look), "read only with the rank")
+    return required(value, of_adapter("r")(look) or lora_rank(look), "read only with the rank")
 
 
 def modules(value: Any, _: Look) -> str:
@@ -188,7 +185,7 @@ def optimizer(value: str, _: Look) -> str:
 
 
 def schedule(value: str | None, _: Look) -> str:
-    if need(value) not in ("constant", "cosine", "linear"):
+    if required(value) not in ("constant", "cosine", "linear"):
         raise Unfit("constant, cosine and linear are there")
     return str(value)
 
@@ -203,7 +200,7 @@ def server_args(value: dict[str, Any] | None, look: Look, engine: str) -> str:
     if served_by(look) != engine:
         raise Moot(f"read only with rollout.name={engine}")
     words = []
-    for key, one in need(value or None).items():
+    for key, one in required(value or None).items():
         name = key.replace("_", "-")
         if one is None:
             continue
@@ -221,27 +218,27 @@ def agent_loop(value: str, look: Look) -> bool:
 
 
 def master(value: str | None, look: Look) -> str:
-    return f"{need(value)}:{look('trainer.master_port') or 29500}"
+    return f"{required(value)}:{look('trainer.master_port') or 29500}"
 
 
-def resume(value: str, look: Look) -> str:
-    return need(look("trainer.resume_from_path")) if value == "resume_path" else value
+def resume_mode(value: str, look: Look) -> str:
+    return required(look("trainer.resume_from_path")) if value == "resume_path" else value
 
 
 def trainer_mode(value: str, look: Look) -> str:
     if value not in ("sync", "colocate_async", "separate_async"):
         raise Unfit("sync, colocate_async and separate_async are there")
-    return "async" if layout.asynchronous(look) else "sync"
+    return "async" if derived.asynchronous(look) else "sync"
 
 
 def function(value: str | None, look: Look) -> str:
-    return f"{need(value)}:{look('FUNCTION.name') or 'compute_score'}"
+    return f"{required(value)}:{look('FUNCTION.name') or 'compute_score'}"
 
 
 def with_model(value: Any, look: Look) -> Any:
     if look("FUNCTION.path"):
         raise Unfit("verl's function may ask it over HTTP; reward.model.path adds its score to the function's")
-    return need(value)
+    return required(value)
 
 
 def model_engine(value: str, look: Look) -> str:
@@ -252,12 +249,12 @@ def model_engine(value: str, look: Look) -> str:
 
 def in_turns(value: Any, look: Look) -> Any:
     enabled = look("TURNS.enable") or look("R.agent.default_agent_loop") == "tool_agent"
-    return need(value, enabled and answered(look), "read only with multi_turn.enable=True and tools")
+    return required(value, enabled and answered(look), "read only with multi_turn.enable=True and tools")
 
 
 def of_tools(value: Any, look: Look) -> Any:
     in_turns(value, look)
-    return need(value, look("TURNS.tool_config_path"), "read only with multi_turn.tool_config_path")
+    return required(value, look("TURNS.tool_config_path"), "read only with multi_turn.tool_config_path")
 
 
 def call_format(value: str | None, look: Look) -> str:
@@ -267,18 +264,18 @@ def call_format(value: str | None, look: Look) -> str:
     return str(value)
 
 
-def filtered(value: bool, look: Look) -> bool:
-    return need(value, not layout.fully(look), "verl's fully asynchronous trainer does not filter")
+def filter_groups(value: bool, look: Look) -> bool:
+    return required(value, not derived.fully(look), "verl's fully asynchronous trainer does not filter")
 
 
 def filtering(value: Any, look: Look) -> Any:
-    enabled = filtered(look("algorithm.filter_groups.enable"), look)
-    return need(value, enabled, "read only with algorithm.filter_groups.enable=True")
+    enabled = filter_groups(look("algorithm.filter_groups.enable"), look)
+    return required(value, enabled, "read only with algorithm.filter_groups.enable=True")
 
 
 def cut_prompts(value: str, look: Look) -> str:
     alone = value == "error" or not look("data.filter_overlong_prompts")
-    return need(value, alone, "data.filter_overlong_prompts=True leaves out what it would cut")
+    return required(value, alone, "data.filter_overlong_prompts=True leaves out what it would cut")
 
 
 def filter_metric(value: str | None, look: Look) -> str:
@@ -295,7 +292,7 @@ def filter_metric(value: str | None, look: Look) -> str:
 
 def unless_greedy(value: Any, look: Look) -> Any:
     greedy = look("R.val_kwargs.temperature") == 0
-    return need(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
+    return required(value, not greedy, "a greedy test takes the likeliest token, whatever else is left")
 
 
 def top_k(value: int | None, _: Look) -> int:
@@ -304,14 +301,14 @@ def top_k(value: int | None, _: Look) -> int:
 
 def ref_offload(value: bool, look: Look) -> bool:
     adapters = adapts(look) and not look("A.fsdp_config.param_offload")
-    return need(
+    return required(
         value, not adapters, "beside adapters the reference is the policy's own base; actor.param_offload moves it"
     )
 
 
 def warmup_steps(value: int | None, look: Look) -> int:
     """Returns the steps of the warm-up, which verl counts in updates, of which several may be between two publishes."""
-    return max(1, round(value / layout.meetings(look))) if value is not None and value > 0 else -1
+    return max(1, round(value / derived.meetings(look))) if value is not None and value > 0 else -1
 
 
 def warmup_ratio(value: float | None, look: Look, section: str) -> float:
@@ -319,7 +316,7 @@ def warmup_ratio(value: float | None, look: Look, section: str) -> float:
     return 0.0 if steps is not None and steps > 0 else off_or(value, 0.0)
 
 
-def readable(settings: dict[str, Any]) -> dict[str, Any]:
+def without_server_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings without those of servers where there are none."""
     if settings.get("rollout.name") != "inprocess":
         return settings
@@ -327,31 +324,35 @@ def readable(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
-    "as_is": lambda value, _: need(value),
-    "filled": lambda value, _: need(value or None),
+    "as_is": lambda value, _: required(value),
+    "filled": lambda value, _: required(value or None),
     "commas": lambda value, _: commas(value),
     "prompt_column": lambda value, look: ".".join([commas(value), *(look("tuning.prompt_dict_keys") or ())]),
     "response_column": lambda value, look: ".".join([commas(value), *(look("tuning.response_dict_keys") or ())]),
     "off": lambda value, _: -1 if value is False else off_or(value, -1),
-    "lora_alpha": lambda value, look: need(value, adapts(look), "read only with lora_rank above 0"),
+    "lora_alpha": lambda value, look: required(value, adapts(look), "read only with lora_rank above 0"),
     "arguments": lambda value, _: ",".join(f"{name}={one}" for name, one in (value or {}).items()),
     "or_zero": lambda value, _: off_or(value, 0.0),
     "at_least_0": lambda value, _: max(0, value or 0),
-    "batch": lambda _, look: layout.batch(look),
-    "expert": lambda _, look: layout.expert(look),
-    "fsdp": lambda _, look: layout.fsdp(look),
-    "hosts": lambda value, look: layout.shared(value, look) and layout.hosts(look)[0],
-    "servers": lambda value, look: layout.shared(value, look) and layout.servers(look),
-    "steps": lambda _, look: layout.steps(look) or -1,
-    "titan": lambda value, look: layout.fsdp(
-        need(look, value is not None and layout.engine(look) == "torchtitan", "read only with model_engine=torchtitan")
+    "batch": lambda _, look: derived.batch(look),
+    "expert": lambda _, look: derived.expert(look),
+    "fsdp": lambda _, look: derived.fsdp(look),
+    "hosts": lambda value, look: derived.require_sharing(value, look) and derived.hosts(look)[0],
+    "servers": lambda value, look: derived.require_sharing(value, look) and derived.servers(look),
+    "steps": lambda _, look: derived.training_steps(look) or -1,
+    "titan": lambda value, look: derived.fsdp(
+        required(
+            look,
+            value is not None and derived.training_engine(look) == "torchtitan",
+            "read only with model_engine=torchtitan",
+        )
     ),
     "pair": lambda value, _: tuple(float(b) for b in (read_value(value) if isinstance(value, str) else value)),
-    "dtype": lambda value, _: _DTYPES.get(need(value), value),
+    "dtype": lambda value, _: _DTYPES.get(required(value), value),
     "shared_prompts": lambda value, _: "prefix" if value else "auto",
     "remat": lambda value, _: "full" if value else "none",
     "sleep": lambda value, _: 2 if value else 0,
-    "times_n": lambda value, look: need(value) * look("R.n"),
+    "times_n": lambda value, look: required(value) * look("R.n"),
     "critic_warmup": lambda value, _: max(0, value - 1),
     "of_actor_lr": lambda value, look: share_of_lr(value, look, "A.optim"),
     "of_critic_lr": lambda value, look: share_of_lr(value, look, "critic.optim"),
@@ -359,7 +360,7 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "sglang_args": lambda value, look: server_args(value, look, "sglang"),
     "actor_warmup_ratio": lambda value, look: warmup_ratio(value, look, "A"),
     "critic_warmup_ratio": lambda value, look: warmup_ratio(value, look, "critic"),
-    "controller": lambda value, look: need(
+    "controller": lambda value, look: required(
         value, value == "fixed" or look("algorithm.use_kl_in_reward"), "read only with algorithm.use_kl_in_reward=True"
     ),
     "drawn": lambda value, look: 0.0 if look("R.do_sample") is False else value,
@@ -368,10 +369,12 @@ CONVERSIONS: dict[str, Callable[[Any, Look], Any]] = {
     "top_k_unless_greedy": lambda value, look: top_k(unless_greedy(value, look), look),
 }
 _NAMED = (
-    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_path,
-    cut_prompts, engine, estimator, filter_metric, filtered, filtering, function, group, in_turns, interval,
-    loggers, loss_mode, master, micro_tokens, model_engine, modules, normalized, of_tools, old_logprob, optimizer,
-    quantized, ref_offload, rejected, rejection, resume, reward_parts, schedule, served_experts, teacher_clamp,
-    tokens, top_k, train_dtype, trainer_mode, unless_greedy, warmup_steps, weighted, weights, with_model,
+    derived.adv_estimator, derived.batch_normalize, derived.loss_mode, derived.old_logprob, derived.rejected,
+    derived.rejection, derived.rollout_is, derived.teacher_clamp, derived.with_weights,
+    adapter, agent_loop, all_micro_tokens, balance, call_format, contents, conversing, critic_lora, critic_model,
+    cut_prompts, dynamic_tokens, engine, filter_groups, filter_metric, filtering, function, group, in_turns, interval,
+    logger_names, master, micro_tokens, model_engine, modules, of_tools, optimizer, quantized, ref_offload,
+    resume_mode, reward_parts, schedule, served_experts, top_k, train_dtype, trainer_mode, unless_greedy,
+    warmup_steps, with_model,
 )  # fmt: skip
 CONVERSIONS |= {function.__name__: function for function in _NAMED}

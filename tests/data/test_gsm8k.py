@@ -58,11 +58,11 @@ def test_tfds_is_built_and_read_without_tensorflow(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "é", "answer": "a\n#### 1,234"}))
     code = f"""
 import sys
-from jppo.data import gsm8k, sources
+from jppo.data import gsm8k, rows
 sys.argv = ["gsm8k", "--out", {str(tmp_path / "out")!r}, "--from", {str(tmp_path)!r}, "--tfds"]
 gsm8k.main()
 gsm8k.main()  # in place of what was there
-[source] = sources.read_sources("tfds:gsm8k/test@{tmp_path / "out"}", "data.val_files")
+[source] = rows.read_sources("tfds:gsm8k/test@{tmp_path / "out"}", "data.val_files")
 [row] = source.rows
 print(source.name, row.columns["extra_info"], row.columns["reward_model"]["ground_truth"], row.place)
 assert "tensorflow" not in sys.modules

@@ -35,9 +35,9 @@ def looked(check, *args):
 
 
 def test_a_model_that_is_whole(real):
-    (found,) = looked(models_and_data.models, real)
+    (found,) = looked(models_and_data.check_models, real)
     assert found.verdict == "OK" and "qwen2" in found.found
-    (found,) = looked(models_and_data.tokenizer, real)
+    (found,) = looked(models_and_data.check_tokenizer, real)
     assert found.verdict == "OK" and "14 tokens" in found.found and "<eos>" in found.found
 
 
@@ -66,22 +66,22 @@ def small_vocabulary(folder):
 )
 def test_a_model_that_is_not_whole(real, tmp_path, fault, said):
     fault(tmp_path / "hf")
-    (found,) = looked(models_and_data.models, real)
+    (found,) = looked(models_and_data.check_models, real)
     assert found.verdict == "FAIL" and found.remedy and said in f"{found.found}; {found.remedy}"
 
 
 def test_a_tokenizer_that_is_too_large_or_missing(small_run, tmp_path):
     small_vocabulary(tmp_path / "model")
-    (found,) = looked(models_and_data.tokenizer, small_run)
+    (found,) = looked(models_and_data.check_tokenizer, small_run)
     assert found.verdict == "FAIL" and "the tokenizer has 14 tokens" in found.found
     (tmp_path / "model/tokenizer.json").unlink()
-    (found,) = looked(models_and_data.tokenizer, small_run)
+    (found,) = looked(models_and_data.check_tokenizer, small_run)
     assert found.verdict == "FAIL" and "no tokenizer.json" in found.found
 
 
 def test_data_as_they_are_and_with_faults(small_run, tmp_path):
     def data():
-        return looked(lambda c: models_and_data.data(typed(c), read_inputs(typed(c))), small_run)
+        return looked(lambda c: models_and_data.check_data(typed(c), read_inputs(typed(c))), small_run)
 
     found = data()
     assert [one.verdict for one in found[:1]] == ["OK"] and "8 of 8 rows" in found[0].found
@@ -98,7 +98,7 @@ def test_data_as_they_are_and_with_faults(small_run, tmp_path):
 def test_a_reward_that_knows_nothing(small_run, tmp_path):
     def reward():
         inputs = read_inputs(typed(small_run))
-        return looked(models_and_data.reward, small_run, inputs, make_mesh(typed(small_run)))
+        return looked(models_and_data.check_reward, small_run, inputs, make_mesh(typed(small_run)))
 
     (found,) = reward()
     assert found.verdict == "OK" and "right answers earn 1" in found.found
@@ -112,7 +112,7 @@ def test_a_reward_that_knows_nothing(small_run, tmp_path):
 
 def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp_path, monkeypatch):
     """The process for transformers is `parity_worker.py`."""
-    (found,) = looked(models_and_data.parity, real)
+    (found,) = looked(models_and_data.check_parity, real)
     if "skipped" not in found.found:
         assert found.verdict == "OK" and "largest gap" in found.found
         theirs = models_and_data.transformers_logprobs
@@ -122,24 +122,24 @@ def test_parity_with_transformers_and_without_torch(real, quick_compilation, tmp
 
         with monkeypatch.context() as patch:
             patch.setattr(models_and_data, "transformers_logprobs", other)
-            (found,) = looked(models_and_data.parity, real)
+            (found,) = looked(models_and_data.check_parity, real)
         assert found.verdict == "FAIL" and "more than 0.001" in found.found
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # the same Python without its site-packages
     bare.chmod(0o755)
     real.rollout.python = str(bare)
-    (found,) = looked(models_and_data.parity, real)
+    (found,) = looked(models_and_data.check_parity, real)
     assert found.verdict == "OK" and "skipped: no torch" in found.found
     monkeypatch.setattr(models_and_data.memory_budget, "host_room", lambda: 1)
-    (found,) = looked(models_and_data.parity, real)
+    (found,) = looked(models_and_data.check_parity, real)
     assert found.verdict == "WARN" and "skipped: it takes" in found.found
     real.model.init = "random"
-    assert "random weights" in looked(models_and_data.parity, real)[0].found
+    assert "random weights" in looked(models_and_data.check_parity, real)[0].found
 
 
 def test_a_model_that_transformers_cannot_read(real, tmp_path):
     real.rollout.python = str(tmp_path / "none")
-    (found,) = looked(models_and_data.parity, real)
+    (found,) = looked(models_and_data.check_parity, real)
     assert found.verdict == "FAIL" and "rollout.python" in found.remedy
 
 

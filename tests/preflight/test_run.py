@@ -121,7 +121,7 @@ def as_file(c, tmp_path):
 
 
 def test_the_command_ends_with_1_on_a_failure_and_2_on_settings(small_run, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(machine, "environment", lambda python, engine: [])
+    monkeypatch.setattr(machine, "check_environment", lambda python, engine: [])
     file = as_file(small_run, tmp_path)
     with pytest.raises(SystemExit) as e:
         doctor.main([file, "--no_server", "--config.data.train_files=none.jsonl"])
@@ -185,7 +185,9 @@ def no_protections(c, tmp_path, monkeypatch):
 
 
 def no_vllm(c, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "environment", lambda *_: [Finding("vLLM", "FAIL", "cannot be used", "install it")])
+    monkeypatch.setattr(
+        machine, "check_environment", lambda *_: [Finding("vLLM", "FAIL", "cannot be used", "install it")]
+    )
     return "vLLM"
 
 
@@ -214,8 +216,8 @@ BREAKS = (
 
 @pytest.mark.parametrize("breaks", BREAKS, ids=lambda breaks: breaks.__name__)
 def test_what_the_doctor_finds_the_dry_run_finds(small_run, unmeasured, monkeypatch, tmp_path, capsys, breaks):
-    monkeypatch.setattr(machine, "environment", lambda *_: [])
-    monkeypatch.setattr(memory, "stored", lambda *_: 2**20)
+    monkeypatch.setattr(machine, "check_environment", lambda *_: [])
+    monkeypatch.setattr(memory, "stored_models", lambda *_: 2**20)
     about = breaks(small_run, tmp_path, monkeypatch)
     file = as_file(small_run, tmp_path)
     found = [one for one in run.doctor(typed(small_run), server=False) if one.about == about and one.verdict != "OK"]

@@ -184,7 +184,7 @@ def test_the_doctor_asks_the_server_and_the_mesh_has_no_reference(fake, small_ru
     settings.check(small_run)
     inputs = read_inputs(typed(small_run))
     assert inputs.reference is None
-    [found] = models_and_data.reference_server(typed(small_run), inputs)
+    [found] = models_and_data.check_reference_server(typed(small_run), inputs)
     assert (found.verdict, found.found) == ("OK", f"teacher at {fake.url}")
 
 

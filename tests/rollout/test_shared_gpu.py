@@ -14,10 +14,9 @@ import pytest
 
 from jppo import train
 from jppo.learner import ppo
-from jppo.preflight import gpus
-from jppo.preflight.gpus import CONTEXT, ServerMemory
-from jppo.preflight.memory_budget import device_budgets
+from jppo.preflight.memory_budget import CONTEXT, device_budgets
 from jppo.preflight.programs import Estimate, ProgramMemory
+from jppo.preflight.servers import ASLEEP, ServerMemory
 from jppo.rollout.servers.member import Server
 from jppo.rollout.servers.repair import Repairs
 from jppo.run import start
@@ -48,7 +47,7 @@ def python(tmp_path):
 def card(config, python, tmp_path, monkeypatch):
     """A small run whose trainer enters what it holds of the card, and the ledger."""
     ledger = Ledger(tmp_path / "ledger.json", TOTAL)
-    environment = {"FAKE_LEDGER": str(ledger.path), "FAKE_ASLEEP": str(gpus.ASLEEP), "FAKE_WEIGHTS": str(WEIGHTS)}
+    environment = {"FAKE_LEDGER": str(ledger.path), "FAKE_ASLEEP": str(ASLEEP), "FAKE_WEIGHTS": str(WEIGHTS)}
     environment |= {"PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

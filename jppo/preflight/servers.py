@@ -1,18 +1,88 @@
-"""The seconds of a step in which servers sleep, wake, get the weights and are checked: bytes divided by assumed rates.
+"""A run's servers in its forecasts: their memory on the trainer's GPUs, and their seconds of a step.
 
-The rates are figures that others published; none has been measured with jppo on a GPU.
+vLLM takes a fraction of the whole GPU while it is awake, or a cache of given bytes beside what it needs anyway. What is
+computed here by a rule of thumb is named so in the report; `ASLEEP` and `GRAPHS` are figures of others. In a step
+servers sleep, wake, get the weights and are checked: bytes divided by assumed rates. The rates are figures that others
+published; none has been measured with jppo on a GPU.
 """
 
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
+from jppo import process
 from jppo.distributed.hosts import ALONE
-from jppo.forecast.machines import HOST, Machine
+from jppo.forecast.machines import GIB, HOST, Machine
+from jppo.learner import sharding
+from jppo.models import attention
+from jppo.models.config import ModelConfig
 from jppo.rollout.publish import may_overlap
 from jppo.rollout.vllm.buckets import BUCKET
 from jppo.run.agreement import LOOKS, PROBES
 from jppo.settings import Settings
 from jppo.settings.rules_rollout import publish_via
+
+ASLEEP = int(1.2 * GIB)  # 1.14 of each GPU beside a sleeping server: vllm-project/vllm issue 32714
+GRAPHS = int(1.4 * GIB)  # a capture's 1,503,657,984 bytes, which stay in sleep: vllm-project/vllm issue 47654
+PREFILL = 8192  # tokens of a pass of vLLM's server on a GPU of 70 GiB or more; fewer on others
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerMemory:
+    """A server's bytes on a GPU of the trainer's."""
+
+    name: str  # of the engine
+    sleeps: bool
+    fraction: float  # of the GPU that it takes while awake, where the cache is not given in bytes
+    cache: int  # 0: whatever the fraction leaves
+    weights: int
+    working: int  # of a pass, by a rule of thumb
+    graphs: int
+    response: int  # cache of one response
+
+    def least(self) -> dict[str, int]:
+        """Returns the parts without which it does not start."""
+        found = {"weights": self.weights, "passes, by a rule of thumb": self.working, "CUDA graphs": self.graphs}
+        cache = {"cache": self.cache} if self.cache else {"cache of one response": self.response}
+        return {about: count for about, count in (found | cache).items() if count}
+
+    def awake(self, total: int) -> dict[str, int]:
+        """Returns the parts while it samples, on a GPU of `total` bytes."""
+        if self.cache:
+            return {f"{self.name}: {about}": count for about, count in self.least().items()} | {self.name: ASLEEP}
+        return {f"{self.name} awake, {self.fraction:.0%} of the GPU": int(self.fraction * total)}
+
+    def asleep(self) -> dict[str, int]:
+        """Returns what sleeping leaves."""
+        return {f"{self.name} asleep": ASLEEP + self.graphs}
+
+
+def server_memory(c: Settings, policy: ModelConfig, weights: int, mesh: Any) -> ServerMemory | None:
+    """Returns the memory of the servers on one of the trainer's GPUs; None where they have none there.
+
+    `weights` are the bytes of the whole policy in a server.
+    """
+    r, name = c.rollout, {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
+    if name is None or r.urls or sharding.platform(mesh) != "gpu" or process.servers_apart(c):
+        return None
+    ours = [device for device in mesh.devices.flat if device.process_index == mesh.devices.flat[0].process_index]
+    width, item = r.tensor_model_parallel_size, int(jnp.dtype(r.dtype).itemsize)
+    count = -(-r.least_servers * width // len(ours))  # servers on one GPU
+    hidden = PREFILL * (2 * policy.intermediate_size + 4 * policy.hidden_size) * item
+    logits = r.max_num_seqs * policy.vocab_size * (item + 8)  # two more in float32 while they are sampled
+    row = attention.cache_row_bytes(policy, length=c.data.longest_row, dtype=r.dtype)
+    return ServerMemory(
+        name,
+        sleeps=r.sleep_level > 0,
+        fraction=min(1.0, count * r.gpu_memory_utilization),
+        cache=count * max(r.kv_cache_memory_bytes, 0),
+        weights=count * weights // width,
+        working=count * (hidden + logits) // width,
+        graphs=0 if r.enforce_eager else count * GRAPHS,
+        response=count * row // width,
+    )
+
 
 GB = 1e9
 # Rate or seconds, and its source.

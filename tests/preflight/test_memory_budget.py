@@ -1,20 +1,24 @@
-"""--dry_run on a described machine: what is refused in one line, and where its compiler is there, a whole report."""
+"""Settings that follow from memory, and --dry_run on a described machine: refused in one line, or a whole report."""
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from jppo import settings
+from jppo import settings, train
 from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account
-from jppo.preflight import checks, described_machine, preview
+from jppo.learner.make import make_mesh
+from jppo.preflight import checks, memory_budget, preview
 from jppo.preflight.programs import Estimate, ProgramMemory
+from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed
+from tests.test_resume import again, untimed
 
 NO_GPU = not (compilers.compiler_folder("gpu") / compilers.READY).is_file()
 GIB = 2**30
@@ -33,16 +37,16 @@ GIB = 2**30
 )
 def test_what_cannot_be_is_said(switches, said):
     with pytest.raises(UserError, match=said):
-        described_machine.read_request(switches, "jppo.train", [])
+        preview.read_request(switches, "jppo.train", [])
 
 
 def test_nothing_is_asked_for_by_default():
-    assert described_machine.read_request({}, "jppo.train", []) == described_machine.DryRun()
+    assert preview.read_request({}, "jppo.train", []) == preview.DryRun()
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(UserError, match="cannot be written: Is a directory; name another file"):
-        described_machine.DryRun(json=str(tmp_path)).write({})
+        preview.DryRun(json=str(tmp_path)).write({})
 
 
 @pytest.mark.parametrize(
@@ -57,9 +61,9 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path):
 def test_a_trainers_share_of_a_gpu_is_what_its_servers_leave(changes, share):
     c = settings.default()
     c.update_from_flattened_dict(changes)
-    room, why = described_machine.capacity(typed(c), machines.parse_machine("H100"))
+    room, why = memory_budget.capacity(typed(c), machines.parse_machine("H100"))
     assert room == pytest.approx(share * 84978434048) and why.startswith(f"{share:.0%}")
-    assert described_machine.capacity(typed(c), machines.parse_machine("v6e-8"))[0] == 31.25 * GIB
+    assert memory_budget.capacity(typed(c), machines.parse_machine("v6e-8"))[0] == 31.25 * GIB
 
 
 def estimate_of(peak, error=None):
@@ -80,16 +84,16 @@ def test_a_machine_that_is_too_small_names_the_moment_and_the_first_change_that_
         r" --config\.actor\.max_tokens_per_device=8192 fits: 10\.0 GiB"
     )
     with pytest.raises(UserError, match=said):
-        described_machine.require_room(typed(c), machines.parse_machine("H100"), estimate_of(80 * GIB), estimate)
+        memory_budget.require_room(typed(c), machines.parse_machine("H100"), estimate_of(80 * GIB), estimate)
     assert tried == [("full", 16384, False), ("full", 8192, False)]
-    described_machine.require_room(typed(c), machines.parse_machine("H100"), estimate_of(50 * GIB), estimate)  # fits
+    memory_budget.require_room(typed(c), machines.parse_machine("H100"), estimate_of(50 * GIB), estimate)  # fits
 
 
 def test_where_no_change_is_enough_that_is_said_too():
     c = settings.default()
     said = r"actor gradient is refused by the compiler: too large; neither .* take more devices with mesh\.fsdp=-1"
     with pytest.raises(UserError, match=said):
-        described_machine.require_room(
+        memory_budget.require_room(
             typed(c), machines.parse_machine("v5e-4"), estimate_of(0, "too large"), lambda _: estimate_of(1e12)
         )
 
@@ -98,7 +102,7 @@ def test_changes_come_in_order_and_add_up():
     c = settings.default()
     c.model.remat, c.actor.max_tokens_per_device = "full", 4096
     c.data.max_prompt_length, c.data.max_response_length = 512, 512
-    found = list(described_machine.remedies(typed(c)))
+    found = list(memory_budget.remedies(typed(c)))
     assert found[0] == {"actor.max_tokens_per_device": 2048}
     assert found[1] == found[0] | {"actor.optimizer_offload": True, "critic.optimizer_offload": True}
     assert found[2] == found[1] | dict.fromkeys(
@@ -113,7 +117,7 @@ def test_a_trainer_beside_servers_on_other_gpus_has_its_own(monkeypatch, visible
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert described_machine.capacity(typed(c), machines.parse_machine("H100"))[0] == pytest.approx(share * 84978434048)
+    assert memory_budget.capacity(typed(c), machines.parse_machine("H100"))[0] == pytest.approx(share * 84978434048)
 
 
 @pytest.mark.slow
@@ -156,10 +160,78 @@ def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch
     monkeypatch.setattr(preview, "of_estimate", report)
     checks.dry_run_of_one_model(
         typed(settings.sft_default()),
-        described_machine.DryRun(machines.parse_machine("4x8xH100")),
+        preview.DryRun(machines.parse_machine("4x8xH100")),
         lambda c, request: SimpleNamespace(mesh=None),
         lambda c, task: (Estimate({}, moments), 3),
         lambda task, micro_batches: ([], {"sft gradient": micro_batches, "sft step": 1}),
         head="lm",
     )
     assert asked == [{"sft gradient": 3, "sft exchange": 1, "sft step": 1}]
+
+
+def asking(config, remat="auto", tokens=-1):
+    return settings.changed(typed(config), {"model.remat": remat, "actor.max_tokens_per_device": tokens})
+
+
+def pairs(config):
+    return [tuple(changes.values()) for changes in memory_budget.candidates(typed(config))]
+
+
+def test_candidates_recompute_as_little_as_can_be_with_large_micro_batches_first():
+    c = asking(settings.default())  # rows of 1,536
+    many = [24576, 12288, 6144]
+    expected = [(remat, tokens) for remat in ("none", "dots", "attention", "full") for tokens in many]
+    assert pairs(c) == [*expected, ("full", 3072), ("full", 1536)]
+    assert pairs(asking(c, "dots", 8192)) == [("dots", 8192)]
+    assert pairs(asking(c, "auto", 8192)) == [(remat, 8192) for remat in ("none", "dots", "attention", "full")]
+
+
+def test_the_first_that_fits_is_chosen_and_none_is_an_error():
+    config, tried = settings.default(), []
+    config.model.path, config.data.train_files, config.data.val_files = "m", "d.parquet", "d.parquet"
+    c = asking(config)
+
+    def fits(other):
+        tried.append((other.model.remat, other.actor.max_tokens_per_device))
+        return other.model.remat == "attention" and other.actor.max_tokens_per_device <= 12288
+
+    assert memory_budget.first_fitting(typed(c), fits) == {
+        "model.remat": "attention",
+        "actor.max_tokens_per_device": 12288,
+    }
+    assert tried == pairs(c)[: len(tried)] and len(tried) == 8
+    with pytest.raises(UserError, match=r"model\.remat=auto .*none of 14 candidates fits.*model\.lora_rank"):
+        memory_budget.first_fitting(typed(c), lambda other: False)
+
+
+def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, quick_compilation, monkeypatch, capsys):
+    c = small_run
+    c.model.remat, c.actor.max_tokens_per_device = "auto", -1
+    c.trainer.total_training_steps, c.trainer.save_freq = 1, 1
+    asked = []
+    monkeypatch.setattr(preview, "fits", lambda other, inputs, mesh: asked.append(other.model.remat) or len(asked) > 1)
+    train.train(c)
+    run = pathlib.Path(c.trainer.run_dir)
+    written = json.loads((run / "config.json").read_text())
+    chosen = json.loads((run / "auto.json").read_text())["chosen"]
+    assert written["model"]["remat"] == chosen["model.remat"]
+    assert written["actor"]["max_tokens_per_device"] == chosen["actor.max_tokens_per_device"] > 0
+    assert "chosen by the memory of cpu: model.remat=" in capsys.readouterr().out
+    count = len(asked)
+    train.train(again(c, trainer__total_training_steps=2))
+    assert len(asked) == count, "a resumed run compiles no candidates"
+    assert [m["step"] for m in untimed(run)] == [0, 1, 2]
+
+
+def test_a_dry_run_chooses_by_this_machine(small_run):
+    c, chosen = preview.settled(asking(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
+    assert c.model.remat == "none" and chosen == [
+        f"chosen by memory model.remat=none, actor.max_tokens_per_device={c.actor.max_tokens_per_device}"
+    ]
+
+
+def test_fine_tuning_refuses_it():
+    c = settings.sft_default()
+    c.model.path, c.data.train_files, c.model.remat = "m", "d.jsonl", "auto"
+    with pytest.raises(UserError, match=r"model\.remat='auto' is decided by jppo\.train alone"):
+        settings.check(c)
