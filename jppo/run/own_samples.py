@@ -226,13 +226,13 @@ class Engine:
         self._plain = self._plain and usual
         return self._sampler.generate(prompts, how, version=self._version)
 
-    def require_match(self, c: Settings, batch: Responses, logprob: np.ndarray) -> None:
+    def require_match(self, c: Settings, responses: Responses, logprob: np.ndarray) -> None:
         """Raises Mismatch where the engine's log-probs of its current weights' samples are far from the trainer's."""
-        current = all((t.version[t.sampled] == self._version).all() for t in batch.trajectories)
-        mask = np.asarray(batch.data.mask)
+        current = all((t.version[t.sampled] == self._version).all() for t in responses.trajectories)
+        mask = np.asarray(responses.data.mask)
         if not current or not self._plain or settings.cuts(c.rollout) or not mask.any():
             return
-        gap, bound = LogpGap(np.abs(logprob - np.asarray(batch.data.rollout_logprob))[mask]), limits(c)
+        gap, bound = LogpGap(np.abs(logprob - np.asarray(responses.data.rollout_logprob))[mask]), limits(c)
         if not gap.within(bound):
             raise Mismatch(disagreement(gap, bound))
 

@@ -141,7 +141,7 @@ def save_checkpoint(
 
 def resume_or_begin(c: Common, checkpoints: Checkpoints, spare: Spare, begin: TrainState, now: dict[str, Any]) -> Begun:
     """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
-    found = _read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
+    found = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
     if found is None:
         return Begun(Progress(begin, {"cursor": dataclasses.asdict(Cursor())}))
     there = state.placed(found.state, spare, begin)
@@ -168,7 +168,7 @@ def resume_or_begin(c: Common, checkpoints: Checkpoints, spare: Spare, begin: Tr
     return Begun(Progress(there, place, found.meta.get("pending")), found.step, queue, said)
 
 
-def _read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
     """Reads the checkpoint of trainer.resume_mode and removes later ones; None for a new run."""
     mode = c.trainer.resume_mode
     if mode == "disable":
