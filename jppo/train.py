@@ -1,7 +1,7 @@
 """PPO training, a step from top to bottom: python -m jppo.train --config=configs/gsm8k.py --config.actor.lr=5e-7
 
 Each step: sample with the rollout engine, grade, score, estimate advantages, update actor and critic, publish the new
-weights to the engine (`rollout/publish.py`), log, test, save. `run/loop.py` repeats it. Settings are given as
+weights to the engine (`rollout/publish.py`), test, log, save. `run/loop.py` repeats it. Settings are given as
 --config.SECTION.NAME=VALUE.
 --dry_run prints all of them, the derived sizes and the estimated memory, then exits. --dry_run --machine=8xH100 does so
 for another machine; --json=FILE and --rollout_tokens_per_s=N go with it.

@@ -3,5 +3,5 @@
 `packing.py` makes rows of trajectories, `score.py` scores them, `estimate.py` computes advantages, `update.py` and
 `optim.py` change a model; `ppo.py` combines these into the stages of a step, on the mesh of `sharding.py`. All of
 that is pure and reads no settings. `make.py` and `recipe.py` build it from the settings; `cost.py` counts FLOP.
-Imports algorithms, models and settings. Read `ppo.py` first.
+Imports algorithms, models and settings. Read `ppo.py` first, then `batch.py`.
 """

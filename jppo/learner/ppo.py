@@ -1,4 +1,8 @@
-"""The learner: compiled passes of a run over rows, and the updates of its models. `train.py` calls them by name."""
+"""The learner: the stages of a step by compiled passes over rows, which `train.py` calls by name.
+
+`Recipe` has the choices of a run, which `recipe.py` makes from the settings, `Passes` the compiled programs, `Learner`
+both with the models. The losses are in `algorithms/losses.py`, the updates in `update.py`.
+"""
 
 import dataclasses
 import functools

@@ -277,7 +277,7 @@ def choice_of(how: Sampling) -> SamplingRule:
 
 @dataclasses.dataclass(frozen=True)
 class InprocessEngine:
-    """The engine as `train.py` starts and ends it."""
+    """The engine as `run/start.py` starts and ends it."""
 
     settings: InprocessSettings
 

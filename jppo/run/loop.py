@@ -1,6 +1,6 @@
-"""The loop of every training: step, test, log, save, stop.
+"""The loop of every training: step, finish, test, log, save, stop.
 
-A command brings a `Method`: its step, its test and what its checkpoints hold. The state is `TrainState`. A run that
+A command brings a `Method`: its step, how it is finished (PPO publishes), its test and what its checkpoints hold. The state is `TrainState`. A run that
 ended early and resumes has the metrics and the models of an uninterrupted one, bit for bit on a CPU.
 """
 
@@ -56,7 +56,7 @@ class Method:
     """What a command brings."""
 
     step: Callable[[Progress], Progress]  # takes a step; its metrics are `pending`
-    finish: Callable[[Progress], None]  # ends a step, as by publishing; raises where it was skipped
+    finish: Callable[[Progress], None]  # ends a step, as by publishing; raises if the step was skipped
     test: Callable[[Progress], dict[str, float]]
     test_freq: int
     require_progress: Callable[[Progress], None]  # after a step is logged; raises Diverged

@@ -1,4 +1,4 @@
-"""Resuming: the metadata of a checkpoint, and the check that this run may resume from it."""
+"""Saving and resuming: the metadata of a checkpoint, and the check that this run may resume from it."""
 
 import dataclasses
 import importlib.metadata

@@ -2,11 +2,11 @@
 
 A checkpoint also has the prefetched samples: prompts, finished responses and rewards of future steps:
 
-state(...)      of this host, of JSON types
-merged(states)  of all hosts, which may be at different points
-read_steps(state)    the inverse
-fitted(...)     the same for a run whose settings may have changed
-unanswered(...) the state without responses
+state(...)         of this host, of JSON types
+read_steps(state)  the inverse
+merged(states)     of all hosts, which may be at different points
+fitted(...)        the same for a run whose settings may have changed
+unanswered(...)    the state without responses
 """
 
 import base64

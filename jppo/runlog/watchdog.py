@@ -1,4 +1,4 @@
-"""Ends a run on a signal, or when a stage is stuck.
+"""Ends a run: on a signal, when a stage is stuck, or by an error, each with its exit code (`ending`).
 
 A signal raises `Stopped` at once in a stage that only waits, whose work the resumed run repeats; in any other stage the
 step is finished first. The handler of `Stopped` saves. A run that has not ended `stop_timeout_s` later is ended by

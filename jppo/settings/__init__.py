@@ -1,7 +1,8 @@
 """Settings: the table of typed sections, the checks that need no device, the command line with its one-line errors.
 
 Configs, sweeps and the command line change a ConfigDict, `default()`. A command gives it to `typed` once; everything
-else reads the frozen sections that it returns. Start with `table.py`.
+else reads the frozen sections that it returns. The settings are in
+`table_training.py` and `table_run.py`; start with `table.py`, which puts them together.
 """
 
 from jppo.errors import UserError, UserErrors

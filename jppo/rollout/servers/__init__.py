@@ -1,1 +1,4 @@
-"""What vLLM and SGLang have in common: server processes, HTTP, fleets of servers, and the publish to all of them."""
+"""What vLLM and SGLang have in common: server processes, HTTP, fleets of servers, and the publish to all of them.
+
+Read `fleet.py` first, then `delivery.py`.
+"""

@@ -1,4 +1,4 @@
-"""Runs a command that must not outlive its parent process: `process.py` starts vLLM through this.
+"""Runs a command that must not outlive its parent process: `member.py` starts servers through this.
 
     python -m jppo.rollout.servers.launch PARENT_PID FOLDER COMMAND...
 

@@ -1,4 +1,4 @@
-"""Publishing to vLLM without a file: buckets of tensors by vLLM's weight transfer routes, none of which is kept.
+"""Publishing to vLLM without a file: buckets of tensors by vLLM's weight transfer routes.
 
     for each bucket: gather it -> every server stages it (offers) -> every server checks the whole
     pause -> load and set the version (take) -> resume
@@ -7,7 +7,7 @@ With `rollout.publish_delta`, a server that proves by its digest to have the las
 (`layout.py`); one that refuses them, and any other server, gets all bytes.
 
 `weight_engine.py` is the server's side. On the host are at most `BUCKET` bytes, or the largest tensor, and the tensors
-that `hf_write.hf_tensors` has in flight.
+that `hf_write.hf_tensors` has in flight; with `rollout.publish_delta` also a copy of the last publish.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """vLLM over HTTP: rollouts behind the `Sampler` protocol, and the log-probs of a reference or teacher (`ref.url`).
 
     engine = start_vllm(...)      returns at once; the servers import and load while the trainer compiles
-    sampler = engine.ready()      waits for them and checks them
+    sampler = engine.ready(...)   waits for them and checks them
 
 Token ids go in and token ids come out. Every sample is a request with its own seed, so samples depend neither on how a
 batch is split nor on repeated requests. `servers/member.py` chooses a server for each.

@@ -10,7 +10,7 @@ protects the weights on the network; nothing is encrypted.
 
 A `CudaDevice` calls CUDA's driver without torch or JAX. It has not run on GPUs yet: tests/rollout/test_ipc.py runs it
 with a library whose memory is the host's. Also imported in the server's interpreter, so this file needs only the
-standard library.
+standard library and `layout.py`.
 """
 
 import contextlib
