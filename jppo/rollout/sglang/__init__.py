@@ -1,1 +1,1 @@
-"""Rollouts by SGLang. Tested against a stand-in for its server, never on a GPU. All of it is in `client.py`."""
+"""Rollouts by SGLang. Tested against a stand-in for its server, never on a GPU."""

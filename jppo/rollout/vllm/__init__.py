@@ -1,1 +1,4 @@
-"""Rollouts by vLLM, and the transfer of weights to it. Read `client.py` first, then `publish.py` and `worker.py`."""
+"""Rollouts by vLLM, and the transfer of weights to it.
+
+Read `client.py` first, then `publish.py` and `worker.py`.
+"""
