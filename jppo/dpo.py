@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.data.pairs import PairSet
+from jppo.data.preferences import PairSet
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import encode_all, make_renderer

@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.data.pairs import Encode, PairSet
+from jppo.data.preferences import Encode, PairSet
 from jppo.learner import preference, score, sharding, update
 from jppo.learner.make import make_decoder
 from jppo.learner.model_configs import make_adapters

@@ -2,9 +2,8 @@
 
 Each step: sample with the rollout engine, grade, score, estimate advantages, update actor and critic, publish the new
 weights to the engine (`rollout/publish.py`), test, log, save. `run/loop.py` repeats it. Settings are given as
---config.SECTION.NAME=VALUE.
---dry_run prints all of them, the derived sizes and the estimated memory, then exits. --dry_run --machine=8xH100 does so
-for another machine; --json=FILE and --rollout_tokens_per_s=N go with it.
+--config.SECTION.NAME=VALUE. --dry_run prints all of them, the derived sizes and the estimated memory, then exits.
+--dry_run --machine=8xH100 does so for another machine; --json=FILE and --rollout_tokens_per_s=N go with it.
 """
 
 import contextlib
@@ -19,9 +18,8 @@ from jppo import settings
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, ppo
-from jppo.learner.cost import utilisation
 from jppo.learner.ppo import Learner
-from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences
+from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences, utilisation
 from jppo.learner.state import next_step, order, scalar
 from jppo.models.lora import Weights
 from jppo.preflight.checks import dry_run_of_ppo

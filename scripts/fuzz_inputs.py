@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
-from jppo.data.pairs import read_pairs
+from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer

@@ -51,7 +51,8 @@ def record_reads(monkeypatch):
         if reader == "jppo.settings.parts":  # makes the parts that settings name
             return True
         if reader.startswith("jppo.settings"):  # checks; a property reads for its caller
-            return isinstance(getattr(type(section), frame.f_code.co_name, None), property)
+            named = getattr(type(section), frame.f_code.co_name, None)
+            return isinstance(named, (property, functools.cached_property))
         return reader != "dataclasses"  # asdict and replace read all
 
     def recorded(section, name):

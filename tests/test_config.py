@@ -567,9 +567,8 @@ def test_addresses_by_data_source(config, urls, found):
     ],
 )
 def test_stop_texts(config, parse, written, texts):
-    assert settings.stop_texts(written) == texts
     c, _ = parse(f"--config.rollout.stop={written}")
-    assert c.rollout.stop == written
+    assert c.rollout.stop == written and settings.typed(c).rollout.stop_texts == texts
     settings.check(c)
 
 

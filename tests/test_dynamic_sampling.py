@@ -11,7 +11,7 @@ from jppo.data.stream import Cursor
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
-from jppo.samples.make import DynamicSampleQueue, Filter, differs, trains
+from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter, differs, trains
 from jppo.samples.queue import StepSamples
 from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory

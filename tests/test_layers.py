@@ -152,7 +152,7 @@ OF_CONFIG = ("jppo.settings.UserError",)
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
 MAKERS = tuple(
-    f"jppo.learner.{name}" for name in ("make", "recipe", "cost", "model_configs")
+    f"jppo.learner.{name}" for name in ("make", "recipe", "model_configs")
 )  # of learner/, which read settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),

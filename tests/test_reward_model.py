@@ -10,7 +10,7 @@ import pytest
 
 from examples import arithmetic
 from jppo import reward_model, settings
-from jppo.data.pairs import Pair
+from jppo.data.preferences import Pair
 from jppo.learner import batch, packing, sharding
 from jppo.learner.make import load_trained, make_descent
 from jppo.models import hf, hf_write

@@ -1,4 +1,4 @@
-"""FLOP of a model's passes, and the FLOP utilisation (MFU) of a step's.
+"""FLOP of a model's passes.
 
 Counted for whole sequences of real tokens: matrix products, pairs of a query and a key that it sees, and the
 language head where it is read. A multiplication and an addition are two. Not counted: padding, the masked half of
@@ -7,23 +7,15 @@ the one column of a value head.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from jax.sharding import Mesh
-
-from jppo.learner.model_configs import ModelConfigs
-from jppo.learner.sharding import find_peak
 from jppo.models import lora
 from jppo.models.config import LayerModules, Mixer, ModelConfig
 from jppo.models.lora import Lora
-from jppo.settings import Settings
-from jppo.types import Trajectory
 
 # Time of a FLOP of attention by XLA relative to one of a product with weights: scores are exponentiated, and
 # written and read between their two products. Roughly, from one run on a busy CPU.
 SLOWER = 2.5
-# verl's names for the stages that are passes of a single model.
-STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic", "perf/mfu/actor_infer": "old_log_prob"}
 
 
 def attention(cfg: ModelConfig, lengths: Sequence[int]) -> int:
@@ -116,38 +108,3 @@ def _merged(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> int:
     halves = (entry for entry in lora.adapter_table(cfg, adapters, head="lm") if "{expert}" in entry.hf)
     layers = sum(entry.shape[0] for entry in halves) // 2  # an adapter has two matrices
     return 2 * sum(lengths) * layers * cfg.hidden_size * e.active * e.width
-
-
-def introduce_peak(c: Settings, mesh: Mesh) -> str:
-    """Describes the peak FLOP/s behind perf/mfu, for the console."""
-    found = find_peak(mesh, c.model.compute_dtype)  # if measured, once per process
-    return f"FLOP utilisation is of {found.flops_per_s / 1e12:,.3g} TFLOP/s, {found.source}"
-
-
-def _stage_flops(c: Settings, inputs: ModelConfigs, trajectories: Sequence[Trajectory], epochs: int) -> dict[str, int]:
-    """Counts FLOP per stage over the batch, of the critic in so many epochs; the head counts sampled tokens only."""
-    lengths = [len(t.tokens) for t in trajectories]
-    sampled = sum(int(t.sampled.sum()) for t in trajectories)
-    policy, how = inputs.policy, inputs.adapters
-    found = {"update_actor": c.actor.ppo_epochs * update(policy, lengths, head_tokens=sampled, adapters=how)}
-    if c.algorithm.old_logprob != "bypass":
-        found["old_log_prob"] = forward(policy, lengths, head_tokens=sampled, adapters=how)
-    if inputs.critic is not None:
-        once = update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
-        found["update_critic"] = epochs * once
-    return found
-
-
-def utilisation(
-    c: Settings,
-    inputs: ModelConfigs,
-    mesh: Mesh,
-    trajectories: Sequence[Trajectory],
-    seconds: Mapping[str, float],
-    *,
-    epochs: int,
-) -> dict[str, float]:
-    """Returns MFU by stage, for the stages that ran in this step, with so many epochs of the critic."""
-    flops, rate = _stage_flops(c, inputs, trajectories, epochs), find_peak(mesh, c.model.compute_dtype).flops_per_s
-    took_place = {name: stage for name, stage in STAGES.items() if stage in flops and stage in seconds}
-    return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}

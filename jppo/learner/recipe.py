@@ -1,18 +1,23 @@
-"""Parts of a learner from the settings: estimator, policy loss, KL, rollout correction, optimizers, shapes of rows."""
+"""Parts of a learner from the settings: estimator, policy loss, KL, rollout correction, optimizers, shapes of rows.
+
+And the FLOP utilisation (MFU) of its stages.
+"""
 
 import dataclasses
 import functools
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
 from jppo.learner import cost, estimate, optim, packing, ppo, sharding, state
 from jppo.learner.estimate import Estimator
+from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.policy_losses import Objective
 from jppo.models import attention
 from jppo.models.config import ModelConfig
@@ -21,13 +26,12 @@ from jppo.settings import (
     Optimizer,
     Settings,
     UserError,
-    has_branches,
     importance_band,
     optimizers,
     parts,
     rejection_rules,
 )
-from jppo.types import Array
+from jppo.types import Array, Trajectory
 
 
 def make_estimator(c: Settings) -> Estimator:
@@ -107,7 +111,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
         positive_lm_coef=a.positive_lm_coef,
         router_aux_loss_coef=a.router_aux_loss_coef,
         router_z_loss_coef=a.router_z_loss_coef,
-        branches=has_branches(c.rollout),
+        branches=c.rollout.has_branches,
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
     )
 
@@ -237,7 +241,7 @@ def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> pack
     sizes = (c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
     plan = plan_rows(
         c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
-        policy=policy, sizes=() if has_branches(c.rollout) else sizes,
+        policy=policy, sizes=() if c.rollout.has_branches else sizes,
     )  # fmt: skip
     return dataclasses.replace(plan, experts=replayed(c, policy), kept=kept_tokens(c, policy))
 
@@ -279,10 +283,52 @@ def sequences_of_step(c: Common) -> int:
 
 def most_sequences(c: Settings) -> int:
     """Returns the most trajectories of a step, the branches of episodes included."""
-    return sequences_of_step(c) * (c.rollout.agent_branches if has_branches(c.rollout) else 1)
+    return sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.has_branches else 1)
 
 
 def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
     """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
     return -(-most_sequences(c) // devices) * devices, c.data.max_response_length
+
+
+# verl's names for the stages that are passes of a single model.
+_STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic", "perf/mfu/actor_infer": "old_log_prob"}
+
+
+def introduce_peak(c: Settings, mesh: Mesh) -> str:
+    """Describes the peak FLOP/s behind perf/mfu, for the console."""
+    found = sharding.find_peak(mesh, c.model.compute_dtype)  # if measured, once per process
+    return f"FLOP utilisation is of {found.flops_per_s / 1e12:,.3g} TFLOP/s, {found.source}"
+
+
+def _stage_flops(c: Settings, inputs: ModelConfigs, trajectories: Sequence[Trajectory], epochs: int) -> dict[str, int]:
+    """Counts FLOP per stage over the batch, of the critic in so many epochs; the head counts sampled tokens only."""
+    lengths = [len(t.tokens) for t in trajectories]
+    sampled = sum(int(t.sampled.sum()) for t in trajectories)
+    policy, how = inputs.policy, inputs.adapters
+    found = {"update_actor": c.actor.ppo_epochs * cost.update(policy, lengths, head_tokens=sampled, adapters=how)}
+    if c.algorithm.old_logprob != "bypass":
+        found["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, adapters=how)
+    if inputs.critic is not None:
+        once = cost.update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
+        found["update_critic"] = epochs * once
+    return found
+
+
+def utilisation(
+    c: Settings,
+    inputs: ModelConfigs,
+    mesh: Mesh,
+    trajectories: Sequence[Trajectory],
+    seconds: Mapping[str, float],
+    *,
+    epochs: int,
+) -> dict[str, float]:
+    """Returns MFU by stage, for the stages that ran in this step, with so many epochs of the critic."""
+    flops, rate = (
+        _stage_flops(c, inputs, trajectories, epochs),
+        sharding.find_peak(mesh, c.model.compute_dtype).flops_per_s,
+    )
+    took_place = {name: stage for name, stage in _STAGES.items() if stage in flops and stage in seconds}
+    return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}

@@ -265,7 +265,7 @@ def describe_sampling(c: Settings) -> str:
     """Describes the sampling of training responses and what ends them."""
     r = c.rollout
     drawn = ", ".join([f"temperature {r.temperature:g}", *(f"{name} {x:g}" for name, x in settings.cuts(r).items())])
-    texts = " or ".join(map(repr, settings.stop_texts(r.stop)))
+    texts = " or ".join(map(repr, r.stop_texts))
     ends = [*([] if r.ignore_eos else ["an end token"]), *([texts] if texts else [])]
     return f"{drawn}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
 

@@ -5,8 +5,8 @@
         -> vllm/publish.py with layout.py: the file, and the requests to the workers -> vllm/worker.py
 
 Without a file, `vllm/buckets.py` stands in for the file of `vllm/publish.py`, and `vllm/weight_engine.py` for the
-worker's reading of it. A publish runs
-concurrently with the critic's update where possible. The in-process engine gets the trainer's own arrays.
+worker's reading of it. A publish runs concurrently with the critic's update where possible. The in-process engine gets
+the trainer's own arrays.
 """
 
 import dataclasses

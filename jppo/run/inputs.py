@@ -17,7 +17,7 @@ from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import needed_columns
 from jppo.samples.make import prompts_per_batch
-from jppo.settings import Common, Settings, UserError, stop_texts, template_arguments
+from jppo.settings import Common, Settings, UserError, template_arguments
 from jppo.settings.texts import by_source
 
 
@@ -45,7 +45,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     if reference is not None and c.ref.path != "policy":
         _check_reference_tokens(c.ref.path, tokenizer)
-    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
     how = dict[str, Any](max_samples=c.data.train_max_samples) | _reading(c, tokenizer, agent)
@@ -105,7 +105,7 @@ def read_test(c: Settings) -> Inputs:
     require_publishable(c, policy)
     hf.check_weights(c.model.path, policy, head="lm")
     tokenizer = read_tokenizer(c, policy)
-    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
     val = _read_val(c, tokenizer, agent)

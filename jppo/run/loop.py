@@ -1,7 +1,8 @@
 """The loop of every training: step, finish, test, log, save, stop.
 
-A command brings a `Method`: its step, how it is finished (PPO publishes), its test and what its checkpoints hold. The state is `TrainState`. A run that
-ended early and resumes has the metrics and the models of an uninterrupted one, bit for bit on a CPU.
+A command brings a `Method`: its step, how it is finished (PPO publishes), its test and what its checkpoints hold. The
+state is `TrainState`. A run that ended early and resumes has the metrics and the models of an uninterrupted one, bit
+for bit on a CPU.
 """
 
 import dataclasses

@@ -38,7 +38,7 @@ from jppo.run.own_inputs import PromptLike, make_prompts, make_settings, require
 from jppo.run.own_learner import Losses, Trainable, load_state, save_state
 from jppo.run.own_samples import Engine, Kept, Responses, aims, of_samples, trajectory_of
 from jppo.samples.make import step_sampling
-from jppo.settings import Settings, changed, stop_texts
+from jppo.settings import Settings, changed
 from jppo.types import TrainState, Trajectory
 
 
@@ -368,7 +368,7 @@ def open_model(
     policy, value, reference = read_models(c)
     require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, value, reference) if model is not None))
-    check_stop_texts(tokenizer, stop_texts(c.rollout.stop))
+    check_stop_texts(tokenizer, c.rollout.stop_texts)
     inputs = ModelConfigs(
         policy=policy,
         critic=value,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jppo.data.pairs import Pair, PairSet, read_pairs
+from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, cost, packing, ppo, sharding
 from jppo.models import placing

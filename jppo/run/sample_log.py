@@ -5,14 +5,16 @@ A token record has text, reward, value, advantage and log-ratios of each token o
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jppo.algorithms import values
 from jppo.data.tokenizer import pieces
-from jppo.run.start import Run
 from jppo.types import OVERFLOW, Array, Batch, Prompt, Reward, Trajectory
+
+if TYPE_CHECKING:
+    from jppo.run.start import Run
 
 
 def sample_metrics(
@@ -120,7 +122,7 @@ def sample_rows(
     ]
 
 
-def record_tokens(run: Run, step: int, data: Batch, trajectories: Sequence[Trajectory], value_norm: Any) -> None:
+def record_tokens(run: "Run", step: int, data: Batch, trajectories: Sequence[Trajectory], value_norm: Any) -> None:
     """Writes samples/tokens_STEP.jsonl of `trainer.token_samples` responses; `value_norm` is from before the step."""
     chosen = choose_responses(np.asarray(data.mask)[: len(trajectories)], run.c.trainer.token_samples)
     if run.hosts.first and chosen:
@@ -183,5 +185,5 @@ def records(
 
 
 def _numbers(x: np.ndarray, trained: Sequence[bool]) -> list[float | None]:
-    """Returns an f32 array as the shortest decimal _numbers that read back as the same f32."""
+    """Returns an f32 array as the shortest decimal numbers that read back as the same f32."""
     return [float(text) if there else None for text, there in zip(x.astype(str), trained, strict=False)]

@@ -22,11 +22,10 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, escaped, expanded
 from jppo.learner import model_configs, packing, sharding
-from jppo.learner.cost import introduce_peak
 from jppo.learner.make import attention_kernel, compile_passes, make_learner, make_mesh
 from jppo.learner.model_configs import require_models_fit
 from jppo.learner.ppo import Learner
-from jppo.learner.recipe import replayed
+from jppo.learner.recipe import introduce_peak, replayed
 from jppo.preflight import memory_budget, preview, programs
 from jppo.preflight.preview import DryRun, sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
@@ -50,7 +49,8 @@ from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch, ending
-from jppo.samples.make import DynamicSampleQueue, make_supply, require_metric
+from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
+from jppo.samples.make import make_supply
 from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
 from jppo.settings import Common, Settings, table

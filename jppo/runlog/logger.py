@@ -1,8 +1,8 @@
 """Logging of a run: metrics.jsonl, console, TensorBoard and remote loggers, warnings, samples.
 
-metrics.jsonl is authoritative: it is written at every step and truncated to the resumed step
-after a resume, so it has each step once. If a step is logged before it is saved, a killed run loses none. A logger that
-fails, as on a full disk, is reported once; the run continues.
+metrics.jsonl is authoritative: it is written at every step and truncated to the resumed step after a resume, so it has
+each step once. If a step is logged before it is saved, a killed run loses none. A logger that fails, as on a full disk,
+is reported once; the run continues.
 """
 
 import contextlib

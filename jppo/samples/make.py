@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +12,13 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
-from jppo.learner.batch import filtered_out
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.inprocess import Source
 from jppo.rollout.protocol import RolloutError
-from jppo.runlog import trajectories
-from jppo.runlog.timers import Count
+from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
 from jppo.samples.queue import How, SampleQueue, StepSamples, ages
-from jppo.settings import Rollout, Settings, UserError, ValKwargs, stop_texts, table
-from jppo.types import Prompt, Reward, Sampling, Trajectory
-
-SCORE = "score"  # the metric that is the weighted sum of all parts
+from jppo.settings import Rollout, Settings, ValKwargs, table
+from jppo.types import Reward, Sampling
 
 
 def step_sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
@@ -47,168 +41,10 @@ def _made_sampling(c: Settings, how: Rollout | ValKwargs, entropy: int | list[in
         min_p=how.min_p,
         n=how.n,
         max_tokens=c.data.max_response_length,
-        stop=stop_texts(c.rollout.stop),
+        stop=c.rollout.stop_texts,
         ignore_eos=c.rollout.ignore_eos,
         seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Filter:
-    """The settings of dynamic sampling."""
-
-    prompts: int  # of a step
-    n: int
-    metric: str
-    most: int  # gen batches of a step; 0: no bound
-    filter_truncated: bool = False  # truncated responses are not trained on
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """The graded samples of one prompt."""
-
-    prompt: Prompt
-    trajectories: list[Trajectory]
-    rewards: list[Reward]
-    baseline: Reward | None  # of the greedy response, if there is one
-
-
-def differs(rewards: Sequence[Reward], metric: str) -> bool:
-    """Whether the usable samples of a prompt have two values of the metric, or of the score where none has it."""
-    usable = [r for r in rewards if r.unusable is None]
-    found = [r.parts[metric] for r in usable if metric in r.parts] or [r.score for r in usable]
-    return len(set(found)) > 1
-
-
-def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, filter_truncated: bool) -> bool:
-    """Whether any sample of a prompt is trained on."""
-    return any(
-        reward.unusable is None and any(not filtered_out(t, filter_truncated) for t in (whole, *whole.branches))
-        for whole, reward in zip(trajectories, rewards, strict=True)
-    )
-
-
-def require_metric(metric: str, parts: Collection[str]) -> None:
-    """Raises UserError where the metric is neither the score nor one of these parts of the reward."""
-    if metric != SCORE and metric not in parts:
-        known = ", ".join(map(repr, (SCORE, *parts)))
-        raise UserError(
-            f"algorithm.filter_groups_metric={metric!r} is no part of this run's reward; it is one of {known}"
-        )
-
-
-class DynamicSampleQueue:
-    """The samples of a synchronous run with dynamic sampling (DAPO, arXiv:2503.14476), in place of a `SampleQueue`.
-
-    Prompts whose samples all score the same are replaced by new prompts. A step samples gen batches of
-    `data.gen_batch_size` prompts until `data.train_batch_size` groups have samples that differ in
-    `algorithm.filter_groups_metric`, of which at least one is trained on. It trains on the first of these and drops the
-    rest, as verl does. After `algorithm.max_num_gen_batches` it trains on the groups it has. Only the position in the
-    data passes from one step to the next, so a checkpoint needs no more than that.
-    """
-
-    def __init__(self, how: Filter, gen_batch: Callable[[int, Cursor], SampleQueue], cursor: Cursor):
-        """`gen_batch` makes the supply of one gen batch from its index within the step and the position in the data."""
-        self._how = how
-        self._gen_batch = gen_batch
-        self._cursor = cursor
-        self._under_way: SampleQueue | None = None  # the gen batch
-
-    def take(self, step: int) -> StepSamples:
-        """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
-        how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
-        kept, rewards, lacking = list[_Group](), list[Reward](), 0
-        for batches in itertools.count(1):
-            supply = self._under_way = self._gen_batch(batches - 1, after)
-            drawn = supply.take(step)
-            found = _groups(drawn, how.n)
-            new = [r for group in found for r in group.rewards]
-            rewards, after = rewards + new, supply.learned(drawn, new)
-            waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
-            if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
-                kept = kept or found
-                break
-            lacking += sum(all(how.metric not in r.parts for r in group.rewards) for group in found)
-            trained = [g for g in found if trains(g.trajectories, g.rewards, filter_truncated=how.filter_truncated)]
-            kept += [group for group in trained if differs(group.rewards, how.metric)]
-            if len(kept) >= how.prompts or batches == how.most:
-                break
-        self._cursor = after
-        count, used = len(rewards) // how.n, kept[: how.prompts]
-        if not kept:
-            raise RolloutError(
-                f"step {step + 1}: none of the {count} prompts of {batches} gen batches has samples that differ in"
-                f" algorithm.filter_groups_metric={how.metric}; raise algorithm.max_num_gen_batches={how.most}, take"
-                " easier or harder data, or set algorithm.filter_groups=False"
-            )
-        metrics = {
-            "train/num_gen_batches": float(batches),
-            "train/num_prompts": float(len(used)),
-            "training/filter_groups/evicted_samples": float(count - len(kept)),
-            "training/filter_groups/discarded_surplus_samples": float(len(kept) - len(used)),
-            "training/filter_groups/without_metric": lacking / count if how.metric != SCORE else 0.0,
-            "train/sampled_score": _mean([r.score for r in rewards if r.unusable is None]),
-            "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
-        }
-        chosen = [reward for group in used for reward in group.rewards]
-        best = [group.baseline for group in used if group.baseline is not None]
-        return StepSamples(
-            prompts=[group.prompt for group in used],
-            trajectories=[t for group in used for t in group.trajectories],
-            after=after,
-            waited_s=waited,
-            sampling_s=sampling,
-            grade=lambda: (chosen, best or None),
-            metrics=metrics,
-        )
-
-    def progress(self, step: int) -> Count:
-        """Returns how many responses of the gen batch are there."""
-        return Count("responses") if self._under_way is None else self._under_way.progress(step)
-
-    def settle(self) -> None:
-        """Does nothing: no request is in flight between steps."""
-
-    def learned(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
-        """Returns the position in the data after a step: the order of the prompts knows the rewards already."""
-        return drawn.after
-
-    def forget(self, step: int) -> None:
-        """Does nothing: no sample is kept."""
-
-    def state(self) -> dict[str, Any]:
-        """Returns {}: a checkpoint keeps the position in the data, and no samples."""
-        return {}
-
-    def load(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Returns lines for the console on samples and prompts that a checkpoint of asynchronous training has."""
-        if not state:
-            return []
-        said = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
-        here = (self._cursor.epoch, self._cursor.index)
-        behind = [one for one in trajectories.read_steps(state) if (one.after["epoch"], one.after["index"]) <= here]
-        if left := sum(len(one.left) for one in behind):
-            said.append(f"{left} prompts that rollout.partial had put off are left out of this epoch")
-        return said
-
-
-def _groups(drawn: StepSamples, n: int) -> list[_Group]:
-    """Waits for the rewards of a gen batch."""
-    rewards, best = drawn.grade()
-    return [
-        _Group(
-            prompt,
-            drawn.trajectories[i * n : (i + 1) * n],
-            rewards[i * n : (i + 1) * n],
-            None if best is None else best[i],
-        )
-        for i, prompt in enumerate(drawn.prompts)
-    ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
 
 
 def prompts_per_batch(c: Settings) -> int:

@@ -1,8 +1,8 @@
 """Settings: the table of typed sections, the checks that need no device, the command line with its one-line errors.
 
 Configs, sweeps and the command line change a ConfigDict, `default()`. A command gives it to `typed` once; everything
-else reads the frozen sections that it returns. The settings are in
-`table_training.py` and `table_run.py`; start with `table.py`, which puts them together.
+else reads the frozen sections that it returns. The settings are in `table_training.py` and `table_run.py`; start with
+`table.py`, which puts them together.
 """
 
 from jppo.errors import UserError, UserErrors
@@ -17,7 +17,7 @@ from jppo.settings.configfile import (
     recipe,
     typed,
 )
-from jppo.settings.rules_rollout import cuts, has_branches
+from jppo.settings.rules_rollout import cuts
 from jppo.settings.table import (
     Common,
     FineTuning,
@@ -47,7 +47,6 @@ from jppo.settings.texts import (
     parse_steps,
     rejection_rules,
     save_contents,
-    stop_texts,
     template_arguments,
 )
 
@@ -82,7 +81,6 @@ __all__ = [
     "dpo_default",
     "dump",
     "exit_on_user_error",
-    "has_branches",
     "help_text",
     "importance_band",
     "loggers",
@@ -95,7 +93,6 @@ __all__ = [
     "reward_model_default",
     "save_contents",
     "sft_default",
-    "stop_texts",
     "template_arguments",
     "typed",
     "value_of",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 
 from jppo.errors import UserError
 from jppo.settings import texts
@@ -17,12 +17,6 @@ LARGEST_SERVED_RANK = 512  # of adapters in vLLM
 def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
     """Returns the settings of `CUTS` that a section sets, with their values."""
     return {name: getattr(section, name) for name in CUTS if getattr(section, name) != PPO[f"rollout.{name}"].default}
-
-
-@cache  # the start's answer serves all steps
-def has_branches(r: Rollout) -> bool:
-    """Whether an episode may be several trajectories: an agent's, or one whose earlier turns the template changes."""
-    return bool(r.agent or (r.multi_turn.enable and r.multi_turn.format != "plain" and r.history == "template"))
 
 
 def rollout_rules(config: Settings, *, training: bool) -> Iterator[Callable[[], None]]:
@@ -166,7 +160,7 @@ def _history(r: Rollout) -> None:
     """Rejects settings of a conversation's history that nothing would read."""
     form = "rollout.agent_format" if r.agent else "rollout.multi_turn.format"
     plain = (r.agent_format if r.agent else r.multi_turn.format) == "plain"
-    for name, read in (("history", not plain), ("agent_branches", has_branches(r))):
+    for name, read in (("history", not plain), ("agent_branches", r.has_branches)):
         value, usual = getattr(r, name), PPO[f"rollout.{name}"].default
         if value == usual:
             continue

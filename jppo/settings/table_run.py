@@ -5,6 +5,7 @@ hosts.
 """
 
 import dataclasses
+import functools
 
 from jppo.settings import texts
 from jppo.settings.parts import ENGINES
@@ -162,6 +163,17 @@ class Rollout(Section):
     def least_servers(self) -> int:
         """Returns the number of servers; 1 while the GPUs that decide it are unknown."""
         return max(self.servers, 1)
+
+    @functools.cached_property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts that end a response."""
+        return texts.stop_texts(self.stop)
+
+    @functools.cached_property
+    def has_branches(self) -> bool:
+        """Whether an episode may be several trajectories: an agent's, or one whose template changes earlier turns."""
+        turns = self.multi_turn.enable and self.multi_turn.format != "plain" and self.history == "template"
+        return bool(self.agent) or turns
 
     @property
     def cache_on_cpu(self) -> int:

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 import pathlib
 import re
 import urllib.parse
@@ -69,7 +68,6 @@ def template_arguments(text: str) -> dict[str, Any]:
     return found
 
 
-@functools.cache  # the start's answer serves all steps
 def stop_texts(texts: str) -> tuple[str, ...]:
     """Parses the texts that end a response; spaces count, and a backslash begins one of `ESCAPES`."""
     shown = texts.replace("\n", r"\n")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jppo.data.pairs import read_pairs
+from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
 from jppo.data.tokenizer import load_tokenizer
 from jppo.rewards.graders import graders_for

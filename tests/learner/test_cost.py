@@ -5,7 +5,7 @@ import types
 import numpy as np
 import pytest
 
-from jppo.learner import cost, sharding
+from jppo.learner import cost, recipe, sharding
 from jppo.learner.recipe import critic_epochs
 from jppo.models import config_reader, lora
 
@@ -131,17 +131,17 @@ def test_shares_are_of_the_stages_that_took_place(config, monkeypatch):
     both = [some(5, 2), some(9, 4)]
     how = lora.Lora(2, 1.0, ("q_proj",))
     inputs = types.SimpleNamespace(policy=QWEN, critic=QWEN, adapters=None, critic_adapters=how)
-    monkeypatch.setattr(cost, "find_peak", lambda *_: sharding.Peak(1e6, ""))
+    monkeypatch.setattr(sharding, "find_peak", lambda *_: sharding.Peak(1e6, ""))
     seconds = {"update_actor": 0.5, "update_critic": 0.25, "old_log_prob": 0.125, "gen": 9.0}
     epochs = critic_epochs(config, 0)
-    found = cost.utilisation(config, inputs, None, both, seconds, epochs=epochs)
+    found = recipe.utilisation(config, inputs, None, both, seconds, epochs=epochs)
     assert found == {
         "perf/mfu/actor": 2 * cost.update(QWEN, [5, 9], head_tokens=6) / 0.5 / 1e6,
         "perf/mfu/critic": 3 * cost.update(QWEN, [5, 9], head_tokens=0, adapters=how) / 0.25 / 1e6,
         "perf/mfu/actor_infer": cost.forward(QWEN, [5, 9], head_tokens=6) / 0.125 / 1e6,
     }
-    found = cost.utilisation(config, inputs, None, both, {"update_critic": 1.0}, epochs=epochs)
+    found = recipe.utilisation(config, inputs, None, both, {"update_critic": 1.0}, epochs=epochs)
     assert list(found) == ["perf/mfu/critic"]
     config.algorithm.old_logprob = "bypass"
     alone = types.SimpleNamespace(**vars(inputs) | {"critic": None})
-    assert list(cost.utilisation(config, alone, None, both, seconds, epochs=epochs)) == ["perf/mfu/actor"]
+    assert list(recipe.utilisation(config, alone, None, both, seconds, epochs=epochs)) == ["perf/mfu/actor"]

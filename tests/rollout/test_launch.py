@@ -24,7 +24,7 @@ from jppo.rollout.servers import launch
 launch.GRACE_S = 0.5
 launch.main({parent}, sys.argv[1], sys.argv[2:])
 """
-# Stands for the trainer: starts the launcher as `process.py` does, then waits.
+# Stands for the trainer: starts the launcher as `member.py` does, then waits.
 PARENT = """
 import os, subprocess, sys, time
 launch = sys.argv[1].replace("{parent}", str(os.getpid()))

@@ -1,0 +1,144 @@
+"""Preference pairs from rows, as token ids, for reward models and DPO.
+
+Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, as text or as messages that continue the
+prompt; or only the two as whole chats that end with the assistant's turn. A `prompt` next to whole chats must be their
+beginning. `encode` is the tokenisation: of a reward model as it scores, of a policy as it samples.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jppo.data.prompts import Messages, prompt_of, with_system_prompt
+from jppo.data.rows import Row, brief, checked_messages, is_finite, read_sources, text_column
+from jppo.data.tokenizer import enough
+from jppo.errors import first_line
+from jppo.settings import UserError
+
+Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two responses, each with its prompt."""
+
+    chosen: np.ndarray  # [n] i32
+    rejected: np.ndarray  # [m] i32
+    margin: float  # required score difference
+    starts: tuple[int, int] = (0, 0)  # the first token of each response, where asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class PairSet:
+    """The pairs of a set of files, in file order."""
+
+    pairs: list[Pair]
+    overlong: int  # pairs left out because one half is too long
+    alike: int  # pairs left out because both halves are equal
+
+
+def read_pairs(
+    files: str,
+    *,
+    encode: Encode,
+    starts: Callable[[Messages], int] | None = None,
+    max_length: int,
+    margin: float = 0.0,
+    margin_column: str = "",
+    system_prompt: str = "",
+    custom_cls: str = "",
+    tokenizer: Any = None,
+    setting: str = "data.train_files",
+) -> PairSet:
+    """Reads, checks and tokenises comma-separated sources; `margin_column` is the column of margins ('': `margin`).
+
+    Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, as text or as messages that continue the
+    prompt; or only the two as whole chats that end with the assistant's turn. A `prompt` next to whole chats must be
+    their beginning. `encode` is the tokenisation: of a reward model as it scores, of a policy as it samples. `starts`
+    counts the tokens of a prompt, where the run needs to know them.
+    """
+    sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
+    pairs, overlong, alike = [], 0, 0
+    most = None if tokenizer is None else enough(tokenizer, max_length)
+    for row in (row for source in sources for row in source.rows):
+        halves = _halves(row, system_prompt)
+        chosen, rejected = (_tokens(row, half, encode, most, max_length) for half in halves)
+        pair = Pair(chosen, rejected, _margin(row, margin_column) if margin_column else margin)
+        if starts is not None and max(len(chosen), len(rejected)) <= max_length:
+            pair = dataclasses.replace(pair, starts=(starts(halves[0][0]), starts(halves[1][0])))
+        if max(len(chosen), len(rejected)) > max_length:
+            overlong += 1
+        elif np.array_equal(chosen, rejected):
+            alike += 1
+        else:
+            pairs.append(pair)
+    if not pairs:
+        raise UserError(
+            f"{setting}={files}: no pair is left: {overlong} are longer than {max_length} tokens, prompt and response"
+            f" together, and {alike} have equal halves; raise data.max_prompt_length or data.max_response_length, or"
+            " check the data"
+        )
+    return PairSet(pairs, overlong, alike)
+
+
+def _halves(row: Row, system_prompt: str) -> list[tuple[Messages, str]]:
+    """Returns prompt and response of the chosen and of the rejected half."""
+    for column in ("chosen", "rejected"):
+        if row.columns.get(column) is None:
+            raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
+    prompt = None if row.columns.get("prompt") is None else prompt_of(row)
+    halves = [_half(row, column, prompt) for column in ("chosen", "rejected")]
+    return [(with_system_prompt(before, system_prompt, row), response) for before, response in halves]
+
+
+def _half(row: Row, column: str, prompt: Messages | None) -> tuple[Messages, str]:
+    value = row.columns[column]
+    if not isinstance(value, list):
+        response = text_column(row, column)
+        return (prompt_of(row) if prompt is None else prompt), response  # without one, prompt_of raises
+    turns = checked_messages(row, column, value)
+    if turns[-1]["role"] != "assistant" or not turns[-1]["content"].strip():
+        raise UserError(f"{row.place}: {column} must end with a non-empty turn of the assistant")
+    asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+    if prompt is None or asked:
+        begins = prompt in (None, asked[0] if asked else None) or turns[: len(prompt or [])] == prompt
+        if not begins:
+            raise UserError(
+                f"{row.place}: {column} is a whole chat that does not begin with prompt; remove the prompt from one"
+            )
+        before: Messages = turns[:-1]
+    elif isinstance(prompt, str):
+        raise UserError(f"{row.place}: prompt is text and {column} chat messages; make both the one or the other")
+    else:
+        before = [*prompt, *turns[:-1]]
+    if not before:
+        raise UserError(f"{row.place}: {column} answers nothing; put the turns before it there, or into 'prompt'")
+    return before, turns[-1]["content"]
+
+
+def _tokens(row: Row, half: tuple[Messages, str], encode: Encode, most: int | None, max_length: int) -> np.ndarray:
+    """Tokens of a half; of one that is longer than `max_length` perhaps only of its texts' first `most` characters."""
+    before, response = half
+    cut = before[:most] if isinstance(before, str) else [turn | {"content": turn["content"][:most]} for turn in before]
+    try:
+        ids = np.asarray(encode(cut, response[:most]), np.int32)
+        if len(ids) <= max_length and (cut, response[:most]) != half:
+            ids = np.asarray(encode(*half), np.int32)
+        return ids
+    except Exception as e:  # a chat template may raise anything
+        said = first_line(e)
+        raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {said}") from e
+
+
+def _margin(row: Row, column: str) -> float:
+    if row.columns.get(column) is None:
+        raise UserError(
+            f"{row.place} has no {column!r}, which loss.margin_column names; its columns are "
+            f"{', '.join(map(str, row.columns))}"
+        )
+    value = row.columns[column]
+    if not is_finite(value):
+        raise UserError(f"{row.place}: {column} is {brief(value)}; a margin must be a finite number")
+    return float(value)
