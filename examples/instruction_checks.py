@@ -6,8 +6,7 @@ different.
 
 `compute_score` is the reward, by `reward.function`: the fraction of a prompt's instructions that the response follows,
 and 0 for a response that is no answer: a degenerate one, a copy of the prompt, or one that does not name its topic. It
-does not see whether a response is true. In training, an instruction that is nearly followed earns a part (`NEAR`): most
-kinds are followed by hardly any response at first, so that PPO would have nothing to learn from. Standard library only.
+does not see whether a response is true. Standard library only.
 """
 
 import json
@@ -29,7 +28,6 @@ _WORDS_OF = {name: frozenset(words.split()) for name, words in {**LANGUAGES, "En
 LEAST_WORDS = 3  # of a response that is not degenerate
 LEAST_DISTINCT = 0.5  # of its words
 COPIED_WORDS = 4  # in a row
-_CLOSING = "\"'”’)*"  # may follow the mark that ends a sentence
 _YOURS = re.compile(r"\byour\b.{0,20}\b(answer|response)s?\b", re.I)
 
 
@@ -50,33 +48,21 @@ def word_count(response: str, parameters: Parameters) -> bool:
 
 def sentence_count(response: str, parameters: Parameters) -> bool:
     """Exactly `count` sentences, each with an end mark; an unfinished one is wrong."""
-    text = response.strip().rstrip(_CLOSING)
-    return len(_sentences(response)) == parameters["count"] and text.endswith((".", "!", "?"))
-
-
-def _sentences(response: str) -> list[str]:
-    text = response.strip().rstrip(_CLOSING)
-    return [piece for piece in re.split(rf"(?<=[.!?])[{_CLOSING}]*\s+", text) if words(piece)]
+    text = response.strip().rstrip("\"'”’)*")
+    pieces = [piece for piece in re.split(r"(?<=[.!?])[\"'”’)*]*\s+", text) if words(piece)]
+    return len(pieces) == parameters["count"] and text.endswith((".", "!", "?"))
 
 
 def paragraph_count(response: str, parameters: Parameters) -> bool:
     """Exactly `count` paragraphs of two words or more, with blank lines between them."""
-    pieces = _paragraphs(response)
+    pieces = [piece for piece in re.split(r"\n\s*\n", response.strip()) if piece.strip()]
     return len(pieces) == parameters["count"] and all(len(words(piece)) >= 2 for piece in pieces)
-
-
-def _paragraphs(response: str) -> list[str]:
-    return [piece for piece in re.split(r"\n\s*\n", response.strip()) if piece.strip()]
 
 
 def bullet_list(response: str, parameters: Parameters) -> bool:
     """Exactly `count` lines that begin with a bullet, each with words; an introduction is allowed."""
-    bullets = _bullets(response)
+    bullets = re.findall(r"^[ \t]*[-*•][ \t]+(.*)$", response, re.M)
     return len(bullets) == parameters["count"] and all(words(bullet) for bullet in bullets)
-
-
-def _bullets(response: str) -> list[str]:
-    return re.findall(r"^[ \t]*[-*•][ \t]+(.*)$", response, re.M)
 
 
 def lowercase(response: str, parameters: Parameters) -> bool:
@@ -173,62 +159,6 @@ CHECKERS: dict[str, Callable[[str, Parameters], bool]] = {
 }
 
 
-def _near(missing: int) -> float:
-    """Returns 1 for nothing that is missing or too much, less for more."""
-    return 1 / (1 + missing)
-
-
-def _near_words(response: str, parameters: Parameters) -> float:
-    count = len(words(response))
-    return max(0.0, 1 - max(parameters["least"] - count, count - parameters["most"], 0) / 10)
-
-
-def _near_quoted(response: str, parameters: Parameters) -> float:
-    text = response.strip().replace("“", '"').replace("”", '"')
-    return (text.startswith('"') + text.endswith('"')) / 2
-
-
-def _near_ending(response: str, parameters: Parameters) -> float:
-    text, phrase = ([word.lower() for word in words(given)] for given in (response, parameters["phrase"]))
-    longest = max((n for n in range(len(phrase) + 1) if text[len(text) - n :] == phrase[:n]), default=0)
-    inside = f" {' '.join(phrase)} " in f" {' '.join(text)} "
-    return max(longest / len(phrase), 0.5 * inside)
-
-
-def _near_json(response: str, parameters: Parameters) -> float:
-    keys = parameters["keys"]
-    begun = re.match(r"\s*(```(json)?\s*)?\{", response) is not None
-    return (begun + sum(f'"{key}":' in response for key in keys)) / (1 + len(keys))
-
-
-def _near_language(response: str, parameters: Parameters) -> float:
-    own = sum(word.lower() in _WORDS_OF[parameters["name"]] for word in words(response))
-    return min(own, 2) / 2
-
-
-# How near a response is to following an instruction, from 0 to 1; kinds without an entry are followed or not.
-NEAR: dict[str, Callable[[str, Parameters], float]] = {
-    "word_count": _near_words,
-    "sentence_count": lambda text, given: _near(abs(len(_sentences(text)) - given["count"])),
-    "paragraph_count": lambda text, given: _near(abs(len(_paragraphs(text)) - given["count"])),
-    "bullet_list": lambda text, given: _near(abs(len(_bullets(text)) - given["count"])),
-    "quoted": _near_quoted,
-    "lowercase": lambda text, given: _near(sum(character.isupper() for character in text)),
-    "no_word": lambda text, given: _near(len(re.findall(rf"\b{re.escape(given['word'])}s?\b", text, re.I))),
-    "no_letter": lambda text, given: _near(text.lower().count(given["letter"].lower())),
-    "no_comma": lambda text, given: _near(len(re.findall("[,，、]", text))),
-    "ending": _near_ending,
-    "json_object": _near_json,
-    "language": _near_language,
-}
-NEARLY = 0.5  # the most that an instruction earns which is not followed
-
-
-def near(response: str, kind: str, parameters: Parameters) -> float:
-    """Returns how near a response is to following an instruction, from 0 to 1."""
-    return NEAR[kind](response, parameters) if kind in NEAR else 0.0
-
-
 def degenerate(response: str) -> bool:
     """Whether a response is no answer: fewer than three words, or more than half of its words are repetitions.
 
@@ -266,8 +196,7 @@ def compute_score(
     """Returns the fraction of the instructions that are followed, and why a response is no answer.
 
     `ground_truth` is JSON, [[kind, parameters], ...]; `extra_info` has `asked`, the texts of the prompt without what an
-    answer must repeat, and `topic`, the word that names it, which is empty where an answer need not. With `near` in it,
-    as in the prompts of the training, the score has parts for instructions that are nearly followed.
+    answer must repeat, and `topic`, the word that names it, which is empty where an answer need not.
     """
     given, extra = json.loads(ground_truth), extra_info or {}
     if not {"asked", "topic"} <= set(extra):
@@ -278,9 +207,5 @@ def compute_score(
         "off_topic": off_topic(solution_str, extra["topic"]),
     }
     followed = [not any(none.values()) and CHECKERS[kind](solution_str, parameters) for kind, parameters in given]
-    earned = [float(right) for right in followed]
-    if extra.get("near") and not any(none.values()):
-        earned = [max(right, NEARLY * near(solution_str, *each)) for right, each in zip(earned, given, strict=True)]
-    scores = {"score": sum(earned) / len(given), "followed": sum(followed) / len(given)}
-    scores["followed_all"] = float(all(followed))
+    scores = {"score": sum(followed) / len(given), "followed_all": float(all(followed))}
     return scores | {name: float(found) for name, found in none.items()}

@@ -124,9 +124,8 @@ def make(*, seed: int, train: int, test: int) -> dict[str, list[dict[str, Any]]]
     topics = [list(TOPICS)[i] for i in rng.permutation(len(TOPICS))]
     known = [kind for kind in KINDS if kind not in NEW_KINDS]
     # Kinds of the test take turns, so that each has as many prompts.
-    rows = [_row(rng, topics[TEST_TOPICS:], known[i % len(known)], known) for i in range(train)]
     return {
-        "train": [row | {"extra_info": row["extra_info"] | {"near": True}} for row in rows],
+        "train": [_row(rng, topics[TEST_TOPICS:], known[i % len(known)], known) for i in range(train)],
         "test": [_row(rng, topics[:TEST_TOPICS], list(KINDS)[i % len(KINDS)], known) for i in range(test)],
     }
 

@@ -180,43 +180,6 @@ def test_a_checker_tells_right_answers_from_wrong_ones(kind):
     assert [text for text in wrong if CHECKERS[kind](text, parameters) is not False] == []
 
 
-# By kind: parameters, and answers of which each is nearer than the one before it, up to the last, which follows.
-NEARER = {
-    "word_count": ({"least": 5, "most": 7}, ["a " * 20, "a " * 12, "a b c d", "a b c d e"]),
-    "sentence_count": ({"count": 3}, ["", "It is big.", MOON, MOON + " Far."]),
-    "paragraph_count": ({"count": 3}, ["", "The moon.", "The moon.\n\nThe sea.", "The moon.\n\nThe sea.\n\nThe sun."]),
-    "bullet_list": ({"count": 2}, ["1. one", "- one", "- one\n- two"]),
-    "quoted": ({}, ["The moon", '"The moon', '"The moon"']),
-    "lowercase": ({}, ["The Moon is Far", "The moon", "the moon"]),
-    "no_word": ({"word": "cat"}, ["Cats and a cat", "A cat", "A dog"]),
-    "no_letter": ({"letter": "k"}, ["like to keep", "like", "the moon"]),
-    "no_comma": ({}, ["one, two, three", "one, two", "one two"]),
-    "ending": ({"phrase": "That is all."}, ["It is far", "It is that", "It is that is", "It is that is all."]),
-    "json_object": ({"keys": ["name", "use"]}, ["The moon", "{ the moon", '{"name": 1}', '{"name": 1, "use": 2']),
-    "language": ({"name": "Spanish"}, ["The moon", "el moon", "el gato y los perros"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", NEARER)
-def test_what_is_nearer_to_an_instruction_counts_more(kind):
-    parameters, answers = NEARER[kind]
-    found = [instruction_checks.near(text, kind, parameters) for text in answers]
-    assert found == sorted(set(found)) and found[0] >= 0 and found[-1] == 1, found
-
-
-@pytest.mark.parametrize("kind", CHECKERS)
-def test_an_answer_that_follows_earns_all_and_another_one_at_most_half(kind):
-    parameters, right, wrong = ANSWERS[kind]
-    truth = json.dumps([[kind, parameters]])
-    training = ANY | {"near": True}
-    for text in (*right, *wrong):
-        strict, graded = (compute_score("x", text, truth, extra) for extra in (ANY, training))
-        assert {**graded, "score": 0} == {**strict, "score": 0}
-        none = strict["degenerate"] or strict["copied"]
-        most = 0.0 if none else 1.0 if strict["followed"] else 0.5
-        assert strict["score"] <= graded["score"] <= most and (strict["followed"] == 0 or graded["score"] == 1)
-
-
 @pytest.mark.parametrize(
     "name, text",
     [
@@ -238,16 +201,15 @@ def test_degenerate_responses_have_no_score_whatever_they_follow():
         assert degenerate(text)
         assert compute_score("x", text, truth, ANY) == NOTHING | {"degenerate": 1.0}
     fine = "the moon goes around the earth and the sun lights the moon from one side"
-    assert compute_score("x", fine, truth, ANY) == NOTHING | ALL
-    assert compute_score("x", fine.title(), truth, ANY) == NOTHING | {"score": 0.5, "followed": 0.5}
+    assert compute_score("x", fine, truth, ANY) == NOTHING | {"score": 1.0, "followed_all": 1.0}
+    assert compute_score("x", fine.title(), truth, ANY) == NOTHING | {"score": 0.5}
     assert not degenerate(MOON) and not degenerate('{"name": "moon", "use": "light"}')
     with pytest.raises(ValueError, match="no asked and topic; delete their folder"):
         compute_score("x", fine, truth)
 
 
 ANY = {"asked": [], "topic": ""}
-ALL = {"score": 1.0, "followed": 1.0, "followed_all": 1.0}
-NOTHING = {"score": 0.0, "followed": 0.0, "followed_all": 0.0, "degenerate": 0.0, "copied": 0.0, "off_topic": 0.0}
+NOTHING = {"score": 0.0, "followed_all": 0.0, "degenerate": 0.0, "copied": 0.0, "off_topic": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +230,7 @@ def test_a_copy_of_the_prompt_or_another_topic_is_no_answer(response, why):
     extra = {"asked": ["Tell me about cats.", "Your answer must contain the word friend."], "topic": "cat"}
     truth = json.dumps([["keyword", {"word": "friend"}]])
     found = compute_score("x", response, truth, extra)
-    assert found == NOTHING | (dict.fromkeys(why.split(), 1.0) or ALL)
+    assert found == NOTHING | (dict.fromkeys(why.split(), 1.0) or {"score": 1.0, "followed_all": 1.0})
 
 
 def test_what_a_prompt_asks_for_is_no_copy_and_what_it_forbids_no_topic():
@@ -295,8 +257,6 @@ def test_instructions_of_the_test_are_not_those_of_the_training():
     assert {tuple(sorted(found)) for found in kinds["test"]} >= {("word_count",), ("no_comma",), ("language",)}
     texts = {name: {asked(row) for row in rows} for name, rows in made.items()}
     topics = {n: {t for t in instructions.TOPICS if any(f" {t}" in x for x in found)} for n, found in texts.items()}
-    near = {name: {row["extra_info"].get("near", False) for row in rows} for name, rows in made.items()}
-    assert near == {"train": {True}, "test": {False}}
     assert not texts["train"] & texts["test"] and len(topics["train"]) == 36 and len(topics["test"]) == 12
     assert not topics["train"] & topics["test"]
 
