@@ -117,10 +117,10 @@ def test_correction_mixed_sources_and_what_the_critic_has_of_its_own(learn, smal
     small_run.data.train_files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'other.jsonl'}"
     steps, descend = [], ppo.descend
 
-    def counted(how, params, opt, step, minis, *further):
+    def counted(how, params, opt, step, minis, *further, **named):
         minis = list(minis)
         steps.append((how.name, len(minis)))
-        return descend(how, params, opt, step, minis, *further)
+        return descend(how, params, opt, step, minis, *further, **named)
 
     monkeypatch.setattr(ppo, "descend", counted)
     actor = {"actor.ppo_epochs": 3, "actor.lr_warmup_steps_ratio": 0.0, "actor.lr": 1e-2}
