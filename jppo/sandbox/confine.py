@@ -325,7 +325,7 @@ def _rules(name: str, pid: int) -> list[_Step]:
         return [_low(1), *locks, *_only(_FCNTL, errno.EPERM)]
     if name == "ioctl":  # no allocation of blocks
         return [_low(1), *_none_of(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_only(_IOCTL, errno.EOPNOTSUPP)]
-    if name == "prctl":  # it ends with its parent, which reads what it writes
+    if name == "prctl":  # the program may not undo that it ends with its parent, nor become unreadable to it
         return [_low(0), *_none_of(kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE)]
     if name == "prlimit64":  # reads limits of this process
         read = [_low(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]

@@ -98,7 +98,7 @@ def _owner_of(key: str, keys: Sequence[str]) -> str:
 
 
 def start_server(service: Service, keys: Sequence[str], host: str, port: int) -> http.server.ThreadingHTTPServer:
-    """Starts the server in threads of its own."""
+    """Starts the server, which answers in its own threads, and returns it."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version, timeout, server_version, sys_version = "HTTP/1.1", _IDLE_S, "jppo", ""

@@ -31,7 +31,7 @@ class Script:
     words: tuple[str, ...]
     folder: str
     root: str  # its checkout
-    notes: tuple[str, ...]  # what may be otherwise outside of the sandbox
+    notes: tuple[str, ...]  # what may differ where the script runs outside the sandbox
     launched: tuple[str, ...] = ()  # torchrun's processes and hosts, as verl's keys
 
 

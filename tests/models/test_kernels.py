@@ -84,7 +84,7 @@ def test_products_of_bfloat16_stay_so():
 
 
 def jaxpr_equations(jaxpr):
-    """All equations, those of inner functions too."""
+    """Yields the equations of a jaxpr and of the functions that it calls."""
     for e in jaxpr.eqns:
         yield e
         for value in e.params.values():
