@@ -357,7 +357,7 @@ def test_a_refused_publish_names_the_tensor_and_leaves_the_old_weights(served):
     sampler, config, _, _ = served
     before = sampler.generate(PROMPTS, SAMPLING, version=1)
     tensors = random_weights(config, 3)[1]
-    name = "model.layers.1.self_attn.k_proj.weight"
+    name = "model.layers.1.self_attn.o_proj.weight"
     with pytest.raises(RolloutError, match=f"{name} missing"):
         sampler.load([item for item in tensors.items() if item[0] != name], version=2)
     with pytest.raises(RolloutError, match=f"{name} has shape"):
