@@ -309,6 +309,28 @@ def test_samples_stop_at_tokens(post, model):
     assert not any(stop & {*row[:-1]} for row in rows)
 
 
+def test_only_samples_asked_alike_are_drawn_together(post, model, monkeypatch):
+    """The worker is held at the first while others arrive; those of a seed are drawn alone."""
+    drawn, arrived, answer = [], threading.Event(), sessions.answer_samples
+
+    def record(base, jobs):
+        arrived.wait(60)
+        drawn.append([int(job.id.rpartition(":")[2]) for job in jobs])
+        answer(base, jobs)
+
+    monkeypatch.setattr(sessions, "answer_samples", record)
+    sampler = dict(session_id=model[0], sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
+    asked = []
+    for how in ({}, {"max_tokens": 2}, {}, {"max_tokens": 2, "seed": 1}, {"max_tokens": 2}, {"temperature": 0.5}, {}):
+        body = dict(sampling_session_id=sampler, seq_id=len(asked), prompt=dict(chunks=[dict(tokens=[3, 4])]))
+        asked.append(post("asample", body | dict(sampling_params=dict(max_tokens=1) | how)).json())
+    arrived.set()
+    for one in asked:
+        result(post, one)
+    assert drawn in ([[0], [1, 4], [2, 6], [3], [5]], [[0, 2, 6], [1, 4], [3], [5]])
+
+
 def test_a_sampler_in_use_does_not_expire(post, model):
     names = []
     asked = dict(prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1))

@@ -566,6 +566,9 @@ def test_tokens_that_the_clip_holds_are_not_drawn():
     """The first has ratio 2 and A > 0, the last 2 and A > 0 too; the second would be held at a ratio below 0.8."""
     old = LOGP - np.log(2.0) * np.array([[1.0, 0, 0, 0], [0, 0, 1.0, 0]])
     assert drawn_tokens(0, 9, old) == [(0, 3)]
+    positive, negative = [(0, 0), (0, 3), (1, 2)], [(0, 1), (1, 1)]  # by the sign of A
+    for ratio, left in ((0.79, positive), (0.81, places(MASK)), (1.19, places(MASK)), (1.21, negative)):
+        assert drawn_tokens(0, 9, LOGP - np.log(ratio), low=-9, high=9) == left, ratio
 
 
 def test_selected_tokens_have_no_surrogate_in_clip_cov_and_a_penalty_in_kl_cov():

@@ -148,16 +148,31 @@ TRITON = (
 )
 
 
+SPLASH_DQ = (
+    "%splash_mha_dq_segmented.2 = (bf16[2,4,128,64]{3,2,1,0}) custom-call(%m, %q2, %k2, %k2),"
+    ' custom_call_target="tpu_custom_call"'
+)
+
+TRITON_BACKWARD = (
+    "%pallas_call.13 = (bf16[2,128,4,64]{3,2,1,0}, bf16[2,128,4,64]{3,2,1,0}, bf16[2,128,4,64]{3,2,1,0})"
+    ' custom-call(%q, %k, %k), custom_call_target="__gpu$xla.gpu.triton",'
+    ' metadata={op_name="jit(f)/transpose(jvp(jit(mha)))/mha_backward/pallas_call"}'
+)
+
+
 @pytest.mark.parametrize(
-    "line, kernel",
+    "line, kernel, products",
     [
-        (TRITON, "mha_forward"),
-        (CUDNN, "__cudnn$fmhaSoftmax"),
-        (SPLASH, "splash_mha_fwd_segmented_residuals"),
-        (SPLASH_OF_ONE_ROW, "splash_mha_fwd_segmented_residuals"),
+        (TRITON, "mha_forward", 2),
+        # scores and their gradient twice: for the gradients of keys and values, and for that of queries
+        (TRITON_BACKWARD, "mha_backward", 2 * 2 + 2 + 1),
+        (CUDNN, "__cudnn$fmhaSoftmax", 2),
+        (SPLASH, "splash_mha_fwd_segmented_residuals", 2),
+        (SPLASH_OF_ONE_ROW, "splash_mha_fwd_segmented_residuals", 2),
+        (SPLASH_DQ, "splash_mha_dq_segmented", 2 + 1),
     ],
 )
-def test_attention_kernels_by_name_and_with_their_products(line, kernel):
+def test_attention_kernels_by_name_and_with_their_products(line, kernel, products):
     operands = [
         "%q = bf16[2,128,4,64]{3,2,1,0} parameter(0)",
         "%k = bf16[2,128,2,64]{3,2,1,0} parameter(1)",
@@ -170,8 +185,8 @@ def test_attention_kernels_by_name_and_with_their_products(line, kernel):
     ]
     program = hlo.parse_hlo(module([*operands, line]))
     assert program_costs.kernels(program) == {kernel: 1}
-    # 2 rows, 4 heads, 128 x 128 pairs of which half are seen, 64 wide, two products of a multiplication and an addition
-    assert program_costs.flops(program) == {"bfloat16": 2 * 4 * 128 * 128 // 2 * 64 * 2 * 2}
+    # 2 rows, 4 heads, 128 x 128 pairs of which half are seen, 64 wide, products of a multiplication and an addition
+    assert program_costs.flops(program) == {"bfloat16": 2 * 4 * 128 * 128 // 2 * 64 * products * 2}
 
 
 @pytest.mark.parametrize("queries, products", [("", 4), ("bf16[4,128,64]{2,1,0}, ", 5)])

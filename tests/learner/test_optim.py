@@ -1,5 +1,6 @@
 """AdamW is torch's with clip_grad_norm_, other optimizers are optax's; the schedule is verl's, by hand."""
 
+import dataclasses
 import functools
 
 import chex
@@ -9,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 
-from jppo.learner import optim, sharding, state
+from jppo.learner import optim, recipe, sharding, state
 from jppo.models import config_reader
 from jppo.models.config import pad_vocab
+from jppo.settings import table_training
 from tests.models.conftest import config_of
 
 BETAS = (0.8, 0.95)
@@ -89,6 +91,20 @@ def test_a_named_optimizer_is_optaxs_after_its_clipping(name):
         updates, their_opt = theirs.update(grads, their_opt, expected)
         expected = optax.apply_updates(expected, updates)
         chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_hyperparameters_of_a_step_replace_adamws_settings_and_anothers_rate_alone():
+    given = optim.Hyperparameters(lr=0.2, beta1=0.5, beta2=0.6, eps=0.1, weight_decay=0.7, grad_clip=1.0)
+    for name, theirs in (
+        ("adamw", optax.adamw(0.2, 0.5, 0.6, eps=0.1, weight_decay=0.7)),
+        ("lion", optax.lion(0.2, *BETAS, weight_decay=0.3)),
+    ):
+        section = dataclasses.replace(table_training.Optimizer(), optimizer=name, betas=BETAS, weight_decay=0.3)
+        ours = recipe.make_chain(section, "optim")(given)
+        params, grads = drawn(), drawn(1)
+        expected, _ = theirs.update(grads, theirs.init(params), params)
+        found, _ = ours.update(grads, ours.init(params), params)
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
 def test_muons_other_parameters_have_nesterov_momentum():

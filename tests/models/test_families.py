@@ -40,6 +40,11 @@ def test_absent_fields_are_as_transformers_has_them(hf_config):
     assert cfg.initializer_range == theirs.initializer_range
     assert cfg.kinds[0].rotary == Rotary(theirs.rope_parameters["rope_theta"])
     assert cfg.qkv_bias == theirs.attention_bias and cfg.mlp_bias == theirs.mlp_bias
+    for name in ("qwen2-moe-mixed", "qwen3-tied", "qwen3-moe-normed", "olmoe-grouped", "gpt-oss-clamped"):
+        config = {k: v for k, v in hf_config(name).items() if k not in ("qkv_bias", "attention_bias")}
+        theirs = transformers.AutoConfig.for_model(config["model_type"])
+        bias = theirs.qkv_bias if name == "qwen2-moe-mixed" else theirs.attention_bias
+        assert config_reader.parse_config(config, path="config.json").qkv_bias == bias, name
     gemma = {k: v for k, v in hf_config("gemma2-capped").items() if k != "query_pre_attn_scalar"}
     scalar = transformers.Gemma2Config().query_pre_attn_scalar
     assert config_reader.parse_config(gemma, path="config.json").query_scale == pytest.approx(scalar**-0.5)

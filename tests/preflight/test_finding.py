@@ -92,4 +92,5 @@ def test_lines_fit_the_terminal(width):
     print_findings([Finding("publish room", "FAIL", "/a/very/long/path" * 20, "shorten it " * 20)], console)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    assert all(line.startswith(" " * 22) for line in lines[1:-1])  # what goes on stands below what it goes on from
+    # continuation lines are below the text: verdict 4, gap 2, name 14, gap 2
+    assert {len(line) - len(line.lstrip()) for line in lines[1:-1]} == {22}

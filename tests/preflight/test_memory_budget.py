@@ -1,5 +1,6 @@
 """Settings that follow from memory, and --dry_run on a described machine: refused in one line, or a whole report."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ from jppo import settings, train
 from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account
 from jppo.learner.make import make_mesh
-from jppo.preflight import checks, memory_budget, preview
+from jppo.preflight import checks, memory_budget, preview, programs
 from jppo.preflight.programs import Estimate, ProgramMemory
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
@@ -87,6 +88,27 @@ def test_a_machine_that_is_too_small_names_the_moment_and_the_first_change_that_
         memory_budget.require_room(typed(c), machines.parse_machine("H100"), estimate_of(80 * GIB), estimate)
     assert tried == [("full", 16384, False), ("full", 8192, False)]
     memory_budget.require_room(typed(c), machines.parse_machine("H100"), estimate_of(50 * GIB), estimate)  # fits
+
+
+def test_the_memory_that_lacks_most_is_named():
+    """The trainer needs 61 GiB and lacks 1.6 of them; the server needs 40 and lacks 20.2: 25% of 79.1 GiB are 19.8."""
+    c = settings.default()
+    c.rollout.name, parts = "inprocess", {"weights": 40 * GIB}
+    server = SimpleNamespace(name="vLLM", fraction=0.25, sleeps=False, cache=1, least=lambda: parts)
+    found = dataclasses.replace(estimate_of(61 * GIB), server=server)
+    with pytest.raises(UserError, match=r"H100: vLLM's share, 25% of a GPU: 40\.0 GiB of 19\.8; neither"):
+        memory_budget.require_room(typed(c), machines.parse_machine("H100"), found, lambda _: None)
+    parts["weights"] = 21 * GIB  # 1.2 GiB too many
+    with pytest.raises(UserError, match=r"H100: actor gradient takes 61\.0 GiB of each device's 59\.4; neither"):
+        memory_budget.require_room(typed(c), machines.parse_machine("H100"), found, lambda _: None)
+
+
+def test_programs_are_announced_only_where_a_command_asks_for_it(capsys):
+    programs.announce("compiling one")
+    with programs.programs_announced():
+        programs.announce("compiling two")
+    programs.announce("compiling three")
+    assert capsys.readouterr() == ("", "compiling two\n")
 
 
 def test_where_no_change_is_enough_that_is_said_too():

@@ -612,3 +612,11 @@ def test_rows_in_progress_are_as_many_as_the_cache_has_room_for(small_run, room,
     row = attention.cache_row_bytes(cfg, length=typed(small_run).data.longest_row, dtype=r.dtype)
     r.kv_cache_memory_bytes = int(room * row)
     assert inprocess_settings(typed(small_run), mesh).rows == rows
+
+
+@pytest.mark.parametrize("batch, rows", [(1, 4), (4, 4), (5, 8), (12, 12), (30, 16)])
+def test_rows_are_a_steps_samples_rounded_up_to_the_devices_that_share_them(small_run, batch, rows):
+    r, small_run.data.train_batch_size = small_run.rollout, batch
+    r.n, r.max_num_seqs, r.kv_cache_memory_bytes = 1, 16, 2**30
+    found = inprocess_settings(typed(small_run), sharding.mesh_of_shape((2, 2, 1)))
+    assert (found.rows, found.row_multiple) == (rows, 4)

@@ -72,6 +72,7 @@ def engine(library, monkeypatch):
         parallel = types.SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)
         about = types.SimpleNamespace(parallel_config=parallel, model_config=types.SimpleNamespace(hf_config=config))
         made = Engine(None, about, cpu, model)
+        assert not made.supports_draft_weight_update, "vLLM asks; a publish has no draft model"
         made.loaded = {}
         return made
 

@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from jppo.runlog import logger as module
 from jppo.runlog.diagnosis import Alert
-from jppo.runlog.logger import Logger, read_metrics, write_samples_file
+from jppo.runlog.logger import Logger, print_summary, read_metrics, write_samples_file
 from jppo.runlog.remote_loggers import Sent
 
 
@@ -66,6 +66,37 @@ def test_a_resumed_run_counts_no_step_twice(tmp_path):
     with logger(tmp_path, resumed_step=2) as log:
         log.log(3, {"a": 30})
     assert [(m["step"], m["a"]) for m in read_metrics(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_the_summary_has_the_first_and_last_test_and_the_seconds_of_stages(tmp_path, capsys):
+    scores = {0: {"val/score": 0.125}, 1: {}, 2: {"val/score": 0.5}, 3: {"val/score": 0.25}, 4: {"val/score": None}}
+    lines = [{"step": step, "timing_s/gen": 1.5, "timing_s/save": 0.0} | score for step, score in scores.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print_summary(tmp_path, "r.html")
+    said = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    assert said[:4] == [
+        ["test", "score", "0.125", "at", "step", "0", "→", "0.250", "at", "step", "3"],
+        ["steps", "4,", "seconds", "by", "stage:"],
+        ["gen", "7.5"],
+        ["report", "r.html"],
+    ]
+    assert ["metrics", str(tmp_path / "metrics.jsonl")] in said
+    (tmp_path / "tensorboard").mkdir()
+    print_summary(tmp_path, "r.html")
+    assert f"metrics.jsonl, TensorBoard in {tmp_path / 'tensorboard'}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "written, first",
+    [
+        ("", "steps             0, seconds by stage:"),  # a run that ended before its first step
+        ('{"step": 7, "val/score": 1}\n', "test score        1.000 at step 7  →  1.000 at step 7"),
+    ],
+)
+def test_the_summary_of_a_run_of_few_lines(tmp_path, capsys, written, first):
+    (tmp_path / "metrics.jsonl").write_text(written)
+    print_summary(tmp_path, "r.html")
+    assert capsys.readouterr().out.splitlines()[1] == first
 
 
 def test_a_new_run_starts_its_file_anew(tmp_path):

@@ -56,6 +56,7 @@ def test_a_step_that_raises_leaves_a_trace_and_the_next_one_is_traced_too(tmp_pa
     found = {path.parts[len(tmp_path.parts)]: path for path in tmp_path.rglob("perfetto_trace.json.gz")}
     assert sorted(found) == ["step_2", "step_3"]
     assert {"adv", "train"} <= names_of(found["step_2"]) and "gen" in names_of(found["step_3"])
+    assert not [name for name in names_of(found["step_3"]) if name and name.startswith("$")], "Python calls"
 
 
 def test_a_resumed_run_says_what_it_is_past(tmp_path):
