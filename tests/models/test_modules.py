@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jppo.learner import sharding
 from jppo.models import config_reader
 from jppo.models.decoder import Decoder, init_params
-from jppo.models.modules import look_up, make_lookup
+from jppo.models.modules import PerLayer, look_up, make_lookup
 from tests.learner.conftest import hf_config
+from tests.models.conftest import config_of
 
 
 def gradient(table, tokens, given):
@@ -112,3 +113,19 @@ def test_a_mesh_gives_the_rows_and_the_gradient_of_one_device_and_gathers_no_tab
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
     gathered = re.findall(r"f32\[[\d,]*\]\S* all-gather", run.lower(spread, *rows).compile().as_text())
     assert not gathered
+
+
+def test_each_layer_has_embeddings_of_the_token_and_of_the_first_layers_input(rng):
+    """Gemma 4: (norm(x W / sqrt(D)) + sqrt(P) e) / sqrt(2), by layer."""
+    cfg = config_reader.parse_config(config_of("gemma4-shared"), path="config.json")
+    D, L, width = cfg.hidden_size, cfg.num_layers, cfg.gemma4.per_layer
+    table, kernel = rng.normal(size=(cfg.padded_vocab_size, L * width)), rng.normal(size=(D, L * width))
+    scale, x = rng.normal(size=width), rng.normal(size=(2, 3, D))
+    tokens = rng.integers(0, cfg.vocab_size, (2, 3))
+    weights = {"embed": {"embedding": table}, "project": {"kernel": kernel}, "norm": {"scale": scale}}
+    weights = jax.tree.map(jnp.float32, weights)
+    found = PerLayer(cfg, jnp.float32, look_up).apply({"params": weights}, jnp.asarray(tokens), jnp.float32(x))
+    state = (x @ kernel / np.sqrt(D)).reshape(2, 3, L, width)
+    normed = state / np.sqrt(np.mean(state**2, axis=-1, keepdims=True) + cfg.rms_norm_eps) * (scale + cfg.norm_offset)
+    token = np.sqrt(width) * table[tokens].reshape(2, 3, L, width)
+    np.testing.assert_allclose(found, (normed + token) / np.sqrt(2), atol=1e-4)
