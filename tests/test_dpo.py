@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from examples import arithmetic
 from jppo import dpo, settings
+from jppo.data.preferences import Pair, PairSet
 from jppo.export import card
 from jppo.learner import batch, ppo, sharding
 from jppo.learner.make import load_trained, make_descent
@@ -127,6 +128,23 @@ def test_a_cached_reference_is_the_one_on_the_mesh_and_a_run_that_was_broken_off
     assert [{k: v for k, v in line.items() if k.startswith("dpo/")} for line in again] == plain[0]
     weights = [(tmp_path / run / "hf/model.safetensors").read_bytes() for run in ("broken", "cached")]
     assert weights[0] == weights[1]
+
+
+def test_each_half_has_as_many_tokens_as_follow_its_own_prompt(config, monkeypatch):
+    """The prompts of whole chats may differ."""
+    found = []
+
+    def train_on_pairs(c, prepare, columns, given, begin):
+        begin(None, None, {})
+        two = [Pair(np.arange(9), np.arange(7), 0.0, (2, 3)), Pair(np.arange(5), np.arange(6), 0.0, (4, 1))]
+        found.extend(given(None, PairSet(two, 0, 0), [1, 0]))
+
+    monkeypatch.setattr(pairs, "train_on_pairs", train_on_pairs)
+    monkeypatch.setattr(pairs, "pack_pairs", lambda task, some: some)
+    monkeypatch.setattr(pairs, "score_pairs", lambda task, model, params, rows, count: [len(p.chosen) for p in rows])
+    config.dpo.reference = "mesh"
+    dpo.train(typed(config))
+    assert found[0].tolist() == [5, 9] and found[1].tolist() == [1, 7, 5, 4]
 
 
 @pytest.mark.parametrize(

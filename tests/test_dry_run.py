@@ -192,6 +192,8 @@ def test_servers_that_sleep_have_a_budget_awake_and_one_asleep():
     assert (share.needs, share.has) == (130, 2 * GIB)
     assert (awake.needs, awake.verdict) == (600 + memory_budget.CONTEXT + 2 * GIB, "OK")
     assert asleep.needs == 1150 + memory_budget.CONTEXT + servers.ASLEEP + 7
+    scored = replace(ESTIMATE, server=server, moments=(*ESTIMATE.moments, programs.ProgramMemory("log-probs", 0, 400)))
+    assert memory_budget.device_budgets(scored, "a GPU", 0, 4 * GIB)[1].needs == awake.needs + 400
     given = replace(server, cache=50)
     assert budgets_beside(given, 4 * GIB)["a GPU, while the servers are awake"].needs == (
         600 + memory_budget.CONTEXT + servers.ASLEEP + 100 + 20 + 7 + 50

@@ -195,6 +195,11 @@ ACTOR = "actor_rollout_ref.actor"
         ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator", "reinforce_no_baseline"),  # rollout.n is 1
         ("trainer.logger=['trackio','clearml']", "trainer.logger", "trackio,clearml,jsonl"),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=8", "rollout.engine_args", "--swap-space 8"),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm={enforce_eager: true, seed: null, async_scheduling: false}",
+            "rollout.engine_args",
+            "--enforce-eager --no-async-scheduling",
+        ),
         ("actor_rollout_ref.model.lora.rank=8", "model.lora_alpha", 32),
         ("reward.sandbox_fusion.url=http://127.0.0.1:8080/run_code", "reward.sandbox", "container"),
         ("trainer.default_local_dir=my/${trainer.project_name}", "trainer.run_dir", "my/verl_examples"),

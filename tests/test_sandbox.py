@@ -544,3 +544,18 @@ def test_an_error_that_cannot_be_looked_at_is_described_without_its_parts_unless
     assert side.described(Raises(1), values.Memo())[1:4] == [[], [], None]
     with pytest.raises(values.Gone):
         side.described(Asks(1), values.Memo())
+
+
+def test_an_object_of_a_program_gives_no_verdict_unless_the_tests_made_it():
+    def stranger(trusting):
+        side = values.Values(lambda op, _, name: (op, name), trusting=trusting)
+        return side, side.decoded(["mine", 4, None], [])
+
+    side, remote = stranger(trusting=False)
+    for name in ("startswith", "isdigit", "count", "all"):
+        with pytest.raises(AttributeError):
+            getattr(remote, name)
+    assert remote.size == ("get", "size")
+    side.given.add(4)
+    assert remote.isdigit == ("get", "isdigit")
+    assert stranger(trusting=True)[1].isdigit == ("get", "isdigit")

@@ -54,12 +54,26 @@ def test_binary_messages_are_the_clients():
         "logprobs": [0.0, -0.5],
         "advantages": [0.0, 2.0],
     }
+    for message, raw in (((1, 150), "089601"), ((2, "testing"), "120774657374696e67")):  # of protobuf's documentation
+        assert write_message(message) == bytes.fromhex(raw) and read_message(bytes.fromhex(raw)) == {
+            message[0]: [message[1] if isinstance(message[1], int) else message[1].encode()]
+        }
     rows = [np.array([-1.0, -2.0]), np.array([-0.5])]
     assert requests.gradient_message(rows, {"loss:sum": 3.5}) == bytes.fromhex(GRADIENT.replace("\n", ""))
     assert requests.samples_message([(np.array([5, 300]), np.array([-1.0, -0.25]), True)]) == bytes.fromhex(SAMPLE)
     for cut in range(1, len(asked)):
         with contextlib.suppress(BadRequest):  # a shorter message may be whole
             requests.read_gradient(read_message(asked[:cut]))
+
+
+@pytest.mark.parametrize(
+    "name", ["a/weights", "a/weights/b/c", "a/states/b", "../weights/b", "a/weights/..", "a/weights/", "/weights/b"]
+)
+def test_a_checkpoint_lies_in_the_folder_of_its_key(tmp_path, name):
+    one, other = (requests.checkpoint_folder(tmp_path, owner, "s:1/weights/b") for owner in ("x", "y"))
+    assert one.parent.parent.parent.parent == tmp_path and one.parts[-3:] == ("s-1", "weights", "b") and one != other
+    with pytest.raises(BadRequest, match=r"must be tinker://MODEL/weights/NAME"):
+        requests.checkpoint_folder(tmp_path, "x", name)
 
 
 def write_model(path):

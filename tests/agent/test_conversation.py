@@ -378,6 +378,7 @@ def test_an_environment_that_says_too_much_at_first_costs_its_own_sample(plain, 
     plain.begin = make_environment(f"{users}Guess", user_code=plain.user_code, timeout_s=5)
     t, ask = plain.hold("5", prompt=plain.prompt("12*34="), room=1)
     assert ask.asked == [] and t.tokens.tolist() == plain.encode("12*34=") and not t.sampled.any()
+    assert t.version.tolist() == [-1] * 6 and t.logprob.tolist() == [0.0] * 6
     assert re.match(
         r"with the opening message the prompt has \d+ tokens instead of 6, and the response ends at 7;",
         t.exchange.fault,

@@ -12,6 +12,7 @@ from jppo.data.tokenizer import (
     end_token_ids,
     load_tokenizer,
     make_decoders,
+    pieces,
     tokenize,
 )
 from jppo.settings import UserError
@@ -141,6 +142,19 @@ def test_pieces_are_whole_characters():
     cut = [list(text.encode())[:5]]  # in the middle of a character
     assert list(decode_stream(cut, bytes_as_text)) == ["né ", "\N{REPLACEMENT CHARACTER}"]
     assert list(decode_stream([], bytes_as_text)) == []
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, ids, **_):
+        return bytes_as_text(ids)
+
+
+def test_a_piece_of_text_stands_at_the_last_token_of_its_character():
+    assert pieces(Bytes(), list("né €5".encode())) == ["n", "", "é", " ", "", "", "€", "5"]
+    half = "\N{REPLACEMENT CHARACTER}"
+    assert pieces(Bytes(), [0x80] * 40 + [*b"a"]) == [""] * 31 + [half * 32] + [""] * 8 + [half * 8 + "a"]  # no text
 
 
 def test_an_answer_goes_on_from_what_was_before():

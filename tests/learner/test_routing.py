@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from jppo import settings
-from jppo.learner import packing, score
+from jppo.learner import packing, ppo, score
 from jppo.learner.recipe import replayed
 from jppo.models import config_reader, decoder, hf_write, params
 from jppo.runlog import trajectories as saved
@@ -156,6 +156,15 @@ def test_the_share_that_differs_is_counted_by_token_layer_and_expert():
     assert differs[row, entry] == 1 / (2 * K) and np.count_nonzero(differs) == 1
     rows.experts[row, entry] = -1
     assert not np.asarray(logprob(values, rows).routing_differs).any()
+
+
+def test_old_log_probs_come_with_the_share_of_experts_that_differs(make_recipe):
+    cfg = config_reader.parse_config(config(True, 1).to_dict(), path="config.json")
+    model = decoder.Decoder(cfg), cfg
+    passes = ppo.make_passes(ppo.Models(model, None, None), make_recipe("grpo"), temperature=0.9, chunk_tokens=64)
+    values = params.abstract_params(cfg, head="lm", param_dtype=jnp.float32)
+    [rows] = packing.pack(drawn(layers=1), range(3), plan(experts=(1, K)))
+    assert jax.eval_shape(passes.logprob, values, rows).routing_differs.shape == rows.mask.shape
 
 
 def test_a_row_has_the_experts_of_its_tokens_and_no_others():

@@ -70,6 +70,19 @@ def test_absent_kv_heads_are_as_transformers_has_them_or_refused(hf_config, name
             config_reader.parse_config(config, path="config.json")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["gemma-wide", "gemma2-capped", "gemma3-long", "gemma4-experts", "gpt-oss-clamped", "granite-scaled", "llama-tied"]
+    + ["mistral-full", "mixtral-full", "olmo2-grouped", "olmo3-long", "olmoe-grouped", "phi3-grouped", "qwen2-tied"]
+    + ["qwen2-moe-mixed", "qwen3-tied", "qwen3-moe-normed", "qwen3-next-periods", "qwen3.5-periods", "smollm3-tied"],
+)
+def test_an_absent_epsilon_is_that_of_transformers(hf_config, name):
+    transformers = pytest.importorskip("transformers")
+    config = {k: v for k, v in hf_config(name).items() if k != "rms_norm_eps"}
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert config_reader.parse_config(config, path="config.json").rms_norm_eps == theirs.rms_norm_eps
+
+
 def test_absent_fields_of_a_deepseek_model_are_as_transformers_has_them(hf_config):
     transformers = pytest.importorskip("transformers")
     left_out = ("norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "rope_interleave", "rms_norm_eps")

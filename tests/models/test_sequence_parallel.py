@@ -98,6 +98,22 @@ def test_q_k_v_and_what_comes_of_them_are_all_that_is_exchanged(scan_layers):
         assert others and all((len(shape) == 3 and T not in shape) or shape == (2, T) for shape in others)
 
 
+@pytest.mark.parametrize("heads, size, keys, seen", [(6, 5, 3, 6), (5, 4, 5, 5)])
+def test_attention_gets_keys_for_the_heads_of_each_device(heads, size, keys, seen):
+    """Two devices share six heads, and cannot share five."""
+    found = []
+
+    def attend(q, k, v, segment, kind, sinks):
+        found.extend([k.shape, v.shape])
+        return q
+
+    over_mesh = sequence_parallel.exchanged(attend, sharding.mesh_of_shape((1, 1, 1, 2)))
+    q, k = (jax.ShapeDtypeStruct((1, T, n, size), jnp.float32) for n in (heads, keys))
+    segment = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    out = jax.eval_shape(lambda q, k, v, segment: over_mesh(q, k, v, segment, 0), q, k, k, segment)
+    assert out.shape == q.shape and found == [(1, T, seen, size)] * 2
+
+
 def test_keys_are_repeated_no_more_than_is_needed():
     x = jnp.arange(3.0).reshape(1, 1, 3, 1)
     for parts, expected in ((1, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 0, 1, 1, 2, 2]), (4, [0] * 4 + [1] * 4 + [2] * 4)):

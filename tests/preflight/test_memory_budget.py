@@ -8,14 +8,15 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jppo import settings, train
-from jppo.forecast import compilers, machines
+from jppo.forecast import compilers, machines, schedule
 from jppo.forecast.account import Account
 from jppo.learner.make import make_mesh
 from jppo.preflight import checks, memory_budget, preview, programs
-from jppo.preflight.programs import Estimate, ProgramMemory
+from jppo.preflight.programs import Estimate, ProgramMemory, exchange_lines
 from jppo.run.inputs import read_inputs
 from jppo.settings import UserError
 from tests.make import typed
@@ -224,6 +225,55 @@ def test_the_first_that_fits_is_chosen_and_none_is_an_error():
     assert tried == pairs(c)[: len(tried)] and len(tried) == 8
     with pytest.raises(UserError, match=r"model\.remat=auto .*none of 14 candidates fits.*model\.lora_rank"):
         memory_budget.first_fitting(typed(c), lambda other: False)
+
+
+def test_a_choice_is_kept_until_its_conditions_change(config_of_a_run, tmp_path):
+    device = SimpleNamespace(device_kind="cpu")
+    mesh, tried = SimpleNamespace(devices=np.array([device], object), shape={"fsdp": 1}), []
+
+    def settle(c, mesh, fits):
+        tried.clear()
+        return memory_budget.settle(c, mesh, tmp_path, lambda other: bool(tried.append(1)) or fits)[0]
+
+    c = asking(config_of_a_run)
+    assert settle(c, mesh, True).model.remat == "none" and len(tried) == 1
+    assert settle(c, mesh, False).model.remat == "none" and not tried
+    wider = SimpleNamespace(devices=mesh.devices, shape={"fsdp": 2})
+    assert settle(c, wider, True).model.remat == "none" and len(tried) == 1
+    (tmp_path / "auto.json").write_text("{}")
+    assert settle(asking(config_of_a_run, "auto", 8192), mesh, True).actor.max_tokens_per_device == 8192
+    assert len(tried) == 1
+
+
+@pytest.fixture
+def config_of_a_run():
+    c = settings.default()
+    c.model.path, c.data.train_files, c.data.val_files = "m", "d.parquet", "d.parquet"
+    return c
+
+
+def collective(kind, size, times):
+    how = dict(axes=("fsdp", "data"), groups=((0, 1),), dtypes=("f32",), in_loop=True, source="")
+    return schedule.Collective(kind, bytes=size, times=times, **how)
+
+
+def test_exchanges_of_less_than_a_thousandth_of_a_gib_are_left_out():
+    least = GIB // 1000
+    found = (
+        collective("all-gather", GIB, 1000),
+        collective("all-reduce", least, 1),
+        collective("permute", least - 1, 1),
+    )
+    some = Account(collectives=found)
+    none = Account(collectives=found[2:])
+    moments = [ProgramMemory(name, 0, 0, account=a) for name, a in (("a", some), ("b", none), ("c", None))]
+    lines = [line.split() for line in exchange_lines(Estimate({}, tuple(moments)))[1:]]
+    assert lines == [
+        ["a"],
+        ["all-gather", "fsdp+data", "1,000", "times", "1,000.0", "GiB"],
+        ["all-reduce", "fsdp+data", "1", "times", "0.0", "GiB"],
+    ]
+    assert exchange_lines(Estimate({}, tuple(moments[1:]))) == []
 
 
 def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, quick_compilation, monkeypatch, capsys):

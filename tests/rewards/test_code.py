@@ -4,12 +4,14 @@ import functools
 import json
 import os
 import time
+import types
 
 import pytest
 
 from jppo.rewards.code import code, read_tests
 from jppo.sandbox import launcher
 from jppo.sandbox.choice import probe
+from jppo.sandbox.program import PASSED
 
 SUMS = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "3 4", "output": "7"}])
 RIGHT = "def f(x):\n    return x + 1\n"
@@ -73,6 +75,17 @@ def test_a_loop_without_end_is_wrong_and_leaves_nothing_running():
     assert score("import time\nwhile True: time.sleep(4711.25)", time_s=1.0) == 0.0
     assert score("while True: pass", SUMS, time_s=1.0) == 0.0
     assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("truth, runs", [(ASSERTS, 1), (SUMS, 2)])
+def test_a_test_may_take_half_of_the_time(truth, runs):
+    given = []
+
+    def runner(program, *, time_s, **_):
+        given.append(time_s)
+        return types.SimpleNamespace(replies=(PASSED,), status=0, printed="3\n7\n"[2 * len(given) - 2 :][:2], retries=0)
+
+    assert score(RIGHT, truth, time_s=3.0, runner=runner) == 1.0 and given == [1.5] * runs
 
 
 def test_many_tests_that_do_not_end_in_time_are_an_error_and_no_zero():

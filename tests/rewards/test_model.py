@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
+import httpx
 import numpy as np
 import pytest
 import tokenizers
@@ -516,6 +518,27 @@ def test_the_worker_loads_whole_models_of_one_label_only(made, tmp_path):
         model_worker.load_classifier(str(tmp_path / "cut"), device="cpu", dtype="float32")
 
 
+def test_what_a_library_prints_is_no_message_of_the_worker(monkeypatch, capfdbinary):
+    def load(*_, **__):
+        os.write(1, b"from a library")
+        raise model_worker.Refused("no model")
+
+    monkeypatch.setattr(model_worker, "load_classifier", load)
+    monkeypatch.setattr(model_worker, "_end_with", lambda parent: None)
+    fdopen, files = os.fdopen, []
+    monkeypatch.setattr(model_worker.os, "fdopen", lambda *args: files.append(fdopen(*args)) or files[0])
+    output = os.dup(1)
+    try:
+        model_worker.main("model", os.getppid(), "cpu", "float32", torch.get_num_threads(), "sequence")
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+        files[0].close()
+    out, err = capfdbinary.readouterr()
+    assert json.loads(out[8:]) == {"refused": "no model"} and int.from_bytes(out[:8], "little") == len(out) - 8
+    assert err == b"from a library"
+
+
 def to_v_head(folder, model, head, root):
     """The classifier's weights as those of a causal model with a value head."""
     (folder / "model.safetensors").unlink()
@@ -620,6 +643,36 @@ def test_the_worker_scores_a_batch_as_one_by_one(tmp_path, pad):
 
 
 # --- vLLM
+
+
+@pytest.mark.parametrize(
+    "code, answer, said",
+    [
+        (200, {"data": [{"index": 1, "probs": [0.5]}, {"index": 0, "probs": [-1.0]}]}, None),
+        (400, {"error": "too long"}, "answered 400: .*too long"),
+        (200, {"data": [{"index": 1, "probs": [0.5]}]}, "did not answer with one score for each text"),
+        (200, {"data": [{"index": i, "probs": [0.5, 0.5]} for i in range(2)]}, "did not answer with one score"),
+    ],
+)
+def test_scores_of_vllm_are_read_in_the_order_of_the_texts(monkeypatch, tmp_path, code, answer, said):
+    asked = []
+
+    def handle(request):
+        asked.append(json.loads(request.content))
+        return httpx.Response(code, json=answer)
+
+    monkeypatch.setattr(VllmRewardModel, "_start", lambda self: None)
+    monkeypatch.setattr(VllmRewardModel, "_ensure", lambda self: None)
+    what = types.SimpleNamespace(path="model", directory="model", pad_token_id=PAD)
+    scorer = VllmRewardModel(what, build="cpu", batch_size=2, max_length=128, log=tmp_path / "rm.log")
+    scorer._client = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://reward-model")
+    if said is None:
+        assert scorer.score([[5, 6, PAD], [7]]) == [-1.0, 0.5]
+    else:
+        with pytest.raises(ScoringError, match=said):
+            scorer.score([[5, 6, PAD], [7]])
+    scorer.close()
+    assert [one["input"] for one in asked] == [[[5, 6], [7]]] and asked[0]["use_activation"] is False
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ NASTY_THINGS = {
 }
 HARMLESS = {
     "run print('x' * 10**6); print('y', file=sys.stderr); os.write(1, b'z' * 10**5)": 0.5,
+    "return sys.stdin.read() == ''": 1.0,
     "run os.fork()": 0.5,  # both come back: only one may answer
     "run sys.exit() if os.fork() == 0 else None": 0.5,
     "run threading.Thread(target=time.sleep, args=(1000,)).start()": 0.5,

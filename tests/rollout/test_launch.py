@@ -92,6 +92,14 @@ def test_all_die_when_the_child_ends_and_its_code_is_said(tmp_path, folder):
     assert folder.exists()  # the parent lives: it may start another server
 
 
+def test_the_command_line_names_parent_folder_and_command(folder):
+    line = [sys.executable, "-m", "jppo.rollout.servers.launch", str(os.getpid()), str(folder)]
+    line += [sys.executable, "-c", "import sys; sys.exit(3 if sys.argv[1:] == ['a', 'b'] else 4)", "a", "b"]
+    launcher = subprocess.Popen(line, start_new_session=True, stderr=subprocess.PIPE)
+    assert b"ended with code 3" in launcher.communicate(timeout=10)[1]
+    assert folder.exists()
+
+
 def test_sigterm_ends_all(tmp_path):
     pids = tmp_path / "pids"
     launcher = launch("", sys.executable, "-c", CHILD, str(pids))

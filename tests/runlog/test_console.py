@@ -120,7 +120,8 @@ def drawn(width):
     return page.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
+# The step has 4 characters, the columns 7 + 6 + 9 + 8 + 8 + 6 + 8 + 7 + 7 + 7 with a space before each.
+@pytest.mark.parametrize("width", [77, 80, 100, 160])
 def test_all_columns_fit_a_terminal(width):
     lines = drawn(width)
     assert all(len(line) <= width for line in lines)
@@ -130,8 +131,9 @@ def test_all_columns_fit_a_terminal(width):
     assert lines[3].split("  ")[:3] == ["step 107.1 s:", "gen 60.0", "actor 40.0"]
 
 
-def test_a_narrow_terminal_leaves_out_what_is_said_elsewhere():
-    lines = drawn(70)
+@pytest.mark.parametrize("width", [70, 76])
+def test_a_narrow_terminal_leaves_out_what_is_said_elsewhere(width):
+    lines = drawn(width)
     assert "s/step" not in lines[0] and "KL" in lines[0] and "step 107.1 s:" in lines[3]
 
 
