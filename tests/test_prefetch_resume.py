@@ -371,6 +371,22 @@ def test_a_queue_fits_settings_that_have_changed(then, now):
     assert sorted(seen) == sorted(uid for uids, _ in order(6) for uid in uids)
 
 
+def test_prompts_that_are_left_over_make_a_shorter_last_step():
+    found = [
+        (trajectories.Found(2, {0: "a", 2: "c", 3: "d"}, {3: "reward"}),),
+        (trajectories.Found(2, {0: "other", 3: "f"}, {0: "other", 2: "reward"}),),
+    ]
+    kept = [
+        trajectories.Step(4, 9, np.array([5, 6]), {"at": 1}, frozenset({0, 1}), found[0]),
+        trajectories.Step(5, 7, np.array([7, 8]), {"at": 2}, frozenset({1}), found[1]),
+    ]
+    first, last = trajectories._regrouped(kept, 3, {"at": 9})
+    assert (first.step, first.version, first.indices.tolist(), first.left) == (3, 9, [5, 6], {0, 1})
+    assert (last.step, last.version, last.indices.tolist(), last.left) == (4, 7, [8], {0})
+    assert (first.after, first.found) == ({"at": 9}, found[0])
+    assert (last.after, last.found) == ({"at": 9}, (trajectories.Found(2, {1: "f"}, {0: "reward"}),))
+
+
 def test_responses_that_were_drawn_otherwise_are_drawn_again():
     state, _ = half_done(staleness=2)
     again = Slow(at_once=False)
