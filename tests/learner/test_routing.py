@@ -159,11 +159,11 @@ def test_the_share_that_differs_is_counted_by_token_layer_and_expert():
 
 
 def test_old_log_probs_come_with_the_share_of_experts_that_differs(make_recipe):
-    cfg = config_reader.parse_config(config(True, 1).to_dict(), path="config.json")
+    cfg = config_reader.parse_config(config(True, LAYERS).to_dict(), path="config.json")
     model = decoder.Decoder(cfg), cfg
     passes = ppo.make_passes(ppo.Models(model, None, None), make_recipe("grpo"), temperature=0.9, chunk_tokens=64)
     values = params.abstract_params(cfg, head="lm", param_dtype=jnp.float32)
-    [rows] = packing.pack(drawn(layers=1), range(3), plan(experts=(1, K)))
+    [rows] = packing.pack(drawn(), range(3), plan())
     assert jax.eval_shape(passes.logprob, values, rows).routing_differs.shape == rows.mask.shape
 
 
