@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -158,6 +159,31 @@ def test_each_half_has_as_many_tokens_as_follow_its_own_prompt(config, monkeypat
 def test_a_mistake_is_one_line(tmp_path, changes, said):
     with pytest.raises(UserError, match=said):
         dpo.train(make_config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("reference", ["cached", "mesh"])
+def test_a_loss_is_given_the_initial_log_probs_and_the_lengths_of_the_responses(config, monkeypatch, reference):
+    """Of the pairs that it asks for, first of all chosen responses, then of all rejected ones."""
+    trained = PairSet([Pair(np.zeros(n + 9), np.zeros(n + 3), 0.0, (n, n - 2)) for n in range(2, 42)], 0, 0)
+    held_out = PairSet([Pair(np.zeros(8), np.zeros(5), 0.0, (3, 4))], 0, 0)
+    task, given = SimpleNamespace(pairs=trained, held_out=held_out), []
+
+    def scores(task, model, params, some, count):  # of a policy that gives each token the log-prob `params`
+        assert len(some) == count <= 32  # a batch
+        return [params * len(half) for half in (*(p.chosen for p in some), *(p.rejected for p in some))]
+
+    monkeypatch.setattr(pairs, "train_on_pairs", lambda *arguments: given.extend(arguments[3:]))
+    monkeypatch.setattr(pairs, "pack_pairs", lambda task, some: some)
+    monkeypatch.setattr(pairs, "score_pairs", scores)
+    config.dpo.reference = reference
+    dpo.train(typed(config))
+    given[1](task, None, -1.0)
+    logp, tokens = given[0](task, trained, [35, 0])
+    np.testing.assert_array_equal(logp, [-46, -11, -40, -5])
+    np.testing.assert_array_equal(tokens, [9, 9, 5, 5])
+    logp, tokens = given[0](task, held_out, [0])
+    np.testing.assert_array_equal(logp, [-8, -5])
+    np.testing.assert_array_equal(tokens, [5, 1])
 
 
 def test_card_and_report_know_a_run_of_dpo(config):

@@ -31,6 +31,7 @@ def test_kept_tokens_are_counted_where_they_are_known():
     assert found == pytest.approx(
         {"rollout/mask_tokens_mean": (2 + 1 + 3) / 3, "rollout/mask_replayed": 3 / 5, "rollout/mask_overflow": 1 / 5}
     )
+    assert sample_log.mask_metrics([kept([0, -1, -1])])["rollout/mask_tokens_mean"] == 1.0  # token 0 is a token
     assert sample_log.mask_metrics([kept([-1, -1, -1])])["rollout/mask_tokens_mean"] == 0.0
     assert sample_log.mask_metrics([trajectory([1, 2], [False, True])]) == {}
 

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import sysconfig
+import termios
 import threading
 import time
 import uuid
@@ -62,6 +63,10 @@ def interpret(instructions, number, args=(), *, arch):
             at += true if holds else false
 
 
+FCNTL = "F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL F_GETLK F_DUPFD_CLOEXEC F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS"
+IOCTL = "TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX"
+
+
 @pytest.mark.parametrize(
     ("name", "x86", "arm", "args", "said"),
     [
@@ -100,15 +105,14 @@ def interpret(instructions, number, args=(), *, arch):
         ("openat: reads", 257, 56, (0, 0, os.O_RDONLY), "allow"),
         ("openat: writes", 257, 56, (0, 0, os.O_WRONLY | os.O_TRUNC), "allow"),
         ("openat: empties", 257, 56, (0, 0, os.O_RDONLY | os.O_TRUNC), "EPERM"),
-        ("fcntl: flags", 72, 25, (3, 4), "allow"),
+        *((f"fcntl: {name}", 72, 25, (3, getattr(fcntl, name)), "allow") for name in FCNTL.split()),
         ("fcntl: owner", 72, 25, (3, 8), "EPERM"),
         ("fcntl: a record lock", 72, 25, (3, 6), "done"),
         ("fcntl: waits for a record lock", 72, 25, (3, 7), "done"),
         ("fcntl: a lock of the description", 72, 25, (3, 37), "EPERM"),
         ("fcntl: a lease", 72, 25, (3, 1024), "EPERM"),
         ("fcntl: a large pipe", 72, 25, (3, 1031), "EPERM"),
-        ("fcntl: duplicates", 72, 25, (3, 1030), "allow"),
-        ("ioctl: isatty", 16, 29, (0, 0x5401), "allow"),
+        *((f"ioctl: {name}", 16, 29, (0, getattr(termios, name)), "allow") for name in IOCTL.split()),
         ("ioctl: preallocates", 16, 29, (0, 0x4030582A), "EOPNOTSUPP"),
         ("prctl: hides its counters", 157, 167, (4, 0), "EPERM"),
         ("prctl: outlives its parent", 157, 167, (1, 0), "EPERM"),

@@ -208,6 +208,16 @@ def test_yaml_by_hydras_rules(words, capsys):
     assert "absent.yaml" in one_line(capsys, from_verl.main, "run.sh")
 
 
+@pytest.mark.parametrize("place", ["verl/trainer/config", "trainer/config", "config"])
+def test_a_config_is_read_beside_its_main_module_or_where_the_script_starts(words, place):
+    """The main module is verl.trainer.main_ppo, in a checkout of verl's or of a part of it."""
+    pathlib.Path(place).mkdir(parents=True)
+    pathlib.Path(place, "mine.yaml").write_text("defaults: [ppo_trainer]\ndata: {train_batch_size: 512}\n")
+    pathlib.Path("run.sh").write_text(f"{PPO} --config-name=mine data.max_prompt_length=50")
+    command, _ = from_verl.translated_command(from_verl.read_arguments(["run.sh"]))
+    assert "--config.data.train_batch_size=512" in command
+
+
 @pytest.mark.parametrize(
     "given",
     [

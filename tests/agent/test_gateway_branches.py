@@ -121,6 +121,16 @@ def test_the_agents_own_limit_truncates_no_episode(hermes, most, room, finish):
     one = Episode(language(hermes), RULES, functools.partial(ask, near=0), hermes.prompt(), greedy(room), 0)
     found = answered(one, {"max_tokens": most})["choices"][0]
     assert found["finish_reason"] == "length" and one.trajectory(DONE).finish == finish
+    assert ask.room == [room if most is None else min(most, room)]
+
+
+@pytest.mark.parametrize("most", [None, 10**6])
+def test_a_later_turn_has_the_room_that_the_first_left(hermes, most):
+    ask = hermes.policy("one two", "three")
+    one = Episode(language(hermes), RULES, functools.partial(ask, near=0), hermes.prompt(), greedy(50), 0)
+    said = answered(one, {"max_tokens": most})["choices"][0]["message"]
+    answered(one, {"max_tokens": most, "messages": [USER, said, USER]})
+    assert continues(ask) and ask.room == [50, len(ask.asked[0]) + 50 - len(ask.asked[1])] and ask.room[1] > 0
 
 
 class Held:

@@ -365,6 +365,16 @@ def test_equal_bests_teach_nothing_in_pass_at_k():
     np.testing.assert_array_equal(estimate("grpo_passk", *x), 0.0)
 
 
+def test_gpg_by_hand():
+    """One of four graded responses has a score, so the scale is 4. A group of one is not graded, and its mean is 0."""
+    group, graded = np.int32([2, 2, 0, 0, 1]), np.array([True, True, True, True, False])
+    found = advantage.gpg(np.array([1.0, 0.0, 0.0, 0.0, 4.0]), group, graded)
+    np.testing.assert_allclose(found, [2.0, -2.0, 0.0, 0.0, 16.0], rtol=1e-6)
+    found = advantage.gpg(np.array([1.0, 0.0, 3.0, 3.0, 0.0]), group, graded)  # scaled by 4 / 3
+    np.testing.assert_allclose(found, [2 / 3, -2 / 3, 0.0, 0.0, 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(advantage.gpg(np.zeros(5), group, graded), 0.0)  # not a division by 0
+
+
 def test_estimators_that_are_each_other():
     score, length, _ = draw_groups(0)
     length = length + np.arange(12)

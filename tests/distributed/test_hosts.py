@@ -1,5 +1,6 @@
 """Two hosts as threads of one process, over a store in memory; real ones are in tests/test_hosts.py."""
 
+import pathlib
 import threading
 import time
 
@@ -7,7 +8,7 @@ import jax
 import pytest
 
 from jppo.distributed import hosts as module
-from jppo.distributed.hosts import ALONE, Elsewhere, Hosts, Stopped
+from jppo.distributed.hosts import ALONE, Elsewhere, Hosts, Stopped, own_folder
 from jppo.rollout.protocol import RolloutError
 from jppo.run.agreement import Mismatch
 from jppo.settings import UserError
@@ -76,6 +77,12 @@ def test_the_shares_are_all_of_it(count):
     shares = [Hosts(rank, 3).share(count) for rank in range(3)]
     assert [i for share in shares for i in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_first_host_logs_in_the_run_folder_and_each_other_in_its_own():
+    run = pathlib.Path("runs/a")
+    found = [own_folder(host, run) for host in (ALONE, Hosts(0, 3), Hosts(1, 3), Hosts(2, 3))]
+    assert list(map(str, found)) == ["runs/a", "runs/a", "runs/a/host-1", "runs/a/host-2"]
 
 
 def test_results_come_in_the_order_of_the_hosts_turn_by_turn():

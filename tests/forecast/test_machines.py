@@ -193,6 +193,30 @@ def test_a_compiler_with_another_cudnn_is_refused(tmp_path, monkeypatch):
         compilers.require_compiler(machine)
 
 
+@pytest.mark.parametrize(
+    ("name", "topology", "more"),
+    [
+        ("v5e-16", "v5e:4x4", {}),
+        ("2xv5e-16", "v5e:4x4", {"num_slices": 2}),
+        ("v5e-1", "v5e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
+        ("v5e-4", "v5e:2x2", {}),
+        ("v5p-8", "v5p:2x2x1", {}),
+        ("v4-16", "v4:2x2x2", {"chip_config_name": "megacore"}),
+    ],
+)
+def test_a_compiler_is_asked_for_the_slices_of_the_machine(monkeypatch, name, topology, more):
+    import jax
+    from jax.experimental import topologies
+
+    asked, changed = [], {}
+    monkeypatch.setattr(jax.config, "update", changed.__setitem__)
+    described = lambda *given, **named: asked.append((*given, named)) or SimpleNamespace(devices=("a", "b"))  # noqa: E731
+    monkeypatch.setattr(topologies, "get_topology_desc", described)
+    assert compilers.devices_of(machines.parse_machine(name)) == ["a", "b"]
+    assert asked == [(topology, "tpu", more)]
+    assert changed == {"jax_enable_compilation_cache": False, "jax_exec_time_optimization_effort": -1.0}
+
+
 def test_a_compiler_that_crashes_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "crashes.py").write_text("import os; os.abort()")
     monkeypatch.setattr(compilers, "require_compiler", lambda machine: os.environ | {"PYTHONPATH": str(tmp_path)})

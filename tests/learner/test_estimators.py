@@ -66,6 +66,13 @@ def test_reinforce_without_a_baseline_is_verls_grpo_rloo_and_opo_of_one_sample()
     assert not made.compares and other.compares
 
 
+def test_gpg_counts_the_responses_of_groups_of_two_or_more():
+    """One response of four has a score, so the scale is 4; the fifth is alone, which is padding or was not graded."""
+    score, length, group = np.float32([1.0, 0.0, 0.0, 0.0, 4.0]), np.ones(5, np.float32), np.int32([2, 2, 0, 0, 1])
+    found = estimators.gpg().sequences(score, length, group)
+    np.testing.assert_allclose(found, [2.0, -2.0, 0.0, 0.0, 16.0], rtol=1e-6)
+
+
 def test_normalised_values_by_hand():
     """A response of two tokens with the score 4 and the outputs (1, 2), statistics of weight 0.5, mean 1, variance 4.
 

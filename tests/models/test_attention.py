@@ -57,9 +57,9 @@ def test_attend_is_the_loop(rows, block, window, softcap):
     np.testing.assert_allclose(attend(*inputs, segment, jnp.int32(1)), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("size", [0.5, 30.0])
+@pytest.mark.parametrize("size", [0.5, 30.0, 300.0])
 def test_sinks_are_scores_of_a_key_without_a_value(rng, rows, block, size):
-    """Also such as no score comes near to, or far below."""
+    """Also such as no score comes near to, or far below, even where exp of the distance overflows f32."""
     inputs, segment = rows
     sinks = (size * rng.normal(size=6)).astype(np.float32)
     expected = loop_attend(*inputs, segment, sinks, scale=0.3, window=3)

@@ -248,6 +248,22 @@ def test_a_familys_own_fields_are_refused_by_name(hf_config, name, field, value)
     assert "\n" not in str(e.value)
 
 
+def test_the_first_context_of_scaled_positions_has_two_tokens_or_more(hf_config):
+    def parsed(first):
+        rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=first)
+        return config_reader.parse_config(hf_config("qwen2-tied") | {"rope_scaling": rope}, path="config.json")
+
+    assert parsed(2).max_position_embeddings == 8
+    with pytest.raises(UserError, match="original_max_position_embeddings=1 must be at least 2"):
+        parsed(1)
+
+
+def test_the_last_layers_of_gemma_4_take_keys_of_the_last_of_their_kind_before_them(hf_config):
+    """Layers ssfsssf, of which three share: those with a window the keys of the fourth layer, the last of the third."""
+    cfg = config_reader.parse_config(hf_config("gemma4-shared"), path="config.json")
+    assert [one.keys for one in cfg.layer_modules] == ["own", "own", "kept", "kept", "shared", "shared", "shared"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, dict(global_head_dim=None), dict(per_layer_config={}), dict(layer_types=None, num_hidden_layers=8)],

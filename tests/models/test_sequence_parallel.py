@@ -1,5 +1,6 @@
 """Rows whose positions are spread over devices: the numbers of one device, and what the devices exchange for them."""
 
+import contextlib
 import functools
 import math
 import re
@@ -119,6 +120,26 @@ def test_keys_are_repeated_no_more_than_is_needed():
     for parts, expected in ((1, [0, 1, 2]), (3, [0, 1, 2]), (2, [0, 0, 1, 1, 2, 2]), (4, [0] * 4 + [1] * 4 + [2] * 4)):
         assert sequence_parallel.repeated(x, 12, parts).reshape(-1).tolist() == expected
     assert sequence_parallel.repeated(x, 6, 4).shape[2] == 3  # 4 divides no number of copies that 6 query heads share
+
+
+def test_each_group_of_devices_runs_loops_of_its_own():
+    """vmap alone makes one loop of all, until the last is done, with a condition for each."""
+
+    def doubled(_, x):  # until it has reached 100
+        return jax.lax.while_loop(lambda x: x[0] < 100, lambda x: 2 * x, x)
+
+    def spread(fn, *groups):
+        assert groups in ((), (("data",),))
+        return fn if not groups else lambda kernels, x: jnp.concatenate([fn(kernels, one[None]) for one in x])
+
+    def of_groups(x):
+        return jax.vmap(lambda x: sequence_parallel.in_groups(spread, doubled)(None, x))(x)
+
+    x = jnp.array([[3.0], [7.0], [128.0]])
+    for divided, together in ((contextlib.nullcontext(), True), (sequence_parallel.divided("data"), False)):
+        with divided:
+            assert of_groups(x).tolist() == [[192.0], [112.0], [128.0]]
+            assert ("bool[3]" in str(jax.make_jaxpr(of_groups)(x))) == together
 
 
 @pytest.mark.parametrize("size, axes", [(8, "abc"), (4, "ab"), (6, "a"), (5, ""), (0, "abc")])

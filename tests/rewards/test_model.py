@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
@@ -568,6 +569,20 @@ def test_a_causal_model_with_a_value_head_scores_as_the_classifier(tmp_path, hea
     found = JaxRewardModel(what, batch_size=2, max_length=64).score([[1, 7, 8, 9], [1, 5]])
     np.testing.assert_allclose(found, [logit(model, [1, 7, 8, 9]), logit(model, [1, 5])], rtol=1e-4, atol=1e-5)
     assert converted(folder, python="/no/python", cache=str(tmp_path / "cache")) == copy  # made once
+
+
+def test_the_converter_writes_a_classifier_to_the_folder_that_it_is_given(tmp_path, monkeypatch):
+    source, target = tmp_path / "trl", tmp_path / "classifier"
+    model = make_model(source, "llama")
+    tensors = to_v_head(source, model, "v_head.summary.weight", "model")
+    files_of_torch.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    target.mkdir()
+    monkeypatch.setattr(sys, "argv", ["convert_worker", str(source), str(target), "sequence"])
+    runpy.run_module("jppo.rewards.convert_worker", run_name="__main__")
+    found, expected = files_of_torch.load_file(target / "model.safetensors"), model.state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    about = json.loads((target / "config.json").read_text())
+    assert about["architectures"] == ["LlamaForSequenceClassification"] and (target / "tokenizer.json").is_file()
 
 
 def test_pytorch_weights_are_converted_once_and_run_no_code(tmp_path):

@@ -143,6 +143,21 @@ def test_servers_that_sleep_wake_for_the_next_weights(made, fakes):
     assert asked(fakes[0], SLEEP) == list(SLEEP), "one that is awake is not woken"
 
 
+def test_all_sleep_once_none_is_being_restarted(made, fakes):
+    sampler = made()
+    for fake in fakes:
+        fake.answers |= dict.fromkeys(SLEEP, (200, {}))
+    member = sampler.members[1]
+    member.server, member.mending = object(), True  # as one that was started here has it
+    thread = threading.Thread(target=sampler.weights.sleep, args=(2,))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not asked(fakes[0], SLEEP)
+    member.server, member.mending = None, False
+    thread.join(10)
+    assert [asked(fake, SLEEP) for fake in fakes] == [[SLEEP[0]]] * 2
+
+
 def test_a_server_that_breaks_in_its_sleep_is_awake_when_it_is_back(made, fakes):
     sampler = made()
     for fake in fakes:

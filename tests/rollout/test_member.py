@@ -1,5 +1,7 @@
+import asyncio
 import contextlib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -491,6 +493,30 @@ def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm, monkeypatch):
     with thief(url):
         late.wait_ready()
         assert late.url != url
+
+
+@pytest.mark.parametrize("answered, ended, looked", [(117.0, 117.0, []), (math.inf, 120.0, [3])])
+def test_a_request_has_a_whole_timeout_from_its_turn_on(monkeypatch, answered, ended, looked):
+    """It is asked at 100 s, with a timeout of 10 s; its turn comes when both connections have answered others."""
+    now, found = [100.0], []
+    one = member.Member(types.SimpleNamespace(timeout_s=10.0, late=LookupError), None, "policy", 99, connections=2)
+    one.requests = {"a", "b", "c"}
+
+    async def wait(requests, timeout):
+        now[0], one.answers = min(now[0] + timeout, answered), one.answers + 2
+        if now[0] == answered:
+            [request] = requests
+            request.set_result("answer")
+
+    async def run():
+        real = {name: getattr(asyncio, name) for name in ("ensure_future", "to_thread", "shield")}
+        loop = types.SimpleNamespace(time=lambda: now[0])
+        monkeypatch.setattr(member, "asyncio", types.SimpleNamespace(get_running_loop=lambda: loop, wait=wait, **real))
+        await one._wait(asyncio.get_running_loop().create_future(), "route", found.append)
+
+    with contextlib.nullcontext() if answered < math.inf else pytest.raises(LookupError, match="route"):
+        asyncio.run(run())
+    assert (now, found) == ([ended], looked)
 
 
 def test_telling_lines():

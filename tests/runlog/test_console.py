@@ -48,6 +48,13 @@ def test_the_pace_of_a_resumed_run_counts_its_own_steps(monkeypatch):
     assert [pace.left(6), pace.left(8)] == ["-:--:--", "0:00:04"]
 
 
+def test_the_pace_leaves_out_the_test_before_training(monkeypatch):
+    now = iter([0.0, 100.0, 102.0, 104.0, 110.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    pace = module.Pace(1804)  # of 2 s each after the first, which compiles
+    assert [pace.left(step) for step in (0, 1, 1, 3, 6)] == ["-:--:--"] * 3 + ["1:00:02", "0:59:56"]
+
+
 STEP = {
     "critic/score/mean": 0.5,
     "actor/ppo_kl": 0.25,
