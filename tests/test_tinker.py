@@ -101,6 +101,15 @@ def service(tmp_path_factory):
         server.server_close()
 
 
+def test_a_client_learns_what_the_server_trains_and_samples(service):
+    def get(path):
+        return httpx.get(service[1] + path, headers={"X-API-Key": KEY}, timeout=60)
+
+    small = dict(model_name="small", max_context_length=16 + 8, trainable=True, sampleable=True)
+    assert get("get_server_capabilities").json() == {"supported_models": [small]}
+    assert get("healthz").json() == {"status": "ok"} and get("nothing").status_code == 404
+
+
 def test_no_more_sessions_than_the_server_allows(service, post, monkeypatch):
     monkeypatch.setattr(service[0], "_most", len(service[0]._sessions) + 1)
     assert post("create_session", {}).status_code == 200
