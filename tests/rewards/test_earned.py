@@ -110,6 +110,15 @@ def test_an_amount_is_on_the_token_that_completes_its_last_character(text, data)
     assert beyond == ((len(text.encode()) - 1, 1.0),)  # on the last token
 
 
+@pytest.mark.parametrize("behind", ["", "bb"])
+def test_a_character_of_two_blocks_of_tokens_is_on_its_last_token(behind):
+    """Tokens are bytes here and blocks have 32: the second of its two bytes is the first of the second block."""
+    tokens = list(("a" * 31 + "é" + behind).encode())
+    amounts = ((31, 1.0), (32, 2.0), *([(33, 3.0)] if behind else []))
+    expected = ((30, 1.0), (32, 2.0), *([(33, 3.0)] if behind else []))
+    assert at_characters(amounts, tokens, bytes_as_text) == expected
+
+
 def test_a_space_that_a_decoder_drops_at_the_start_does_not_shift_later_tokens():
     words = [f"▁w{i}" for i in range(100)]  # as a sentencepiece decoder, which strips the first space
 
