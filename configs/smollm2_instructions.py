@@ -23,7 +23,7 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.data.val_files = f"{arg}/data/instructions/test.jsonl"
     config.data.train_batch_size = 16  # with 4 responses each, of which a prompt is computed once
     config.data.max_prompt_length = 64
-    config.data.max_response_length = 64
+    config.data.max_response_length = 48
     config.data.row_lengths = 1
     config.data.packing = "prefix"
 
@@ -36,7 +36,7 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.actor.lr = 3e-5
     config.actor.lr_warmup_steps = 3
     config.actor.ppo_mini_batch_size = 16
-    config.actor.max_tokens_per_device = 2 * 320  # half of a mini-batch at a time, for less memory
+    config.actor.max_tokens_per_device = 2 * 256  # half of a mini-batch at a time, for less memory
     config.critic.lr = 1e-4
 
     config.rollout.n = 4
@@ -45,7 +45,7 @@ def get_config(arg: str = "runs/smollm2") -> ml_collections.ConfigDict:
     config.rollout.omp_threads = 2
 
     config.trainer.run_dir = f"{arg}/instructions/ppo"
-    config.trainer.total_training_steps = 30
+    config.trainer.total_training_steps = 45
     config.trainer.test_freq = 15
     config.trainer.save_freq = 15
     config.trainer.max_ckpt_to_keep = 1  # each has both models and their optimizers

@@ -53,26 +53,16 @@ def sentence_count(response: str, parameters: Parameters) -> bool:
     return len(pieces) == parameters["count"] and text.endswith((".", "!", "?"))
 
 
-def paragraph_count(response: str, parameters: Parameters) -> bool:
-    """Exactly `count` paragraphs of two words or more, with blank lines between them."""
-    pieces = [piece for piece in re.split(r"\n\s*\n", response.strip()) if piece.strip()]
-    return len(pieces) == parameters["count"] and all(len(words(piece)) >= 2 for piece in pieces)
+def numbered_list(response: str, parameters: Parameters) -> bool:
+    """Exactly the numbers from 1 to `count` at the beginning of lines, each with words; an introduction is allowed."""
+    found = re.findall(r"^[ \t]*(\d+)[.)][ \t]+(.*)$", response, re.M)
+    numbers = [number for number, _ in found]
+    return numbers == [str(n + 1) for n in range(parameters["count"])] and all(words(text) for _, text in found)
 
 
-def bullet_list(response: str, parameters: Parameters) -> bool:
-    """Exactly `count` lines that begin with a bullet, each with words; an introduction is allowed."""
-    bullets = re.findall(r"^[ \t]*[-*•][ \t]+(.*)$", response, re.M)
-    return len(bullets) == parameters["count"] and all(words(bullet) for bullet in bullets)
-
-
-def lowercase(response: str, parameters: Parameters) -> bool:
-    """No capital letter."""
-    return bool(letters(response)) and response == response.lower()
-
-
-def capitals(response: str, parameters: Parameters) -> bool:
-    """Capital letters only."""
-    return bool(letters(response)) and response == response.upper()
+def question(response: str, parameters: Parameters) -> bool:
+    """Ends with a question mark; quotes and stars after it are allowed."""
+    return bool(words(response)) and response.strip().rstrip("\"'”’)*").endswith("?")
 
 
 def first_letter(response: str, parameters: Parameters) -> bool:
@@ -100,16 +90,25 @@ def no_comma(response: str, parameters: Parameters) -> bool:
     return bool(words(response)) and not re.search("[,，、]", response)
 
 
-def ending(response: str, parameters: Parameters) -> bool:
-    """Ends with `phrase`, in any case, after at least two other words; marks after it are allowed."""
-    text, phrase = (" ".join(words(given)).lower() for given in (response, parameters["phrase"]))
-    return text.endswith(f" {phrase}") and len(words(response)) >= len(words(parameters["phrase"])) + 2
+def often(response: str, parameters: Parameters) -> bool:
+    """Contains `word` or its plural at least `count` times, in any case."""
+    return len(re.findall(rf"\b{re.escape(parameters['word'])}(?:s|es)?\b", response, re.I)) >= parameters["count"]
 
 
-def quoted(response: str, parameters: Parameters) -> bool:
-    """The whole response is in double quotes, with none inside."""
-    text = response.strip().replace("“", '"').replace("”", '"')
-    return re.fullmatch(r'"[^"]+"', text) is not None and bool(words(text))
+def digits(response: str, parameters: Parameters) -> bool:
+    """Has a number in digits."""
+    return re.search(r"[0-9]", response) is not None
+
+
+def opening(response: str, parameters: Parameters) -> bool:
+    """Begins with `phrase`, in any case, and has at least two other words; marks before it are allowed."""
+    text, phrase = ([word.lower() for word in words(given)] for given in (response, parameters["phrase"]))
+    return text[: len(phrase)] == phrase and len(text) >= len(phrase) + 2
+
+
+def hashtag(response: str, parameters: Parameters) -> bool:
+    """Has a hashtag: # and a word that begins with a letter, without a space."""
+    return re.search(r"(?<![\w#&])#[^\W\d_]", response) is not None
 
 
 def json_object(response: str, parameters: Parameters) -> bool:
@@ -142,18 +141,18 @@ def title(response: str, parameters: Parameters) -> bool:
 CHECKERS: dict[str, Callable[[str, Parameters], bool]] = {
     "word_count": word_count,
     "sentence_count": sentence_count,
-    "paragraph_count": paragraph_count,
-    "bullet_list": bullet_list,
-    "quoted": quoted,
+    "numbered_list": numbered_list,
+    "question": question,
+    "digits": digits,
     "title": title,
-    "lowercase": lowercase,
-    "capitals": capitals,
+    "hashtag": hashtag,
     "first_letter": first_letter,
+    "opening": opening,
     "keyword": keyword,
     "no_word": no_word,
     "no_letter": no_letter,
     "no_comma": no_comma,
-    "ending": ending,
+    "often": often,
     "json_object": json_object,
     "language": language,
 }
@@ -162,7 +161,7 @@ CHECKERS: dict[str, Callable[[str, Parameters], bool]] = {
 def degenerate(response: str) -> bool:
     """Whether a response is no answer: fewer than three words, or more than half of its words are repetitions.
 
-    One word would follow several instructions, no comma and no capital letter among them, and the same word five times
+    One word would follow several instructions, no comma and a first letter among them, and the same word five times
     a number of words, too. In a short English text about four words in five are different.
     """
     found = [word.lower() for word in words(response) if len(word) > 1]
@@ -199,8 +198,12 @@ def compute_score(
     answer must repeat, and `topic`, the word that names it, which is empty where an answer need not.
     """
     given, extra = json.loads(ground_truth), extra_info or {}
-    if not {"asked", "topic"} <= set(extra):
-        raise ValueError("the rows have no asked and topic; delete their folder and make them by examples.instructions")
+    lacks = sorted({"asked", "topic"} - set(extra)) + sorted({kind for kind, _ in given} - set(CHECKERS))
+    if lacks:
+        raise ValueError(
+            f"the rows are of another version, by {', '.join(lacks)}; delete their folder and make them by"
+            " examples.instructions"
+        )
     none = {
         "degenerate": degenerate(solution_str),
         "copied": copied(solution_str, extra["asked"]),

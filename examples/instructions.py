@@ -1,7 +1,7 @@
 """Makes prompts with checkable instructions: `python -m examples.instructions --out runs/smollm2/data/instructions`
 
 A prompt has a request about a topic and one or two instructions: "Describe the moon. Answer in exactly 2 sentences. Do
-not use any commas." There are 16 kinds of instructions. Two of them, `capitals` and `title`, are only in test.jsonl,
+not use any commas." There are 16 kinds of instructions. Two of them, `hashtag` and `title`, are only in test.jsonl,
 as are 12 of the 48 topics. So the test has no prompt of the training, and its data source `instructions_new` measures
 kinds that were never trained. `instruction_checks.py:compute_score` is the reward.
 """
@@ -41,9 +41,12 @@ TOPICS = {
 }  # fmt: skip
 TEST_TOPICS = 12
 KEYWORDS = ("world", "people", "water", "time", "life", "beautiful", "history", "friend", "simple", "important")
-PHRASES = ("That is all.", "Have a nice day.", "I hope this helps.", "Thank you for reading.")
+OPENINGS = (
+    "Once upon a time", "I think that", "In my opinion", "Did you know that", "Everyone knows that",
+    "Today I learned that", "Let me tell you",
+)  # fmt: skip
 KEYS = ("name", "color", "size", "use", "place", "reason")
-NEW_KINDS = ("capitals", "title")  # only in the test
+NEW_KINDS = ("hashtag", "title")  # only in the test
 UNNAMED = ("no_word", "language", "json_object")  # an answer to these need not name its topic
 
 Make = Callable[[np.random.Generator, str], dict[str, Any]]  # (rng, main word of the topic) -> parameters
@@ -70,29 +73,29 @@ FORMS: dict[str, tuple[tuple[str, ...], Make]] = {
         ("Answer in exactly {count} sentences.", "Write exactly {count} sentences, not more and not fewer."),
         one_of("count", (2, 3)),
     ),
-    "paragraph_count": (
-        ("Write {count} short paragraphs with a blank line between them.", "Use exactly {count} short paragraphs."),
-        one_of("count", (2, 3)),
-    ),
-    "bullet_list": (
-        ('Give a list of exactly {count} lines, each starting with "- ".', "Answer with {count} short bullet points."),
+    "numbered_list": (
+        ("Give a numbered list of exactly {count} things.", "List {count} facts, numbered 1 to {count}."),
         one_of("count", (2, 3, 4)),
     ),
-    "quoted": (
-        ("Put your whole answer in double quotes.", 'Begin and end your answer with a double quotation mark (").'),
+    "question": (("End your answer with a question.", "Your answer must be a question."), lambda *_: {}),
+    "digits": (
+        ("Use at least one number in digits.", "Your answer must have a number or a year in digits."),
         lambda *_: {},
     ),
     "title": (
-        ("Begin with a title in double angular brackets, such as <<title>>.", "Add a title, written <<like this>>."),
+        ("Begin with a title in double angular brackets, such as <<title>>.", "Start with <<title>>, then the text."),
         lambda *_: {},
     ),
+    "hashtag": (("Add a hashtag.", "End with a hashtag, like #this."), lambda *_: {}),
 }
 CONTENTS: dict[str, tuple[tuple[str, ...], Make]] = {
-    "lowercase": (("Use only lowercase letters.", "Do not use any capital letters."), lambda *_: {}),
-    "capitals": (("Use only capital letters.", "WRITE EVERYTHING IN CAPITALS."), lambda *_: {}),
     "first_letter": (
         ("Begin your answer with the letter {letter}.", "The first letter of your answer must be {letter}."),
         one_of("letter", "ABCFHMPSW"),
+    ),
+    "opening": (
+        ('Begin your answer with "{phrase}"', 'Start with the words "{phrase}".'),
+        one_of("phrase", OPENINGS),
     ),
     "keyword": (('Use the word "{word}".', "Your answer must contain the word {word}."), one_of("word", KEYWORDS)),
     "no_word": (
@@ -104,12 +107,15 @@ CONTENTS: dict[str, tuple[tuple[str, ...], Make]] = {
         one_of("letter", "bcfgkpvwz"),
     ),
     "no_comma": (("Do not use any commas.", "Write without commas."), lambda *_: {}),
+    "often": (
+        (
+            'Use the word "{word}" at least {count} times.',
+            "Your answer must have the word {word} {count} times or more.",
+        ),
+        lambda rng, topic: {"word": topic, "count": int(rng.integers(2, 4))},
+    ),
 }
 ALONE: dict[str, tuple[tuple[str, ...], Make]] = {
-    "ending": (
-        ('End your answer with "{phrase}"', "The last words of your answer must be: {phrase}"),
-        one_of("phrase", PHRASES),
-    ),
     "json_object": (("Answer with a JSON object with the keys {keys} only.", "Reply in JSON. Keys: {keys}."), _keys),
     "language": (("Answer in {name}.", "Reply in {name}, not in English."), one_of("name", tuple(LANGUAGES))),
 }

@@ -95,35 +95,31 @@ ANSWERS = {
         [MOON, "Is it big? Yes!", 'It is 3.5 cm long. "It is small."'],
         ["The moon is bright.", MOON + " It is", MOON + " Far.", "", ". . ! ?", "One. Two"],
     ),
-    "paragraph_count": (
+    "numbered_list": (
         {"count": 2},
-        ["The moon.\n\nThe sea.", "\nThe moon\nis far.\n \n\nThe sea.\n", "a b\n\n\n\nc d"],
-        ["The moon.\nThe sea.", "The moon.\n\nThe sea.\n\nThe sun.", "The moon.\n\n.", "\n\n", ""],
+        ["1. one\n2. two", "Here are two:\n1) one\n2) two", " 1. one\n\n 2. two\nthe end"],
+        ["1. one", "1. one\n2. two\n3. three", "2. one\n3. two", "2. one\n1. two", "- one\n- two", "1. \n2. two",
+         "1.one\n2.two", "1. one 2. two", "01. one\n02. two", ""],
     ),
-    "bullet_list": (
-        {"count": 2},
-        ["- one\n- two", "Here are two:\n* one\n* two", " • one\n\n • two"],
-        ["- one", "- one\n- two\n- three", "1. one\n2. two", "- \n- two", "-one\n-two", "- one - two", ""],
-    ),
-    "quoted": (
+    "question": (
         {},
-        ['"The moon is far."', " “The moon” \n", '"It\nis"'],
-        ['The "moon"', '"The moon', '"The" moon"', '""', '"', ""],
+        ["Is it far?", 'The moon is far. "Is it?"', "Is it *far?* \n"],
+        ["It is far.", "Is it far? Yes.", "?", "", "Is it far ? or"],
+    ),
+    "digits": (
+        {},
+        ["In 1969", "a1", "1. one"],
+        ["one", "", "Apollo XI", "²"],
     ),
     "title": (
         {},
         ["<<The Moon>>\nIt is far.", "<<Moon>> It is", "See here: <<The moon>>\n\nIt is far."],
         ["<<>> It is far.", "<The Moon> It is far.", "<<A>> <<B>> It is", "<<The moon>>", "<<The moon", "<< >> a b"],
     ),
-    "lowercase": (
+    "hashtag": (
         {},
-        ["the moon is far.", "it is 5 km", "straße"],
-        ["The moon", "the mooN", "12 !", "", "ÄPFEL"],
-    ),
-    "capitals": (
-        {},
-        ["THE MOON IS FAR.", "5 KM", "ÄPFEL"],
-        ["THE MOON is far", "THE MOOn", "12 !", ""],
+        ["The moon is far. #moon", "#Moon is far", "(#moon)"],
+        ["# The moon", "moon#far", "#1", "##moon", "&#x41;", ""],
     ),
     "first_letter": (
         {"letter": "M"},
@@ -150,10 +146,15 @@ ANSWERS = {
         ["The moon is far.", "one; two", "a\nb"],
         ["one, two", "1,000", "一，二", "", "!"],
     ),
-    "ending": (
-        {"phrase": "That is all."},
-        ["The moon is far. That is all.", "It is far, that is all", '"It is far. THAT IS ALL!"'],
-        ["That is all.", "That is all. The moon is far.", "It is all.", "The moon thatisall", "", "That is all. Bye"],
+    "often": (
+        {"word": "bench", "count": 2},
+        ["A bench and a bench", "Bench, benches.", "the bench's BENCH and benchs"],
+        ["A bench", "benchmark bench", "backbench workbenches", ""],
+    ),
+    "opening": (
+        {"phrase": "I think that"},
+        ["I think that cats are fine", '"I THINK that, my friend, it is', "i think: that it is"],
+        ["I think that", "I think that cats", "We think that cats are", "Yes I think that it is", ""],
     ),
     "json_object": (
         {"keys": ["name", "use"]},
@@ -196,16 +197,18 @@ def test_a_language_is_none_of_the_others(name, text):
 
 
 def test_degenerate_responses_have_no_score_whatever_they_follow():
-    truth = json.dumps([["no_comma", {}], ["lowercase", {}]])
+    truth = json.dumps([["no_comma", {}], ["first_letter", {"letter": "t"}]])
     for text in ("", "  \n", "moon", "moon moon moon", "the moon the moon the moon", "- - - !", "🌙🌙🌙"):
         assert degenerate(text)
         assert compute_score("x", text, truth, ANY) == NOTHING | {"degenerate": 1.0}
     fine = "the moon goes around the earth and the sun lights the moon from one side"
     assert compute_score("x", fine, truth, ANY) == NOTHING | {"score": 1.0, "followed_all": 1.0}
-    assert compute_score("x", fine.title(), truth, ANY) == NOTHING | {"score": 0.5}
+    assert compute_score("x", f"{fine}, it is", truth, ANY) == NOTHING | {"score": 0.5}
     assert not degenerate(MOON) and not degenerate('{"name": "moon", "use": "light"}')
-    with pytest.raises(ValueError, match="no asked and topic; delete their folder"):
+    with pytest.raises(ValueError, match="of another version, by asked, topic; delete their folder"):
         compute_score("x", fine, truth)
+    with pytest.raises(ValueError, match="of another version, by quoted; delete"):
+        compute_score("x", fine, json.dumps([["no_comma", {}], ["quoted", {}]]), ANY)
 
 
 ANY = {"asked": [], "topic": ""}
@@ -237,11 +240,11 @@ def test_what_a_prompt_asks_for_is_no_copy_and_what_it_forbids_no_topic():
     for row in instructions.make(seed=5, train=2000, test=1)["train"]:
         extra, text = row["extra_info"], asked(row)
         for kind, parameters in json.loads(row["ground_truth"]):
-            if kind == "ending":  # the words before it as in the prompt
-                assert not copied(f"The last answer must be: {parameters['phrase']}", extra["asked"])
+            if kind == "opening":
+                assert not copied(f"{parameters['phrase']} it is far", extra["asked"])
             assert kind not in ("no_word", "language", "json_object") or not extra["topic"]
             assert kind != "no_letter" or parameters["letter"] not in extra["topic"]
-        assert all(part.strip(' "') in text for part in extra["asked"]) and len(extra["asked"]) >= 2
+        assert all(piece in text for part in extra["asked"] for piece in part.split('""')) and len(extra["asked"]) >= 2
         assert re.search(rf"\b{extra['topic']}", text)
 
 
