@@ -333,7 +333,7 @@ def test_samples_stop_at_tokens(post, model):
 
 
 def test_only_samples_asked_alike_are_drawn_together(post, model, monkeypatch):
-    """The worker is held at the first while others arrive; those of a seed are drawn alone."""
+    """The worker waits with the first request until the others are there. Requests with a seed are drawn alone."""
     drawn, arrived, answer = [], threading.Event(), sessions.answer_samples
 
     def record(base, jobs):

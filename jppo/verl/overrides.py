@@ -31,7 +31,7 @@ class Script:
     words: tuple[str, ...]
     folder: str
     root: str  # its checkout
-    notes: tuple[str, ...]  # what may differ where the script runs outside the sandbox
+    notes: tuple[str, ...]  # why the script may act otherwise outside the sandbox
     launched: tuple[str, ...] = ()  # torchrun's processes and hosts, as verl's keys
 
 

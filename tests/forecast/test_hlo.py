@@ -164,7 +164,7 @@ TRITON_BACKWARD = (
     "line, kernel, products",
     [
         (TRITON, "mha_forward", 2),
-        # scores and their gradient twice: for the gradients of keys and values, and for that of queries
+        # scores and their gradient are computed twice: by the loop for keys and values, and by that for queries
         (TRITON_BACKWARD, "mha_backward", 2 * 2 + 2 + 1),
         (CUDNN, "__cudnn$fmhaSoftmax", 2),
         (SPLASH, "splash_mha_fwd_segmented_residuals", 2),
