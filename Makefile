@@ -16,7 +16,7 @@ ALGORITHM = ppo
 GRPO = --config.algorithm.adv_estimator=grpo --config.rollout.n=8 --config.data.train_batch_size=8 --config.data.packing=prefix
 
 VENV = .venv
-# Huge pages for large temporaries: 10% to 20% faster on a CPU. glibc reads this when a process starts.
+# Huge pages for large temporaries: hundreds of page faults a pass in place of 35,000. glibc reads it when a process starts.
 TUNED = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 PY = $(VENV)/bin/python
 # A file's tests share fixtures and compiled programs, so one worker runs them; tests/conftest.py orders the files.

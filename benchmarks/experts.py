@@ -5,9 +5,9 @@
 
 A shape is experts x active ones x width of each; the dense model's MLP has the width of the active ones together.
 float32, rows without padding, weights of one initialisation in both libraries, whose log-probs are compared. All run in
-one process, in turn, on the processor, with the allocator's settings of a training: log-probs of every token, and the
-gradient of their mean. transformers runs with its eager and its grouped experts; the faster ones count. Each figure is
-the median of --repeats. Writes OUT/<date>-<machine>-experts.json and prints a table.
+one process, in turn, on the processor: log-probs of every token, and the gradient of their mean. transformers runs with
+its eager and its grouped experts; the faster ones count. Each figure is the median of --repeats. Writes
+OUT/<date>-<machine>-experts.json and prints a table.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from machine import ROOT, begin, version, write
 
-from jppo import process, settings
+from jppo import settings
 from jppo.models import config_reader, decoder, heads, hf_write
 from jppo.settings import UserError
 
@@ -167,7 +167,6 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"--shapes={args.shapes}: {shape!r} must be experts x active x width, as 8x2x256")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
-    process.keep_memory()  # as a training does; torch has it too
     result: dict[str, Any] = {
         **begin(),
         "threads": len(os.sched_getaffinity(0)),

@@ -199,7 +199,7 @@ def token_rewards(score, logp, ref_logp, mask, kl_coef=KL_COEF):
 
 
 def policy_loss(logp, old_logp, advantages, mask, clip=CLIP):
-    """The clipped surrogate: no reason to move the ratio ρ further than 1 ± ε in a step.
+    """The clipped surrogate, without a dual clip: no reason to move the ratio ρ further than 1 ± ε in a step.
 
     L = mean of max(-A ρ, -A clip(ρ, 1 - ε, 1 + ε)),     ρ = π / π_old
     """

@@ -1,14 +1,12 @@
-"""Process-wide switches of a run: XLA's flags, the compilation cache, allocators, precision of products, open files.
+"""Process-wide switches of a run: XLA's flags, the compilation cache, GPU memory, precision of products, open files.
 
 `prepare_process` and `share_gpu` are called once, where a command starts, `allow_files` before many connections are
 opened. Importing this module corrects XLA's sums.
 """
 
 import contextlib
-import ctypes
 import os
 import resource
-import sys
 
 import jax
 from jaxlib import version
@@ -20,9 +18,6 @@ from jppo.settings import Common, Settings
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
 
 FILES = 1 << 16  # open ones that are allowed at most: each request in flight has a connection
-
-# Parameters of glibc's malloc.h, and values by which the process keeps freed memory.
-_KEEP = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
 
 
 def correct_sums() -> None:
@@ -48,24 +43,11 @@ def keep_programs(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def keep_memory() -> bool:
-    """Keeps freed memory in the process: on a CPU, fresh pages cost a tenth of a pass.
-
-    Returns False where the allocator is not glibc's.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(*pair) == 1 for pair in _KEEP.values())
-
-
 def prepare_process(c: Common, platform: str) -> None:
     """Sets what programs of these settings need on a mesh of this platform, which may be a described machine's."""
     if platform == jax.default_backend():
         keep_programs(c.trainer.compile_cache)
-    if platform == "cpu":
-        keep_memory()
-    elif c.model.compute_dtype == "float32":
+    if platform != "cpu" and c.model.compute_dtype == "float32":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs, unlike in the rollout engine.
         jax.config.update("jax_default_matmul_precision", "highest")
 
