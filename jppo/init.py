@@ -8,6 +8,8 @@ The config has lengths from the data, batch sizes that divide, and a comment for
 """
 
 import dataclasses
+import itertools
+import os
 import pathlib
 import runpy
 import sys
@@ -30,8 +32,11 @@ from jppo.settings import Parser, Settings, UserError
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn
+# Names of the column of right answers, tried in turn: where a function of yours scores, and no row has a ground truth.
+TRUTHS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
 SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
 STEPS = 100
+LEAST = 32  # tokens of a response by the rows' own answers: shorter ones are no measure of what a model writes
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 # Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
 RATES = ((2e7, 1e-4, 3e-4), (3e8, 1e-5, 3e-5), (float("inf"), 1e-6, 1e-5))
@@ -58,6 +63,13 @@ def prompt_column(rows: Sequence[Row]) -> str:
     return found
 
 
+def truth_column(rows: Sequence[Row]) -> str:
+    """Returns the column with the right answers, if they have another name than jppo's and verl's, otherwise ''."""
+    if any(row.columns.get(name) is not None for row in rows for name in ("ground_truth", "reward_model")):
+        return ""
+    return next((name for name in TRUTHS if all(name in row.columns for row in rows)), "")
+
+
 def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iterator[Proposal]:
     """Yields what the data decides alone."""
     yield Proposal("data.train_files", files, f"{len(rows)} rows")
@@ -69,6 +81,9 @@ def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iter
     if (column := prompt_column(rows)) != "prompt":
         yield Proposal("data.prompt_key", column, "column of the prompts")
     if reward:
+        tests = [row for source in read_sources(val, "--val") for row in source.rows] if val else []
+        if column := truth_column([*rows, *tests]):
+            yield Proposal("data.ground_truth_key", column, "column of the right answers, the function's ground_truth")
         yield Proposal("reward.function", reward, "scores a response")
         return
     sources = {row.columns.get("data_source") for row in rows}
@@ -78,6 +93,13 @@ def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iter
             f"{files}: no rule scores data_source={unknown[0]!r}; give --reward=FILE.py, whose"
             " compute_score(data_source, solution_str, ground_truth, extra_info) returns a number"
         )
+
+
+def free_folder(files: str) -> str:
+    """Returns a run folder with the data's name that no run has."""
+    folder = f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}"
+    others = (f"{folder}-{i}" for i in itertools.count(2))
+    return folder if not os.path.lexists(folder) else next(other for other in others if not os.path.lexists(other))
 
 
 def size_choices(count: int, batch: int, parameters: float) -> Iterator[Proposal]:
@@ -121,11 +143,14 @@ def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str
     """Yields the longest prompt and response, from the data; together within the model's `limit`."""
     longest = max(len(prompt.ids) for prompt in inputs.train.prompts)
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
+    response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no worked solutions to measure"
     if answers:
         counts = sorted(map(len, inputs.tokenizer(answers, verbose=False)["input_ids"]))
-        response, reason = _up(counts[-1 - len(counts) // 100] * 3 // 2), "one and a half of the rows' own answers"
-    else:
-        response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no answers to measure"
+        measured = _up(counts[-1 - len(counts) // 100] * 3 // 2)
+        if measured >= LEAST:
+            response, reason = measured, "one and a half of the rows' own answers"
+        else:
+            reason = f"a guess: the rows' own answers are short, with up to {counts[-1]}, and a model may write more"
     prompt = min(_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
@@ -180,11 +205,7 @@ def _choose(files: str, val: str, model: str, reward: str) -> list[Proposal]:
         Proposal("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
         *data_choices(files, val, rows, reward),
         *machine_choices(backend, cfg),
-        Proposal(
-            "trainer.run_dir",
-            f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}",
-            "everything that the run writes",
-        ),
+        Proposal("trainer.run_dir", free_folder(files), "everything that the run writes; a run here is resumed"),
     ]
     inputs = read_inputs(_typed([*known, *loosest(limit)]))
     count = len(inputs.train.prompts)

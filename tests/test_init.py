@@ -53,8 +53,25 @@ def test_answers_of_the_data_give_the_length_of_a_response(folder):
     write_rows(folder / "test.jsonl", {"question": "2+2="})
     found = written("rows.jsonl", "--reward=reward.py", "--val=test.jsonl")
     assert found["data.max_response_length"] == 32 and found["data.prompt_key"] == "question"  # 20 * 3 / 2, of 8
+    assert found["data.ground_truth_key"] == "ground_truth"  # the test has no other column in its place
     assert found["data.val_files"] == "test.jsonl" and found["data.val_max_samples"] == -1
     assert (found["data.train_batch_size"], found["actor.ppo_mini_batch_size"]) == (4, 1)
+
+
+@pytest.mark.parametrize("column", ["answer", "expected"])
+def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, capsys, column):
+    write_rows(folder / "rows.jsonl", *({"question": f"{a}+1=", column: str(a + 1)} for a in range(5)))
+    found = written("rows.jsonl", "--reward=reward.py")
+    assert found["data.ground_truth_key"] == column and found["data.max_response_length"] == 56  # 64 positions less 8
+    config, _ = settings.parse(["--config=config.py"], "", settings.default())
+    prompts = read_inputs(settings.typed(config, settings.Settings)).train.prompts
+    assert [prompt.ground_truth for prompt in prompts] == ["1", "2", "3", "4", "5"]
+
+
+def test_a_run_that_is_there_is_not_continued(folder):
+    (folder / "runs/rows").mkdir(parents=True)
+    (folder / "runs/rows-2").mkdir()
+    assert written("rows.jsonl", "--reward=reward.py")["trainer.run_dir"] == "runs/rows-3"
 
 
 def test_text_for_a_chat_model_is_pointed_out(folder, capsys):
@@ -76,7 +93,7 @@ def test_rows_with_a_rule_need_no_reward(folder):
         ([{"text": "1"}], [], "has no column of prompts among text; rename it to 'prompt'"),
         ([{"prompt": "1"}], [], "no rule scores data_source=None; give --reward=FILE.py"),
         ([{"prompt": "1"}], ["--reward=no.py"], "reward.function='no.py': there is no such file"),
-        ([{"prompt": "1"}], ["--reward=reward.py", "--val=no.jsonl"], "data.val_files: no file no.jsonl"),
+        ([{"prompt": "1"}], ["--reward=reward.py", "--val=no.jsonl"], "--val: no file no.jsonl"),
         ([{"prompt": "1" * 99}], ["--reward=reward.py"], "longer than data.max_prompt_length=63"),
     ],
 )

@@ -158,7 +158,10 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         if one.errors:
             said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
-        yield Finding("reward", "OK" if one.good else "FAIL", said, "" if one.good else remedy)
+        if one.good:
+            yield Finding("reward", "WARN" if one.doubt else "OK", said, one.doubt)
+        else:
+            yield Finding("reward", "FAIL", said, remedy)
 
 
 def check_parity(c: Settings) -> Iterator[Finding]:

@@ -4,9 +4,9 @@
 
 For the first rows of each data source, the run's reward grades the row's right answer and another row's answer. A
 source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Rows
-without an answer are scored with an empty response and with the prompt as the response; such a source fails only by
-errors. Exit code 1 if one fails. Settings are given as --config.SECTION.NAME=VALUE; those of models, batches and
-engines are not read.
+without an answer are scored with an empty response and with the prompt as the response. A source without a ground truth
+fails only by errors; what looks wrong in its scores is a warning. Exit code 1 if one fails. Settings are given as
+--config.SECTION.NAME=VALUE; those of models, batches and engines are not read.
 """
 
 import dataclasses
@@ -42,11 +42,26 @@ class SourceCheck:
     errors: list[str]
     example: str  # a right answer that was graded
     answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
+    blank: bool = False  # no row has a ground truth, so a function gets ''
 
     @property
     def good(self) -> bool:
-        """Whether the reward separates right from wrong answers, or without answers scores at all."""
-        return not self.errors and (self.truth > self.wrong or not self.answers)
+        """Whether the reward separates right from wrong answers, or without a ground truth scores at all."""
+        return not self.errors and (self.truth > self.wrong or self.blank or not self.answers)
+
+    @property
+    def doubt(self) -> str:
+        """What may be wrong with a good reward, and its remedy; '' if nothing."""
+        if not self.good:
+            return ""
+        if self.answers:
+            said = "no row has a ground truth, so the function gets '' for it; data.ground_truth_key names its column"
+            return said if self.blank else ""
+        if self.wrong > self.truth:
+            return "an empty response earns more: the policy may learn to say nothing"
+        if self.wrong == self.truth != 0:
+            return "both earn the same: look whether the function scores every response so"
+        return ""
 
     def __str__(self) -> str:
         said = "right answers earn {:.3g}, others' {:.3g}"
@@ -94,6 +109,7 @@ def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
         wrong=_mean(wrong),
         errors=errors,
         example=chosen[0],
+        blank=not any(truths),
     )
 
 
@@ -102,8 +118,8 @@ def _without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceChec
     graded = _grade(reward_sum, prompts * 2, [*texts, *[None] * len(texts)])
     said, empty = graded[: len(texts)], graded[len(texts) :]
     errors = [r.error for r in graded if r.error is not None]
-    source, count = prompts[0].data_source, len(prompts)
-    return SourceCheck(source, count, _mean(said), _mean(empty), errors, example=texts[0], answers=False)
+    source, count, blank = prompts[0].data_source, len(prompts), not any(p.ground_truth for p in prompts)
+    return SourceCheck(source, count, _mean(said), _mean(empty), errors, texts[0], answers=False, blank=blank)
 
 
 def _grade(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
@@ -120,13 +136,15 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for f in findings:
-        lines.append(f"{'OK  ' if f.good else 'FAIL'} {f}")
+        lines.append(f"{'FAIL' if not f.good else 'WARN' if f.doubt else 'OK  '} {f}")
+        if f.doubt:
+            lines.append(f"     {f.doubt}")
         if f.errors:
             lines.append(f"     {len(f.errors)} could not be graded; the first: {f.errors[0]}")
         elif not f.good:
             lines.append(
                 f"     the reward does not separate right from wrong answers; it graded {f.example[-80:]!r};"
-                " check data_source, ground_truth and reward.*"
+                " check data_source, ground_truth and reward.*, unless your function does not use right answers"
             )
     return "\n".join(lines)
 

@@ -289,7 +289,8 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         there = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}")
+        remedy = f"; give FILE.py:{there[0]}" if len(there) == 1 else ""
+        raise ValueError(f"the file has no {name!r}; it has {', '.join(there) or 'no function'}{remedy}")
     if not callable(function):
         raise ValueError(f"{name!r} is of type {type(function).__name__}; it must be a function")
     _check_signature(function, name)

@@ -173,7 +173,8 @@ def _with_messages(c: Settings, prompts: PromptSet) -> PromptSet:
 
 def columns_of(c: Settings) -> dict[str, str]:
     """Maps jppo's columns to the data files' columns."""
-    return {"prompt": c.data.prompt_key, "data_source": c.data.reward_fn_key}
+    d = c.data
+    return {"prompt": d.prompt_key, "ground_truth": d.ground_truth_key, "data_source": d.reward_fn_key}
 
 
 def require_publishable(c: Settings, policy: ModelConfig) -> None:

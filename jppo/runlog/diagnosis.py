@@ -211,7 +211,8 @@ def all_truncated(past: Past) -> str | None:
     shares = past.last("response_length/clip_ratio", IN_A_ROW)
     if len(shares) < IN_A_ROW or min(shares) < TRUNCATED_SHARE:
         return None
-    return f"{min(shares):.0%} or more of the responses of {IN_A_ROW} steps in a row were truncated"
+    least = "all" if min(shares) == 1.0 else f"{min(shares):.0%} or more"
+    return f"{least} of the responses of {IN_A_ROW} steps in a row were truncated"
 
 
 @_rule("set rollout.dtype and model.compute_dtype alike, or algorithm.old_logprob=correction")

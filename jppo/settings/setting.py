@@ -161,6 +161,7 @@ _OTHERS = {
     "data.train_files": "data dataset dataset_name train_dataset train_data prompt_data train_file",
     "data.val_files": "eval_dataset val_data eval_data test_data",
     "data.prompt_key": "input_key",
+    "data.ground_truth_key": "label_key answer_key solution_key",
     "data.train_batch_size": "batch_size rollout_batch_size generation_batch_size",
     "data.max_prompt_length": "prompt_max_len",
     "data.max_response_length": "max_completion_length response_length generate_max_len max_new_tokens max_tokens",

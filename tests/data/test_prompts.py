@@ -286,12 +286,15 @@ def test_where_long_prompts_are_cut_one_that_takes_minutes_is_announced(tmp_path
 
 
 def test_columns_may_have_other_names(tmp_path, characters):
-    row = {"question": "1+2=", "ground_truth": "3", "task": "arithmetic", "prompt": "not this", "level": 2}
-    files, columns = write(tmp_path, row, row | {"question": "1+1="}), {"prompt": "question", "data_source": "task"}
+    row = {"question": "1+2=", "right": "3", "task": "arithmetic", "prompt": "not this", "level": 2}
+    columns = {"prompt": "question", "ground_truth": "right", "data_source": "task"}
+    files = write(tmp_path, row, row | {"question": "1+1="})
     first, second = read(files, characters, columns=columns).prompts
     assert (first.messages, first.data_source, first.extra) == ("1+2=", "arithmetic", {"level": 2})
+    assert first.ground_truth == "3"
     assert second.messages == "1+1=" and second.uid == "d:2"
-    for column, setting in (("question", "data.prompt_key"), ("task", "data.reward_fn_key")):
+    keys = {"question": "data.prompt_key", "right": "data.ground_truth_key", "task": "data.reward_fn_key"}
+    for column, setting in keys.items():
         lacking = write(tmp_path, {k: v for k, v in row.items() if k != column})
         with pytest.raises(UserError, match=rf"line 1 has no '{column}', which {setting} names; its columns are"):
             read(lacking, characters, columns=columns)

@@ -42,5 +42,24 @@ def test_rows_without_an_answer_are_scored(words, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "body", "said"),
+    [
+        ([{"answer": "b"}, {"answer": "c"}], "1.0 + len(solution_str)", "the function gets '' for it; data.ground_tru"),
+        ([{}, {}], "1.0", "both earn the same"),
+        ([{}, {}], "-float(len(solution_str))", "an empty response earns more"),
+        ([{}, {}], "float(solution_str.count('!'))", ""),
+        ([{"ground_truth": "b"}, {"ground_truth": "c"}], "float(solution_str.endswith(ground_truth))", ""),
+    ],
+)
+def test_what_looks_wrong_without_a_ground_truth_is_a_warning(words, capsys, tmp_path, rows, body, said):
+    argv = words(*({"prompt": "12345"} | row for row in rows))
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
+    (tmp_path / "mine.py").write_text(head + body)
+    check.main(argv)
+    out = capsys.readouterr().out
+    assert out.startswith("WARN" if said else "OK") and said in out and out.count("\n") == 1 + bool(said)
+
+
 def test_data_must_be_named(capsys):
     assert "data.train_files='' names no file" in one_line(capsys, check.main)

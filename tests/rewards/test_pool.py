@@ -287,7 +287,7 @@ def test_a_file_alone_means_its_compute_score(tmp_path, shared_pool):
     ("source", "complaint"),
     [
         ("def compute_score(completions, completion_ids): pass", "asks for 'completion_ids', which jppo does not pass"),
-        ("def other(): pass", "the file has no 'compute_score'; it has other"),
+        ("def other(): pass", "the file has no 'compute_score'; it has other; give FILE.py:other"),
         ("compute_score = 3", "'compute_score' is of type int; it must be a function"),
         ("def compute_score(text): pass", r"has the signature \(text\); it must be a function of \(data_source"),
         ("def compute_score(solution_strs, ground_truths): pass", "for all samples at once"),
