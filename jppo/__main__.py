@@ -8,7 +8,7 @@ from jppo.registry import did_you_mean
 
 COMMANDS = {
     "jppo.init": "writes a config for your data, model and machine",
-    "jppo.train": "PPO",
+    "jppo.train": "PPO, GRPO and their relatives",
     "jppo.sft": "supervised fine-tuning",
     "jppo.dpo": "trains a policy on preference pairs, without sampling",
     "jppo.reward_model": "trains a reward model from preference pairs",

@@ -36,7 +36,9 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # 
 TRUTHS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
 SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
 STEPS = 100
+GROUP = 8  # responses to a prompt, for GRPO
 LEAST = 32  # tokens of a response by the rows' own answers: shorter ones are no measure of what a model writes
+TEMPLATE = "prompts are text, to which the chat template is not applied"
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 # Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
 RATES = ((2e7, 1e-4, 3e-4), (3e8, 1e-5, 3e-5), (float("inf"), 1e-6, 1e-5))
@@ -102,15 +104,22 @@ def free_folder(files: str) -> str:
     return folder if not os.path.lexists(folder) else next(other for other in others if not os.path.lexists(other))
 
 
-def size_choices(count: int, batch: int, parameters: float) -> Iterator[Proposal]:
-    """Yields batch sizes, the length of the run and learning rates."""
-    epochs = -(-STEPS // (count // batch))
-    mini = max(1, batch // 4)
+def size_choices(count: int, backend: str, parameters: float, algorithm: str) -> Iterator[Proposal]:
+    """Yields the algorithm with its batch sizes, the length of the run and learning rates."""
+    group = 1 if algorithm == "ppo" else GROUP
+    batch = min((32 if backend == "cpu" else 256) // group, 1 << (count.bit_length() - 1))
+    epochs, responses = -(-STEPS // (count // batch)), batch * group
+    mini = max(1, responses // 4)
     actor, critic = next((actor, critic) for most, actor, critic in RATES if parameters <= most)
+    if algorithm == "grpo":
+        yield Proposal("algorithm.adv_estimator", "grpo", "compares the responses to a prompt; there is no critic")
+        yield Proposal("rollout.n", group, "responses to each prompt")
+        yield Proposal("data.packing", "prefix", "computes a prompt once for its responses")
     yield Proposal("data.train_batch_size", batch, f"prompts per step, of {count}")
-    yield Proposal("actor.ppo_mini_batch_size", mini, f"{batch // mini} updates per step")
+    yield Proposal("actor.ppo_mini_batch_size", mini, f"responses per update: {responses // mini} updates per step")
     yield Proposal("actor.lr", actor, f"usual for {parameters / 1e6:.3g}M parameters")
-    yield Proposal("critic.lr", critic, "the critic learns faster than the policy")
+    if algorithm == "ppo":
+        yield Proposal("critic.lr", critic, "the critic learns faster than the policy")
     yield Proposal("algorithm.use_kl_in_reward", True, "keeps the policy near its start, by algorithm.kl_coef")
     yield Proposal("trainer.total_training_steps", STEPS, f"about {epochs} passes over the data")
     yield Proposal("trainer.test_freq", STEPS // 10, "steps between tests")
@@ -154,10 +163,14 @@ def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str
     prompt = min(_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
-    plain = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
-    note = "; prompts are text, to which the chat template is not applied" if plain else ""
+    note = f"; {TEMPLATE}" if as_text(inputs) else ""
     yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
     yield Proposal("data.max_response_length", response, f"tokens; {reason}")
+
+
+def as_text(inputs: Inputs) -> bool:
+    """Whether prompts of a chat model are text."""
+    return bool(inputs.tokenizer.chat_template) and isinstance(inputs.train.prompts[0].messages, str)
 
 
 def _up(tokens: int) -> int:
@@ -195,7 +208,7 @@ def _typed(choices: Sequence[Proposal]) -> Settings:
     return c
 
 
-def _choose(files: str, val: str, model: str, reward: str) -> list[Proposal]:
+def _choose(files: str, val: str, model: str, reward: str, algorithm: str) -> list[Proposal]:
     """Returns the settings of a run; UserError where data, model or reward cannot be used."""
     rows = [row for source in read_sources(files, "DATA") for row in source.rows]
     _, cfg = hf.read_config(model, longest=1)
@@ -208,9 +221,8 @@ def _choose(files: str, val: str, model: str, reward: str) -> list[Proposal]:
         Proposal("trainer.run_dir", free_folder(files), "everything that the run writes; a run here is resumed"),
     ]
     inputs = read_inputs(_typed([*known, *loosest(limit)]))
-    count = len(inputs.train.prompts)
-    batch = min(32 if backend == "cpu" else 256, 1 << (count.bit_length() - 1))
-    choices = [*known, *length_choices(inputs, rows, limit, backend), *size_choices(count, batch, parameters)]
+    sizes = size_choices(len(inputs.train.prompts), backend, parameters, algorithm)
+    choices = [*known, *length_choices(inputs, rows, limit, backend), *sizes]
     c = _typed(choices)
     read_inputs(c)
     if reward:
@@ -234,22 +246,25 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the command line."""
     parser = Parser("jppo.init", __doc__)
     parser.add_argument("data", help="parquet, jsonl, json or hub:NAME/SPLIT; several separated by commas")
-    parser.add_argument("--val", default="", help="test prompts, in the same forms; default: the first of the data")
+    parser.add_argument("--val", default="", help="test prompts, in the same forms; default: prompts of the data")
     parser.add_argument("--model", default=MODEL, help=f"model directory or hub name; default: {MODEL}")
     parser.add_argument("--reward", default="", help="FILE.py or FILE.py:NAME; default: the rules of data_source")
+    parser.add_argument("--algorithm", default="ppo", choices=("ppo", "grpo"), help="with a critic, or without")
     parser.add_argument("--out", default="config.py", help="the file to write; default: config.py")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     out = expanded(args.out)
     if out.exists():
         raise UserError(f"--out={out} is there already; remove it, or name another file")
-    choices = _choose(args.data, args.val, args.model, args.reward)
-    text = render(choices, f"PPO on {args.data}", out)
+    choices = _choose(args.data, args.val, args.model, args.reward, args.algorithm)
+    text = render(choices, f"{args.algorithm.upper()} on {args.data}", out)
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as e:
         raise UserError(f"--out={out} cannot be written ({e.strerror}); name another file") from e
     runpy.run_path(str(out))["get_config"]()
     print(escaped(text))
+    if TEMPLATE in text:
+        print(f'Note: {TEMPLATE}. Write them as [{{"role": "user", "content": "..."}}] to have it applied.\n')
     print(f"{out} is written. Check the reward, then train:\n")
     print(f"  python -m jppo.rewards.check --config={out}\n  python -m jppo.train --config={out}")
 

@@ -68,6 +68,13 @@ def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, c
     assert [prompt.ground_truth for prompt in prompts] == ["1", "2", "3", "4", "5"]
 
 
+def test_grpo_has_groups_and_no_critic(folder, capsys):
+    found = written("rows.jsonl", "--reward=reward.py", "--algorithm=grpo")
+    assert (found["algorithm.adv_estimator"], found["rollout.n"], found["data.train_batch_size"]) == ("grpo", 8, 4)
+    assert (found["actor.ppo_mini_batch_size"], found["data.packing"]) == (8, "prefix")
+    assert "config.critic" not in capsys.readouterr().out
+
+
 def test_a_run_that_is_there_is_not_continued(folder):
     (folder / "runs/rows").mkdir(parents=True)
     (folder / "runs/rows-2").mkdir()
@@ -78,7 +85,9 @@ def test_text_for_a_chat_model_is_pointed_out(folder, capsys):
     file = folder / "model/tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "{{ messages[0].content }}"}))
     written("rows.jsonl", "--reward=reward.py")
-    assert "has 6; prompts are text, to which the chat template is not applied" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "has 6; prompts are text, to which the chat template is not applied" in said
+    assert 'Note: prompts are text, to which the chat template is not applied. Write them as [{"role"' in said
 
 
 def test_rows_with_a_rule_need_no_reward(folder):

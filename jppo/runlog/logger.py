@@ -231,7 +231,8 @@ def print_summary(run: pathlib.Path, report: str) -> None:
     print()
     if tested := [(line["step"], line["val/score"]) for line in lines if line.get("val/score") is not None]:
         (first, before), (final, after) = tested[0], tested[-1]
-        print(f"test score        {before:.3f} at step {first}  →  {after:.3f} at step {final}")
+        earlier = f"{before:.3f} at step {first}  →  " if first != final else ""
+        print(f"test score        {earlier}{after:.3f} at step {final}")
     print(f"steps             {lines[-1]['step'] if lines else 0}, seconds by stage:")
     for stage in STAGES:
         seconds = sum(m.get(f"timing_s/{stage}", 0.0) for m in lines)

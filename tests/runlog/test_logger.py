@@ -90,7 +90,7 @@ def test_the_summary_has_the_first_and_last_test_and_the_seconds_of_stages(tmp_p
     "written, first",
     [
         ("", "steps             0, seconds by stage:"),  # a run that ended before its first step
-        ('{"step": 7, "val/score": 1}\n', "test score        1.000 at step 7  →  1.000 at step 7"),
+        ('{"step": 7, "val/score": 1}\n', "test score        1.000 at step 7"),
     ],
 )
 def test_the_summary_of_a_run_of_few_lines(tmp_path, capsys, written, first):
