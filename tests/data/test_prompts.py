@@ -290,8 +290,8 @@ def test_columns_may_have_other_names(tmp_path, characters):
     columns = {"prompt": "question", "ground_truth": "right", "data_source": "task"}
     files = write(tmp_path, row, row | {"question": "1+1="})
     first, second = read(files, characters, columns=columns).prompts
-    assert (first.messages, first.data_source, first.extra) == ("1+2=", "arithmetic", {"level": 2})
-    assert first.ground_truth == "3"
+    assert (first.messages, first.data_source, first.ground_truth) == ("1+2=", "arithmetic", "3")
+    assert first.extra == {"level": 2, "right": "3"}
     assert second.messages == "1+1=" and second.uid == "d:2"
     keys = {"question": "data.prompt_key", "right": "data.ground_truth_key", "task": "data.reward_fn_key"}
     for column, setting in keys.items():
