@@ -265,8 +265,10 @@ def main(argv: list[str] | None = None) -> None:
     print(escaped(text))
     if TEMPLATE in text:
         print(f'Note: {TEMPLATE}. Write them as [{{"role": "user", "content": "..."}}] to have it applied.\n')
-    print(f"{out} is written. Check the reward, then train:\n")
+    folder = next(one.value for one in choices if one.name == "trainer.run_dir")
+    print(f"{out} is written. Check the reward, train, then test the model:\n")
     print(f"  python -m jppo.rewards.check --config={out}\n  python -m jppo.train --config={out}")
+    print(f"  python -m jppo.evaluate --config={out} --model={folder}/hf")
 
 
 if __name__ == "__main__":
