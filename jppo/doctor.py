@@ -9,7 +9,6 @@ log-probs with the trainer, and compiles and runs every program of a step on emp
 is trained, and the run folder is not changed. Exit code 1 if something must be fixed, 2 for invalid settings.
 """
 
-import dataclasses
 import os
 import pathlib
 import shutil
@@ -32,11 +31,7 @@ DISK_WARN, DISK_FAIL = 10 * GIB, GIB
 
 def findings(python: str) -> Iterator[Finding]:
     """Yields the findings that need no config, in the order of the report."""
-    for one in machine.check_environment(python):
-        if one.about == "vLLM" and one.verdict == "FAIL" and not python:  # only a config says whether it is needed
-            found = "cannot be used; the trainer samples by itself with rollout.name=inprocess, as jppo init sets it"
-            one = dataclasses.replace(one, verdict="WARN", found=found)
-        yield one
+    yield from machine.check_environment(python, needed=bool(python))
     free = available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
     if free is not None:
         remedy = "end other programs, or give the container more"

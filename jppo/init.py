@@ -32,12 +32,12 @@ from jppo.settings import Parser, Settings, UserError
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn
-# Names of the column of right answers, tried in turn: where a function of yours scores, and no row has a ground truth.
+# Columns that may have the ground truth of a custom reward function, tried in order.
 TRUTHS = ("answer", "solution", "expected", "label", "target", "output", "response", "completion")
 SECTIONS = ("model", "data", "reward", "algorithm", "actor", "critic", "rollout", "trainer")  # in the file's order
 STEPS = 100
 GROUP = 8  # responses to a prompt, for GRPO
-LEAST = 32  # tokens of a response by the rows' own answers: shorter ones are no measure of what a model writes
+LEAST = 32  # tokens; shorter answers in the data do not tell how long responses will be
 TEMPLATE = "prompts are text, to which the chat template is not applied"
 SERVED_HEAD = 32  # least head size that vLLM serves on a CPU
 # Up to so many parameters: learning rates of policy and critic, which were measured on models of this size.
@@ -66,7 +66,7 @@ def prompt_column(rows: Sequence[Row]) -> str:
 
 
 def truth_column(rows: Sequence[Row]) -> str:
-    """Returns the column with the right answers, if they have another name than jppo's and verl's, otherwise ''."""
+    """Returns the column with the ground truth if its name is neither jppo's nor verl's, otherwise ''."""
     if any(row.columns.get(name) is not None for row in rows for name in ("ground_truth", "reward_model")):
         return ""
     return next((name for name in TRUTHS if all(name in row.columns for row in rows)), "")
@@ -85,7 +85,7 @@ def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iter
     if reward:
         tests = [row for source in read_sources(val, "--val") for row in source.rows] if val else []
         if column := truth_column([*rows, *tests]):
-            yield Proposal("data.ground_truth_key", column, "column of the right answers, the function's ground_truth")
+            yield Proposal("data.ground_truth_key", column, "column of the ground truth, which the function gets")
         yield Proposal("reward.function", reward, "scores a response")
         return
     sources = {row.columns.get("data_source") for row in rows}
@@ -98,10 +98,10 @@ def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iter
 
 
 def free_folder(files: str) -> str:
-    """Returns a run folder with the data's name that no run has."""
+    """Returns a run folder that does not exist yet, named after the data."""
     folder = f"runs/{pathlib.PurePath(files.partition(',')[0]).stem}"
-    others = (f"{folder}-{i}" for i in itertools.count(2))
-    return folder if not os.path.lexists(folder) else next(other for other in others if not os.path.lexists(other))
+    names = itertools.chain([folder], (f"{folder}-{i}" for i in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def size_choices(count: int, backend: str, parameters: float, algorithm: str) -> Iterator[Proposal]:
@@ -163,14 +163,10 @@ def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str
     prompt = min(_up(longest), max(limit // 2, limit - response))
     if response > limit - prompt:
         response, reason = limit - prompt, f"what the model's {limit} positions leave"
-    note = f"; {TEMPLATE}" if as_text(inputs) else ""
+    plain = inputs.tokenizer.chat_template and isinstance(inputs.train.prompts[0].messages, str)
+    note = f"; {TEMPLATE}" if plain else ""
     yield Proposal("data.max_prompt_length", prompt, f"tokens; the longest prompt has {longest}{note}")
     yield Proposal("data.max_response_length", response, f"tokens; {reason}")
-
-
-def as_text(inputs: Inputs) -> bool:
-    """Whether prompts of a chat model are text."""
-    return bool(inputs.tokenizer.chat_template) and isinstance(inputs.train.prompts[0].messages, str)
 
 
 def _up(tokens: int) -> int:

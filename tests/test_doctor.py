@@ -58,7 +58,7 @@ def test_packages_are_held_against_their_bounds(installed, good, others):
 
 @pytest.mark.parametrize("free, verdict", [(10 * GIB, "OK"), (9 * GIB, "WARN"), (GIB // 2, "FAIL")])
 def test_a_run_has_room_for_its_checkpoints(monkeypatch, free, verdict):
-    monkeypatch.setattr(machine, "check_environment", lambda *_: [])
+    monkeypatch.setattr(machine, "check_environment", lambda *_, **__: [])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert [found.verdict for found in doctor.findings("") if found.about == "disk"] == [verdict]
 
@@ -103,6 +103,16 @@ def test_vllm_is_asked_of_the_interpreter_that_is_named(tmp_path):
     bare.chmod(0o755)
     without = machine.check_server("vllm", str(bare), has_gpu=False)
     assert without.verdict == "FAIL" and "vLLM is not installed" in without.remedy
+    optional = machine.check_server("vllm", str(bare), has_gpu=False, needed=False)
+    assert optional.verdict == "WARN" and "rollout.name=inprocess" in optional.found
+
+
+@pytest.mark.parametrize(("python", "needed"), [("", False), ("python3", True)])
+def test_without_settings_a_server_is_needed_only_where_its_interpreter_is_named(python, needed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine, "check_environment", lambda python, **how: asked.append((python, how)) or ())
+    list(doctor.findings(python))
+    assert asked == [(python, {"needed": needed})]
 
 
 def test_vllm_is_weighed_against_the_machine():

@@ -60,7 +60,7 @@ def test_answers_of_the_data_give_the_length_of_a_response(folder):
 
 
 @pytest.mark.parametrize("column", ["answer", "expected"])
-def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, capsys, column):
+def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, column):
     write_rows(folder / "rows.jsonl", *({"question": f"{a}+1=", column: str(a + 1)} for a in range(5)))
     found = written("rows.jsonl", "--reward=reward.py")
     assert found["data.ground_truth_key"] == column and found["data.max_response_length"] == 56  # 64 positions less 8

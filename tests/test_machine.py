@@ -1,4 +1,4 @@
-"""What is asked of the machine: programs that a second process finds, right sums."""
+"""Process set-up: compilation cache and XLA flags."""
 
 import os
 import subprocess

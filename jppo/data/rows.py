@@ -268,7 +268,9 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
                 )
             value = value[part]
         found[ours] = value
-    gone = {*columns, *columns.values()} - {columns.get("ground_truth")}  # which a function may read by its own name
+    gone = {*columns, *columns.values()} - {
+        columns.get("ground_truth")
+    }  # a custom function may read it by its own name
     kept = {name: value for name, value in row.columns.items() if name not in gone}
     return dataclasses.replace(row, columns=kept | found)
 

@@ -147,13 +147,16 @@ def check_triton(python: str) -> Finding:
     return Finding("Triton", "FAIL", f"vLLM's kernels need {' and '.join(lacks)}, which are not here", remedy)
 
 
-def check_server(engine: str, python: str, has_gpu: bool) -> Finding:
-    """Checks the engine of the server's interpreter, and packages that break it."""
+def check_server(engine: str, python: str, has_gpu: bool, *, needed: bool = True) -> Finding:
+    """Checks the engine of the server's interpreter, and packages that break it; a needed one that is missing fails."""
     name, check = ("SGLang", check_sglang) if engine == "sglang" else ("vLLM", check_vllm)
     try:
         found = check(python)
     except UserError as e:
-        return Finding(name, "FAIL", "cannot be used", str(e))
+        if needed:
+            return Finding(name, "FAIL", "cannot be used", str(e))
+        found = "cannot be used; the trainer samples by itself with rollout.name=inprocess, as jppo init sets it"
+        return Finding(name, "WARN", found, str(e))
     except subprocess.TimeoutExpired as e:
         return Finding(name, "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
     if engine == "sglang":
@@ -199,7 +202,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
         """Keeps the request out of the report."""
 
 
-def check_environment(python: str | None, engine: str = "vllm") -> Iterator[Finding]:
+def check_environment(python: str | None, engine: str = "vllm", *, needed: bool = True) -> Iterator[Finding]:
     """Checks programs and devices; `python` is the interpreter of `engine`, None if no server will be started."""
     try:
         metadata = importlib.metadata.distribution("jppo")
@@ -214,7 +217,7 @@ def check_environment(python: str | None, engine: str = "vllm") -> Iterator[Find
         yield from check_libraries(found, _version)
     yield check_devices(bool(found))
     if python is not None:
-        server = check_server(engine, python, bool(found))
+        server = check_server(engine, python, bool(found), needed=needed)
         yield server
         if found and server.verdict == "OK":
             yield check_triton(python)

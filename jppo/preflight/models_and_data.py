@@ -159,7 +159,7 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
             said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
         if one.good:
-            yield Finding("reward", "WARN" if one.doubt else "OK", said, one.doubt)
+            yield Finding("reward", "WARN" if one.warning else "OK", said, one.warning)
         else:
             yield Finding("reward", "FAIL", said, remedy)
 

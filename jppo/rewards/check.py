@@ -4,8 +4,8 @@
 
 For the first rows of each data source, the run's reward grades the row's right answer and another row's answer. A
 source fails if right answers earn no more than wrong ones, because training could not learn from such a reward. Rows
-without an answer are scored with an empty response and with the prompt as the response. A source without a ground truth
-fails only by errors; what looks wrong in its scores is a warning. Exit code 1 if one fails. Settings are given as
+without an answer are scored with an empty response and with the prompt as the response; such a source fails only by
+errors, and suspicious scores are a warning. Exit code 1 if one fails. Settings are given as
 --config.SECTION.NAME=VALUE; those of models, batches and engines are not read.
 """
 
@@ -27,6 +27,7 @@ from jppo.settings import Settings, UserError
 from jppo.types import Prompt, Reward
 
 _ROWS = 8  # per source
+NO_TRUTH = "no row has a ground truth, so a function that reads it gets ''; data.ground_truth_key names its column"
 # Forms of a ground truth for sources without solutions, as the rules read them; tried in turn.
 _FORMS = ("#### {}", "\\boxed{{{}}}", "The answer is {}.", "{}")
 
@@ -42,25 +43,24 @@ class SourceCheck:
     errors: list[str]
     example: str  # a right answer that was graded
     answers: bool = True  # False: `truth` is of the prompt as the response, `wrong` of an empty response
-    blank: bool = False  # no row has a ground truth, so a function gets ''
+    blank: bool = False  # no row has a ground truth
 
     @property
     def good(self) -> bool:
-        """Whether the reward separates right from wrong answers, or without a ground truth scores at all."""
-        return not self.errors and (self.truth > self.wrong or self.blank or not self.answers)
+        """Whether the reward separates right from wrong answers, or without answers scores at all."""
+        return not self.errors and (self.truth > self.wrong or not self.answers)
 
     @property
-    def doubt(self) -> str:
-        """What may be wrong with a good reward, and its remedy; '' if nothing."""
+    def warning(self) -> str:
+        """Returns a possible mistake in a reward that passes, with its remedy; '' if there is none."""
         if not self.good:
             return ""
         if self.answers:
-            said = "no row has a ground truth, so the function gets '' for it; data.ground_truth_key names its column"
-            return said if self.blank else ""
+            return NO_TRUTH if self.blank else ""
         if self.wrong > self.truth:
             return "an empty response earns more: the policy may learn to say nothing"
         if self.wrong == self.truth != 0:
-            return "both earn the same: look whether the function scores every response so"
+            return "both earn the same: check that the function reads the response"
         return ""
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     forms = [solutions(prompt) for prompt in prompts]
     if not all(forms):
         return _without_answers(reward_sum, prompts)
-    truths = [prompt.ground_truth for prompt in prompts]
+    truths = [prompt.ground_truth or texts[0] for prompt, texts in zip(prompts, forms, strict=True)]
     # The first row with another truth; None if all are equal.
     others = [next((j for j, other in enumerate(truths) if other != truth), None) for truth in truths]
     rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
@@ -109,7 +109,7 @@ def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
         wrong=_mean(wrong),
         errors=errors,
         example=chosen[0],
-        blank=not any(truths),
+        blank=not any(prompt.ground_truth for prompt in prompts),
     )
 
 
@@ -136,9 +136,9 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     """Formats a line per source, and a remedy for failures."""
     lines = []
     for f in findings:
-        lines.append(f"{'FAIL' if not f.good else 'WARN' if f.doubt else 'OK  '} {f}")
-        if f.doubt:
-            lines.append(f"     {f.doubt}")
+        lines.append(f"{'FAIL' if not f.good else 'WARN' if f.warning else 'OK  '} {f}")
+        if f.warning:
+            lines.append(f"     {f.warning}")
         if f.errors:
             lines.append(f"     {len(f.errors)} could not be graded; the first: {f.errors[0]}")
         elif not f.good:
@@ -146,6 +146,8 @@ def _report(findings: Sequence[SourceCheck]) -> str:
                 f"     the reward does not separate right from wrong answers; it graded {f.example[-80:]!r};"
                 " check data_source, ground_truth and reward.*, unless your function does not use right answers"
             )
+            if f.blank:
+                lines.append(f"     {NO_TRUTH}")
     return "\n".join(lines)
 
 

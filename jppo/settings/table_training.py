@@ -103,7 +103,7 @@ class Data(TestedData):
 
     # fmt: off
     prompt_key: str = setting("prompt", "Column of the prompts", required=True)
-    ground_truth_key: str = setting("ground_truth", "Column of the right answers", required=True)
+    ground_truth_key: str = setting("ground_truth", "Column of the ground truth", required=True)
     reward_fn_key: str = setting("data_source", "Column that names each row's rule", required=True)
     mix: str = setting("", "Sampling weights of files (by stem) or data sources, as in a=0.7,b=0.3. '': all prompts"
         " are equally likely")

@@ -45,7 +45,11 @@ def test_rows_without_an_answer_are_scored(words, capsys):
 @pytest.mark.parametrize(
     ("rows", "body", "said"),
     [
-        ([{"answer": "b"}, {"answer": "c"}], "1.0 + len(solution_str)", "the function gets '' for it; data.ground_tru"),
+        (
+            [{"answer": "b"}, {"answer": "c"}],
+            "float(solution_str == extra_info['answer'])",
+            "no row has a ground truth",
+        ),
         ([{}, {}], "1.0", "both earn the same"),
         ([{}, {}], "-float(len(solution_str))", "an empty response earns more"),
         ([{}, {}], "float(solution_str.count('!'))", ""),
@@ -59,6 +63,14 @@ def test_what_looks_wrong_without_a_ground_truth_is_a_warning(words, capsys, tmp
     check.main(argv)
     out = capsys.readouterr().out
     assert out.startswith("WARN" if said else "OK") and said in out and out.count("\n") == 1 + bool(said)
+
+
+def test_a_function_that_does_not_separate_answers_fails_with_and_without_a_ground_truth(words, capsys):
+    rows = [{"prompt": "12345", "answer": text} for text in ("one", "two")]
+    with pytest.raises(SystemExit) as e:
+        check.main(words(*rows))  # scores the length
+    said = capsys.readouterr().out
+    assert e.value.code == 1 and said.startswith("FAIL") and check.NO_TRUTH in said
 
 
 def test_data_must_be_named(capsys):
