@@ -48,7 +48,7 @@ OF_BATCH = {"old_logprob": "old_logprob", "ref_logprob": "ref_logprob", "advanta
 OF_BATCH |= {"returns": "returns", "old_value": "value"}
 ARGUMENTS = ("logprob", "entropy", "value", *OF_BATCH, "mask", "segment")
 VALUE = "value"
-# The options of a loss are settings of `actor`, or of `critic` for "value". A function of your own gets those of MEAN.
+# The options of a loss are settings of `actor`, or of `critic` for "value". A custom loss function gets those of MEAN.
 MEAN = ("loss_agg_mode", "loss_scale_factor")
 OF_POLICY = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "dro_beta",
              "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "entropy_coeff",
