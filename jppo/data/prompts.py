@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich import console, progress
 
-from jppo.data.rows import Row, checked_messages, checked_text, read_sources, text_column
+from jppo.data.rows import Row, checked_messages, checked_text, is_finite, read_sources, text_column
 from jppo.data.stream import Curriculum, MixPart, Order, mix_parts, parse_mix
 from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos, make_renderer
 from jppo.settings import UserError
@@ -216,7 +216,7 @@ def _tokenise(
 
 
 def ground_truth(row: Row, *, needed: bool = True) -> str:
-    """Returns the row's answer, in either schema; an object or a list becomes JSON text, a missing one ''."""
+    """Returns the row's answer, in either schema; a number, object or list becomes JSON text, a missing one ''."""
     nested = row.columns.get("reward_model")
     if nested is not None and not isinstance(nested, dict):
         raise UserError(f"{row.place}: reward_model is of type {type(nested).__name__}; it must be an object")
@@ -232,7 +232,7 @@ def ground_truth(row: Row, *, needed: bool = True) -> str:
     if outer is not None and inner is not None and outer != inner:
         raise UserError(f"{row.place}: ground_truth={outer!r} and reward_model.ground_truth={inner!r}; keep one")
     value = inner if outer is None else outer
-    if isinstance(value, dict | list) and value:
+    if (isinstance(value, dict | list) and value) or isinstance(value, bool) or is_finite(value):
         value = json.dumps(value, ensure_ascii=False)
     return checked_text(row, "ground_truth", value, blank=not needed)
 

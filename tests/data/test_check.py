@@ -89,7 +89,7 @@ def test_bars_count_every_value():
     [
         ([row("1"), row(7)], [], "line 2: prompt is 7"),
         ([row("1"), row(CHAT)], [], "line 2: the prompt is in the form of chat messages"),
-        ([row("1", 3)], [], "line 1: ground_truth is 3"),
+        ([row("1", [])], [], "line 1: ground_truth is []"),
         ([row("1")], ["--max-prompt-length", "3"], "give --tokenizer"),
         ([row("1")], ["--tokenizer", "/none"], "no directory /none"),
         ([row("1")], ["--val", "none.jsonl"], "--val: no file none.jsonl"),

@@ -49,6 +49,13 @@ def test_the_plain_schema(tmp_path, characters, name):
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
+@pytest.mark.parametrize(("truth", "text"), [(3, "3"), (-2.5, "-2.5"), (True, "true"), ([1, 2], "[1, 2]")])
+def test_a_ground_truth_that_is_no_text_becomes_json(tmp_path, characters, name, truth, text):
+    [prompt] = read(write(tmp_path, GOOD | {"ground_truth": truth}, name=name), characters).prompts
+    assert prompt.ground_truth == text
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet"])
 def test_verls_schema(tmp_path, characters, name):
     characters.chat_template = TEMPLATE
     row = {
@@ -119,7 +126,7 @@ def test_answer_and_source_may_be_left_out_where_the_reward_reads_neither(tmp_pa
         (GOOD | {"prompt": [{"role": "user", "content": [1]}]}, "must be text"),
         (without("ground_truth"), "has no answer"),
         (GOOD | {"ground_truth": ""}, "ground_truth is empty"),
-        (GOOD | {"ground_truth": 3}, "ground_truth is 3, of type int"),
+        (GOOD | {"ground_truth": []}, "ground_truth is [], of type list"),
         (GOOD | {"reward_model": {"ground_truth": "4"}}, "keep one"),
         (GOOD | {"reward_model": "rule"}, "must be an object"),
         (without("data_source"), "has no 'data_source'"),
