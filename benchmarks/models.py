@@ -244,7 +244,7 @@ def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
         key = jax.random.key(s.c.trainer.seed)
         trained = Trained(what, *state.adapt(what, s.trained.learned, how, key=key))
         flops = lora_update_flops(s.cfg, how, s.responses, prompt=s.prompt)
-    carry = update.abstract_carry(trained.what.shapes, trained.what.shardings)
+    carry = update.abstract_carry(trained.layout.shapes, trained.layout.shardings)
     gradients = size(carry)
     programs = [
         account("gradient", accumulate, trained.learned, trained.base, carry, micro, minis[0].counts, None)

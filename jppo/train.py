@@ -28,7 +28,7 @@ from jppo.report import report_line
 from jppo.run import loop, resume
 from jppo.run.agreement import Mismatch, require_published
 from jppo.run.loop import Diverged, Progress
-from jppo.run.resume import kept
+from jppo.run.resume import place_of
 from jppo.run.sample_log import (
     conversation_metrics,
     mask_metrics,
@@ -43,13 +43,16 @@ from jppo.run.validation import validate
 from jppo.runlog.logger import print_summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.trajectories import unanswered
-from jppo.samples.make import fresh
+from jppo.samples.make import mark_stale
 from jppo.settings import Settings
 from jppo.types import Batch, Reward, TrainState, Trajectory
 
 
 def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, float]]:
-    """Runs one PPO step except the publish; returns the next state, the next data cursor and the metrics."""
+    """Runs one PPO step; returns the next state, the next data cursor and the metrics.
+
+    The publish ends in `finish` of `method`; it begins here, while the critic learns, if it may.
+    """
     c, learner, timer = run.c, run.learner, run.timer
     passes, recipe, policy, version = learner.passes, learner.recipe, learner.policy(now), int(now.step)
     with timer("gen"):
@@ -58,9 +61,9 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         run.sampler.sleep()
     trajectories = drawn.trajectories
     with timer("reward"):
-        graded, baseline = drawn.grade()  # waits for the grading, which began with the first response
+        graded, baseline = drawn.wait_for_rewards()  # waits for the grading, which began with the first response
     rewards, group, greedy = batch.compare_samples(graded, baseline, n=c.rollout.n, compared=recipe.compares)
-    rewards, metrics = fresh(c, drawn, version, rewards)
+    rewards, metrics = mark_stale(c, drawn, version, rewards)
     asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
     run.logger.samples(f"step_{version + 1}", sample_rows(asked, trajectories, rewards))
     require_graded(rewards)
@@ -176,7 +179,7 @@ def method(run: Run) -> loop.Method:
     def step(now: Progress) -> Progress:
         state, cursor, metrics = ppo_step(run, now.state)
         run.supply.forget(now.step)
-        return Progress(state, kept(cursor, run.reward_sum), metrics)
+        return Progress(state, place_of(cursor, run.reward_sum), metrics)
 
     def finish(now: Progress) -> None:
         if c.rollout.on_update == "wait":

@@ -7,10 +7,10 @@ Letters used in every shape comment of the project:
     B = N * G trajectories        L layers; in [B, L]   F width of the MLP  A width of one head
                                     tokens of a response
 
-The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading
-`inputs[:, :t + 1]`. It is that token's log-probability, mask or reward, or the value of the state before it. The
-shift by one is made once, in `learner/packing.py`; no later line slices by one. Column k of every [B, L] array is
-about emitting the k-th token of the response, which begins with the first sampled token.
+The alignment rule: entry t of every [R, T] array is about emitting `targets[:, t]` after reading `inputs[:, :t + 1]`.
+It is that token's log-probability, mask or reward, or the value of the state before it. `learner/packing.py` makes
+this shift by one for rows, and `learner/batch.py` reads and fills them by it; passes and losses never shift. Column k
+of every [B, L] array is about emitting the k-th token of the response, which begins with the first sampled token.
 """
 
 import dataclasses

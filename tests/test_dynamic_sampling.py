@@ -52,7 +52,7 @@ class GenBatches:
             after=Cursor(cursor.epoch, cursor.index + len(rewards)),
             waited_s=1.0,
             sampling_s=2.0,
-            grade=lambda: ([r for group in rewards for r in group], best),
+            wait_for_rewards=lambda: ([r for group in rewards for r in group], best),
         )
 
     def learned(self, drawn, rewards):
@@ -91,7 +91,7 @@ def test_a_step_samples_until_it_has_its_prompts_and_drops_the_surplus():
     drawn = it.take(0)
     assert [p.uid for p in drawn.prompts] == ["0.1", "2.0"]
     assert [t.uid for t in drawn.trajectories] == ["0.1/0", "0.1/1", "2.0/0", "2.0/1"]
-    assert drawn.grade() == ([*OTHER, *OTHER], None)
+    assert drawn.wait_for_rewards() == ([*OTHER, *OTHER], None)
     assert asked.asked == [(0, 0), (1, 2), (2, 4)] and drawn.after == Cursor(0, 6)
     assert (drawn.waited_s, drawn.sampling_s) == (3.0, 6.0)
     assert drawn.metrics == {
@@ -110,7 +110,7 @@ def test_a_step_samples_until_it_has_its_prompts_and_drops_the_surplus():
 
 def test_a_kept_group_keeps_its_greedy_response():
     it, _ = supply([[SAME, OTHER], [OTHER, SAME]], baseline=True)
-    assert it.take(0).grade()[1] == [reward(1.0), reward(10.0)]
+    assert it.take(0).wait_for_rewards()[1] == [reward(1.0), reward(10.0)]
 
 
 def test_at_the_bound_a_step_has_fewer_prompts():
@@ -129,7 +129,7 @@ def test_a_step_without_any_group_ends_the_run():
 def test_broken_graders_end_the_search():
     it, asked = supply([[[FAILED, FAILED]] * 2, [OTHER, OTHER]])
     with pytest.raises(train.Diverged, match="every grader of the step failed"):
-        train.require_graded(it.take(0).grade()[0])
+        train.require_graded(it.take(0).wait_for_rewards()[0])
     assert len(asked.asked) == 1
     it, _ = supply([[SAME, OTHER], [[FAILED, FAILED]] * 2, [OTHER, OTHER]])
     drawn = it.take(0)

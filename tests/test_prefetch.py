@@ -15,7 +15,7 @@ from jppo.data.stream import Cursor, MixPart, next_batch
 from jppo.rewards.parts import Grading
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.runlog import trajectories
-from jppo.samples.make import fresh
+from jppo.samples.make import mark_stale
 from jppo.samples.queue import How, SampleQueue, ages
 from jppo.settings import UserError
 from jppo.types import OVERFLOW, Exchange, Prompt, Reward, Trajectory
@@ -121,7 +121,7 @@ def test_each_step_gets_its_own_prompts_from_weights_that_are_old_enough(stalene
         assert [t.uid for t in drawn.trajectories] == list(np.repeat(uids, 2))
         assert {t.tokens[1] for t in drawn.trajectories} == {step}, "each step has seeds of its own"
         assert set(ages(drawn.trajectories, step)) == {min(step, staleness)}
-        rewards, best = drawn.grade()
+        rewards, best = drawn.wait_for_rewards()
         assert [r.answer for r in rewards] == [t.text for t in drawn.trajectories] and best is None
         assert drawn.waited_s < 0.5, "all answers came at once"
         it.forget(step)
@@ -152,7 +152,7 @@ def test_the_next_step_is_sampled_while_this_one_is_learned_from():
 
 def test_a_greedy_response_to_each_prompt_comes_along():
     drawn = supply(Slow(), greedy=True).take(0)
-    rewards, best = drawn.grade()
+    rewards, best = drawn.wait_for_rewards()
     assert len(rewards) == 4 and [r.answer for r in best] == [f"{p.uid}/{i}" for i, p in enumerate(drawn.prompts)]
 
 
@@ -201,7 +201,7 @@ def test_a_step_takes_the_groups_that_are_there_and_waits_for_those_that_would_b
     sampler.answer(2, [0, 1])
     wait(thread, 3)
     assert [p.uid for p in out[1].prompts] == [second[0], third[0]]
-    assert out[1].grade()[0][0].answer == f"{second[0]}/0"
+    assert out[1].wait_for_rewards()[0][0].answer == f"{second[0]}/0"
     it.forget(1)
     thread = take(2)
     while len(sampler.calls) < 4:
@@ -245,7 +245,7 @@ def test_a_queue_is_kept_and_only_what_is_missing_is_asked_for_again(forgotten):
         drawn = resumed.take(step)
         assert [p.uid for p in drawn.prompts] == order(3)[step][0]
         assert {t.tokens[1] for t in drawn.trajectories} == {step}
-        assert all(r.earned == ((0, 0.1), (1, r.score)) for r in drawn.grade()[0])
+        assert all(r.earned == ((0, 0.1), (1, r.score)) for r in drawn.wait_for_rewards()[0])
         if step == 1 and forgotten:
             assert drawn.trajectories[1].version.tolist() == [-1, 0, 0]  # kept
             assert drawn.trajectories[0].version.tolist() == [-1, 1, 1]
@@ -324,15 +324,17 @@ def test_samples_that_are_too_old_are_dropped_or_corrected(small_run):
     old = [sample(PROMPTS[0], 0, version, 0) for version in (1, 2, 3)]
     small_run.rollout.mode, small_run.rollout.max_staleness = "async", 1
     graded = [Reward(1.0, {}, None), Reward(1.0, {}, None), Reward(1.0, {}, None, unusable="not graded")]
-    found, metrics = fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)
+    found, metrics = mark_stale(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)
     assert [r.unusable is None for r in found] == [False, True, False] and metrics["rollout/stale_dropped"] == 1
     assert "2 updates old" in found[0].unusable and found[2].unusable == "not graded"
     assert (metrics["rollout/staleness_mean"], metrics["rollout/hidden"]) == (1.0, 0.75)
     assert metrics["rollout/mixed_versions"] == 0.0
     old[1].version[old[1].sampled] = [2, 3]
-    assert fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)[1]["rollout/mixed_versions"] == pytest.approx(1 / 3)
+    assert mark_stale(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)[1]["rollout/mixed_versions"] == pytest.approx(
+        1 / 3
+    )
     small_run.algorithm.old_logprob = "correction"
-    assert fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)[0] == graded
+    assert mark_stale(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)[0] == graded
     small_run.rollout.mode = "sync"
     with pytest.raises(RolloutError, match="p0 was sampled by the weights 1, not by version 3"):
-        fresh(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)
+        mark_stale(typed(small_run), drawn(old, 4.0, 1.0), 3, graded)

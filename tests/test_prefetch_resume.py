@@ -147,7 +147,7 @@ def test_a_curriculum_with_prefetched_samples_resumes_to_the_bit(staleness, in_s
     def step(it, number, finish=True):
         drawn = it.take(number)
         if finish:
-            place = it.learned(drawn, drawn.grade()[0])
+            place = it.learned(drawn, drawn.wait_for_rewards()[0])
             it.forget(number)
             return [p.uid for p in drawn.prompts], json.loads(json.dumps(dataclasses.asdict(place)))
         return None
@@ -180,7 +180,7 @@ def test_a_mismatch_drops_the_responses_and_keeps_the_prompts(staleness):
         for number in numbers:
             it._sampler.version = number
             drawn = it.take(number)
-            place = it.learned(drawn, drawn.grade()[0])
+            place = it.learned(drawn, drawn.wait_for_rewards()[0])
             it.forget(number)
             out.append(([p.uid for p in drawn.prompts], place))
         return out
@@ -200,7 +200,7 @@ def test_an_error_after_the_rewards_leaves_the_curriculum_as_it_was():
     it = supply.SampleQueue(HOW, dataclasses.replace(TRAIN, order_of=order_of), Slow(), RewardSum(), Cursor())
     drawn = it.take(0)
     before = saved(it)["cursor"]
-    after = it.learned(drawn, drawn.grade()[0])
+    after = it.learned(drawn, drawn.wait_for_rewards()[0])
     assert saved(it)["cursor"] == before and after.curriculum != before["curriculum"], "the step is repeated"
     it.forget(0)
     assert saved(it)["cursor"]["curriculum"] == after.curriculum
@@ -317,7 +317,7 @@ def test_a_signal_between_any_two_statements_loses_nothing(begun, partial):
         for step in range(begun, 6):
             again.version = step
             drawn = resumed.take(step)
-            assert len(drawn.trajectories) == 4 and len(drawn.grade()[1]) == 2, f"line {lines}, step {step}"
+            assert len(drawn.trajectories) == 4 and len(drawn.wait_for_rewards()[1]) == 2, f"line {lines}, step {step}"
             seen += [p.uid for p in drawn.prompts]
             resumed.forget(step)
         assert sorted(seen) == sorted(uid for uids, _ in order(6) for uid in uids), f"line {lines}"
@@ -401,14 +401,14 @@ def test_what_was_graded_is_not_graded_again_by_the_same_graders(graders, count)
     """Judges may answer otherwise and cost; a normalizer would count a score twice."""
     sampler, reward_sum = Slow(), RewardSum()
     it = make(sampler, reward_sum=reward_sum)
-    it.take(0).grade()
+    it.take(0).wait_for_rewards()
     it.forget(0)
     state = saved(it)
     resumed = RewardSum()
     resumed.count = 100
     it = make(Slow(), reward_sum=resumed, graders=graders)
     it.load(state, 1)
-    rewards, _ = it.take(1).grade()
+    rewards, _ = it.take(1).wait_for_rewards()
     assert resumed.count == count, "of steps 0 and 1 before, of step 2 since then"
     assert [r.answer for r in rewards] == [f"{uid}/{2 * i + j}" for i, uid in enumerate(order(2)[1][0]) for j in (0, 1)]
 
@@ -445,7 +445,7 @@ def test_a_real_reward_model_scores_no_kept_sample_again(tmp_path, quick_compila
         rewards = []
         for step in numbers:
             sampler.version = step
-            rewards += [reward.score for reward in it.take(step).grade()[0]]
+            rewards += [reward.score for reward in it.take(step).wait_for_rewards()[0]]
             it.forget(step)
         return rewards
 

@@ -182,7 +182,7 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
     """
     other = shutil.copytree(small_run.model.path, tmp_path / "other")
     write_weights(other)
-    step, fresh, states = train.ppo_step, prefetch.fresh, []
+    step, mark_stale, states = train.ppo_step, prefetch.mark_stale, []
 
     def stepped(run, now):
         before = jax.device_get(dataclasses.replace(now, key=None))
@@ -191,12 +191,12 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
         return out
 
     def rejected(c, drawn, version, rewards):
-        rewards, found = fresh(typed(c), drawn, version, rewards)
+        rewards, found = mark_stale(typed(c), drawn, version, rewards)
         why = "said so" if version == 1 else None
         return [dataclasses.replace(reward, unusable=why) for reward in rewards], found
 
     monkeypatch.setattr(train, "ppo_step", stepped)
-    monkeypatch.setattr(train, "fresh", rejected)
+    monkeypatch.setattr(train, "mark_stale", rejected)
     kl = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive"}
     kl |= {"ref.path": str(other), "algorithm.kl_penalty": "full"}
     metrics = learn(kl | {"trainer.total_training_steps": 3, "actor.lr": 1e-2, "actor.weight_decay": 0.1})

@@ -103,7 +103,7 @@ def logprob_of_texts(c: FineTuning | PreferenceTuning, cfg: ModelConfig, mesh: A
 class Trained:
     """A loaded model: its trained and its frozen weights."""
 
-    what: state.Weights  # shapes and shardings of the trained weights
+    layout: state.ModelLayout  # shapes and shardings of the trained weights
     learned: Params
     base: Base | None  # None: all is trained
 
@@ -124,17 +124,17 @@ def load_trained(
 
     `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
     """
-    what = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
+    layout = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
     if trunk is None:
-        values = state.load_sharded(what, path, init=init or c.model.init, key=key)
+        values = state.load_sharded(layout, path, init=init or c.model.init, key=key)
     else:
-        values = state.on_trunk(what, trunk, key=key)
+        values = state.on_trunk(layout, trunk, key=key)
     if adapters is None:
-        return Trained(what, values, None)
-    what = state.adapters(cfg, mesh, adapters, head=head)
+        return Trained(layout, values, None)
+    layout = state.adapters(cfg, mesh, adapters, head=head)
     start = c.model.lora_adapter_path if isinstance(c.model, Model) and head == "lm" else ""
-    learned, base = state.adapt(what, values, adapters, key=key, path=start)
-    return Trained(what, learned, base)
+    learned, base = state.adapt(layout, values, adapters, key=key, path=start)
+    return Trained(layout, learned, base)
 
 
 def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
@@ -224,8 +224,8 @@ def begin_again(c: Settings, inputs: ModelConfigs, learner: Learner, seed: int) 
         head, cfg, adapters = trained_kind(inputs, learner, field)
         key = jax.random.fold_in(jax.random.key(seed), number)
         if head == "lm" and how.base is not None and adapters is not None:
-            what = state.adapters(cfg, mesh, adapters, head=head)
-            learned, _ = state.adapt(what, how.base.params, adapters, key=key, path=c.model.lora_adapter_path)
+            layout = state.adapters(cfg, mesh, adapters, head=head)
+            learned, _ = state.adapt(layout, how.base.params, adapters, key=key, path=c.model.lora_adapter_path)
         else:
             path = c.model.path if head == "lm" else path_of_critic(c)
             trunk = how.base.params if how.base is not None and path == c.model.path else None
@@ -244,10 +244,10 @@ def begin_optimizer(c: Settings, inputs: ModelConfigs, learner: Learner, field: 
     head, cfg, adapters = trained_kind(inputs, learner, field)
     section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
     if adapters is None:
-        what = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
+        layout = state.model_weights(cfg, learner.mesh, head=head, param_dtype=c.model.param_dtype)
     else:
-        what = state.adapters(cfg, learner.mesh, adapters, head=head)
-    opt, _ = state.init_optimizer(optimizer_of(section, name, what), what, learned)
+        layout = state.adapters(cfg, learner.mesh, adapters, head=head)
+    opt, _ = state.init_optimizer(optimizer_of(section, name, layout), layout, learned)
     return placing.to_host(opt) if section.optimizer_offload else opt
 
 
@@ -345,18 +345,18 @@ def make_descent(
     section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int
 ) -> tuple[ppo.ModelUpdate, Any]:
     """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
-    tx = optimizer_of(section, name, trained.what)
-    opt, places = state.init_optimizer(tx, trained.what, trained.learned)
-    apply = make_scheduled_apply(section, tx, trained.what, places, total_steps)
-    given = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.what.shardings, places))
-    zeros = update.make_zeros(trained.what.shapes, trained.what.shardings)
-    spare = trained.what.spare, state.spare_of_optimizer(tx, trained.what)
+    tx = optimizer_of(section, name, trained.layout)
+    opt, places = state.init_optimizer(tx, trained.layout, trained.learned)
+    apply = make_scheduled_apply(section, tx, trained.layout, places, total_steps)
+    given = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.layout.shardings, places))
+    zeros = update.make_zeros(trained.layout.shapes, trained.layout.shardings)
+    spare = trained.layout.spare, state.spare_of_optimizer(tx, trained.layout)
     opt = placing.to_host(opt) if section.optimizer_offload else opt
-    exchange = update.make_exchange(trained.what.shardings)
+    exchange = update.make_exchange(trained.layout.shardings)
     made = ppo.ModelUpdate(accumulate, apply, zeros, exchange, name, base=trained.base, spare=spare, apply_given=given)
     return made, opt
 
 
-def make_scheduled_apply(section: Optimizer, tx: Any, what: state.Weights, places: Any, total_steps: int) -> Any:
+def make_scheduled_apply(section: Optimizer, tx: Any, layout: state.ModelLayout, places: Any, total_steps: int) -> Any:
     """Compiles the optimizer step with its schedule; `places` are the shardings of its state."""
-    return update.make_apply(tx, rate_schedule(section, total_steps), shardings=(what.shardings, places))
+    return update.make_apply(tx, rate_schedule(section, total_steps), shardings=(layout.shardings, places))

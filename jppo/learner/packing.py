@@ -1,4 +1,4 @@
-"""Packing of trajectories into rows: the only shift by one, and all shapes that the devices see.
+"""Packing of trajectories into rows: their shift by one, and all shapes that the devices see.
 
 A mini-batch of trajectories is packed into rows of a few lengths, and the rows are cut into micro-batches of a few
 row counts. `Plan.shapes` lists every possible [R, T], so that all are compiled before they are needed.

@@ -116,16 +116,16 @@ def make_recipe(c: Settings) -> ppo.Recipe:
     )
 
 
-def optimizer_of(section: Optimizer, name: str, what: state.Weights) -> Any:
+def optimizer_of(section: Optimizer, name: str, layout: state.ModelLayout) -> Any:
     """Makes the optimizer of a section of the config; `name` as in `make_descent`."""
-    chain = make_chain(section, name if name in ("actor", "critic") else "optim", what.matrices)
-    narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(what.shapes))
+    chain = make_chain(section, name if name in ("actor", "critic") else "optim", layout.matrices)
+    narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(layout.shapes))
     return optim.make_optimizer(
         chain,
         grad_clip=section.grad_clip,
         moments_dtype=section.moments_dtype,
         master=section.master_dtype == "float32" and narrow,
-        still=what.still,
+        still=layout.still,
     )
 
 

@@ -24,7 +24,7 @@ from jppo.types import Array, Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class ModelLayout:
     """The parameters of one model as shapes and shardings, before any is loaded."""
 
     cfg: ModelConfig
@@ -38,13 +38,13 @@ class Weights:
 
 def model_weights(
     cfg: ModelConfig, mesh: Mesh, *, head: Head, param_dtype: Any, adapters: Lora | None = None
-) -> Weights:
+) -> ModelLayout:
     """Returns shapes and shardings of a model with this head, from the table of parameters; of the base of adapters."""
     entries = params.table(cfg, head=head)
     return _weights(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
 
 
-def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> Weights:
+def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> ModelLayout:
     """Returns shapes and shardings of the adapters of such a model, and of a critic's score; in f32."""
     return _weights(cfg, mesh, lora.adapter_table(cfg, how, head=head), head=head, dtype=jnp.float32)
 
@@ -57,84 +57,84 @@ def _weights(
     head: Head,
     dtype: Any,
     method: str = "none",
-) -> Weights:
+) -> ModelLayout:
     shapes = params.tree(entries, lambda entry: kernels.stored_form(entry, dtype, method))
     places = sharding.param_shardings(mesh, params.tree(entries, lambda entry: entry.axes), shapes)
     matrices = params.tree(entries, lambda entry: entry.matrix and MuonDimensionNumbers(*entry.matrix))
     spare, still = (params.tree(entries, operator.attrgetter(name)) for name in ("padding", "still"))
-    return Weights(cfg, head, shapes, places, spare, still, matrices)
+    return ModelLayout(cfg, head, shapes, places, spare, still, matrices)
 
 
-def abstract(what: Weights) -> Params:
+def abstract(layout: ModelLayout) -> Params:
     """Returns the parameters as abstract arrays; nothing is allocated."""
-    return _placed(what.shapes, what.shardings)
+    return _placed(layout.shapes, layout.shardings)
 
 
-def abstract_optimizer(tx: optax.GradientTransformation, what: Weights) -> tuple[Any, Any]:
+def abstract_optimizer(tx: optax.GradientTransformation, layout: ModelLayout) -> tuple[Any, Any]:
     """Returns the optimizer's state as abstract arrays, and its shardings."""
-    places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
-    return _placed(jax.eval_shape(lambda p: tx.init(in_f32(p)), what.shapes), places), places
+    places = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
+    return _placed(jax.eval_shape(lambda p: tx.init(in_f32(p)), layout.shapes), places), places
 
 
 def _placed(shapes: Any, places: Any) -> Any:
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, places)
 
 
-def _dtype(what: Weights) -> Any:
+def _dtype(layout: ModelLayout) -> Any:
     """Returns the dtype of a model's parameters; codes of quantised ones have another."""
-    return what.shapes["embed"]["embedding"].dtype
+    return layout.shapes["embed"]["embedding"].dtype
 
 
-def load_sharded(what: Weights, path: str, *, init: str, key: jax.Array) -> Params:
+def load_sharded(layout: ModelLayout, path: str, *, init: str, key: jax.Array) -> Params:
     """Loads the parameters in their shards from the checkpoint at `path`, or random ones if init is 'random'."""
-    dtype = _dtype(what)
+    dtype = _dtype(layout)
     if init == "random":
-        draw = functools.partial(init_params, what.cfg, head=what.head, param_dtype=dtype)
-        return jax.jit(lambda key: kernels.stored_like(what.shapes, draw(key)), out_shardings=what.shardings)(key)
-    return hf.load_params(path, what.cfg, head=what.head, param_dtype=dtype, shardings=what.shardings, key=key)
+        draw = functools.partial(init_params, layout.cfg, head=layout.head, param_dtype=dtype)
+        return jax.jit(lambda key: kernels.stored_like(layout.shapes, draw(key)), out_shardings=layout.shardings)(key)
+    return hf.load_params(path, layout.cfg, head=layout.head, param_dtype=dtype, shardings=layout.shardings, key=key)
 
 
-def on_trunk(what: Weights, trunk: Params, *, key: jax.Array) -> Params:
+def on_trunk(layout: ModelLayout, trunk: Params, *, key: jax.Array) -> Params:
     """Makes a critic on a policy's own trunk: the same arrays, and a new score."""
-    dtype = _dtype(what)
-    score = init_head(what.cfg, key, head="value", param_dtype=dtype)["score"]
-    rest = {name: part for name, part in trunk.items() if name in what.shapes}
-    return rest | {"score": placing.put(score, what.shardings["score"])}
+    dtype = _dtype(layout)
+    score = init_head(layout.cfg, key, head="value", param_dtype=dtype)["score"]
+    rest = {name: part for name, part in trunk.items() if name in layout.shapes}
+    return rest | {"score": placing.put(score, layout.shardings["score"])}
 
 
-def adapt(what: Weights, values: Params, how: Lora, *, key: jax.Array, path: str = "") -> tuple[Params, Base]:
-    """Splits a model into learned and frozen weights: adapters `what` with a critic's score, and the base.
+def adapt(layout: ModelLayout, values: Params, how: Lora, *, key: jax.Array, path: str = "") -> tuple[Params, Base]:
+    """Splits a model into learned and frozen weights: adapters `layout` with a critic's score, and the base.
 
     The adapters are fresh, or a policy's at `path`.
     """
 
     def learned(values: Params) -> Params:
-        fresh = lora.init(what.cfg, how, key)
-        if what.head == "value":
+        fresh = lora.init(layout.cfg, how, key)
+        if layout.head == "value":
             fresh["score"] = jax.tree.map(lambda x: x.astype(jnp.float32), values["score"])
         return fresh
 
-    scores = {"score": values["score"]} if what.head == "value" else {}
+    scores = {"score": values["score"]} if layout.head == "value" else {}
     base = {name: part for name, part in values.items() if name not in scores}
     if path:
-        return hf.load_adapters(path, what.cfg, how, shardings=what.shardings), Base(base, how.scale, how.dropout)
-    return jax.jit(learned, out_shardings=what.shardings)(scores), Base(base, how.scale, how.dropout)
+        return hf.load_adapters(path, layout.cfg, how, shardings=layout.shardings), Base(base, how.scale, how.dropout)
+    return jax.jit(learned, out_shardings=layout.shardings)(scores), Base(base, how.scale, how.dropout)
 
 
-def init_optimizer(tx: optax.GradientTransformation, what: Weights, values: Params) -> tuple[Any, Any]:
+def init_optimizer(tx: optax.GradientTransformation, layout: ModelLayout, values: Params) -> tuple[Any, Any]:
     """Initialises the optimizer's state in its shards; returns also its shardings."""
-    places = sharding.optimizer_shardings(tx, what.shapes, what.shardings)
+    places = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
     return jax.jit(lambda p: tx.init(in_f32(p)), out_shardings=places)(placing.to_device(values)), places
 
 
-def spare_of_optimizer(tx: optax.GradientTransformation, what: Weights) -> Any:
-    """Returns `what.spare` for the optimizer's state."""
+def spare_of_optimizer(tx: optax.GradientTransformation, layout: ModelLayout) -> Any:
+    """Returns `layout.spare` for the optimizer's state."""
 
     def spare(leaf: Any, shape: Any, rows: int) -> int:
         axes = sharding.axes_of(leaf.shape, shape.shape)
         return rows if axes and all(0 in one for one in axes) else 0
 
-    return map_state(spare, jax.eval_shape(tx.init, what.shapes), what.shapes, what.spare, other=lambda _: 0)
+    return map_state(spare, jax.eval_shape(tx.init, layout.shapes), layout.shapes, layout.spare, other=lambda _: 0)
 
 
 def portable(now: TrainState, spare: Spare) -> TrainState:

@@ -1,6 +1,6 @@
 """The table of parameters: path, HF's name, shape, logical axes, layout and ties of each.
 
-Loading, saving, sharding and the export to the rollout engine all read it; no other module knows a weight's name.
+Loading, saving, sharding and the export to the rollout engine all read it; no other module has a list of names.
 Parameters of the layers are stored stacked: their first axis is the layer.
 """
 

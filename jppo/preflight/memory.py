@@ -92,18 +92,18 @@ def update_moments(
     `brought` bytes are copied from the host for the whole update; the optimizer comes for its step. `useful` are the
     model's FLOP for each micro-batch. `load` is the abstract load of experts, if the loss needs it.
     """
-    tx = optimizer_of(section, name, trained.what)
-    opt, places = state.abstract_optimizer(tx, trained.what)
+    tx = optimizer_of(section, name, trained.layout)
+    opt, places = state.abstract_optimizer(tx, trained.layout)
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    carry = update.abstract_carry(trained.what.shapes, trained.what.shardings)
+    carry = update.abstract_carry(trained.layout.shapes, trained.layout.shardings)
     gradients, learned, moments = size(carry), trained.learned, []
     for one, flop in itertools.zip_longest(micros, useful, fillvalue=0):
         given = learned, trained.base, carry, one, Counts(tokens=number, sequences=number, load=load), *further
         how = dict(brought=brought, useful=flop, entries=math.prod(jax.tree.leaves(one)[0].shape))
         moments.append(account(f"{name} gradient", gradients, accumulate, *given, masked=masked, **how))
-    if (exchange := update.make_exchange(trained.what.shardings)) is not None:
+    if (exchange := update.make_exchange(trained.layout.shardings)) is not None:
         moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
-    apply = make_scheduled_apply(section, tx, trained.what, places, 1)
+    apply = make_scheduled_apply(section, tx, trained.layout, places, 1)
     numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)  # step, learns
     here = brought + (size(opt) if section.optimizer_offload else 0)
     moments.append(account(f"{name} step", gradients, apply, learned, opt, carry, *numbers, brought=here))
@@ -186,7 +186,7 @@ def stored_models(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any) ->
 def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
     trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-    opt, _ = state.abstract_optimizer(optimizer_of(optimizers(c)[optimizer], optimizer, trained.what), trained.what)
+    opt, _ = state.abstract_optimizer(optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout), trained.layout)
     return global_size((trained.learned, opt))
 
 

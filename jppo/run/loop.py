@@ -57,7 +57,7 @@ class Method:
     """What a command brings."""
 
     step: Callable[[Progress], Progress]  # takes a step; its metrics are `pending`
-    finish: Callable[[Progress], None]  # ends a step, as by publishing; raises if the step was skipped
+    finish: Callable[[Progress], None]  # ends a step: PPO publishes, the others raise if it was skipped
     test: Callable[[Progress], dict[str, float]]
     test_freq: int
     require_progress: Callable[[Progress], None]  # after a step is logged; raises Diverged
@@ -66,7 +66,7 @@ class Method:
 
 
 def learn(run: Opened, method: Method, now: Progress) -> Progress:
-    """Runs all remaining steps and logs each once; whatever ends the run, a complete state is saved."""
+    """Runs all remaining steps and logs each once; whatever ends the run, the last complete state is saved."""
     timer = run.timer
     try:
         run.watch.check()  # a signal since the start

@@ -110,7 +110,7 @@ def frozen_weights(learner: Learner) -> dict[str, Any]:
     return {name: tree for name, tree in found.items() if tree is not None}
 
 
-def kept(cursor: Cursor, reward_sum: RewardSum) -> dict[str, Any]:
+def place_of(cursor: Cursor, reward_sum: RewardSum) -> dict[str, Any]:
     """Returns the mutable state outside the train state, as JSON types."""
     return {"cursor": dataclasses.asdict(cursor), "reward": reward_sum.state()}
 

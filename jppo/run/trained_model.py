@@ -129,8 +129,8 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
         kind = settings["model.param_dtype"]
         weights = state.model_weights(cfg, mesh, head="lm", param_dtype=kind, adapters=how)
         read.update(settings=settings, source=source, cfg=cfg, how=how, weights=weights, kind=kind)
-        what = weights if how is None else state.adapters(cfg, mesh, how, head="lm")
-        return state.abstract(what)
+        layout = weights if how is None else state.adapters(cfg, mesh, how, head="lm")
+        return state.abstract(layout)
 
     found = restore_field(path, "policy", like)
     cfg, how, settings = read["cfg"], read["how"], read["settings"]
@@ -178,10 +178,10 @@ def _adapters(settings: Found) -> Lora | None:
     return None if rank == 0 else Lora(rank, settings["model.lora_alpha"], targets, base=base)
 
 
-def _base(what: state.Weights, source: str, settings: Found, meta: dict[str, Any]) -> Params:
+def _base(layout: state.ModelLayout, source: str, settings: Found, meta: dict[str, Any]) -> Params:
     """Loads the adapters' base and checks that it is the one of training."""
     key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
-    found = state.load_sharded(what, source, init=settings["model.init"], key=key)
+    found = state.load_sharded(layout, source, init=settings["model.init"], key=key)
     then = meta.get("frozen", {}).get("model.path")
     if then is not None and then != checksum_of_all(found):
         raise UserError(

@@ -155,7 +155,8 @@ def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
     | anything else, with a traceback      | 1                      | yes, on a single host                 |
     | none: the end took too long          | 1, by force            | no                                    |
 
-    `exit_on_user_error` prints a UserError. Only an update that was broken off leaves no complete state.
+    `exit_on_user_error` prints a UserError. An update that was broken off leaves no complete state, and one
+    with values that are not finite is not saved.
     """
     resumes = f"the same command resumes from the last of {run_dir}/checkpoints"
     try:

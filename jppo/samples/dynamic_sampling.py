@@ -123,7 +123,7 @@ class DynamicSampleQueue:
             after=after,
             waited_s=waited,
             sampling_s=sampling,
-            grade=lambda: (chosen, best or None),
+            wait_for_rewards=lambda: (chosen, best or None),
             metrics=metrics,
         )
 
@@ -159,7 +159,7 @@ class DynamicSampleQueue:
 
 def _groups(drawn: StepSamples, n: int) -> list[_Group]:
     """Waits for the rewards of a gen batch."""
-    rewards, best = drawn.grade()
+    rewards, best = drawn.wait_for_rewards()
     return [
         _Group(
             prompt,

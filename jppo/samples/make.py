@@ -114,7 +114,9 @@ def max_staleness(c: Settings) -> int:
     return c.rollout.max_staleness if c.rollout.mode == "async" else 0
 
 
-def fresh(c: Settings, drawn: StepSamples, step: int, rewards: list[Reward]) -> tuple[list[Reward], dict[str, float]]:
+def mark_stale(
+    c: Settings, drawn: StepSamples, step: int, rewards: list[Reward]
+) -> tuple[list[Reward], dict[str, float]]:
     """Marks the rewards of samples that are too stale as unusable and returns staleness metrics.
 
     With a log-prob correction, stale samples are kept: it weights them.

@@ -136,7 +136,7 @@ class StepSamples:
     after: Cursor  # the position in the data after the step
     waited_s: float
     sampling_s: float  # from the first request to the last answer
-    grade: Callable[[], tuple[list[Reward], list[Reward] | None]]  # waits for the rewards, and the baseline's
+    wait_for_rewards: Callable[[], tuple[list[Reward], list[Reward] | None]]  # and the baseline's
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of dynamic sampling
 
 
@@ -367,10 +367,10 @@ class SampleQueue:
             after=max((asked for asked, _ in groups), key=lambda asked: asked.step).after,
             waited_s=waited,
             sampling_s=max(draws.ended for draws in used) - min(draws.began for draws in used),
-            grade=lambda: self._grade(samples, best),
+            wait_for_rewards=lambda: self._wait_for_rewards(samples, best),
         )
 
-    def _grade(
+    def _wait_for_rewards(
         self, samples: Sequence[tuple[Draws, int]], best: Sequence[tuple[Draws, int]]
     ) -> tuple[list[Reward], list[Reward] | None]:
         found = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))

@@ -71,10 +71,13 @@ class ServerApi(Protocol):
         """Whether it is sampling for so many requests, or as many as it can; False if it does not say."""
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
-        """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep."""
+        """Stops sampling; `mode` is what happens to requests in flight: wait, abort or keep.
+
+        Caches of the old weights are dropped here, or by the load.
+        """
 
     def resume(self, endpoint: Endpoint) -> None:
-        """Ends a pause; caches of the old weights are dropped."""
+        """Ends a pause."""
 
     def sleep(self, endpoint: Endpoint, level: int) -> None:
         """Frees device memory, with no requests in flight. Level 1 keeps the weights elsewhere, 2 drops them."""
