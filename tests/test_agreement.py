@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import types
 
 import jax
 import numpy as np
@@ -276,3 +277,16 @@ def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, mo
     assert not jumps([3.0, 3.5]) and jumps([3.0, 4.5])
     config.rollout.max_kl_jump = 0.0
     assert not jumps([3.0, 40.5])
+
+
+def test_a_jump_names_the_server_that_is_furthest_off_and_its_versions():
+    sampled = [False, True, True]
+    trajectories = [
+        make.trajectory([1, 2, 3], sampled, server=f"http://h:{i}", version=version)
+        for i, version in ((0, 7), (1, 4), (1, 5))
+    ]
+    ours, theirs = np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)
+    theirs[1:3] = [[0.5, 1.5], [1.0, 3.0]]
+    theirs[3] = 100.0  # a row of padding
+    data = types.SimpleNamespace(mask=np.arange(4)[:, None] < [3, 3], old_logprob=ours, rollout_logprob=theirs)
+    assert agreement._worst(data, trajectories) == ("http://h:1", "4, 5", 1.5)

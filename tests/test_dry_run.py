@@ -149,6 +149,11 @@ def test_the_peak_is_at_the_worst_moment():
     assert ESTIMATE.worst.name == "actor gradient" and ESTIMATE.peak == 600 + 300 + 250
 
 
+def test_a_program_that_was_not_compiled_has_its_estimate():
+    gib = programs.Estimate({"policy": 4 * GIB}, (programs.ProgramMemory("actor gradient", 3 * GIB, GIB),))
+    assert programs.program_lines(gib, None)[-1].split() == ["actor", "gradient", "estimated", "8.0", "1.0"]
+
+
 @pytest.mark.parametrize("platform, count", [("cpu", 1), ("cpu", 2), ("gpu", 2)])
 def test_devices_of_a_processor_share_the_host(monkeypatch, platform, count):
     devices = [SimpleNamespace(platform=platform, process_index=0, device_kind="H") for _ in range(count)]

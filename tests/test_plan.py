@@ -100,7 +100,7 @@ SIX = Experts(6, 2, 8, 0, normalized=True, sparse=(True,), names=QWEN3, routing=
     "machine, experts, count",
     [
         *(("8xH100", None, 9), ("4x8xH100", None, 8), ("H100", None, 1), ("v5e-4", None, 7), ("8xH100", SIX, 10)),
-        *(("2xH100", None, 4), ("2xH100", SIX, 5)),
+        *(("2xH100", None, 4), ("2xH100", SIX, 5), ("2x8xH100", None, 8)),
     ],
 )
 def test_meshes_have_all_devices_and_stay_within_a_host(machine, experts, count):

@@ -86,6 +86,19 @@ def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
     assert served.adapters == [3] and served.loaded == []
 
 
+@pytest.mark.parametrize("how, sent", [("adapter", 1), ("merge", 0)])
+def test_the_base_goes_out_once_where_only_adapters_follow(small_run, policy, how, sent):
+    cfg, values = policy
+    small_run.rollout.lora_sync = how
+    learner, served = learner_of(cfg, None), Served()
+    learner.actor = types.SimpleNamespace(base=types.SimpleNamespace(params=values))
+    publish.publish_base(small_run, learner, served, 3)
+    assert len(served.loaded) == sent
+    learner.actor.base = None  # whole weights are trained
+    publish.publish_base(small_run, learner, served, 3)
+    assert len(served.loaded) == sent
+
+
 def test_merged_adapters_go_out_as_whole_weights(small_run, policy):
     cfg, values = policy
     small_run.model.lora_rank = 2

@@ -5,6 +5,7 @@ import threading
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from jppo.distributed import hosts as module
@@ -190,3 +191,18 @@ def test_who_is_ending_or_gone_is_heard(monkeypatch):
     waiting.join(10)
     first._over.set()
     assert left == [(1, 1, "host 0 failed: KeyError: 'x'")]
+
+
+def test_bytes_longer_than_a_message_arrive_whole_from_every_host(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 4)
+    each = [b"0123456789", b"abc", b""]
+    sent = []
+
+    def gathered(piece):  # what this host, the first, sends and what the others would
+        at = 4 * len(sent)
+        sent.append(bytes(piece[: max(0, len(each[0]) - at)]))
+        return np.stack([np.frombuffer(x[at : at + 4].ljust(4, b"\0"), np.uint8) for x in each])
+
+    monkeypatch.setattr(module.multihost_utils, "process_allgather", gathered)
+    assert module._exchange(each[0], [10, 3, 0]) == each
+    assert sent == [b"0123", b"4567", b"89"]

@@ -583,6 +583,7 @@ def test_the_converter_writes_a_classifier_to_the_folder_that_it_is_given(tmp_pa
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     about = json.loads((target / "config.json").read_text())
     assert about["architectures"] == ["LlamaForSequenceClassification"] and (target / "tokenizer.json").is_file()
+    assert len(about["id2label"]) == 1
 
 
 def test_pytorch_weights_are_converted_once_and_run_no_code(tmp_path):

@@ -84,6 +84,13 @@ def test_the_trainer_is_let_in_and_knows_its_server(guarded):
         Endpoint(url, timeout_s=10.0, why=str).get("/v1/models")
 
 
+def test_without_a_challenge_there_is_no_proof(guarded):
+    url, key = guarded
+    for headers, proofs in (({"Authorization": f"Bearer {key.token}"}, 0), (key.headers(), 1)):
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/health", headers=headers)) as reply:
+            assert len(reply.headers.get_all("X-Jppo-Proof", [])) == proofs
+
+
 class Impostor:
     """Listens where a server was; repeats the proof that it has seen, and keeps what it hears."""
 

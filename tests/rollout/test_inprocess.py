@@ -620,3 +620,37 @@ def test_rows_are_a_steps_samples_rounded_up_to_the_devices_that_share_them(smal
     r.n, r.max_num_seqs, r.kv_cache_memory_bytes = 1, 16, 2**30
     found = inprocess_settings(typed(small_run), sharding.mesh_of_shape((2, 2, 1)))
     assert (found.rows, found.row_multiple) == (rows, 4)
+
+
+@pytest.mark.parametrize("turns, longest", [(False, PROMPT), (True, PROMPT + RESPONSE - 1)])
+def test_a_prefill_is_of_a_prompt_or_in_conversations_of_all_but_the_last_token(small_run, turns, longest):
+    small_run.data.max_prompt_length, small_run.data.max_response_length = PROMPT, RESPONSE
+    if turns:
+        small_run.rollout.multi_turn.enable = True
+        small_run.rollout.multi_turn.environment = f"{__file__}:Environment"
+    made = inprocess_settings(typed(small_run), sharding.mesh_of_shape((1, 1, 1)))
+    assert made.max_prompt_length == longest
+
+
+def test_while_samples_wait_the_device_returns_when_an_eighth_of_its_rows_is_free(made):
+    cfg, mesh, values = model_of(NAME, (1, 1, 1))
+    sampler = engine_of(cfg, mesh, 16)
+    sampler.hold(values, version=7)
+    enough = []
+
+    async def ask_all():
+        batcher = sampler._batcher(sampler._programs.prepare(values))
+        advance = batcher._programs.advance
+
+        def counted(model, slots, choice, free, **more):
+            enough.append(int(free))
+            return advance(model, slots, choice, free, **more)
+
+        batcher._programs = dataclasses.replace(batcher._programs, advance=counted)
+        answering = asyncio.ensure_future(batcher.answer_all())
+        asked = [batcher.ask([1, 2], sampling=greedy(4), seed=i, near=0) for i in range(24)]
+        await asyncio.gather(*asked)
+        answering.cancel()
+
+    asyncio.run(ask_all())
+    assert enough[0] == 2 and enough[-1] == 16  # rows: some wait; none
