@@ -194,8 +194,11 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         name, equals, value = words[at].partition("=")
         name = names.get(name, name)
         if name in ("--config-name", "--config-path", "--config-dir"):
-            if not equals and at + 1 < len(words):
-                at, value = at + 1, words[at + 1]
+            if not equals:
+                at += 1
+                value = words[at] if at < len(words) else ""
+            if not value:
+                raise UserError(f"{name} is not followed by a name or a folder; give {name}=VALUE")
             options[name] = value.strip("'\"")
         elif name in ("--multirun", "-m"):
             raise UserError(f"{name} starts several trainings; give the arguments of one")
