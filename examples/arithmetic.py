@@ -149,14 +149,14 @@ def write_model(directory: pathlib.Path, characters: str = CHARACTERS, *, expert
 
 def write(
     out: pathlib.Path,
-    made: Mapping[str, Sequence[Mapping[str, Any]]],
+    sets: Mapping[str, Sequence[Mapping[str, Any]]],
     characters: str = CHARACTERS,
     *,
     experts: int = 0,
 ) -> None:
     """Writes the rows of each set and the starting model, and prints the paths."""
     make_directory(out)
-    for name, rows in made.items():
+    for name, rows in sets.items():
         write_jsonl(out / f"{name}.jsonl", rows)
         print(escaped(f"{out / f'{name}.jsonl'}: {len(rows)} rows"))
     write_model(out / "model", characters, experts=experts)
@@ -176,8 +176,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.experts == 1:
         raise UserError("--experts=1: each token has two experts; use 2 or more, or 0 for an MLP")
-    made = make(seed=args.seed, test=args.test, sloppy=args.sloppy, demonstrations=args.demonstrations)
-    write(args.out, made, experts=args.experts)
+    sets = make(seed=args.seed, test=args.test, sloppy=args.sloppy, demonstrations=args.demonstrations)
+    write(args.out, sets, experts=args.experts)
 
 
 def _row(a: int, b: int) -> dict[str, str]:

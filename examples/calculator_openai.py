@@ -26,14 +26,14 @@ async def multiply(task: dict[str, Any]) -> dict[str, float]:
             reply = await client.chat.completions.create(
                 model="policy", messages=messages, tools=[{"type": "function", "function": FUNCTION}]
             )
-            said = reply.choices[0].message
-            messages.append(said)
-            if not said.tool_calls:
+            message = reply.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
                 break
-            for call in said.tool_calls:
+            for call in message.tool_calls:
                 result = calculate(call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    return {"reward": float((said.content or "").strip() == task["ground_truth"])}
+    return {"reward": float((message.content or "").strip() == task["ground_truth"])}
 
 
 def calculate(arguments: str) -> str:

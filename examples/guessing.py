@@ -27,10 +27,10 @@ class Guessing:
     async def step(self, text: str) -> tuple[str, float, bool]:
         """Returns the answer to a guess, its reward, and whether the game is over."""
         self.guesses += 1
-        found = re.findall(r"\d+", text)
-        if found and int(found[-1][:20]) == self.number:
+        numbers = re.findall(r"\d+", text)
+        if numbers and int(numbers[-1][:20]) == self.number:
             return "That is it.", 1.0 - (self.guesses - 1) / GUESSES, True
         over = self.guesses == GUESSES
-        if not found:
+        if not numbers:
             return "I see no number.", 0.0, over
-        return "larger" if self.number > int(found[-1][:20]) else "smaller", 0.0, over
+        return "larger" if self.number > int(numbers[-1][:20]) else "smaller", 0.0, over

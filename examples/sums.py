@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--test", type=int, default=400, help="pairs to hold out, one prompt each")
     parser.add_argument("--copies", type=int, default=4, help="prompts per training pair")
     args = parser.parse_args(argv)
-    made = make(seed=args.seed, test=args.test, copies=args.copies)
-    write_sets(args.out, made)
+    sets = make(seed=args.seed, test=args.test, copies=args.copies)
+    write_sets(args.out, sets)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def load_model(args: argparse.Namespace) -> ChatModel:
         raise UserError(f"--context={context} must be from 2 to the {own} tokens of the model")
     if not 1 <= longest < context:
         raise UserError(f"--max_tokens={longest} must be from 1 to {context - 1}, within the context of {context}")
-    how = engine_settings(cfg, args.dtype, context, context - longest)
-    programs = make_programs(how, ends, turns=AT_ONCE)
+    settings = engine_settings(cfg, args.dtype, context, context - longest)
+    programs = make_programs(settings, ends, turns=AT_ONCE)
     model = programs.prepare(read_weights(args.model, cfg, args.dtype))
     seed = secrets.randbits(31) if args.seed is None else args.seed
 
@@ -81,10 +81,10 @@ def load_model(args: argparse.Namespace) -> ChatModel:
         sampling = dataclasses.replace(
             greedy(longest), temperature=args.temperature, top_p=args.top_p, seed=sample_seed(seed, turn, 0)
         )
-        return stream(programs, how, model, ids, sampling)
+        return stream(programs, settings, model, ids, sampling)
 
     return ChatModel(
-        encode=lambda said: tokenise([said if isinstance(said, str) else list(said)], [PLACE], tokenizer)[0],
+        encode=lambda prompt: tokenise([prompt if isinstance(prompt, str) else list(prompt)], [PLACE], tokenizer)[0],
         decode=lambda ids: decode(tokenizer, ids),
         answer=answer,
         ends=ends,
@@ -113,8 +113,8 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
 
 def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
     """Loads the parameters to that device."""
-    what = state.model_weights(cfg, sharding.mesh_of_shape((1,)), head="lm", param_dtype=dtype)
-    return state.load_sharded(what, path, init="pretrained", key=jax.random.key(0))
+    layout = state.model_weights(cfg, sharding.mesh_of_shape((1,)), head="lm", param_dtype=dtype)
+    return state.load_sharded(layout, path, init="pretrained", key=jax.random.key(0))
 
 
 def fitting(
@@ -155,11 +155,11 @@ class Conversation:
         model, self._turn = self._model, self._turn + 1
         checked_text(PLACE, "what was said", text)
         if model.templated:
-            said, ids = fitting([*self._said, {"role": "user", "content": text}], model.encode, model.room)
-            if gone := len(self._said) + 1 - len(said):
+            messages, ids = fitting([*self._said, {"role": "user", "content": text}], model.encode, model.room)
+            if gone := len(self._said) + 1 - len(messages):
                 tell(f"the context is full: the oldest {gone} messages were dropped")
         else:
-            said, ids = [], model.encode(text)
+            messages, ids = [], model.encode(text)
             if len(ids) > model.room:
                 raise UserError(f"the text has {len(ids)} tokens, but {model.room} fit with an answer; shorten it")
         heard, last = "", model.ends[0]
@@ -181,7 +181,7 @@ class Conversation:
             raise
         finally:
             if model.templated:
-                self._said = [*said, {"role": "assistant", "content": heard}]
+                self._said = [*messages, {"role": "assistant", "content": heard}]
 
 
 def show(piece: str) -> None:

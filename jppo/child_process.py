@@ -20,10 +20,10 @@ from jppo.errors import UserError
 
 def executable(python: str, setting: str = "rollout.python") -> str:
     """Resolves an interpreter, '' for this one; UserError if `setting` names none."""
-    found = shutil.which(os.path.expanduser(python)) if python else sys.executable
-    if found is None:
+    path = shutil.which(os.path.expanduser(python)) if python else sys.executable
+    if path is None:
         raise UserError(f"{setting}={python!r} is not a program; set it to the path of a Python")
-    return found
+    return path
 
 
 def python_path() -> str:
@@ -79,13 +79,13 @@ def end_like(code: int) -> NoReturn:
 
 
 def _children() -> list[int]:
-    found, me = [], os.getpid()
+    children, me = [], os.getpid()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             fields = stat.read_text().rpartition(")")[2].split()  # state, ppid, ...
             if int(fields[1]) == me:
-                found.append(int(stat.parent.name))
-    return found
+                children.append(int(stat.parent.name))
+    return children
 
 
 def _prctl(option: int, value: int) -> None:

@@ -55,7 +55,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         answer = encode_all(tokenizer, [response], add_special_tokens=False)[0]
         return [*asked(messages), *answer, tokenizer.eos_token_id]
 
-    found, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
+    training, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
     mesh = request.mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob, options = logprob_of_texts(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
@@ -63,11 +63,11 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
     def logprobs(policy: Weights, rows: Rows) -> Array:
         return logprob(policy, rows).logprob
 
-    steps, of_device = total_steps(c, len(found.pairs)), c.optim.max_tokens_per_device
+    steps, of_device = total_steps(c, len(training.pairs)), c.optim.max_tokens_per_device
     return pairs.PairTask(
         name="dpo",
         head="lm",
-        pairs=found,
+        pairs=training,
         held_out=held_out,
         steps=steps,
         mesh=mesh,
@@ -99,8 +99,8 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
             return
         known = {}
         for of in (task.pairs, task.held_out):
-            found = [logprobs(of, some, params).reshape(2, -1) for some in pairs.pair_blocks(c, len(of.pairs))]
-            known[id(of)] = np.concatenate(found, axis=1)
+            blocks = [logprobs(of, some, params).reshape(2, -1) for some in pairs.pair_blocks(c, len(of.pairs))]
+            known[id(of)] = np.concatenate(blocks, axis=1)
         initial[:] = [lambda of, which: known[id(of)][:, list(which)].reshape(-1)]
 
     def given(task: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -102,23 +102,23 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
             watch=timer.part("responses", len(inputs.val.prompts) * sampling.n),
         )
         rows = write_samples_file(out, "test", validation.rows(tested))
-        found = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
-        durable_files.write_text(out / "summary.json", json.dumps(found, indent=2, allow_nan=False) + "\n")
+        summary = json_summary(c, inputs, tested) | {"seconds": round(time.monotonic() - began, 1)}
+        durable_files.write_text(out / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
         for row in validation.shown_answer(tested, c.trainer.log_val_generations):
             console.print(validation.line(row), markup=False, highlight=False, soft_wrap=True)
         console.print(score_table(validation.summaries(tested), sampling.n))
-        for line in notes(found):
+        for line in notes(summary):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(f"samples {rows}, summary {out / 'summary.json'}", markup=False, highlight=False, soft_wrap=True)
-    return found["metrics"]["val/score"] is not None
+    return summary["metrics"]["val/score"] is not None
 
 
 def introduce(c: Settings, inputs: Inputs) -> str:
     """Describes the test."""
-    how, val = c.rollout.val_kwargs, inputs.val
-    drawn = "greedily" if how.temperature == 0.0 else f"at temperature {how.temperature:g}"
+    sampling, val = c.rollout.val_kwargs, inputs.val
+    drawn = "greedily" if sampling.temperature == 0.0 else f"at temperature {sampling.temperature:g}"
     return (
-        f"{c.model.path}: {len(val.prompts)} prompts of {c.data.val_files}, {how.n} responses each, {drawn}"
+        f"{c.model.path}: {len(val.prompts)} prompts of {c.data.val_files}, {sampling.n} responses each, {drawn}"
         f" ({val.overlong} over-long prompts left out, {val.truncated} cut; data.max_prompt_length="
         f"{c.data.max_prompt_length})"
     )
@@ -158,17 +158,17 @@ def score_table(summaries: Summaries, n: int) -> rich.table.Table:
     return drawn
 
 
-def _estimate(found: statistics.MeanSe | None) -> str:
-    if found is None or math.isnan(found.mean):
-        return "" if found is None else "none"
-    return f"{found.mean:.4f}" + ("" if math.isnan(found.se) else f" ± {found.se:.4f}")
+def _estimate(estimate: statistics.MeanSe | None) -> str:
+    if estimate is None or math.isnan(estimate.mean):
+        return "" if estimate is None else "none"
+    return f"{estimate.mean:.4f}" + ("" if math.isnan(estimate.se) else f" ± {estimate.se:.4f}")
 
 
-def notes(found: Mapping[str, Any]) -> Iterator[str]:
+def notes(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yields notes about the numbers."""
-    metrics = found["metrics"]
+    metrics = summary["metrics"]
     if errors := int(metrics["val/reward_errors"]):
-        yield f"{errors} responses could not be graded and are left out; the first error: {found['first_error']}"
+        yield f"{errors} responses could not be graded and are left out; the first error: {summary['first_error']}"
     if metrics["val/truncated"]:
         yield f"{metrics['val/truncated']:.1%} of the responses were truncated at data.max_response_length"
 

@@ -40,43 +40,43 @@ def export(args: argparse.Namespace) -> list[str]:
     place = trained_model.find_checkpoint(args.path, step=args.step, best=args.best)
     run = trained_model.run_of(place)
     if trained_model.is_checkpoint(place):
-        found = trained_model.of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
+        policy = trained_model.of_checkpoint(place, base=args.base, merge=args.merge_lora, dtype=args.dtype)
     else:
-        found = trained_model.of_folder(place, merge=args.merge_lora, dtype=args.dtype)
-    if found.kind == "adapter" and args.dtype:
+        policy = trained_model.of_folder(place, merge=args.merge_lora, dtype=args.dtype)
+    if policy.kind == "adapter" and args.dtype:
         raise UserError(f"--dtype={args.dtype}: adapters are float32; add --merge_lora to get a whole model in another")
     try:
         with hf_write.in_place_of(args.out) as tmp:
-            found.write(tmp / "model")
+            policy.write(tmp / "model")
             for file in sorted((tmp / "model").iterdir()):
                 file.rename(tmp / file.name)
             (tmp / "model").rmdir()
-            notes = write_card(tmp, found, run, name=args.out.absolute().name)
+            notes = write_card(tmp, policy, run, name=args.out.absolute().name)
     except OSError as e:
         raise UserError(
             f"--out={args.out} cannot be written: {e.strerror or e}; use another folder, or make room"
         ) from e
-    said = [f"from              {place}", f"{found.kind:<17} {args.out}, {found.dtype}"]
-    said += [f"the card lacks    {note}" for note in notes]
+    lines = [f"from              {place}", f"{policy.kind:<17} {args.out}, {policy.dtype}"]
+    lines += [f"the card lacks    {note}" for note in notes]
     if args.push:
-        said.append(f"pushed to         {push(args.out, args.push)}")
-    return said
+        lines.append(f"pushed to         {push(args.out, args.push)}")
+    return lines
 
 
-def write_card(out: pathlib.Path, found: TrainedPolicy, run: pathlib.Path | None, *, name: str) -> list[str]:
+def write_card(out: pathlib.Path, policy: TrainedPolicy, run: pathlib.Path | None, *, name: str) -> list[str]:
     """Writes the model card with the scores up to the step; returns the missing parts of the card, and why."""
-    notes: list[str] = [] if found.settings else ["settings: no readable config.json"]
+    notes: list[str] = [] if policy.settings else ["settings: no readable config.json"]
     if run is None:
         notes.append("scores: the checkpoint is not in a run folder")
     rows = [] if run is None else read_jsonl(run / FILE, notes, "no scores")
-    lines = [m for m in rows if isinstance(m.get("step"), int) and (found.step is None or m["step"] <= found.step)]
+    lines = [m for m in rows if isinstance(m.get("step"), int) and (policy.step is None or m["step"] <= policy.step)]
     text = card(
         name=name,
-        kind=found.kind,
-        dtype=found.dtype,
-        step=found.step,
-        settings=found.settings,
-        versions=found.versions,
+        kind=policy.kind,
+        dtype=policy.dtype,
+        step=policy.step,
+        settings=policy.settings,
+        versions=policy.versions,
         lines=lines,
         exported_by=__version__,
     )
@@ -91,8 +91,8 @@ def require_free(out: pathlib.Path) -> None:
     except OSError as e:
         raise UserError(f"--out={out} cannot be read: {e.strerror}; use another folder") from e
     if taken:
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise UserError(f"--out={out} {what}, and is not overwritten; use a new folder, or remove it")
+        problem = "is not empty" if out.is_dir() else "is a file"
+        raise UserError(f"--out={out} {problem}, and is not overwritten; use a new folder, or remove it")
 
 
 def require_hub(name: str) -> None:
@@ -215,17 +215,17 @@ def card(
     """Returns the card as Markdown; `kind` is 'model' or 'adapter', `lines` are of metrics.jsonl up to the step."""
     by_ppo = not any(setting.startswith("optim.") for setting in settings)
     by_dpo = "dpo.beta" in settings
-    how, tag = (
+    method, tag = (
         ("PPO", "reinforcement-learning") if by_ppo else ("DPO", "dpo") if by_dpo else ("supervised fine-tuning", "sft")
     )
     base = str(settings.get("model.path", ""))
-    what = "LoRA adapters, to be loaded with their base" if kind == "adapter" else f"weights in {dtype}"
+    contents = "LoRA adapters, to be loaded with their base" if kind == "adapter" else f"weights in {dtype}"
     reached = step if step is not None else lines[-1]["step"] if lines else None
     after = "" if reached is None else f" after step {reached}"
     parts = [
         _front(base, kind, tag),
         f"# {name}",
-        f"{what[0].upper()}{what[1:]}, trained by {how} with jppo{after}.",
+        f"{contents[0].upper()}{contents[1:]}, trained by {method} with jppo{after}.",
         _facts(base, settings, versions, exported_by),
     ]
     if scores := _scores(lines):

@@ -91,23 +91,25 @@ def translated_command(script: Script) -> tuple[str, Translation]:
         )
     convert = translate_tuning if tunes else translate
     words = (*script.launched, *script.words) if tunes else script.words
-    found = convert(words, main=script.main, root=script.root, folder=script.folder)
+    translation = convert(words, main=script.main, root=script.root, folder=script.folder)
     base = TUNING_BASE if tunes else BASE
     try:
-        changes = arguments(found, base, settings.sft_default() if tunes else settings.default())
+        changes = arguments(translation, base, settings.sft_default() if tunes else settings.default())
     except UserError as e:
         raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
-    return jppo_command("jppo.sft" if tunes else "jppo.train", [f"--config={base}", *changes]), found
+    return jppo_command("jppo.sft" if tunes else "jppo.train", [f"--config={base}", *changes]), translation
 
 
-def arguments(found: Translation, base: str, default: ConfigDict) -> list[str]:
+def arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:
     """Returns a command's arguments: given overrides, and what differs from the defaults or the base; checks them."""
     file = pathlib.Path(__file__).resolve().parents[1] / base
     based = table.by_name(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
     usual = table.by_name(default)
-    asked = {**usual, **{name: based[name] for name in PATHS if name in based}, **found.settings}
-    kept = [name for name in usual if name in found.given or asked[name] != based[name] or asked[name] != usual[name]]
-    kept = [name for name in kept if name not in PATHS or name in found.given]
+    asked = {**usual, **{name: based[name] for name in PATHS if name in based}, **translation.settings}
+    kept = [
+        name for name in usual if name in translation.given or asked[name] != based[name] or asked[name] != usual[name]
+    ]
+    kept = [name for name in kept if name not in PATHS or name in translation.given]
     out = [f"--config.{name}={asked[name]}" for name in kept]
     config, _ = settings.parse([f"--config={file}", *out], "", default)
     settings.check(config)
@@ -130,10 +132,10 @@ def on_top(argv: list[str]) -> tuple[list[str], Translation]:
     """Returns the arguments that overrides add to those of a jppo command, and their account."""
     own = [word for word in argv if word.startswith(OWN)]
     config, _ = settings.parse(own, "", settings.default())
-    found = translate([word for word in argv if word not in own], table.by_name(config))
-    if unknown := [line.said for line in found.lines if line.kind == "unknown"]:
+    translation = translate([word for word in argv if word not in own], table.by_name(config))
+    if unknown := [line.said for line in translation.lines if line.kind == "unknown"]:
         raise UserError(f"{unknown[0]}: verl 0.9.1 has no such key; python -m jppo.from_verl --names lists them")
-    return [f"--config.{name}={value}" for name, value in found.settings.items()], found
+    return [f"--config.{name}={value}" for name, value in translation.settings.items()], translation
 
 
 def jppo_command(module: str, changes: Sequence[str]) -> str:
@@ -142,22 +144,22 @@ def jppo_command(module: str, changes: Sequence[str]) -> str:
     return " \\\n    ".join([f"python -m {module} {first}", *rest])
 
 
-def left_out(found: Translation, notes: Sequence[str]) -> list[str]:
+def left_out(translation: Translation, notes: Sequence[str]) -> list[str]:
     """Returns a line for each setting that is left out and changes results or the use of hardware."""
-    return [*notes, *(f"{line.said}: {line.why}" for line in found.lines if line.kind in ("missing", "unknown"))]
+    return [*notes, *(f"{line.said}: {line.why}" for line in translation.lines if line.kind in ("missing", "unknown"))]
 
 
-def override_lines(found: Translation) -> Iterator[str]:
+def override_lines(translation: Translation) -> Iterator[str]:
     """Yields the result of each override as text."""
     for kind, title in KINDS.items():
-        lines = [line for line in found.lines if line.kind == kind]
+        lines = [line for line in translation.lines if line.kind == kind]
         if lines:
             yield f"\n{title} ({len(lines)}):"
         for line in lines:
             yield f"  {line.said}{' -> ' if kind == 'same' else ': '}{line.why}"
-    if found.notes:
+    if translation.notes:
         yield "\nto know:"
-        yield from (f"  {note}" for note in found.notes)
+        yield from (f"  {note}" for note in translation.notes)
 
 
 def commented(lines: Iterator[str]) -> str:
@@ -167,8 +169,8 @@ def commented(lines: Iterator[str]) -> str:
 
 def output_of(script: Script) -> tuple[str, list[str]]:
     """Returns the command with the account of its arguments, and the lines of what is left out."""
-    command, found = translated_command(script)
-    return f"{command}\n{commented(override_lines(found))}", left_out(found, script.notes)
+    command, translation = translated_command(script)
+    return f"{command}\n{commented(override_lines(translation))}", left_out(translation, script.notes)
 
 
 @settings.exit_on_user_error
@@ -182,8 +184,8 @@ def main(argv: list[str] | None = None) -> Any:
         print(names.page(), end="")
         return
     if any(word.startswith(OWN) for word in argv):
-        changes, found = on_top(argv)
-        out, lacking = "\n".join([*changes, commented(override_lines(found))]), left_out(found, ())
+        changes, translation = on_top(argv)
+        out, lacking = "\n".join([*changes, commented(override_lines(translation))]), left_out(translation, ())
     else:
         out, lacking = output_of(read_arguments(argv))
     for line in lacking:

@@ -56,13 +56,13 @@ class Proposal:
 def prompt_column(rows: Sequence[Row]) -> str:
     """Returns the column that has the prompts."""
     names = set.intersection(*(set(row.columns) for row in rows))
-    found = next((name for name in PROMPTS if name in names), None)
-    if found is None:
+    column = next((name for name in PROMPTS if name in names), None)
+    if column is None:
         raise UserError(
             f"{rows[0].source} has no column of prompts among {', '.join(map(str, rows[0].columns))}; rename it to"
             " 'prompt'"
         )
-    return found
+    return column
 
 
 def truth_column(rows: Sequence[Row]) -> str:
@@ -84,9 +84,13 @@ def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iter
         yield Proposal("data.prompt_key", column, "column of the prompts")
     if reward:
         tests = [row for source in read_sources(val, "--val") for row in source.rows] if val else []
-        if column := truth_column([*rows, *tests]):
-            yield Proposal("data.ground_truth_key", column, "column of the ground truth, which the function gets")
-        yield Proposal("reward.function", reward, "scores a response")
+        truth, reason = truth_column([*rows, *tests]), "scores a response"
+        others = sorted({name for row in rows for name in row.columns} - {column})
+        if truth:
+            yield Proposal("data.ground_truth_key", truth, "column of the ground truth, which the function gets")
+        elif others and not {"ground_truth", "reward_model"} & {*others}:
+            reason += f"; data.ground_truth_key can give it one of {', '.join(others)} as the ground truth"
+        yield Proposal("reward.function", reward, reason)
         return
     sources = {row.columns.get("data_source") for row in rows}
     unknown = [source for source in sources if not (isinstance(source, str) and grader_of(source))]
@@ -188,18 +192,18 @@ def render(choices: Sequence[Proposal], title: str, out: pathlib.Path) -> str:
         "    config = settings.default()",
     ]
     section = ""
-    for one in sorted(choices, key=lambda one: SECTIONS.index(one.name.partition(".")[0])):
-        if one.name.partition(".")[0] != section:
-            section = one.name.partition(".")[0]
+    for proposal in sorted(choices, key=lambda proposal: SECTIONS.index(proposal.name.partition(".")[0])):
+        if proposal.name.partition(".")[0] != section:
+            section = proposal.name.partition(".")[0]
             lines.append("")
-        lines.append(f"    config.{one.name} = {one.value!r}  # {one.reason}")
+        lines.append(f"    config.{proposal.name} = {proposal.value!r}  # {proposal.reason}")
     return "\n".join([*lines, "    return config.lock()", ""])
 
 
 def _typed(choices: Sequence[Proposal]) -> Settings:
     """Returns the settings that the choices make, checked."""
     config = settings.default()
-    config.update_from_flattened_dict({one.name: one.value for one in choices})
+    config.update_from_flattened_dict({proposal.name: proposal.value for proposal in choices})
     c: Settings = settings.typed(config)
     return c
 
@@ -261,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     print(escaped(text))
     if TEMPLATE in text:
         print(f'Note: {TEMPLATE}. Write them as [{{"role": "user", "content": "..."}}] to have it applied.\n')
-    folder = next(one.value for one in choices if one.name == "trainer.run_dir")
+    folder = next(proposal.value for proposal in choices if proposal.name == "trainer.run_dir")
     print(f"{out} is written. Check the reward, train, then test the model:\n")
     print(f"  python -m jppo.rewards.check --config={out}\n  python -m jppo.train --config={out}")
     print(f"  python -m jppo.evaluate --config={out} --model={folder}/hf")

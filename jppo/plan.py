@@ -59,7 +59,7 @@ class Candidate:
             return ""
         stages = self.outlook.stages()
         name = max(stages, key=lambda stage: stages[stage])
-        bound = next(one.bound for moment, one in self.outlook.programs if moment.name == name)
+        bound = next(program.bound for moment, program in self.outlook.programs if moment.name == name)
         return f"{name}: {bound}"
 
 
@@ -72,11 +72,11 @@ def search(
 
     def attempt(changes: dict[str, Any]) -> None:
         if str(changes) not in tried:
-            found = tried[str(changes)] = try_settings(c, changes, inputs, machine, devices, rate)
-            say(candidate_line(found))
+            candidate = tried[str(changes)] = try_settings(c, changes, inputs, machine, devices, rate)
+            say(candidate_line(candidate))
 
     def best() -> Candidate:
-        return min(tried.values(), key=lambda one: one.rank)
+        return min(tried.values(), key=lambda candidate: candidate.rank)
 
     def repair(start: dict[str, Any], *, offload: bool) -> None:
         for changes in memory_budget.remedies(settings.changed(c, start)):
@@ -88,7 +88,7 @@ def search(
     attempt({})
     for mesh in meshes(machine, inputs.policy.experts):
         attempt({} if _mesh_of(c, machine.devices) == mesh else mesh)
-    fastest = min(tried.values(), key=lambda one: one.rank[1:])
+    fastest = min(tried.values(), key=lambda candidate: candidate.rank[1:])
     if not fastest.fits and fastest.outlook is not None:
         repair(fastest.changes, offload=False)
     for group in (_remat, _tokens, _packing):
@@ -96,7 +96,7 @@ def search(
             attempt(best().changes | change)
     if not best().fits:
         repair(best().changes, offload=True)
-    return sorted(tried.values(), key=lambda one: one.rank)
+    return sorted(tried.values(), key=lambda candidate: candidate.rank)
 
 
 def try_settings(
@@ -109,14 +109,14 @@ def try_settings(
         mesh = make_mesh(other, devices)
         other = with_servers(other, mesh)
         _, work = preview.derived_sizes(other, inputs, mesh)
-        found = memory.estimate_memory(other, inputs, mesh, entries=work.entries)
+        estimate = memory.estimate_memory(other, inputs, mesh, entries=work.entries)
     except UserError as e:
         return Candidate(changes, reason=str(e))
-    if found.refused:
-        account = found.refused[0].account
-        return Candidate(changes, found, reason=str(account and account.error))
-    fits = memory_budget.estimate_fits(other, machine, found)
-    return Candidate(changes, found, make_outlook(found, machine, mesh, work.executions(found), rate), fits)
+    if estimate.refused:
+        account = estimate.refused[0].account
+        return Candidate(changes, estimate, reason=str(account and account.error))
+    fits = memory_budget.estimate_fits(other, machine, estimate)
+    return Candidate(changes, estimate, make_outlook(estimate, machine, mesh, work.executions(estimate), rate), fits)
 
 
 def meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
@@ -158,19 +158,19 @@ def _packing(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
     yield from ({"data.packing": packing} for packing in PACKING if packing != c.data.packing)
 
 
-def candidate_line(one: Candidate) -> str:
+def candidate_line(candidate: Candidate) -> str:
     """Formats a candidate as a table row."""
-    said = memory_budget.as_arguments(one.changes).replace("--config.", "") or "(the config as it is)"
-    if one.outlook is None or one.estimate is None:
-        return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {said}: {one.reason[:160]}"
-    peak, verdict = one.estimate.peak / GIB, "fits" if one.fits else "does not fit"
-    return f"{one.outlook.step:9,.4g}  {peak:8,.1f}  {verdict:<12}  {one.slowest:<26}  {said}"
+    changes = memory_budget.as_arguments(candidate.changes).replace("--config.", "") or "(the config as it is)"
+    if candidate.outlook is None or candidate.estimate is None:
+        return f"{'-':>9}  {'-':>8}  {'not possible':<12}  {'':<26}  {changes}: {candidate.reason[:160]}"
+    peak, verdict = candidate.estimate.peak / GIB, "fits" if candidate.fits else "does not fit"
+    return f"{candidate.outlook.step:9,.4g}  {peak:8,.1f}  {verdict:<12}  {candidate.slowest:<26}  {changes}"
 
 
-def candidate_dict(one: Candidate) -> dict[str, Any]:
+def candidate_dict(candidate: Candidate) -> dict[str, Any]:
     """Returns a candidate for JSON."""
-    said = report_dict(one.estimate, one.outlook) if one.estimate is not None else {}
-    return dict(changes=one.changes, fits=one.fits, reason=one.reason, **said)
+    report = report_dict(candidate.estimate, candidate.outlook) if candidate.estimate is not None else {}
+    return dict(changes=candidate.changes, fits=candidate.fits, reason=candidate.reason, **report)
 
 
 def without_options(argv: Sequence[str], names: Collection[str]) -> Iterator[str]:
@@ -197,15 +197,17 @@ def main(argv: list[str] | None = None) -> None:
     began, rate = time.monotonic(), switches["rollout_tokens_per_s"]
     print(f"{machine}\n{HEAD}", flush=True)
     inputs = read_inputs(c, weights=False)
-    found = search(c, inputs, machine, rate=rate, say=lambda said: print(said, file=sys.stderr, flush=True))
-    print("\n".join(map(candidate_line, found)))
-    print(f"{len(found)} settings compiled in {time.monotonic() - began:.0f} s; {NOTE}")
-    DryRun(machine, switches["json"]).write({"machine": machine.name, "candidates": list(map(candidate_dict, found))})
-    best = found[0]
+    candidates = search(c, inputs, machine, rate=rate, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join(map(candidate_line, candidates)))
+    print(f"{len(candidates)} settings compiled in {time.monotonic() - began:.0f} s; {NOTE}")
+    DryRun(machine, switches["json"]).write(
+        {"machine": machine.name, "candidates": list(map(candidate_dict, candidates))}
+    )
+    best = candidates[0]
     if not best.fits:
         raise UserError(
-            f"{machine.name}: none of {len(found)} settings fits a device of {machine.chip.memory / GIB:.1f} GiB; take"
-            " more or larger devices, or train adapters by model.lora_rank"
+            f"{machine.name}: none of {len(candidates)} settings fits a device of {machine.chip.memory / GIB:.1f} GiB;"
+            " take more or larger devices, or train adapters by model.lora_rank"
         )
     ours = {"--machine", "--json", "--rollout_tokens_per_s"} | {f"--config.{name}" for name in best.changes}
     words = [*map(shlex.quote, without_options(argv, ours)), *memory_budget.as_arguments(best.changes).split()]

@@ -37,8 +37,8 @@ class Registry(Mapping[str, T], Generic[T]):
         if isinstance(self._own, dict):
             return self._own
         module, _, name = self._own.partition(":")
-        found: dict[str, T] = getattr(importlib.import_module(module), name)
-        return found
+        parts: dict[str, T] = getattr(importlib.import_module(module), name)
+        return parts
 
     @functools.cached_property
     def _installed(self) -> dict[str, importlib.metadata.EntryPoint]:
@@ -79,15 +79,17 @@ class Registry(Mapping[str, T], Generic[T]):
         assert callable(part)
         said_as = f"{setting}={spec!r}"
         every = inspect.signature(part).parameters.values()
-        parameters = [one for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        for one in parameters:
-            if one.name not in values and one.default is inspect.Parameter.empty:
+        parameters = [
+            parameter for parameter in every if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        for parameter in parameters:
+            if parameter.name not in values and parameter.default is inspect.Parameter.empty:
                 section = setting.rpartition(".")[0]
                 raise UserError(
-                    f"{said_as}: its parameter {one.name!r} is no setting of `{section}`; name its parameters after"
-                    f" settings, or give them defaults{did_you_mean(one.name, values)}"
+                    f"{said_as}: its parameter {parameter.name!r} is no setting of `{section}`; name its parameters"
+                    f" after settings, or give them defaults{did_you_mean(parameter.name, values)}"
                 )
-        given = {one.name: values[one.name] for one in parameters if one.name in values}
+        given = {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
         try:
             made = part(**given)
         except UserError:
@@ -115,15 +117,15 @@ def resolve(spec: str, setting: str) -> Any:
     if not (colon and name and (by_path or all(part.isidentifier() for part in place.split(".")))):
         raise UserError(f"{said_as} must be PATH.py:NAME or MODULE:NAME, as in parts.py:Part or mypackage.parts:Part")
     module = user_module(expanded(place), said_as) if by_path else _import(place, said_as)
-    found = getattr(module, name, None)
-    if found is None:
+    attribute = getattr(module, name, None)
+    if attribute is None:
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         own = [key for key in there if getattr(getattr(module, key), "__module__", "") == module.__name__]
         has = f"it has {', '.join(own)}" if own else "it has none"
         raise UserError(f"{said_as}: {place} defines no {name!r}; {has}{did_you_mean(name, own)}")
-    if not callable(found):
-        raise UserError(f"{said_as}: {name!r} is of type {type(found).__name__}; it must be a function or a class")
-    return found
+    if not callable(attribute):
+        raise UserError(f"{said_as}: {name!r} is of type {type(attribute).__name__}; it must be a function or a class")
+    return attribute
 
 
 def user_module(path: pathlib.Path, said_as: str) -> ModuleType:

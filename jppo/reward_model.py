@@ -43,7 +43,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
     changes = hf_write.classifier_changes(c.model.path, pad_token_id=tokenizer.pad_token_id)
-    found, held_out = pairs.read_pair_sets(
+    training, held_out = pairs.read_pair_sets(
         c,
         tokenizer,
         encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
@@ -56,11 +56,11 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
     std = (cfg.hidden_size + 1) ** -0.5
     cfg = dataclasses.replace(pad_vocab(cfg, mesh.shape["tensor"]), value_head_std=std)
     value = score.make_value(make_decoder(c, cfg, mesh))
-    steps = total_steps(c, len(found.pairs))
+    steps = total_steps(c, len(training.pairs))
     return pairs.PairTask(
         name="rm",
         head="value",
-        pairs=found,
+        pairs=training,
         held_out=held_out,
         steps=steps,
         mesh=mesh,

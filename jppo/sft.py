@@ -49,7 +49,7 @@ def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
     if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="lm")
     tokenizer = read_tokenizer(c, cfg)
-    found = read_demonstrations(
+    training = read_demonstrations(
         c.data.train_files,
         tokenizer=tokenizer,
         max_length=longest,
@@ -63,10 +63,10 @@ def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
     options = sharding.compiler_options(mesh, c.model.compiler_options)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob = logprob_of_texts(c, cfg, mesh)
-    steps, of_device = total_steps(c, len(found.demonstrations)), c.optim.max_tokens_per_device
+    steps, of_device = total_steps(c, len(training.demonstrations)), c.optim.max_tokens_per_device
     return DemonstrationTask(
-        demonstrations=found.demonstrations,
-        overlong=found.overlong,
+        demonstrations=training.demonstrations,
+        overlong=training.overlong,
         steps=steps,
         mesh=mesh,
         plan=plan_rows(

@@ -128,9 +128,9 @@ def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
 
     Prompts without a sample are left out; so is maj@k if the grader looks for no answers.
     """
-    found = {"score": mean_se([math.fsum(s.scores) / len(s.scores) for s in prompts if s.scores])}
+    summary = {"score": mean_se([math.fsum(s.scores) / len(s.scores) for s in prompts if s.scores])}
     if n == 1:
-        return found
+        return summary
     of_scores: dict[str, Callable[[Sequence[float], int], float]]
     of_scores = {"pass": pass_at, "best": best_at, "worst": worst_at}
     answered = [s for s in prompts if None not in s.answers]
@@ -138,7 +138,7 @@ def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
         enough = [s.scores for s in prompts if len(s.scores) >= k]
         for name, at in of_scores.items():
             if k > 1 or name == "pass":
-                found[f"{name}@{k}"] = mean_se([at(scores, k) for scores in enough])
+                summary[f"{name}@{k}"] = mean_se([at(scores, k) for scores in enough])
         if k > 1 and any(s.scores for s in answered):
-            found[f"maj@{k}"] = mean_se([maj_at(s, k) for s in answered if len(s.scores) >= k])
-    return found
+            summary[f"maj@{k}"] = mean_se([maj_at(s, k) for s in answered if len(s.scores) >= k])
+    return summary

@@ -76,13 +76,13 @@ def _now(state: State, folder: pathlib.Path, arguments: tuple[str, ...]) -> Stat
 def _read(out: pathlib.Path) -> dict[str, State]:
     path = out / FILE
     try:
-        found: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-        return {name: State(**known | {"arguments": tuple(known["arguments"])}) for name, known in found.items()}
+        runs: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+        return {name: State(**known | {"arguments": tuple(known["arguments"])}) for name, known in runs.items()}
     except FileNotFoundError:
         return {}
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        said = f"{path} is damaged ({type(e).__name__}: {e})"
-        raise UserError(f"{said}; remove it: finished runs will detect that themselves") from e
+        problem = f"{path} is damaged ({type(e).__name__}: {e})"
+        raise UserError(f"{problem}; remove it: finished runs will detect that themselves") from e
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +104,10 @@ def make_row(
 ) -> SweepRow:
     """Returns the row of the run in `folder`, from its metrics so far."""
     lines = read_metrics(folder)
-    found = [(line[metric], line["step"]) for line in lines if line.get(metric) is not None]
-    best, best_step = max(found, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
+    points = [(line[metric], line["step"]) for line in lines if line.get(metric) is not None]
+    best, best_step = max(points, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
     step = lines[-1]["step"] if lines else None
-    last = found[-1][0] if found else None
+    last = points[-1][0] if points else None
     return SweepRow(folder.name, dict(settings), status, step, last, best, best_step, seconds)
 
 
@@ -200,12 +200,12 @@ def sweep(
             keep(run, State(status, states[run.name].seconds + seconds, code, run.arguments))
 
         run_all(left, command, jobs=jobs, began=began, ended=ended)
-        found = rows()
-        write_table(out, found, metric)
-    print_line(f"\n{markdown(found, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
+        table_rows = rows()
+        write_table(out, table_rows, metric)
+    print_line(f"\n{markdown(table_rows, metric)}\ntable             {out / 'sweep.md'}, {out / 'sweep.csv'}")
     if begun := [run.folder for run in runs if (run.folder / METRICS).is_file()]:
         print_line(f"report            {write_report(begun, out / 'report.html')}")
-    if all(row.last is None for row in found):
+    if all(row.last is None for row in table_rows):
         known = metric_names([run.folder for run in runs])
         others = f"--metric takes one of {', '.join(known)}" if known else "there are no metrics yet"
         print_line(f"no run has the metric {metric!r}; {others}")

@@ -71,13 +71,13 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= source_means(graded, [p.data_source for p in asked])
     metrics |= conversation_metrics(trajectories)
     metrics |= run.hosts.summed(run.reward_sum.metrics() | run.sampler.metrics())
-    how: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    how["parts"] = recipe.estimator.parts
+    options: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
+    options["parts"] = recipe.estimator.parts
     by_source = {source: run.reward_sum.earned(source) for source in {prompt.data_source for prompt in asked}}
     earned = [by_source[prompt.data_source] for prompt in asked]
     trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)
-    how["episode"] = index if recipe.branches else None
-    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **how)
+    options["episode"] = index if recipe.branches else None
+    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **options)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy, timer.part("micro-batches", len(micros)))
@@ -87,13 +87,13 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now), timer.part("micro-batches", len(micros)))
     with timer("adv"):
-        data, found = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
+        data, advantage_metrics = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
     record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
-    metrics |= found | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
+    metrics |= advantage_metrics | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     cursor = run.supply.learned(drawn, graded)  # custom code, and an error in the update or later leaves no state
-    now, found = update_models(c, learner, now, data, trajectories, timer, run.publisher.begin)
-    metrics = found | metrics
+    now, update_metrics = update_models(c, learner, now, data, trajectories, timer, run.publisher.begin)
+    metrics = update_metrics | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
@@ -121,8 +121,10 @@ def add_reference(
     if learner.reference is not None:
         with run.timer("ref"):
             count = run.timer.part("micro-batches", len(micros))
-            found = ppo.with_reference(learner.passes, learner.recipe, data, micros, policy, learner.reference, count)
-            return found, {}
+            extended = ppo.with_reference(
+                learner.passes, learner.recipe, data, micros, policy, learner.reference, count
+            )
+            return extended, {}
     if run.reference is not None:
         with run.timer("ref"):
             logprobs, metrics = run.reference.logprobs(trajectories, sources)
@@ -158,17 +160,17 @@ def update_models(
     if int(warm) >= 0:
         with timer("update_actor"):
             cut = minis(c.actor.ppo_epochs, c.actor.shuffle, c.actor.ppo_mini_batch_size, 0)
-            policy, policy_opt, found = ppo.descend(
+            policy, policy_opt, actor_metrics = ppo.descend(
                 learner.actor, now.policy, now.policy_opt, warm, cut, learner.recipe.in_loss(learner.reference),
                 key=now.key,
             )  # fmt: skip
-        now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), found
+        now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), actor_metrics
     if learner.critic is not None:
         between(dataclasses.replace(now, step=scalar(int(now.step) + 1, now.step)))
         with timer("update_critic"):
             cut = minis(critic_epochs(c, int(now.step)), c.critic.shuffle, critic_mini_batch_size(c), 1)
-            value, value_opt, found = ppo.descend(learner.critic, now.value, now.value_opt, now.step, cut)
-        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), found | metrics
+            value, value_opt, critic_metrics = ppo.descend(learner.critic, now.value, now.value_opt, now.step, cut)
+        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), critic_metrics | metrics
     return now, metrics
 
 

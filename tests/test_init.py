@@ -69,6 +69,12 @@ def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, c
     assert [prompt.ground_truth for prompt in prompts] == ["1", "2", "3", "4", "5"]
 
 
+def test_columns_that_could_be_the_ground_truth_are_named(folder, capsys):
+    write_rows(folder / "rows.jsonl", *({"question": f"{a}+1=", "reply": a + 1, "id": a} for a in range(5)))
+    written("rows.jsonl", "--reward=reward.py")
+    assert "data.ground_truth_key can give it one of id, reply as the ground truth\n" in capsys.readouterr().out
+
+
 def test_grpo_has_groups_and_no_critic(folder, capsys):
     found = written("rows.jsonl", "--reward=reward.py", "--algorithm=grpo")
     assert (found["algorithm.adv_estimator"], found["rollout.n"], found["data.train_batch_size"]) == ("grpo", 8, 4)

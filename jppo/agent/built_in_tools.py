@@ -231,8 +231,8 @@ class Search:
 
     def __call__(self, arguments: Mapping[str, Any], context: Any) -> str:  # in a thread: a corpus may be large
         """Returns the numbered texts."""
-        found = self._index.best(str(arguments["query"]), self._results)
-        return "\n".join(f"[{number}] {text}" for number, text in enumerate(found, start=1)) or "nothing was found"
+        texts = self._index.best(str(arguments["query"]), self._results)
+        return "\n".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1)) or "nothing was found"
 
 
 def read_corpus(path: str, column: str) -> list[str]:

@@ -49,17 +49,17 @@ def hermes(text: str, schemas: Sequence[Schema]) -> list[Found]:
 
     def one(body: str) -> Found:
         try:
-            said = _loads(body)
+            call = _loads(body)
         except (ValueError, RecursionError) as e:
             return Fault(f"the call is not valid JSON: {e}")
-        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return Fault('a call is {"name": ..., "arguments": {...}}')
-        arguments = said.get("arguments", {})
+        arguments = call.get("arguments", {})
         if isinstance(arguments, str):  # OpenAI's form: JSON within JSON
-            return _known(_from_json(said["name"], arguments), schemas)
+            return _known(_from_json(call["name"], arguments), schemas)
         if not isinstance(arguments, dict):
-            return Fault(f"the arguments of {said['name']} are not a JSON object")
-        return _known(Call(said["name"], arguments), schemas)
+            return Fault(f"the arguments of {call['name']} are not a JSON object")
+        return _known(Call(call["name"], arguments), schemas)
 
     return _tagged(text, one)
 
@@ -72,7 +72,11 @@ def qwen3_coder(text: str, schemas: Sequence[Schema]) -> list[Found]:
         if match is None:
             return Fault("a call is <function=NAME><parameter=KEY>VALUE</parameter></function>")
         name = match[1].strip()
-        types = {key: how.get("type") for key, how in _parameters(name, schemas).items() if isinstance(how, dict)}
+        types = {
+            key: parameter.get("type")
+            for key, parameter in _parameters(name, schemas).items()
+            if isinstance(parameter, dict)
+        }
         arguments: dict[str, Any] = {}
         for part in match[2].split("<parameter=")[1:]:
             key, _, rest = part.partition(">")
@@ -120,18 +124,18 @@ def without_calls(text: str, format: str) -> str:
 
 def _calls(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     """Returns the calls after the thoughts."""
-    found: list[re.Match[str]] = []
+    calls: list[re.Match[str]] = []
     for match in pattern.finditer(text):
         if match["close"]:
-            found = []
+            calls = []
         elif match["end"] is not None:
-            found.append(match)
-    return found
+            calls.append(match)
+    return calls
 
 
-def _tagged(text: str, one: Callable[[str], Found]) -> list[Found]:
+def _tagged(text: str, parse: Callable[[str], Found]) -> list[Found]:
     calls = _calls(_TAGGED, text)
-    return [one(call["body"]) if call["end"] else Fault("the call has no </tool_call>") for call in calls]
+    return [parse(call["body"]) if call["end"] else Fault("the call has no </tool_call>") for call in calls]
 
 
 def _from_json(name: str, text: str) -> Found:
@@ -142,16 +146,16 @@ def _from_json(name: str, text: str) -> Found:
     return Call(name, arguments) if isinstance(arguments, dict) else Fault(f"the arguments of {name} are not an object")
 
 
-def _known(found: Found, schemas: Sequence[Schema]) -> Found:
+def _known(call: Found, schemas: Sequence[Schema]) -> Found:
     """Returns the call if the tool exists and has its required arguments, otherwise a Fault."""
-    if isinstance(found, Fault):
-        return found
+    if isinstance(call, Fault):
+        return call
     of_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
-    if found.name not in of_name:
-        return Fault(f"there is no tool {found.name!r}; there are {', '.join(of_name)}")
-    required = of_name[found.name].get("parameters", {}).get("required") or []
-    lacking = [key for key in required if key not in found.arguments]
-    return Fault(f"{found.name} needs {', '.join(map(repr, lacking))}") if lacking else found
+    if call.name not in of_name:
+        return Fault(f"there is no tool {call.name!r}; there are {', '.join(of_name)}")
+    required = of_name[call.name].get("parameters", {}).get("required") or []
+    lacking = [key for key in required if key not in call.arguments]
+    return Fault(f"{call.name} needs {', '.join(map(repr, lacking))}") if lacking else call
 
 
 def _parameters(name: str, schemas: Sequence[Schema]) -> Mapping[str, Any]:
@@ -167,9 +171,9 @@ def _typed(value: str, kind: Any) -> Any:
 
 def _loads(text: str) -> Any:
     """Parses JSON without NaN, infinities and half characters, which other parsers of the call refuse."""
-    found = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    json.dumps(found, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
-    return found
+    parsed = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    json.dumps(parsed, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
+    return parsed
 
 
 def _finite(text: str) -> float:

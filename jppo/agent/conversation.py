@@ -60,8 +60,8 @@ def make_interaction(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
 
     async def begin(context: Context) -> tuple[str, Respond]:
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            found = await _asked(user_code, user.respond, messages, context, timeout_s=timeout_s)
-            text, done, score = _three(found, "respond", "(text, done, score)")
+            returned = await _asked(user_code, user.respond, messages, context, timeout_s=timeout_s)
+            text, done, score = _three(returned, "respond", "(text, done, score)")
             return _reply(text, done, 0.0 if score is None else score, "respond")
 
         return "", respond
@@ -80,8 +80,8 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
             raise PartnerError(f"{spec} cannot be created: {said(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
-            found = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
-            text, reward, done = _three(found, "step", "(text, reward, done)")
+            returned = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
+            text, reward, done = _three(returned, "step", "(text, reward, done)")
             return _reply(text, done, reward, "step")
 
         first = await _asked(user_code, world.reset, context.prompt, timeout_s=timeout_s)
@@ -96,11 +96,11 @@ def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any
     """Returns the class after checking its constructor and methods."""
     cls: Callable[[], Any] = resolve(spec, setting)
     try:
-        one = cls()
+        partner = cls()
     except Exception as e:
         raise UserError(f"{setting}={spec}: the class cannot be created without arguments ({said(e)}); fix it") from e
     for method in methods:
-        if not callable(getattr(one, method, None)):
+        if not callable(getattr(partner, method, None)):
             raise UserError(f"{setting}={spec}: the class has no method {method!r}; add it")
     return cls
 
@@ -116,10 +116,10 @@ async def _asked(user_code: UserCodeRunner, method: Callable[..., Any], *argumen
         raise PartnerError(f"{name} raised {why}") from e
 
 
-def _three(found: Any, method: str, form: str) -> tuple[Any, Any, Any]:
-    if not isinstance(found, tuple | list) or len(found) != 3:
-        raise PartnerError(f"{method} returned {type(found).__name__}; it must be {form}")
-    return found[0], found[1], found[2]
+def _three(returned: Any, method: str, form: str) -> tuple[Any, Any, Any]:
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        raise PartnerError(f"{method} returned {type(returned).__name__}; it must be {form}")
+    return returned[0], returned[1], returned[2]
 
 
 def _reply(text: Any, done: Any, score: Any, method: str) -> PartnerReply:
@@ -255,12 +255,12 @@ class _State:
         self.branch.say(answer)
         self.turns, self.finish, self.sampled = self.turns + 1, answer.finish, len(answer.tokens)
 
-    def follow(self, chat: Chat, said: Message, new: list[dict[str, str]], room: int) -> list[int]:
+    def follow(self, chat: Chat, turn: Message, new: list[dict[str, str]], room: int) -> list[int]:
         """Adds the answers to a turn; returns the tokens of the conversation, none at its end."""
         if not new:
             return []
         try:
-            ids, same = chat.follow(Spoken(self.asked, said, self.text, self.branch.ids, self.sampled), new)
+            ids, same = chat.follow(Spoken(self.asked, turn, self.text, self.branch.ids, self.sampled), new)
         except UNREADABLE as e:
             self.fault = f"the chat template or the tokenizer refuses the conversation: {' '.join(str(e).split()):.200}"
             return []
@@ -270,18 +270,18 @@ class _State:
         if not same:
             self.branches.append(_Branch(ids))
         self.branch.hear(ids)
-        self.asked, self.messages, self.heard = [*self.asked, said, *new], self.messages + new, self.heard + 1
+        self.asked, self.messages, self.heard = [*self.asked, turn, *new], self.messages + new, self.heard + 1
         return ids
 
-    def heard_tools(self, calls: int, told: ToolReplies) -> list[dict[str, str]]:
+    def heard_tools(self, calls: int, replies: ToolReplies) -> list[dict[str, str]]:
         """Returns the answers of tools to the last turn; none after a wrong reward."""
         self.calls += calls
-        self.call_errors += told.errors
-        self.call_s += told.seconds
-        if told.reward:
-            self.branch.tool_earned.append((self.branch.end, told.reward))
-        self.fault = self.fault or told.fault
-        return told.messages if told.fault is None else []
+        self.call_errors += replies.errors
+        self.call_s += replies.seconds
+        if replies.reward:
+            self.branch.tool_earned.append((self.branch.end, replies.reward))
+        self.fault = self.fault or replies.fault
+        return replies.messages if replies.fault is None else []
 
     def trajectory(self, decode: Callable[[list[int]], str], most: int) -> Trajectory:
         """Returns the latest branch with the others, at most so many in all."""
@@ -290,11 +290,13 @@ class _State:
         exchange = Exchange(**counted, fault=self.fault, branches_left_out=left_out)  # type: ignore[arg-type]
         if not self.turns:
             return nothing_said(self.prompt.uid, self.prompt.ids, exchange)
-        found = [
-            one.trajectory(self.prompt.uid, decode(one.ids[one.begin :]), "stop" if i else self.finish, exchange)
-            for i, one in enumerate(reversed(self.branches[-most:]))
+        trajectories = [
+            branch.trajectory(
+                self.prompt.uid, decode(branch.ids[branch.begin :]), "stop" if i else self.finish, exchange
+            )
+            for i, branch in enumerate(reversed(self.branches[-most:]))
         ]
-        return dataclasses.replace(found[0], branches=tuple(found[1:]))
+        return dataclasses.replace(trajectories[0], branches=tuple(trajectories[1:]))
 
 
 def make_talk(
@@ -317,27 +319,27 @@ def make_talk(
     async def heard(state: _State, tokens: list[int], asked: int) -> tuple[Message, list[dict[str, str]]]:
         """Returns the turn after `asked` tokens as a message, and its answers; none end the conversation."""
         state.text = text = spell(tokens[:-1] if tokens[-1] in ends else tokens)
-        said: dict[str, Any] = {"role": "assistant", "content": text}
-        state.messages.append(dict(said))
+        turn: dict[str, Any] = {"role": "assistant", "content": text}
+        state.messages.append(dict(turn))
         last = state.turns == turns.assistant or state.heard == turns.user
         thinks = opened_thought(spell(state.branch.ids[max(0, asked - OPENING) : asked]))
-        if found := parse(thinks + text, toolbox.schemas) if toolbox.schemas else []:
+        if calls := parse(thinks + text, toolbox.schemas) if toolbox.schemas else []:
             if last:
-                return said, []
-            told = await toolbox.call(found, state.prompt, state.memory)
+                return turn, []
+            replies = await toolbox.call(calls, state.prompt, state.memory)
             return chat.form.answered(
-                said, thinks, found, state.heard_tools(len(found), told), state.calls - len(found)
+                turn, thinks, calls, state.heard_tools(len(calls), replies), state.calls - len(calls)
             )
         if state.respond is None:
-            return said, []
+            return turn, []
         try:
             reply = await state.respond(state.messages)
         except PartnerError as e:
             state.fault = str(e)
-            return said, []
+            return turn, []
         state.score += reply.score
         state.branch.earned.append((state.branch.end, reply.score))
-        return said, [] if reply.done or last else [{"role": "user", "content": reply.text}]
+        return turn, [] if reply.done or last else [{"role": "user", "content": reply.text}]
 
     async def talk(ask: Ask, prompt: Prompt, *, sampling: Sampling, seed: int, near: Hashable) -> Trajectory:
         state = _State(prompt, as_messages(prompt.messages))
@@ -348,8 +350,8 @@ def make_talk(
             drawn_by = seed if state.turns == 0 else sample_seed(seed, state.turns, 0)
             answer = await ask(ids, sampling=own, seed=drawn_by, near=near)
             state.say(answer)
-            said, new = await heard(state, answer.tokens, len(ids)) if answer.finish == "stop" else ({}, [])
-            ids = state.follow(chat, said, new, room)
+            turn, new = await heard(state, answer.tokens, len(ids)) if answer.finish == "stop" else ({}, [])
+            ids = state.follow(chat, turn, new, room)
         return state.trajectory(decode, branches)
 
     return talk

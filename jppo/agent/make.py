@@ -58,11 +58,11 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
     if m.environment:
         begin = conversation.make_environment(m.environment, user_code=user_code, timeout_s=m.tool_timeout_s)
     if m.format == "plain":
-        chat, told = turn_tokens.plain_chat(tokenizer), []
+        chat, schemas = turn_tokens.plain_chat(tokenizer), []
     else:
         roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
-        how = _templated(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
-        chat, told = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, **how), toolbox.schemas
+        options = _templated(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
+        chat, schemas = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, **options), toolbox.schemas
 
     decode, spell = make_decoders(tokenizer)
     talk = make_talk(
@@ -76,7 +76,7 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | No
         ends=ends,
         branches=c.rollout.agent_branches,
     )
-    return Agent(talk, told, toolbox, user_code)
+    return Agent(talk, schemas, toolbox, user_code)
 
 
 def _templated(c: Settings, format: str) -> dict[str, Any]:
@@ -88,15 +88,15 @@ def _templated(c: Settings, format: str) -> dict[str, Any]:
 def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
     """Makes and checks the gateway of `rollout.agent`; starts nothing."""
     r, name = c.rollout, c.rollout.agent_format
-    how = _templated(c, name) | dict(setting="rollout.agent_format", parallel=2)
+    options = _templated(c, name) | dict(setting="rollout.agent_format", parallel=2)
 
     @functools.lru_cache(maxsize=64)
     def chat(schemas: str) -> turn_tokens.Chat:
         if name == "plain":
             return turn_tokens.plain_chat(tokenizer)
-        found = json.loads(schemas)
-        roles = ["user", *(["tool"] if found else [])]
-        return turn_tokens.templated(tokenizer, found, roles=roles, **how)
+        tools = json.loads(schemas)
+        roles = ["user", *(["tool"] if tools else [])]
+        return turn_tokens.templated(tokenizer, tools, roles=roles, **options)
 
     chat("[]")  # checks the template
     decode, spell = make_decoders(tokenizer)

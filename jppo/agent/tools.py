@@ -45,30 +45,32 @@ class UserCodeRunner:
         # Callers wait for a slot on their own loop, and an engine may use several loops in turn.
         self._slots: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
 
-    async def run(self, what: Callable[..., Any], *arguments: Any, timeout_s: float, slots: int | None = None) -> Any:
+    async def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float, slots: int | None = None
+    ) -> Any:
         """Returns or raises what the callable does; TimeoutError after `timeout_s`.
 
         At most `slots` calls of the same callable run at once; waiting for a slot does not count.
         """
         if slots is None:
-            return await self._run(what, arguments, timeout_s)
-        key = asyncio.get_running_loop(), id(what)
+            return await self._run(function, arguments, timeout_s)
+        key = asyncio.get_running_loop(), id(function)
         if key not in self._slots:
             self._slots = {k: s for k, s in self._slots.items() if not k[0].is_closed()}
             self._slots[key] = asyncio.Semaphore(slots)
         async with self._slots[key]:
-            return await self._run(what, arguments, timeout_s)
+            return await self._run(function, arguments, timeout_s)
 
-    async def _run(self, what: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        future = self._on_loop(what, arguments) if is_async(what) else _in_thread(what, arguments)
+    async def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        future = self._on_loop(function, arguments) if is_async(function) else _in_thread(function, arguments)
         return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
-    def _on_loop(self, what: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+    def _on_loop(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="jppo-tools", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(_guarded(what, arguments), self._loop)
+        return asyncio.run_coroutine_threadsafe(_guarded(function, arguments), self._loop)
 
     def close(self) -> None:
         """Stops the loop and cancels its tasks; may be called twice."""
@@ -84,9 +86,9 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
     loop.call_soon(loop.stop)  # after the tasks have seen it
 
 
-async def _guarded(what: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+async def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
-        return await what(*arguments)
+        return await function(*arguments)
     except (SystemExit, KeyboardInterrupt) as e:  # these would end the loop
         raise RuntimeError(f"it raised {type(e).__name__}") from e
     except asyncio.CancelledError as e:
@@ -95,19 +97,21 @@ async def _guarded(what: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         raise RuntimeError("it was cancelled") from e  # it cancelled itself
 
 
-def is_async(what: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call returns a coroutine: of a function, a method, or an object's `__call__`."""
-    return inspect.iscoroutinefunction(what) or inspect.iscoroutinefunction(getattr(what, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
-def _in_thread(what: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
     future: Future[Any] = Future()
 
     def work() -> None:
         if not future.set_running_or_notify_cancel():
             return
         try:
-            result = what(*arguments)
+            result = function(*arguments)
         except BaseException as e:  # exit(), too
             future.set_exception(e if isinstance(e, Exception) else RuntimeError(f"it raised {type(e).__name__}"))
         else:
@@ -176,30 +180,30 @@ class Toolbox:
         self._limits = limits
         self._user_code = user_code
 
-    async def call(self, found: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
+    async def call(self, calls: Sequence[Found], prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
         """Makes the calls concurrently; every call has an answer. Calls above the limit are not made."""
         most = self._limits.parallel
-        replies = list(await asyncio.gather(*(self._one(one, prompt, memory) for one in found[:most])))
-        if (surplus := len(found) - most) > 0:
+        replies = list(await asyncio.gather(*(self._one(call, prompt, memory) for call in calls[:most])))
+        if (surplus := len(calls) - most) > 0:
             why = f"error: {surplus} calls were not made, only {most} may be made at once"
             replies.append(ToolReplies([{"role": "tool", "name": "error", "content": self._cut(why)}], surplus, 0.0))
         return ToolReplies(
-            [message for one in replies for message in one.messages],
-            errors=sum(one.errors for one in replies),
-            seconds=sum(one.seconds for one in replies),
-            reward=sum(one.reward for one in replies),
-            fault=next((one.fault for one in replies if one.fault is not None), None),
+            [message for reply in replies for message in reply.messages],
+            errors=sum(reply.errors for reply in replies),
+            seconds=sum(reply.seconds for reply in replies),
+            reward=sum(reply.reward for reply in replies),
+            fault=next((reply.fault for reply in replies if reply.fault is not None), None),
         )
 
-    async def _one(self, found: Found, prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
+    async def _one(self, call: Found, prompt: Prompt, memory: dict[str, Any]) -> ToolReplies:
         began = time.monotonic()
         name, text, failed, reward, fault = "error", "", True, 0.0, ""
-        if isinstance(found, Fault):
-            text = f"error: {found.why}"
+        if isinstance(call, Fault):
+            text = f"error: {call.why}"
         else:
-            name = found.name
+            name = call.name
             try:
-                text, reward, fault = await self._answer(found, prompt, memory)
+                text, reward, fault = await self._answer(call, prompt, memory)
                 failed = bool(fault)
             except TimeoutError:
                 text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
@@ -213,16 +217,16 @@ class Toolbox:
         context = Context(prompt, of_row(prompt, call.name), memory)
         tool = self._tools[call.name]
         slots = getattr(tool, "concurrency", None)
-        found = await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
-        if not isinstance(found, tuple):
-            return str(found), 0.0, ""
+        answer = await self._user_code.run(tool, call.arguments, context, timeout_s=self._limits.timeout_s, slots=slots)
+        if not isinstance(answer, tuple):
+            return str(answer), 0.0, ""
         if not getattr(tool, "rewards", False):
             raise TypeError("the tool returned a tuple, which only a tool with rewards=True may")
-        text, reward = found if len(found) == 2 else (None, None)
+        text, reward = answer if len(answer) == 2 else (None, None)
         number = 0.0 if reward is None else finite(reward)
         if not isinstance(text, str) or number is None:
             rule = "it must be text, or (text, a finite number or None)"
-            return "", 0.0, f"the tool {call.name} returned {short(found)}; {rule}"
+            return "", 0.0, f"the tool {call.name} returned {short(answer)}; {rule}"
         return text, number, ""
 
     def _cut(self, text: str) -> str:
@@ -238,8 +242,8 @@ class Toolbox:
 def of_row(prompt: Prompt, name: str) -> Mapping[str, Any]:
     """Returns a row's arguments for one tool: verl's extra_info.tools_kwargs[NAME]."""
     of_tools = (prompt.extra.get("extra_info") or {}).get("tools_kwargs")
-    found = of_tools.get(name) if isinstance(of_tools, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    arguments = of_tools.get(name) if isinstance(of_tools, Mapping) else None
+    return arguments if isinstance(arguments, Mapping) else {}
 
 
 def cut_to_length(text: str, length: int, side: str) -> str:
@@ -301,19 +305,21 @@ def _from_yaml(file: pathlib.Path, where: str, sandbox: tuple[str, ...]) -> list
     except yaml.YAMLError as e:
         raise UserError(f"{where} is not valid YAML: {' '.join(str(e).split())}; fix it") from e
     listed = read.get("tools") if isinstance(read, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise UserError(f"{where} must have a list `tools` of objects with class_name, config and tool_schema")
-    return [_made(one, where, sandbox) for one in listed]
+    return [_made(entry, where, sandbox) for entry in listed]
 
 
-def _made(one: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Tool:
-    name, config, schema = one.get("class_name"), one.get("config") or {}, one.get("tool_schema")
-    if unknown := set(one) - {"class_name", "config", "tool_schema"}:
+def _made(entry: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Tool:
+    name, config, schema = entry.get("class_name"), entry.get("config") or {}, entry.get("tool_schema")
+    if unknown := set(entry) - {"class_name", "config", "tool_schema"}:
         raise UserError(
             f"{where}: {min(map(str, unknown))!r} is not known; an entry has class_name, config, tool_schema"
         )
     if not isinstance(name, str) or not isinstance(config, dict) or not isinstance(schema, dict | None):
-        raise UserError(f"{where}: an entry is class_name (text), config and tool_schema (objects); one is {dict(one)}")
+        raise UserError(
+            f"{where}: an entry is class_name (text), config and tool_schema (objects); one is {dict(entry)}"
+        )
     cls = TOOLS.find(name, f"{where}: class_name")
     try:
         tool: Tool = cls(**config, **({"sandbox": sandbox} if cls is Python else {}))

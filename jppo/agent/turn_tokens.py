@@ -40,19 +40,19 @@ class Form:
     answers: str = "tool"  # the role of answers to a turn without such fields, as to an invalid call
 
     def answered(
-        self, said: dict[str, Any], thinks: str, found: Sequence[Found], replies: list[dict[str, str]], first: int
+        self, turn: dict[str, Any], thinks: str, calls: Sequence[Found], replies: list[dict[str, str]], first: int
     ) -> tuple[dict[str, Any], list[dict[str, str]]]:
-        """Returns a turn and the answers to what was found in it; the calls' ids count from `first`.
+        """Returns a turn and the answers to its calls, whose ids count from `first`.
 
         `thinks` is the beginning of a thought at the end of the turn's prompt.
         """
-        calls = [one for one in found if isinstance(one, Call)]
-        if len(calls) < len(found) or len(found) != len(replies):
-            return said, [reply | {"role": self.answers} for reply in replies]
-        fields = call_fields(calls, first)
-        text = without_calls(thinks + said["content"], self.format).removeprefix(thinks)
-        answers = [reply | {"tool_call_id": one["id"]} for reply, one in zip(replies, fields, strict=True)]
-        return said | {"content": text, "tool_calls": fields}, answers
+        valid = [call for call in calls if isinstance(call, Call)]
+        if len(valid) < len(calls) or len(calls) != len(replies):
+            return turn, [reply | {"role": self.answers} for reply in replies]
+        fields = call_fields(valid, first)
+        text = without_calls(thinks + turn["content"], self.format).removeprefix(thinks)
+        answers = [reply | {"tool_call_id": call["id"]} for reply, call in zip(replies, fields, strict=True)]
+        return turn | {"content": text, "tool_calls": fields}, answers
 
 
 def call_fields(calls: Sequence[Call], first: int = 0) -> list[dict[str, Any]]:
@@ -87,12 +87,12 @@ def check_template(
     for schema, count, text in itertools.product(schemas, counts, ("", SAID)) if parse else ():
         calls = [_example(schema)] * count
         fields = call_fields(calls)
-        said = _TEXT | {"content": text, "tool_calls": fields}
-        written, answers = _written(render, said), _answers(count, fields)
+        turn = _TEXT | {"content": text, "tool_calls": fields}
+        written, answers = _written(render, turn), _answers(count, fields)
         if parse and parse(written, schemas) != calls:
             raise _unread(written, calls, f"{setting}={name!r}")
-        _require_shown(render, "tool", said, setting, count)
-        parsed |= render([*_ASKED, said, *answers]) != render([*_ASKED, _TEXT | {"content": written}, *answers])
+        _require_shown(render, "tool", turn, setting, count)
+        parsed |= render([*_ASKED, turn, *answers]) != render([*_ASKED, _TEXT | {"content": written}, *answers])
     if not parsed:
         _require_shown(render, "tool", _TEXT, setting)
         return Form(name)
@@ -105,20 +105,20 @@ def check_template(
 
 def changes(render: Callable[..., str], roles: Sequence[str]) -> list[str]:
     """Returns the turns of the policy that the template changes, each with the role of the messages that follow."""
-    found, before = [], render(_ASKED)
+    changed, before = [], render(_ASKED)
     for role in roles:
         for kind, thought in (("", ""), (" with a thought", "<think>\nhm\n</think>\n\n")):
             text = thought.removeprefix(opened_thought(before)).lstrip() + SAID
             with contextlib.suppress(UserError):  # a template may refuse tools' answers to a text
                 whole = render([*_ASKED, _TEXT | {"content": text}, *(m | {"role": role} for m in _answers(1))])
                 if not whole.startswith(before + text):
-                    found.append(f"a turn{kind} before the role {role!r}")
-    return found
+                    changed.append(f"a turn{kind} before the role {role!r}")
+    return changed
 
 
-def _written(render: Callable[..., str], said: Mapping[str, Any]) -> str:
+def _written(render: Callable[..., str], turn: Mapping[str, Any]) -> str:
     """Returns the text of a turn without its head and end."""
-    asked, whole, text = (render([*_ASKED, *turn], opened=False) for turn in ([], [said], [_TEXT]))
+    asked, whole, text = (render([*_ASKED, *turns], opened=False) for turns in ([], [turn], [_TEXT]))
     head, _, end = text[_same(asked, text) :].partition(SAID)
     return whole[_same(asked, whole) :].removeprefix(head).removesuffix(end)
 
@@ -133,8 +133,8 @@ def _example(schema: Schema) -> Call:
     parameters: Mapping[str, Any] = schema["function"].get("parameters") or {}
     arguments = {}
     for name in parameters.get("required") or []:
-        how = (parameters.get("properties") or {}).get(name)
-        kind = how.get("type") if isinstance(how, Mapping) else None
+        parameter = (parameters.get("properties") or {}).get(name)
+        kind = parameter.get("type") if isinstance(parameter, Mapping) else None
         kinds = kind if isinstance(kind, list) else [kind]
         arguments[name] = next((_VALUES[one] for one in kinds if one in _VALUES), "a b")
     return Call(schema["function"]["name"], arguments)
@@ -142,32 +142,34 @@ def _example(schema: Schema) -> Call:
 
 def _answers(count: int, calls: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """Returns tools' answers to calls, or to a text without them."""
-    found: list[dict[str, Any]] = [
+    answers: list[dict[str, Any]] = [
         {"role": "tool", "content": f"answer{i}of{count}", "name": "error"} for i in range(count)
     ]
-    for answer, call in zip(found, calls, strict=False):
+    for answer, call in zip(answers, calls, strict=False):
         answer |= {"name": call["function"]["name"], "tool_call_id": call["id"]}
-    return found
+    return answers
 
 
-def _shown(render: Callable[..., str], role: str, said: Mapping[str, Any], count: int = 1) -> bool:
+def _shown(render: Callable[..., str], role: str, turn: Mapping[str, Any], count: int = 1) -> bool:
     """Whether the messages of a role that answer a turn are in the rendering."""
-    answers = [answer | {"role": role} for answer in _answers(count, said.get("tool_calls", []))]
-    rendered = render([*_ASKED, said, *answers])
+    answers = [answer | {"role": role} for answer in _answers(count, turn.get("tool_calls", []))]
+    rendered = render([*_ASKED, turn, *answers])
     return all(answer["content"] in rendered for answer in answers)
 
 
 def _require_shown(
-    render: Callable[..., str], role: str, said: Mapping[str, Any], setting: str, count: int = 1
+    render: Callable[..., str], role: str, turn: Mapping[str, Any], setting: str, count: int = 1
 ) -> None:
-    if not _shown(render, role, said, count):
+    if not _shown(render, role, turn, count):
         raise _hides(setting, role)
 
 
 def _unread(written: str, calls: Sequence[Call], format: str) -> UserError:
-    how = f"writes a call as {written.strip()!r:.150}" if calls[0].name in written else "leaves out calls of the policy"
+    fault = (
+        f"writes a call as {written.strip()!r:.150}" if calls[0].name in written else "leaves out calls of the policy"
+    )
     return UserError(
-        f"the tokenizer's chat template {how}, and the run reads {format}; use a template with such calls, set the"
+        f"the tokenizer's chat template {fault}, and the run reads {format}; use a template with such calls, set the"
         " format of the template, or set rollout.history=sampled"
     )
 
@@ -270,10 +272,10 @@ def templated(
     def begun(messages: str) -> list[int]:
         return encode(render(json.loads(messages)))
 
-    if found := changes(render, roles):
-        how = "such turns stay as they were sampled" if kept else "the next turn then begins a new trajectory"
-        said = f"the chat template changes {', '.join(found)}; {how} (rollout.history={history})"
-        print(f"conversations: {said}", file=sys.stderr, flush=True)
+    if changed := changes(render, roles):
+        effect = "such turns stay as they were sampled" if kept else "the next turn then begins a new trajectory"
+        notice = f"the chat template changes {', '.join(changed)}; {effect} (rollout.history={history})"
+        print(f"conversations: {notice}", file=sys.stderr, flush=True)
     follow = _follow_sampled(render, encode) if kept else _follow_template(tokenizer, render, encode, form.parsed)
     return Chat(follow, opening, lambda messages: [*begun(json.dumps(messages))], encode, form)
 
@@ -292,8 +294,8 @@ def _follow_template(tokenizer: Any, render: Render, encode: Encode, parsed: boo
     def follow(turn: Spoken, new: Sequence[Message]) -> tuple[list[int], bool]:
         before = render(turn.asked) + spell(tokenizer, turn.ids[-turn.sampled :])
         raw = {"role": "assistant", "content": turn.text}
-        for said in (turn.said,) if parsed else (raw, turn.said):
-            whole = render([*turn.asked, said, *new])
+        for message in (turn.said,) if parsed else (raw, turn.said):
+            whole = render([*turn.asked, message, *new])
             if whole.startswith(before):
                 return turn.ids + after(turn.ids[-1], whole[len(before) :]), True
         return encode(whole), False

@@ -77,11 +77,11 @@ def keep(
     kept = jnp.asarray(mask)
     for name, lower, upper in rules:
         level, kind = name.rsplit("_", 1)
-        found = over[level](statistics[kind])
+        aggregate = over[level](statistics[kind])
         if kind == "k1":
-            kept &= (found >= jnp.log(lower)) & (found <= jnp.log(upper))
+            kept &= (aggregate >= jnp.log(lower)) & (aggregate <= jnp.log(upper))
         else:
-            kept &= found <= upper
+            kept &= aggregate <= upper
     return kept
 
 

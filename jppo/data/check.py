@@ -84,8 +84,10 @@ def data_findings(
     for source in seen.sources:
         columns = collections.Counter(column for row in source.rows for column in row.columns)
         partly = [column for column, count in columns.items() if count < len(source.rows)]
-        said = f"{source.name}: {len(source.rows)}; columns {', '.join(map(str, columns))}"
-        out.append(DataNote(not partly, "rows", f"{said}; not every row has {', '.join(partly)}" if partly else said))
+        summary = f"{source.name}: {len(source.rows)}; columns {', '.join(map(str, columns))}"
+        out.append(
+            DataNote(not partly, "rows", f"{summary}; not every row has {', '.join(partly)}" if partly else summary)
+        )
     for name, count in collections.Counter(map(data_source, seen.rows)).most_common():
         grader = f"graded by {graders[name]}" if name in graders else "no grader: set reward.grader or reward.function"
         out.append(DataNote(name in graders, "source", f"{name}: {count} rows, {grader}"))
@@ -136,26 +138,26 @@ def histogram(values: np.ndarray) -> list[str]:
     return lines
 
 
-def _report(seen: Looked, found: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
+def _report(seen: Looked, findings: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
     """Returns the printed lines of one set."""
     values, unit = lengths(seen)
-    said = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
+    spread = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
     shown = seen.prompts[0] if seen.ids is None else tokenizer.decode(seen.ids[0])
     note = "" if seen.ids is not None else ", raw: use --tokenizer to see it as the model reads it"
     text = shown if isinstance(shown, str) else "\n".join(f"[{m['role']}] {m['content']}" for m in shown)
     return [
         f"{title}: {len(seen.rows)} rows",
-        *map(str, found),
-        str(DataNote(True, "lengths", said)),
+        *map(str, findings),
+        str(DataNote(True, "lengths", spread)),
         *histogram(values),
         f"      the first prompt{note}",
         *(f"      | {line}" for line in text.split("\n")),
     ]
 
 
-def _counted(about: str, what: str, rows: list[Row], of: int) -> DataNote:
-    said = f"{len(rows)} of {of} rows {what}"
-    return DataNote(not rows, about, f"{said}, the first is {rows[0].place}" if rows else said)
+def _counted(about: str, condition: str, rows: list[Row], of: int) -> DataNote:
+    summary = f"{len(rows)} of {of} rows {condition}"
+    return DataNote(not rows, about, f"{summary}, the first is {rows[0].place}" if rows else summary)
 
 
 def _has_answer(row: Row) -> bool:
@@ -175,8 +177,8 @@ def _graders(*sets: Looked | None) -> dict[str, str]:
     from jppo.rewards.graders import grader_of  # a command may look beyond data/
 
     sources = {data_source(row) for seen in sets if seen is not None for row in seen.rows}
-    found = {source: grader_of(source) for source in sources}
-    return {source: getattr(grader, "__name__", source) for source, grader in found.items() if grader is not None}
+    graders = {source: grader_of(source) for source in sources}
+    return {source: getattr(grader, "__name__", source) for source, grader in graders.items() if grader is not None}
 
 
 @exit_on_user_error
@@ -198,10 +200,10 @@ def main(argv: list[str] | None = None) -> None:
     read = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
     train = look(",".join(args.files), "FILES", **read)
     val = look(args.val, "--val", **read) if args.val else None
-    said = dict(max_prompt_length=args.max_prompt_length, graders=_graders(train, val))
-    lines = _report(train, data_findings(train, **said), "training set", tokenizer)
+    options = dict(max_prompt_length=args.max_prompt_length, graders=_graders(train, val))
+    lines = _report(train, data_findings(train, **options), "training set", tokenizer)
     if val is not None:
-        lines += _report(val, [*data_findings(val, **said), overlap(train, val)], "test set", tokenizer)
+        lines += _report(val, [*data_findings(val, **options), overlap(train, val)], "test set", tokenizer)
     print(escaped("\n".join(lines)))
 
 

@@ -42,24 +42,24 @@ def _pair(row: Row) -> dict[str, Any] | None:
 
 def _make(source: pathlib.Path) -> prepare.Made:
     """Makes pairs and prompts of both splits."""
-    made: dict[str, list[dict[str, Any]]] = {}
+    sets: dict[str, list[dict[str, Any]]] = {}
     for split in ("train", "test"):
         rows = prepare.rows_of(source, split)
-        found = [one for one in map(_pair, rows) if one is not None]
-        if not found:
+        pairs = [pair for pair in map(_pair, rows) if pair is not None]
+        if not pairs:
             raise UserError(
                 f"--from={source}: none of the {len(rows)} rows of {split} is a pair of answers to one prompt"
             )
-        print(f"{split}: {len(rows) - len(found)} of {len(rows)} rows are no pair and left out")
+        print(f"{split}: {len(rows) - len(pairs)} of {len(rows)} rows are no pair and left out")
         name = "Dahoas/full-hh-rlhf" if "prompt" in rows[0].columns else "Anthropic/hh-rlhf"
-        made[f"pairs/{split}"] = found
-        made[f"prompts/{split}"] = prepare.different(
+        sets[f"pairs/{split}"] = pairs
+        sets[f"prompts/{split}"] = prepare.different(
             prepare.verl_row(
-                one["prompt"], one["chosen"], source=name, ability="alignment", style="model", split=split, index=i
+                pair["prompt"], pair["chosen"], source=name, ability="alignment", style="model", split=split, index=i
             )
-            for i, one in enumerate(found)
+            for i, pair in enumerate(pairs)
         )
-    return made
+    return sets
 
 
 @exit_on_user_error

@@ -34,8 +34,8 @@ def _pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[st
         if score is not None and checked_text(row, "response", response, blank=True).strip():
             of_prompt.setdefault(uid, []).append(row)
     rng = np.random.default_rng(seed)
-    found = [_of_one([group[i] for i in rng.permutation(len(group))]) for group in of_prompt.values()]
-    return [group for group in found if group]
+    pairs = [_of_one([group[i] for i in rng.permutation(len(group))]) for group in of_prompt.values()]
+    return [group for group in pairs if group]
 
 
 def _of_one(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
@@ -65,18 +65,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not 0 < args.test < 1:
         raise UserError(f"--test={args.test} is a share: it must be between 0 and 1")
-    found = _pairs_of_samples(read_rows(args.samples), seed=args.seed)
-    held_out = round(args.test * len(found))
-    if not 1 <= held_out < len(found):
+    pairs = _pairs_of_samples(read_rows(args.samples), seed=args.seed)
+    held_out = round(args.test * len(pairs))
+    if not 1 <= held_out < len(pairs):
         raise UserError(
-            f"{args.samples}: {len(found)} prompts have responses of different scores, and --test={args.test} of them"
+            f"{args.samples}: {len(pairs)} prompts have responses of different scores, and --test={args.test} of them"
             " must leave some on both sides; sample more responses to a prompt"
         )
-    order = np.random.default_rng(args.seed).permutation(len(found))
-    made = {"train": order[held_out:], "test": order[:held_out]}
+    order = np.random.default_rng(args.seed).permutation(len(pairs))
+    splits = {"train": order[held_out:], "test": order[:held_out]}
     make_directory(args.out)
-    for name, which in made.items():
-        rows = [pair for i in which for pair in found[i]]
+    for name, which in splits.items():
+        rows = [pair for i in which for pair in pairs[i]]
         write_jsonl(args.out / f"{name}.jsonl", rows)
         print(escaped(f"{args.out / f'{name}.jsonl'}: {len(rows)} pairs of {len(which)} prompts"))
 

@@ -128,8 +128,8 @@ def _tokens(row: Row, half: tuple[Messages, str], encode: Encode, most: int | No
             ids = np.asarray(encode(*half), np.int32)
         return ids
     except Exception as e:  # a chat template may raise anything
-        said = first_line(e)
-        raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {said}") from e
+        reason = first_line(e)
+        raise UserError(f"{row.place}: the tokenizer or its chat template refuses a half of the pair: {reason}") from e
 
 
 def _margin(row: Row, column: str) -> float:

@@ -32,8 +32,8 @@ def rows_of(source: pathlib.Path, split: str = "") -> list[Row]:
         raise UserError(f"--from={source} does not exist; name the directory of the downloaded data set")
     files = [source] if source.is_file() else sorted(p for p in source.rglob("*") if _is_of(split, p, source))
     if not files:
-        what = f"{split}.parquet, {split}-*.parquet, {split}.jsonl or {split}/*.json" if split else ", ".join(_READ)
-        raise UserError(f"--from={source} has none of {what}; name the directory of the downloaded data set")
+        patterns = f"{split}.parquet, {split}-*.parquet, {split}.jsonl or {split}/*.json" if split else ", ".join(_READ)
+        raise UserError(f"--from={source} has none of {patterns}; name the directory of the downloaded data set")
     return [row for file in files for row in read_rows(file)]
 
 
@@ -80,10 +80,10 @@ def different(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(first.values())
 
 
-def write_parquet(made: Made, out: pathlib.Path) -> dict[str, int]:
+def write_parquet(sets: Made, out: pathlib.Path) -> dict[str, int]:
     """Writes each list of rows as parquet; returns the paths with their row counts."""
     counts = {}
-    for name, rows in made.items():
+    for name, rows in sets.items():
         path = out / f"{name}.parquet"
         make_directory(path.parent)
         try:

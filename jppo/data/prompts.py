@@ -118,12 +118,12 @@ def check_one_schema(rows: list[Row]) -> None:
 
     first = schema(rows[0])
     for row in rows:
-        for what, form in schema(row).items():
-            lacks = row.columns.get("prompt" if what == "prompt" else form.partition(".")[0]) is None
-            if form != first[what] and not lacks:  # errors about the row itself come later
+        for field, form in schema(row).items():
+            lacks = row.columns.get("prompt" if field == "prompt" else form.partition(".")[0]) is None
+            if form != first[field] and not lacks:  # errors about the row itself come later
                 raise UserError(
-                    f"{row.place}: the {what} is in the form of {form}, but {rows[0].unit} {rows[0].number} in"
-                    f" the form of {first[what]}; a source has one form: make two files of it"
+                    f"{row.place}: the {field} is in the form of {form}, but {rows[0].unit} {rows[0].number} in"
+                    f" the form of {first[field]}; a source has one form: make two files of it"
                 )
 
 
@@ -176,14 +176,14 @@ def tokenise(
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=terminal, disable=not shown, transient=True) as bar:
-        task, said = bar.add_task("", total=len(messages)), time.monotonic()
+        task, reported = bar.add_task("", total=len(messages)), time.monotonic()
         for start in range(0, len(messages), _BLOCK):
             block = slice(start, start + _BLOCK)
             ids += _tokenise(messages[block], rows[block], tokenizer, render, max_length)
             bar.update(task, completed=len(ids))
-            if not terminal.is_terminal and time.monotonic() - said >= EVERY_S:
+            if not terminal.is_terminal and time.monotonic() - reported >= EVERY_S:
                 print(f"tokenising prompts, {len(ids):,} of {len(messages):,}", file=sys.stderr, flush=True)
-                said = time.monotonic()
+                reported = time.monotonic()
     return ids
 
 

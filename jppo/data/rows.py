@@ -252,12 +252,14 @@ def read_sources(
     short = [name for _, name in readers]
     names = [name if short.count(name) == 1 else entry for name, entry in zip(short, listed, strict=True)]
     other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    found = [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
-    return [Source(one.name, [_renamed(row, other) for row in one.rows]) for one in found] if other else found
+    sources = [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
+    return (
+        [Source(source.name, [_renamed(row, other) for row in source.rows]) for source in sources] if other else sources
+    )
 
 
 def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
-    found = {}
+    renamed = {}
     for ours, theirs in columns.items():
         value: Any = row.columns
         for part in [theirs] if theirs in row.columns else theirs.split("."):
@@ -267,12 +269,12 @@ def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
                     f" are {', '.join(map(str, row.columns))}"
                 )
             value = value[part]
-        found[ours] = value
+        renamed[ours] = value
     gone = {*columns, *columns.values()} - {
         columns.get("ground_truth")
     }  # a custom function may read it by its own name
     kept = {name: value for name, value in row.columns.items() if name not in gone}
-    return dataclasses.replace(row, columns=kept | found)
+    return dataclasses.replace(row, columns=kept | renamed)
 
 
 def _reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
@@ -321,8 +323,8 @@ def _hub_rows(entry: str, name: str, split: str) -> list[Row]:
             f" hf download --repo-type dataset {name} --local-dir DIR"
         ) from e
     try:
-        found = datasets.load_dataset(name, config or None, split=split)
-        rows = [Row(entry, number, dict(columns)) for number, columns in enumerate(found, start=1)]
+        dataset = datasets.load_dataset(name, config or None, split=split)
+        rows = [Row(entry, number, dict(columns)) for number, columns in enumerate(dataset, start=1)]
     except Exception as e:  # no network, an unknown name, split or config: each raises its own
         raise UserError(f"{entry} cannot be read ({said(e)}); check name, config and split, or the network") from e
     return _not_empty(rows, entry)

@@ -140,10 +140,10 @@ def _segments(row: Row) -> Segments:
     value = row.columns.get("response")
     if not isinstance(value, list):
         return [(text_column(row, "response"), True)]
-    for one in value:
-        if not isinstance(one, dict) or set(one) != {"text", "learn"} or not isinstance(one["learn"], bool):
-            raise UserError(f"{row.place}: {brief(one)} in response must be {{text, learn}}, learn true or false")
-        checked_text(row, "text in response", one["text"])
+    for segment in value:
+        if not isinstance(segment, dict) or set(segment) != {"text", "learn"} or not isinstance(segment["learn"], bool):
+            raise UserError(f"{row.place}: {brief(segment)} in response must be {{text, learn}}, learn true or false")
+        checked_text(row, "text in response", segment["text"])
     if not value or not value[-1]["learn"]:
         raise UserError(f"{row.place}: response must end with a text to train on; add learn: true to it")
-    return [(one["text"], one["learn"]) for one in value]
+    return [(segment["text"], segment["learn"]) for segment in value]

@@ -68,11 +68,13 @@ class Curriculum:
     def batch(self, state: str, size: int) -> tuple[np.ndarray, str]:
         """Returns the indices of the next `size` prompts, [N] i64, and the state after them; '' is the first state."""
         now = state or self._json("begin", self._call("begin", self._made.begin))
-        found = self._call("batch", self._made.batch, json.loads(now), size)
-        indices, after = found if isinstance(found, tuple) and len(found) == 2 else ((), None)
+        returned = self._call("batch", self._made.batch, json.loads(now), size)
+        indices, after = returned if isinstance(returned, tuple) and len(returned) == 2 else ((), None)
         chosen = self._call("batch", np.asarray, indices)
         if chosen.dtype.kind not in "iu" or chosen.shape != (size,) or len(set(chosen.tolist())) < size:
-            raise UserError(f"{self._said}: batch must return ({size} different indices, state), not {str(found)[:99]}")
+            raise UserError(
+                f"{self._said}: batch must return ({size} different indices, state), not {str(returned)[:99]}"
+            )
         if chosen.min() < 0 or chosen.max() >= len(self._place):
             raise UserError(f"{self._said}: batch returns indices outside 0 to {len(self._place) - 1}; correct it")
         return chosen.astype(np.int64), self._json("batch", after)
@@ -85,9 +87,9 @@ class Curriculum:
         places = [self._place[prompt.uid] for prompt in prompts]
         return self._json("update", self._call("update", self._made.update, json.loads(state), places, scores))
 
-    def _call(self, name: str, function: Callable[..., Any], *given: Any) -> Any:
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return function(*given)
+            return function(*arguments)
         except Exception as e:  # a user's class may raise anything
             raise UserError(f"{self._said}: {name} raises {said(e)}; correct it") from e
 
@@ -148,15 +150,15 @@ def user_order(spec: str, prompts: Sequence[Any], *, seed: int, batch_size: int)
     @functools.lru_cache(maxsize=1)
     def order(epoch: int) -> np.ndarray:
         try:
-            found = np.asarray(function(prompts, epoch, seed))
+            indices = np.asarray(function(prompts, epoch, seed))
         except Exception as e:  # a user's function may raise anything
             raise UserError(f"{begin} raises {said(e)} for epoch {epoch}; correct it") from e
-        if found.dtype.kind not in "iu" or not np.array_equal(np.sort(found, axis=None), np.arange(len(prompts))):
+        if indices.dtype.kind not in "iu" or not np.array_equal(np.sort(indices, axis=None), np.arange(len(prompts))):
             raise UserError(
-                f"{begin} returns {found.dtype} of shape {found.shape} for epoch {epoch}; it must return each index"
+                f"{begin} returns {indices.dtype} of shape {indices.shape} for epoch {epoch}; it must return each index"
                 f" from 0 to {len(prompts) - 1} once"
             )
-        return found.reshape(-1).astype(np.int64)
+        return indices.reshape(-1).astype(np.int64)
 
     order(0)  # before anything starts
     return order
@@ -188,14 +190,14 @@ def mix_parts(
 
     Every prompt must belong to exactly one; a batch must not contain a prompt twice.
     """
-    said = f"data.mix={','.join(f'{name}={weight:g}' for name, weight in weights.items())}"
+    setting = f"data.mix={','.join(f'{name}={weight:g}' for name, weight in weights.items())}"
     members: dict[str, list[int]] = {name: [] for name in weights}
     for part in sorted(parts, key=lambda part: part.name):
         for index in part.indices:
             names = [name for name in dict.fromkeys((part.name, data_sources[index])) if name in weights]
             if len(names) != 1:
                 raise UserError(
-                    f"{said} gives {'no weight' if not names else 'two weights'} to a prompt of {part.name!r} whose"
+                    f"{setting} gives {'no weight' if not names else 'two weights'} to a prompt of {part.name!r} whose"
                     f" data_source is {data_sources[index]!r}; name each prompt's file or source, but not both"
                 )
             members[names[0]].append(int(index))
@@ -203,8 +205,9 @@ def mix_parts(
         most = math.ceil(weight * batch_size - 1e-9)
         if most > len(members[name]):
             raise UserError(
-                f"{said}: a batch of {batch_size} (data.train_batch_size, or gen_batch_size) draws up to {most} prompts"
-                f" of {name!r}, which has {len(members[name])}; lower its weight or the batch size, or fix the name"
+                f"{setting}: a batch of {batch_size} (data.train_batch_size, or gen_batch_size) draws up to {most}"
+                f" prompts of {name!r}, which has {len(members[name])}; lower its weight or the batch size, or fix the"
+                " name"
             )
     return tuple(MixPart(name, np.array(members[name]), weight) for name, weight in weights.items())
 

@@ -86,28 +86,28 @@ def main() -> None:
     answers: dict[str, Callable[..., Iterable[str]]] = {"render_all": render_all, "unknown_names": unknown_names}
     with contextlib.suppress(EOFError):
         while True:
-            what, arguments = pickle.load(sys.stdin.buffer)
-            reply = _reply(answers[what], arguments)
+            request, arguments = pickle.load(sys.stdin.buffer)
+            reply = _reply(answers[request], arguments)
             sys.stdout.write(reply + "\n")
             sys.stdout.flush()
 
 
 def _reply(answers: Callable[..., Iterable[str]], arguments: tuple[Any, ...]) -> str:
     """Returns the answers up to the first error, and that; each has its own time."""
-    found: list[str] = []
+    collected: list[str] = []
     try:
         signal.setitimer(signal.ITIMER_PROF, TIME_S)
         for answer in answers(*arguments):
-            found.append(answer)
+            collected.append(answer)
             signal.setitimer(signal.ITIMER_PROF, TIME_S)
-        return json.dumps({"found": found, "error": ""})
+        return json.dumps({"found": collected, "error": ""})
     except MemoryError:
         error = f"it takes more than {MEMORY_BYTES} bytes of memory"
     except Exception as e:
         error = str(e).strip().partition("\n")[0][:500] or type(e).__name__
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return json.dumps({"found": found, "error": error})
+    return json.dumps({"found": collected, "error": error})
 
 
 def _bound_memory() -> None:

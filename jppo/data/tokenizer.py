@@ -58,7 +58,7 @@ def load_tokenizer(path: str) -> Any:
 
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids that end a response: of generation_config.json, config.json and the tokenizer."""
-    found: list[int] = []
+    ends: list[int] = []
     config = _read_config(path, "config.json")
     if isinstance(text := config.get("text_config"), dict):  # of a model that reads pictures, too
         config = text | {key: value for key, value in config.items() if value is not None}
@@ -67,25 +67,25 @@ def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
         fields = config if name == "config.json" else _read_config(path, name)
         ids = fields.get("eos_token_id")
         several = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        for one in several:
-            whole = isinstance(one, int) and not isinstance(one, bool) and one >= 0
-            if not whole or (isinstance(vocab_size, int) and one >= vocab_size):
+        for token in several:
+            whole = isinstance(token, int) and not isinstance(token, bool) and token >= 0
+            if not whole or (isinstance(vocab_size, int) and token >= vocab_size):
                 raise UserError(
                     f"{path}: eos_token_id={ids!r} of {name} must be token ids, from 0 to below vocab_size={vocab_size}"
                 )
-        found += several
+        ends += several
     if tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
-    if not found:
+        ends.append(tokenizer.eos_token_id)
+    if not ends:
         raise UserError(f"{path} names no end token: set eos_token_id in generation_config.json")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(ends))
 
 
 def announce_long(place: str, *texts: str) -> None:
     """Warns before tokenising a long text: without spaces a tokenizer needs minutes."""
     if (most := max(map(len, texts), default=0)) > LONG:
-        said = f"a text of {most:,} characters is tokenised, which can take minutes; shorten or remove it"
-        print(f"{place}: {said}", file=sys.stderr, flush=True)
+        warning = f"a text of {most:,} characters is tokenised, which can take minutes; shorten or remove it"
+        print(f"{place}: {warning}", file=sys.stderr, flush=True)
 
 
 def enough(tokenizer: Any, max_length: int) -> int:
@@ -93,19 +93,21 @@ def enough(tokenizer: Any, max_length: int) -> int:
     return max(CUT_FROM, max_length * max(map(len, tokenizer.get_vocab())) + 1)
 
 
-def encode_all(tokenizer: Any, texts: Sequence[str], *, max_length: int | None = None, **how: Any) -> list[list[int]]:
+def encode_all(
+    tokenizer: Any, texts: Sequence[str], *, max_length: int | None = None, **options: Any
+) -> list[list[int]]:
     """Token ids of texts; of a text with more than `max_length` tokens (None: no limit) perhaps only the first ones.
 
     A word of millions of characters takes minutes to tokenise, and a text that is too long is dropped anyway.
     """
     if max_length is None or max(map(len, texts), default=0) <= CUT_FROM:
-        ids: list[list[int]] = tokenizer(list(texts), verbose=False, **how)["input_ids"]
+        ids: list[list[int]] = tokenizer(list(texts), verbose=False, **options)["input_ids"]
         return ids
     most = enough(tokenizer, max_length)
-    ids = tokenizer([text[:most] for text in texts], verbose=False, **how)["input_ids"]
+    ids = tokenizer([text[:most] for text in texts], verbose=False, **options)["input_ids"]
     for i, text in enumerate(texts):
         if len(text) > most and len(ids[i]) <= max_length:  # as where a normalizer removes blanks
-            ids[i] = tokenizer(text, verbose=False, **how)["input_ids"]
+            ids[i] = tokenizer(text, verbose=False, **options)["input_ids"]
     return ids
 
 
@@ -156,15 +158,15 @@ def make_decoders(tokenizer: Any) -> tuple[Callable[[Sequence[int]], str], Calla
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Splits the text of `spell` by token; a character of several tokens belongs to the last, the others have ''."""
-    found = []
+    texts = []
     context = begin = 0  # tokens from `begin` have no text yet; those from `context` are decoded with them
     for end in range(1, len(ids) + 1):
         text = spell(tokenizer, ids[context:end])
         waits = text.endswith(_HALF) and end < len(ids) and end - begin < _LONGEST
-        found.append("" if waits else text[len(spell(tokenizer, ids[context:begin])) :])
+        texts.append("" if waits else text[len(spell(tokenizer, ids[context:begin])) :])
         if not waits:
             context, begin = begin, end
-    return found
+    return texts
 
 
 def decode_stream(
@@ -172,15 +174,17 @@ def decode_stream(
 ) -> Iterator[str]:
     """Yields the text of an answer piece by piece, continuing the tokens `before`, without incomplete characters."""
     ids = list(before)
-    said = decode(ids) if ids else ""
+    yielded = decode(ids) if ids else ""
     for new in answer:
         ids += new
         text = decode(ids).rstrip(_HALF)
-        if text.startswith(said) and text != said:  # otherwise later tokens will change its end
-            yield text[len(said) :]
-            said = text
+        if text.startswith(yielded) and text != yielded:  # otherwise later tokens will change its end
+            yield text[len(yielded) :]
+            yielded = text
     whole = decode(ids)
-    same = next((i for i, (a, b) in enumerate(zip(whole, said, strict=False)) if a != b), min(len(whole), len(said)))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(whole, yielded, strict=False)) if a != b), min(len(whole), len(yielded))
+    )
     if rest := whole[same:]:
         yield rest
 
@@ -201,10 +205,10 @@ def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
     return tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
 
 
-def _read_tokenizer(source: str, **how: Any) -> Any:
+def _read_tokenizer(source: str, **options: Any) -> Any:
     import transformers  # importing takes seconds
 
-    return transformers.AutoTokenizer.from_pretrained(source, **how)
+    return transformers.AutoTokenizer.from_pretrained(source, **options)
 
 
 def _from_hub(name: str) -> Any:
@@ -227,7 +231,7 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
     import transformers
 
     local = expanded(path)
-    found = (
+    file = (
         str(local / name)
         if local.is_dir()
         else transformers.utils.hub.cached_file(
@@ -237,14 +241,14 @@ def _read_config(path: str, name: str) -> dict[str, Any]:
             _raise_exceptions_for_connection_errors=False,
         )
     )
-    if found is None or not pathlib.Path(found).is_file():
+    if file is None or not pathlib.Path(file).is_file():
         return {}
     try:
-        config = json.loads(pathlib.Path(found).read_text(encoding="utf-8"))
+        config = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{found} is not valid JSON: {first_line(e)}; fetch it again") from e
+        raise UserError(f"{file} is not valid JSON: {first_line(e)}; fetch it again") from e
     if not isinstance(config, dict):
-        raise UserError(f"{found} must be a JSON object, not {type(config).__name__}")
+        raise UserError(f"{file} must be a JSON object, not {type(config).__name__}")
     return config
 
 
@@ -259,9 +263,9 @@ class _Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, what: str, *arguments: Any) -> tuple[list[str], str]:
+    def ask(self, request: str, *arguments: Any) -> tuple[list[str], str]:
         """Returns the answers to a request, and the error after them or ''; raises _Ended."""
-        body = pickle.dumps((what, arguments))
+        body = pickle.dumps((request, arguments))
         with self._lock:
             if self._process is None:
                 self._start()
@@ -319,13 +323,13 @@ class Renderer:
         if tokenizer.chat_template is not None:
             self._template = tokenizer.get_chat_template(tools=self._tools)
             try:
-                found, error = _WORKER.ask("unknown_names", self._template)
+                names, error = _WORKER.ask("unknown_names", self._template)
             except _Ended as e:
                 error = str(e)
             if error:
                 raise UserError(f"the chat template is invalid: {error}; fix it")
             taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-            self._unknown = [name for name in found if name not in taken]
+            self._unknown = [name for name in names if name not in taken]
         _check_arguments(arguments, self._unknown)
         self._names = {**tokenizer.special_tokens_map, **arguments}
 
@@ -340,16 +344,16 @@ class Renderer:
                 f"{rows[0].place}: the prompt is chat messages, but the tokenizer has no chat template; add one in "
                 "tokenizer_config.json or chat_template.jinja, or prompts as text"
             )
-        how = (self._tools, opened, self._unknown, self._names)
+        options = (self._tools, opened, self._unknown, self._names)
         try:
-            found, error = _WORKER.ask("render_all", self._template, list(map(list, conversations)), *how)
+            texts, error = _WORKER.ask("render_all", self._template, list(map(list, conversations)), *options)
         except _Ended as e:
             if len(rows) > 1:  # one of them
-                return [self(one, row, opened) for one, row in zip(conversations, rows, strict=True)]
-            found, error = [], str(e)
+                return [self(messages, row, opened) for messages, row in zip(conversations, rows, strict=True)]
+            texts, error = [], str(e)
         if error:
-            raise UserError(f"{rows[len(found)].place}: the chat template refuses the prompt: {error}")
-        return found
+            raise UserError(f"{rows[len(texts)].place}: the chat template refuses the prompt: {error}")
+        return texts
 
 
 def make_renderer(

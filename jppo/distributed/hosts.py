@@ -89,9 +89,9 @@ class Hosts:
         """Returns the result of `work` once it succeeded on every host; otherwise raises the first host's error."""
         if self.count == 1:
             return work()
-        found: list[T] = []
-        self._agree(lambda: found.append(work()))
-        return found[0]
+        results: list[T] = []
+        self._agree(lambda: results.append(work()))
+        return results[0]
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
         """Returns the results of `work` on all hosts (JSON types), in host order; errors as in `together`."""
@@ -114,9 +114,9 @@ class Hosts:
                 return _short(e)
             return None
 
-        said = [f"host {rank}: {text}" for rank, text in enumerate(self.gather(tried)) if text is not None]
-        if said:
-            raise own[0] if own else Elsewhere(said[0])
+        failures = [f"host {rank}: {text}" for rank, text in enumerate(self.gather(tried)) if text is not None]
+        if failures:
+            raise own[0] if own else Elsewhere(failures[0])
 
     def shared(self, error: BaseException) -> bool:
         """Whether every host has raised this error or its counterpart, at the same place."""
@@ -170,19 +170,19 @@ class Hosts:
             self.tell(error)
         text = "" if error is not None else json.dumps(value, default=float)
         data = text.encode()
-        said: dict[str, Any] = {"error": None if error is None else _described(error), "bytes": len(data)}
+        message: dict[str, Any] = {"error": None if error is None else _described(error), "bytes": len(data)}
         if len(data) <= INLINE:
-            said["text"] = text
-        self._put(f"said/{self._turn}/{self.rank}", json.dumps(said))
-        all_said = [json.loads(self._get(f"said/{self._turn}/{rank}")) for rank in range(self.count)]
+            message["text"] = text
+        self._put(f"said/{self._turn}/{self.rank}", json.dumps(message))
+        messages = [json.loads(self._get(f"said/{self._turn}/{rank}")) for rank in range(self.count)]
         if self._turn:  # everybody has read the earlier messages
             self._store.key_value_delete(f"jppo/said/{self._turn - 1}/{self.rank}")
         self._turn += 1
-        self._require_none([one["error"] for one in all_said], error)
-        longest = max(one["bytes"] for one in all_said)
+        self._require_none([one["error"] for one in messages], error)
+        longest = max(one["bytes"] for one in messages)
         if longest <= INLINE:
-            return [json.loads(one["text"]) for one in all_said]
-        return [json.loads(one) for one in _exchange(data, [one["bytes"] for one in all_said])]
+            return [json.loads(one["text"]) for one in messages]
+        return [json.loads(one) for one in _exchange(data, [one["bytes"] for one in messages])]
 
     def _require_none(self, errors: Sequence[dict[str, Any] | None], own: BaseException | None) -> None:
         """Raises the common error of all hosts: the first that was not caused by another host."""
@@ -192,14 +192,14 @@ class Hosts:
         _, rank = min(there)
         error = errors[rank]
         assert error is not None
-        said = f"host {rank}: {error['said']}"
+        message = f"host {rank}: {error['said']}"
         if rank == self.rank and own is not None:
             self._shared = own
             raise own
         if error["kind"] == Stopped.__name__:
-            self._shared = Stopped(error["status"], error["said"] if error["heard"] else said)
+            self._shared = Stopped(error["status"], error["said"] if error["heard"] else message)
         else:
-            self._shared = _expected().get(error["kind"], Elsewhere)(said)
+            self._shared = _expected().get(error["kind"], Elsewhere)(message)
         raise self._shared from own
 
     def _crash(self, error: BaseException) -> None:
@@ -219,7 +219,7 @@ class Hosts:
         while not self._over.is_set():
             try:
                 self._put(f"alive/{self.rank}", str(number), again=True)
-                alive, ending, gone = (self._all(what) for what in ("alive", "ending", "gone"))
+                alive, ending, gone = (self._all(prefix) for prefix in ("alive", "ending", "gone"))
             except jax.errors.JaxRuntimeError:  # the coordinator is gone: XLA ends the process (see `launchers.py`)
                 self._over.wait(_POLL_S)
                 continue
@@ -253,10 +253,10 @@ class Hosts:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise
 
-    def _all(self, what: str) -> dict[int, str]:
+    def _all(self, prefix: str) -> dict[int, str]:
         """Returns the messages under this key, by rank."""
-        found = self._store.key_value_dir_get(f"jppo/{what}/")
-        return {int(key.rsplit("/", 1)[1]): text for key, text in found}
+        messages = self._store.key_value_dir_get(f"jppo/{prefix}/")
+        return {int(key.rsplit("/", 1)[1]): text for key, text in messages}
 
 
 def _expected() -> dict[str, type[Exception]]:
@@ -269,10 +269,10 @@ def _described(error: BaseException) -> dict[str, Any]:
     """Describes an error for the other hosts."""
     names = [kind.__name__ for kind in type(error).__mro__]
     kind = next((name for name in names if name in _expected()), names[0])
-    said = {"kind": kind, "said": _short(error), "status": LOST, "heard": False}
+    description = {"kind": kind, "said": _short(error), "status": LOST, "heard": False}
     if isinstance(error, Stopped):
-        said |= {"said": error.why, "status": error.status, "heard": error.heard}
-    return said
+        description |= {"said": error.why, "status": error.status, "heard": error.heard}
+    return description
 
 
 def _short(error: BaseException) -> str:

@@ -96,8 +96,8 @@ def join_launched(
             shutdown_timeout_seconds=max(1, int(end_timeout_s)),
         )
     except (RuntimeError, ValueError) as e:
-        said = " ".join(str(e).split())[:200]
-        _end(2, f"{why}: {said}" if known else f"trainer.nnodes={place.count}: JAX found no other hosts: {said}")
+        reason = " ".join(str(e).split())[:200]
+        _end(2, f"{why}: {reason}" if known else f"trainer.nnodes={place.count}: JAX found no other hosts: {reason}")
     from jax._src import distributed  # the store has no public name
 
     state = distributed.global_state
@@ -147,12 +147,12 @@ def _address(env: Mapping[str, str]) -> str:
 
 def _number(env: Mapping[str, str], name: str, *, least: int) -> int:
     try:
-        found = int(env[name])
+        number = int(env[name])
     except ValueError:
-        found = least - 1
-    if found < least:
+        number = least - 1
+    if number < least:
         raise UserError(f"the environment has {name}={env[name]!r}; it must be a whole number, {least} or more")
-    return found
+    return number
 
 
 def _known(place: HostPlace) -> dict[str, Any]:
@@ -175,12 +175,12 @@ def _listening_at(place: HostPlace) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.bind(at)
     except OSError as e:  # behind address translation, or a name that is not resolvable here yet
-        said = f"{host} is not an address of host 0 itself ({e.strerror}): it listens at all of its addresses"
-        print(f"warning: {said}; keep other networks from port {port}", file=sys.stderr, flush=True)
+        warning = f"{host} is not an address of host 0 itself ({e.strerror}): it listens at all of its addresses"
+        print(f"warning: {warning}; keep other networks from port {port}", file=sys.stderr, flush=True)
         return None
     if ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback and not _names_loopback(host):
-        said = f"{host} is {at[0]} here, as in /etc/hosts of Debian, where no other host can reach it"
-        print(f"warning: {said}: it listens at all of its addresses; give host 0's own", file=sys.stderr, flush=True)
+        warning = f"{host} is {at[0]} here, as in /etc/hosts of Debian, where no other host can reach it"
+        print(f"warning: {warning}: it listens at all of its addresses; give host 0's own", file=sys.stderr, flush=True)
         return None
     return place.address
 

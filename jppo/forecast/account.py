@@ -50,19 +50,20 @@ class Account:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns JSON types, without the schedule; collectives are summed by kind and axes."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "schedule"}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "schedule"}
         rows = schedule.totals(self.collectives)
-        found["collectives"] = [
+        fields["collectives"] = [
             dict(kind=kind, axes=list(axes), executions=times, bytes=size) for kind, axes, times, size in rows
         ]
-        found["largest_collectives"] = [
+        fields["largest_collectives"] = [
             dict(
-                kind=one.kind, axes=list(one.axes), executions=one.times, bytes_each=one.bytes, in_loop=one.in_loop,
-                dtypes=list(one.dtypes), source=one.source,
+                kind=collective.kind, axes=list(collective.axes), executions=collective.times,
+                bytes_each=collective.bytes, in_loop=collective.in_loop, dtypes=list(collective.dtypes),
+                source=collective.source,
             )
-            for one in self.collectives[:8]
+            for collective in self.collectives[:8]
         ]  # fmt: skip
-        return found | {name: list(found[name]) for name in ("warnings", "unknown_loops")}
+        return fields | {name: list(fields[name]) for name in ("warnings", "unknown_loops")}
 
 
 def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Account:
@@ -71,9 +72,9 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
     `share` of the tokens are in the mask: that share of a loop over them runs.
     """
     began = time.perf_counter()
-    said: list[str] = []
+    log: list[str] = []
     try:
-        with heard(said):
+        with heard(log):
             done = lowered.compile()
     except jax.errors.JaxRuntimeError as e:
         return Account(compile_s=time.perf_counter() - began, error=" ".join(str(e).split("\n\n")[0].split())[:400])
@@ -87,11 +88,14 @@ def of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Ac
         results=max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
         code=memory.generated_code_size_in_bytes,
         flops=program_costs.flops(program),
-        hbm=sum(times * program_costs.bytes_moved(program, place, one) for place, one, times in program.executed()),
+        hbm=sum(
+            times * program_costs.bytes_moved(program, place, instruction)
+            for place, instruction, times in program.executed()
+        ),
         kernels=program_costs.kernels(program),
         collectives=tuple(schedule.find_collectives(program, sizes)),
         schedule=schedule_of(program, sizes),
-        warnings=tuple(dict.fromkeys(_operation(line) for line in said if PARTITIONER in line)),
+        warnings=tuple(dict.fromkeys(_operation(line) for line in log if PARTITIONER in line)),
         unknown_loops=tuple(program.unknown_loops()),
     )
 
@@ -119,8 +123,8 @@ def _operation(warning: str) -> str:
     """Returns the operation of a partitioner's warning, with its source."""
     named = re.search(r"for HLO operation %?([\w.\-]+) = (\S+?)\{", warning)
     source = re.search(r'op_name="([^"]+)"', warning)
-    said = f"{named[1]} {named[2]}" if named else warning[:120]
-    return f"{re.sub(r'[.][0-9]+', '', said)} ({source[1]})" if source else re.sub(r"[.][0-9]+", "", said)
+    operation = f"{named[1]} {named[2]}" if named else warning[:120]
+    return f"{re.sub(r'[.][0-9]+', '', operation)} ({source[1]})" if source else re.sub(r"[.][0-9]+", "", operation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,49 +157,49 @@ def of_account(account: Account, machine: Machine, mesh: Any, useful: int = 0) -
     chip, devices = machine.chip, list(mesh.devices.flat)
     shares, whole = chip.shares, chip.shares["program"].value
 
-    def kernel(one: Kernel) -> tuple[float, float]:
-        products = sum(count / chip.peak(dtype) for dtype, count in one.flops)
-        return products / shares[one.kind].value / whole, one.bytes / chip.hbm / shares["memory"].value / whole
+    def kernel(step: Kernel) -> tuple[float, float]:
+        products = sum(count / chip.peak(dtype) for dtype, count in step.flops)
+        return products / shares[step.kind].value / whole, step.bytes / chip.hbm / shares["memory"].value / whole
 
-    def exchange(one: Collective) -> float:
-        return seconds_of(one, machine, devices, reached=True)
+    def exchange(collective: Collective) -> float:
+        return seconds_of(collective, machine, devices, reached=True)
 
     clock = run_schedule(account.schedule, kernel, exchange)
     streamed = account.hbm / chip.hbm / shares["memory"].value  # copies beside the kernels share the memory's rate
     longest = max(
         sum(count / chip.peak(dtype) for dtype, count in account.flops.items()),
         account.hbm / chip.hbm,
-        sum(one.times * seconds_of(one, machine, devices) for one in account.collectives),
+        sum(collective.times * seconds_of(collective, machine, devices) for collective in account.collectives),
     )
     needed = useful / machine.devices / chip.peak("bfloat16")
     return Forecast(
         compute=clock.compute,
         hbm=max(clock.memory, streamed - clock.compute),
         links=clock.waited,
-        sent=sum(one.times * exchange(one) for one in account.collectives),
+        sent=sum(collective.times * exchange(collective) for collective in account.collectives),
         mfu=needed / longest if useful and longest else None,
     )
 
 
-def seconds_of(one: Collective, machine: Machine, devices: Sequence[Any], *, reached: bool = False) -> float:
+def seconds_of(collective: Collective, machine: Machine, devices: Sequence[Any], *, reached: bool = False) -> float:
     """Returns seconds of one execution of a collective at the vendor's rates, or at the shares that are reached."""
     chip = machine.chip
-    members, groups = crossings(one.groups, [_group(device, chip) for device in devices])
+    members, groups = crossings(collective.groups, [_group(device, chip) for device in devices])
     near = members // groups  # members of a group in one host, or slice
-    link = chip.link if isinstance(chip, Gpu) else _torus(one, machine, devices)
+    link = chip.link if isinstance(chip, Gpu) else _torus(collective, machine, devices)
     network = chip.network
     if reached:
         link, network = link * chip.shares["link"].value, network * chip.shares["network"].value
-    if one.kind == "collective-permute":
-        return one.bytes / (network if groups > 1 else link)
-    if one.kind in ("all-to-all", "ragged-all-to-all"):
-        inside = one.bytes * (near - 1) / members / link
+    if collective.kind == "collective-permute":
+        return collective.bytes / (network if groups > 1 else link)
+    if collective.kind in ("all-to-all", "ragged-all-to-all"):
+        inside = collective.bytes * (near - 1) / members / link
         if isinstance(chip, Tpu):  # each ring hop carries it: a quarter of gathering all of it
-            inside = one.bytes * near / 4 / link
-        return max(inside, one.bytes * (members - near) / members / network)
-    passes = 2 if one.kind == "all-reduce" else 1
-    inside = one.bytes * (near - 1) / near / link
-    across = one.bytes * (groups - 1) / groups / near / network
+            inside = collective.bytes * near / 4 / link
+        return max(inside, collective.bytes * (members - near) / members / network)
+    passes = 2 if collective.kind == "all-reduce" else 1
+    inside = collective.bytes * (near - 1) / near / link
+    across = collective.bytes * (groups - 1) / groups / near / network
     return passes * max(inside, across)
 
 
@@ -206,10 +210,10 @@ def _group(device: Any, chip: Any) -> int:
     return int(getattr(device, "slice_index", None) or 0)
 
 
-def _torus(one: Collective, machine: Machine, devices: Sequence[Any]) -> float:
+def _torus(collective: Collective, machine: Machine, devices: Sequence[Any]) -> float:
     """Returns bytes/s into a chip along the torus axes of a group; both ways on a closed axis."""
     assert isinstance(machine.chip, Tpu)
-    group = max(one.groups, key=len)
+    group = max(collective.groups, key=len)
     places = [tuple(devices[i].coords) for i in group]
     rate = 0.0
     for axis, size in enumerate(machine.shape):
@@ -229,4 +233,6 @@ def rates(machine: Machine) -> list[str]:
         f"source           {chip.source}",
         f"host memory      {HOST[0] / 1e9:,.3g} GB/s, {HOST[1]}",
     ]
-    return lines + [f"reached share    {kind}: {one.value:.0%}, {one.source}" for kind, one in chip.shares.items()]
+    return lines + [
+        f"reached share    {kind}: {share.value:.0%}, {share.source}" for kind, share in chip.shares.items()
+    ]

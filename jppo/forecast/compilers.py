@@ -43,7 +43,7 @@ def requirements(platform: str) -> list[str]:
         name, _, rest = line.partition(";")[0].strip().partition("=")
         if name == "libtpu":
             bounds[name] = f"{name}={rest}"
-    return [bounds.get(one, one.format(jax=jax.__version__)) for one in PACKAGES[platform]]
+    return [bounds.get(package, package.format(jax=jax.__version__)) for package in PACKAGES[platform]]
 
 
 def install_compiler(platform: str) -> None:
@@ -77,17 +77,21 @@ def require_compiler(machine: Machine) -> dict[str, str]:
             f" {platform})"
         )
     roots = [str(where), os.environ.get("PYTHONPATH", "")]
-    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, roots)), "JAX_PLATFORMS": "cpu", MARK: platform}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, roots)),
+        "JAX_PLATFORMS": "cpu",
+        MARK: platform,
+    }
     if isinstance(machine.chip, Tpu):
         kind = {"v5e": "v5litepod"}.get(machine.chip.topology, machine.chip.topology)
-        found |= {
+        environment |= {
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": f"{kind}-{machine.each * machine.chip.cores}",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_WORKER_ID": "0",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }
-    return found
+    return environment
 
 
 def present(machine: Machine) -> bool:

@@ -1,7 +1,7 @@
 """Parser of XLA's optimised HLO text: computations, instructions, and executions of each.
 
-    found = parse(compiled.as_text())
-    for one, times in found.executed(): ...
+    program = parse_hlo(compiled.as_text())
+    for computation, instruction, times in program.executed(): ...
 
 Loops are multiplied out: by the trip count that XLA states, or by the constant in the loop's condition (TPUs).
 """
@@ -67,8 +67,8 @@ class Instruction:
 
     def attribute(self, pattern: str) -> str | None:
         """Returns a pattern's first group in the attributes."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else None
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
 
     @property
     def source(self) -> str:
@@ -87,25 +87,25 @@ class HloProgram:
     def executed(self) -> Iterator[tuple[str, Instruction, int]]:
         """Yields (computation, instruction, executions) outside of fusions, from the entry on, loops included."""
         for name, times in self._times().items():
-            for one in self.computations[name].values():
-                yield name, one, times
+            for instruction in self.computations[name].values():
+                yield name, instruction, times
 
-    def inside(self, one: Instruction) -> Iterator[Instruction]:
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields the instructions of the computations that a fusion or wrapper calls."""
-        for name in one.called:
+        for name in instruction.called:
             for inner in self.computations.get(name, {}).values():
                 yield inner
                 if inner.opcode in WRAPS:
                     yield from self.inside(inner)
 
-    def shapes_of(self, computation: str, one: Instruction) -> list[tuple[Shape, ...]]:
+    def shapes_of(self, computation: str, instruction: Instruction) -> list[tuple[Shape, ...]]:
         """Returns the shapes of an instruction's operands."""
         here = self.computations[computation]
-        return [here[name].shapes if name in here else () for name in one.operands]
+        return [here[name].shapes if name in here else () for name in instruction.operands]
 
     def unknown_loops(self) -> list[str]:
         """Returns the loops without a known trip count; they count once."""
-        return [one.name for _, one, _ in self.executed() if one.opcode == "while" and self.trips(one) is None]
+        return [loop.name for _, loop, _ in self.executed() if loop.opcode == "while" and self.trips(loop) is None]
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns a loop's trip count: from XLA or its condition, else from the array that it slices."""
@@ -113,36 +113,36 @@ class HloProgram:
         if stated is not None:
             return int(stated)
         condition, body = (loop.attribute(rf"{name}=%?([\w.\-]+)") for name in ("condition", "body"))
-        found = None if condition is None else self._bound(condition)
-        if found is None and body is not None and (longest := self._sliced(body)) is not None:
-            found = math.ceil(self.share * longest)
-        return found
+        count = None if condition is None else self._bound(condition)
+        if count is None and body is not None and (longest := self._sliced(body)) is not None:
+            count = math.ceil(self.share * longest)
+        return count
 
     def _sliced(self, body: str) -> int | None:
         """Returns N where each iteration slices an s32 [N, ...], as the loop over a mask's tokens does."""
-        found = set()
+        lengths = set()
         for name, lines in self._with_fusions(body):
-            for one in lines.values():
-                if one.opcode == "dynamic-slice" and one.shapes[0].dtype == "s32":
-                    whole, part = self.shapes_of(name, one)[0][0].dims, one.shapes[0].dims
+            for line in lines.values():
+                if line.opcode == "dynamic-slice" and line.shapes[0].dtype == "s32":
+                    whole, part = self.shapes_of(name, line)[0][0].dims, line.shapes[0].dims
                     if len(whole) > 1 and part[0] == 1 and part[1:] == whole[1:]:
-                        found.add(whole[0])
-        return found.pop() if len(found) == 1 else None
+                        lengths.add(whole[0])
+        return lengths.pop() if len(lengths) == 1 else None
 
     def _with_fusions(self, name: str) -> Iterator[tuple[str, dict[str, Instruction]]]:
         """Yields a computation and the ones in its fusions."""
         lines = self.computations.get(name, {})
         yield name, lines
-        for one in lines.values():
-            for inner in one.called if one.opcode in WRAPS else ():
+        for line in lines.values():
+            for inner in line.called if line.opcode in WRAPS else ():
                 yield from self._with_fusions(inner)
 
     def _bound(self, condition: str) -> int | None:
         """Returns N of a condition's only comparison, `i < N`; the index of such a loop begins at 0."""
         lines = list(self.computations.get(condition, {}).values())
-        every = [*lines, *(inner for one in lines if one.opcode in WRAPS for inner in self.inside(one))]
-        limits = {int(v) for one in every if one.opcode == "constant" and (v := one.attribute(r"^(\d+)\)"))}
-        compared = [one for one in every if one.opcode == "compare"]
+        every = [*lines, *(inner for line in lines if line.opcode in WRAPS for inner in self.inside(line))]
+        limits = {int(v) for line in every if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
+        compared = [line for line in every if line.opcode == "compare"]
         if len(compared) == 1 and len(limits) == 1 and "direction=LT" in compared[0].attributes:
             return limits.pop()
         return None
@@ -153,13 +153,13 @@ class HloProgram:
 
         def visit(name: str, count: int) -> None:
             times[name] += count
-            for one in self.computations[name].values():
-                if one.opcode == "while":
-                    body = one.attribute(r"body=%?([\w.\-]+)")
+            for instruction in self.computations[name].values():
+                if instruction.opcode == "while":
+                    body = instruction.attribute(r"body=%?([\w.\-]+)")
                     if body in self.computations:
-                        visit(body, count * (self.trips(one) or 1))
-                elif one.opcode in ("call", "conditional"):  # all branches of a conditional count: an upper bound
-                    for inner in one.called:
+                        visit(body, count * (self.trips(instruction) or 1))
+                elif instruction.opcode in ("call", "conditional"):
+                    for inner in instruction.called:  # all branches of a conditional count: an upper bound
                         if inner in self.computations:
                             visit(inner, count)
 
@@ -182,8 +182,8 @@ def parse_hlo(text: str, share: float = 1.0) -> HloProgram:
                 here = computations[head[2]] = {}
                 entry = head[2] if head[1] else entry
             continue
-        if here is not None and (one := _instruction(line)) is not None:
-            here[one.name] = one
+        if here is not None and (instruction := _instruction(line)) is not None:
+            here[instruction.name] = instruction
     if entry is None:
         raise ValueError(f"no ENTRY in {len(text)} characters of HLO")
     return HloProgram(entry, computations, share)
@@ -220,10 +220,10 @@ def _instruction(line: str) -> Instruction | None:
 def _closing(text: str, at: int) -> int:
     """Returns the end of the parenthesis that opens at `at`."""
     depth = 0
-    for found in re.finditer(r"[()]", text[at:]):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in re.finditer(r"[()]", text[at:]):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return at + found.end()
+            return at + parenthesis.end()
     return len(text)
 
 

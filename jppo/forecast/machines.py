@@ -104,9 +104,9 @@ class Chip:
 
     def peak(self, dtype: str) -> float:
         """Returns the vendor's FLOP/s of dense products."""
-        found = sharding.known_peak(self.kind, dtype)
-        assert found is not None, self.kind
-        return found
+        rate = sharding.known_peak(self.kind, dtype)
+        assert rate is not None, self.kind
+        return rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,15 +211,15 @@ def known() -> str:
 
 def parse_machine(name: str) -> Machine:
     """Parses a machine's name; raises UserError with the known ones."""
-    found = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w\-]*)", name.strip())
-    counts = [int(n) for n in found.groups()[:2] if n] if found else []
-    if found is None or 0 in counts:
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w\-]*)", name.strip())
+    counts = [int(n) for n in match.groups()[:2] if n] if match else []
+    if match is None or 0 in counts:
         raise UserError(f"--machine={name}: no such machine; known are {known()}")
-    chip = next((gpu for label, gpu in GPUS.items() if label.lower() == found[3].lower()), None)
+    chip = next((gpu for label, gpu in GPUS.items() if label.lower() == match[3].lower()), None)
     if chip is not None:
         hosts, gpus = ([1, 1] + counts)[-2:] if len(counts) > 1 else (1, counts[0] if counts else 1)
         return Machine(name, chip, hosts, gpus)
-    slice_ = re.fullmatch(r"(v\d+[ep]?)-(\d+)", found[3].lower().replace("v5litepod", "v5e"))
+    slice_ = re.fullmatch(r"(v\d+[ep]?)-(\d+)", match[3].lower().replace("v5litepod", "v5e"))
     if slice_ is None or slice_[1] not in TPUS or len(counts) > 1:
         raise UserError(f"--machine={name}: no such machine; known are {known()}")
     tpu, size = TPUS[slice_[1]], int(slice_[2])

@@ -28,94 +28,94 @@ Operands = list[tuple[Shape, ...]]
 
 def flops(program: HloProgram) -> dict[str, int]:
     """Counts FLOP of one execution by factor dtype: float32 if either is."""
-    found: collections.Counter[str] = collections.Counter()
-    for place, one, times in program.executed():
-        for dtype, flop in flops_of(program, place, one)[0].items():
-            found[dtype] += times * flop
-    return dict(found)
+    counts: collections.Counter[str] = collections.Counter()
+    for place, instruction, times in program.executed():
+        for dtype, flop in flops_of(program, place, instruction)[0].items():
+            counts[dtype] += times * flop
+    return dict(counts)
 
 
-def flops_of(program: HloProgram, computation: str, one: Instruction) -> tuple[dict[str, int], bool]:
+def flops_of(program: HloProgram, computation: str, instruction: Instruction) -> tuple[dict[str, int], bool]:
     """Counts FLOP of one execution of an instruction by factor dtype, fused ones too; and whether it is attention."""
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     attends = False
-    for place, line in [(computation, one), *_fused(program, one)]:
+    for place, line in [(computation, instruction), *_fused(program, instruction)]:
         operands = program.shapes_of(place, line)
         if flop := instruction_flops(line, operands):
             wide = any(shape.dtype in ("f32", "f64") for shapes in operands[:2] for shape in shapes)
-            found["float32" if wide else "bfloat16"] += flop
+            counts["float32" if wide else "bfloat16"] += flop
             attends |= (kernel_of(line) or "").startswith(("__cudnn$fmha", *ATTENTION))
-    return dict(found), attends
+    return dict(counts), attends
 
 
 def kernels(program: HloProgram) -> dict[str, int]:
     """Counts the calls of each custom kernel."""
-    found: collections.Counter[str] = collections.Counter()
+    calls: collections.Counter[str] = collections.Counter()
     for _, line, times in _lines(program):
         if (name := kernel_of(line)) is not None:
-            found[name] += times
-    return dict(found)
+            calls[name] += times
+    return dict(calls)
 
 
 def _lines(program: HloProgram) -> Iterator[tuple[str, Instruction, int]]:
     """Yields (computation, instruction, executions), fused ones too."""
-    for computation, one, times in program.executed():
-        yield computation, one, times
-        yield from ((place, line, times) for place, line in _fused(program, one))
+    for computation, instruction, times in program.executed():
+        yield computation, instruction, times
+        yield from ((place, line, times) for place, line in _fused(program, instruction))
 
 
-def _fused(program: HloProgram, one: Instruction) -> Iterator[tuple[str, Instruction]]:
+def _fused(program: HloProgram, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
     """Yields (computation, instruction) for all that a fusion holds."""
-    for name in one.called if one.opcode in FUSIONS else ():
+    for name in instruction.called if instruction.opcode in FUSIONS else ():
         for line in program.computations.get(name, {}).values():
             yield name, line
             yield from _fused(program, line)
 
 
-def instruction_flops(one: Instruction, operands: Operands) -> int:
+def instruction_flops(instruction: Instruction, operands: Operands) -> int:
     """Counts FLOP of one execution, two per multiply-add; 0 if it is no product."""
-    if one.opcode == "dot":
-        return _dot(one, operands)
-    if one.opcode == "convolution":
-        return _convolution(one, operands)
-    if one.opcode == "custom-call":
-        return _kernel(one, operands)
+    if instruction.opcode == "dot":
+        return _dot(instruction, operands)
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, operands)
+    if instruction.opcode == "custom-call":
+        return _kernel(instruction, operands)
     return 0
 
 
-def kernel_of(one: Instruction) -> str | None:
+def kernel_of(instruction: Instruction) -> str | None:
     """Returns the name of the custom kernel that an instruction calls; None if it calls none."""
-    if one.opcode != "custom-call":
+    if instruction.opcode != "custom-call":
         return None
-    target = one.attribute(r'custom_call_target="([^"]+)"') or ""
+    target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
     if target in PALLAS:  # named after the kernel, with a number, or its call is
-        called = re.findall(r"\w+", one.source.removesuffix("/pallas_call").rsplit("/", 1)[-1])
-        name = re.sub(r"(\.\d+|\.clone)+$", "", one.name)
+        called = re.findall(r"\w+", instruction.source.removesuffix("/pallas_call").rsplit("/", 1)[-1])
+        name = re.sub(r"(\.\d+|\.clone)+$", "", instruction.name)
         return called[-1] if called and name == "pallas_call" else name
     return target if target.startswith("__") else None
 
 
-def _dot(one: Instruction, operands: Operands) -> int:
-    contracted = [int(n) for n in re.findall(r"\d+", one.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")]
+def _dot(instruction: Instruction, operands: Operands) -> int:
+    contracted = [int(n) for n in re.findall(r"\d+", instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or "")]
     lhs = operands[0][0]
-    return 2 * one.shapes[0].elements * math.prod(lhs.dims[n] for n in contracted)
+    return 2 * instruction.shapes[0].elements * math.prod(lhs.dims[n] for n in contracted)
 
 
-def _convolution(one: Instruction, operands: Operands) -> int:
+def _convolution(instruction: Instruction, operands: Operands) -> int:
     """Counts a convolution, a TPU's matrix product: only window positions on the input count, not on padding."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
-    assert labels is not None, one.attributes[:200]
-    lhs, rhs, out = operands[0][0], operands[1][0], one.shapes[0]
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    assert labels is not None, instruction.attributes[:200]
+    lhs, rhs, out = operands[0][0], operands[1][0], instruction.shapes[0]
     features = rhs.dims[labels[2].index("i")]
     outputs = out.dims[labels[3].index("b")] * out.dims[labels[3].index("f")]
-    window = one.attribute(r"window=\{([^}]*)\}") or ""
+    window = instruction.attribute(r"window=\{([^}]*)\}") or ""
     pairs = 1
     for n in range(len(labels[3]) - 2):
         pairs *= _meetings(
             window, n, lhs.dims[labels[1].index(str(n))], rhs.dims[labels[2].index(str(n))],
             out.dims[labels[3].index(str(n))],
         )  # fmt: skip
-    groups = int(one.attribute(r"batch_group_count=(\d+)") or 1)
+    groups = int(instruction.attribute(r"batch_group_count=(\d+)") or 1)
     return 2 * outputs * features * pairs // groups
 
 
@@ -123,79 +123,83 @@ def _meetings(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
     """Counts pairs of an output and a window position on the input, along one spatial dimension."""
 
     def part(name: str, otherwise: str) -> str:
-        found = re.search(rf"\b{name}=([\dx_\-]+)", window)
-        return found[1].split("x")[n] if found else otherwise
+        match = re.search(rf"\b{name}=([\dx_\-]+)", window)
+        return match[1].split("x")[n] if match else otherwise
 
     stride, low = int(part("stride", "1")), int(part("pad", "0_0").split("_")[0])
     base, spread = int(part("lhs_dilate", "1")), int(part("rhs_dilate", "1"))
     reach = (inputs - 1) * base + 1
-    found = 0
+    pairs = 0
     for k in range(size):
         first = k * spread - low  # at output 0; at output o it is first + o * stride
         if base == 1:
             begin = max(0, -(first // stride))  # ceil(-first / stride)
             end = min(outputs, (reach - 1 - first) // stride + 1)
-            found += max(0, end - begin)
+            pairs += max(0, end - begin)
         else:
-            found += sum(0 <= (at := first + o * stride) < reach and at % base == 0 for o in range(outputs))
-    return found
+            pairs += sum(0 <= (at := first + o * stride) < reach and at % base == 0 for o in range(outputs))
+    return pairs
 
 
-def _kernel(one: Instruction, operands: Operands) -> int:
+def _kernel(instruction: Instruction, operands: Operands) -> int:
     """Counts FLOP of known kernels: cuDNN's attention, cuBLAS's products, and a kernel's own cost estimate."""
-    target = one.attribute(r'custom_call_target="([^"]+)"') or ""
+    target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
     if target.startswith("__cudnn$fmha"):
-        return _cudnn_attention(one, operands, backward="Backward" in target)
+        return _cudnn_attention(instruction, operands, backward="Backward" in target)
     if target.startswith("__cublas$"):
-        contracted = re.findall(r"\d+", one.attribute(r'lhs_contracting_dimensions":\[([^\]]*)\]') or "")
-        return 2 * one.shapes[0].elements * math.prod(operands[0][0].dims[int(n)] for n in contracted)
-    name = kernel_of(one) or ""
-    products, axis = next((how for start, how in ATTENTION.items() if name.startswith(start)), (0, 0))
+        contracted = re.findall(r"\d+", instruction.attribute(r'lhs_contracting_dimensions":\[([^\]]*)\]') or "")
+        return 2 * instruction.shapes[0].elements * math.prod(operands[0][0].dims[int(n)] for n in contracted)
+    name = kernel_of(instruction) or ""
+    products, axis = next((cost for start, cost in ATTENTION.items() if name.startswith(start)), (0, 0))
     arrays = [shape for shapes in operands for shape in shapes if len(shape.dims) > 2 and shape.dtype in FLOATS]
     if products and arrays:  # all of jppo's attention is causal: half of the pairs
         queries = arrays[0]
-        alike = [s for s in one.shapes if s.dtype == queries.dtype and s.dims[-2:] == queries.dims[-2:]]
+        alike = [s for s in instruction.shapes if s.dtype == queries.dtype and s.dims[-2:] == queries.dims[-2:]]
         products += name.startswith("splash_mha_dkv") and len(alike) > 2  # the queries' gradient, too
         return products * queries.elements * queries.dims[axis]
-    stated = one.attribute(r'"flops":"?(\d+)')
+    stated = instruction.attribute(r'"flops":"?(\d+)')
     return 0 if stated is None else int(stated)
 
 
-def _cudnn_attention(one: Instruction, operands: Operands, *, backward: bool) -> int:
+def _cudnn_attention(instruction: Instruction, operands: Operands, *, backward: bool) -> int:
     """Counts two products forward and five backward, over the pairs of a causal mask."""
-    found = one.attribute(r'intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
-    assert found is not None, one.attributes[:200]
-    pairs = math.prod(int(n) for n in re.findall(r"\d+", found))
+    dimensions = instruction.attribute(r'intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
+    assert dimensions is not None, instruction.attributes[:200]
+    pairs = math.prod(int(n) for n in re.findall(r"\d+", dimensions))
     width = operands[0][0].dims[-1]
-    causal = "CAUSAL" in (one.attribute(r'mask_type":\s*"(\w+)"') or "")
+    causal = "CAUSAL" in (instruction.attribute(r'mask_type":\s*"(\w+)"') or "")
     return (5 if backward else 2) * 2 * pairs * width // (2 if causal else 1)
 
 
-def bytes_moved(program: HloProgram, computation: str, one: Instruction) -> int:
+def bytes_moved(program: HloProgram, computation: str, instruction: Instruction) -> int:
     """Counts main-memory bytes read and written by one execution of an instruction outside of fusions.
 
     A fusion reads its operands once, or only the part that it slices. Of an in-place update it writes the new part.
     """
-    if one.opcode in FREE or one.opcode.endswith("-done"):
+    if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0
-    operands = program.shapes_of(computation, one)
-    if one.opcode in _SLICES:
-        return 2 * _main(one.shapes)
-    if one.opcode == "dynamic-update-slice":
+    operands = program.shapes_of(computation, instruction)
+    if instruction.opcode in _SLICES:
+        return 2 * _main(instruction.shapes)
+    if instruction.opcode == "dynamic-update-slice":
         return 2 * _main(operands[1])
-    if one.opcode == "fusion" and len(one.called) == 1 and one.called[0] in program.computations:
-        return _fusion(program, one, operands)
-    if one.opcode.endswith("-start"):
-        return 2 * _main(one.shapes[one.nested or len(operands) :] or one.shapes)
-    return sum(map(_main, operands)) + _main(one.shapes)
+    if (
+        instruction.opcode == "fusion"
+        and len(instruction.called) == 1
+        and instruction.called[0] in program.computations
+    ):
+        return _fusion(program, instruction, operands)
+    if instruction.opcode.endswith("-start"):
+        return 2 * _main(instruction.shapes[instruction.nested or len(operands) :] or instruction.shapes)
+    return sum(map(_main, operands)) + _main(instruction.shapes)
 
 
 def _main(shapes: tuple[Shape, ...]) -> int:
     return sum(shape.bytes for shape in shapes if shape.space == 0)
 
 
-def _fusion(program: HloProgram, one: Instruction, operands: list[tuple[Shape, ...]]) -> int:
-    inner = program.computations[one.called[0]]
+def _fusion(program: HloProgram, fusion: Instruction, operands: list[tuple[Shape, ...]]) -> int:
+    inner = program.computations[fusion.called[0]]
     users: dict[str, list[Instruction]] = {}
     for line in inner.values():
         for name in line.operands:
@@ -206,7 +210,7 @@ def _fusion(program: HloProgram, one: Instruction, operands: list[tuple[Shape, .
             number = int(line.attribute(r"^(\d+)") or 0)
             if number < len(operands):
                 read += min(_main(operands[number]), _read(line, users, operands[number]))
-    return read + _written(inner, one)
+    return read + _written(inner, fusion)
 
 
 def _read(line: Instruction, users: dict[str, list[Instruction]], whole: tuple[Shape, ...]) -> int:
@@ -232,14 +236,14 @@ def _width(shapes: tuple[Shape, ...]) -> float:
     return sum(shape.bytes for shape in shapes) / elements if elements else 1
 
 
-def _written(inner: dict[str, Instruction], one: Instruction) -> int:
+def _written(inner: dict[str, Instruction], fusion: Instruction) -> int:
     """Counts bytes that a fusion writes: only the new part of in-place updates."""
     root = next(line for line in inner.values() if line.root)
     parts = [inner[name] for name in root.operands if name in inner] if root.opcode == "tuple" else [root]
-    if len(parts) != len(one.shapes):
-        return _main(one.shapes)
+    if len(parts) != len(fusion.shapes):
+        return _main(fusion.shapes)
     total = 0
-    for part, shape in zip(parts, one.shapes, strict=True):
+    for part, shape in zip(parts, fusion.shapes, strict=True):
         while part.opcode in _PASSING and part.operands and part.operands[0] in inner:
             part = inner[part.operands[0]]
         if part.opcode == "dynamic-update-slice" and part.operands[1] in inner:

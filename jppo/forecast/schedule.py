@@ -43,18 +43,18 @@ class Collective:
 
 def find_collectives(program: HloProgram, sizes: dict[str, int]) -> list[Collective]:
     """Returns all collectives of a program, fused ones too, the largest first; `sizes` are the mesh axes."""
-    found = []
-    for computation, one, times in program.executed():
-        for each in of_instruction(program, computation, one, sizes):
-            found.append(dataclasses.replace(each, times=times, in_loop=computation != program.entry))
-    return sorted(found, key=lambda one: -one.total)
+    collectives = []
+    for computation, instruction, times in program.executed():
+        for collective in of_instruction(program, computation, instruction, sizes):
+            collectives.append(dataclasses.replace(collective, times=times, in_loop=computation != program.entry))
+    return sorted(collectives, key=lambda collective: -collective.total)
 
 
 def of_instruction(
-    program: HloProgram, computation: str, one: Instruction, sizes: dict[str, int]
+    program: HloProgram, computation: str, instruction: Instruction, sizes: dict[str, int]
 ) -> Iterator[Collective]:
     """Yields the collectives of one execution of an instruction, or of those that it wraps."""
-    for kind, inner, operands in _in(program, computation, one):
+    for kind, inner, operands in _in(program, computation, instruction):
         groups = _groups(inner, math.prod(sizes.values()), kind)
         if not any(len(group) > 1 for group in groups):
             continue
@@ -67,57 +67,57 @@ def of_instruction(
             bytes=sum(shape.bytes for shape in shapes),
             dtypes=tuple(dict.fromkeys(shape.dtype for shape in shapes)),
             in_loop=False,
-            source=inner.source or one.source,
+            source=inner.source or instruction.source,
         )
 
 
 def _in(
-    program: HloProgram, computation: str, one: Instruction
+    program: HloProgram, computation: str, instruction: Instruction
 ) -> list[tuple[str, Instruction, list[tuple[Shape, ...]]]]:
     """Returns (kind, instruction, operand shapes) of an instruction or of those that it wraps."""
-    kind = one.opcode.removesuffix("-start")
+    kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
-        return [(kind, one, program.shapes_of(computation, one))]
-    if one.opcode not in WRAPS or one.opcode == "call":
+        return [(kind, instruction, program.shapes_of(computation, instruction))]
+    if instruction.opcode not in WRAPS or instruction.opcode == "call":
         return []
-    found = []
-    for name in one.called:
+    wrapped = []
+    for name in instruction.called:
         inside = program.computations.get(name, {})
         # A TPU writes a reduce-scatter as a fusion of an all-reduce and a slice.
-        sliced = "reduce-scatter" in name or "reduce-scatter" in one.name
+        sliced = "reduce-scatter" in name or "reduce-scatter" in instruction.name
         for inner in inside.values():
             for kind, line, operands in _in(program, name, inner):
                 scattered = sliced and kind == "all-reduce"
-                found.append(("reduce-scatter" if scattered else kind, line, operands))
-    return found
+                wrapped.append(("reduce-scatter" if scattered else kind, line, operands))
+    return wrapped
 
 
-def _whole(kind: str, one: Instruction, operands: list[tuple[Shape, ...]]) -> Sequence[Shape]:
+def _whole(kind: str, instruction: Instruction, operands: list[tuple[Shape, ...]]) -> Sequence[Shape]:
     """Returns the full arrays: a reduction's before it, a gather's after it."""
     if kind in ("reduce-scatter", "all-reduce"):
-        return [shape for shapes in operands for shape in shapes] or one.shapes
-    if not one.opcode.endswith("-start"):
-        return one.shapes
-    if one.nested:  # ((operands), (results))
-        return one.shapes[one.nested : 2 * one.nested]
-    return one.shapes[1:2] if len(one.shapes) > 1 else one.shapes
+        return [shape for shapes in operands for shape in shapes] or instruction.shapes
+    if not instruction.opcode.endswith("-start"):
+        return instruction.shapes
+    if instruction.nested:  # ((operands), (results))
+        return instruction.shapes[instruction.nested : 2 * instruction.nested]
+    return instruction.shapes[1:2] if len(instruction.shapes) > 1 else instruction.shapes
 
 
-def _groups(one: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
+def _groups(instruction: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
     """Returns the device groups that exchange, from any of XLA's notations."""
-    text = one.attributes
+    text = instruction.attributes
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?\})\}", text)
         numbers = re.findall(r"\d+", pairs[1]) if pairs else []
         sent = [(int(a), int(b)) for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
         return tuple(pair for pair in sent if pair[0] != pair[1])
-    if found := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
-        return tuple(tuple(map(int, re.findall(r"\d+", group))) for group in re.findall(r"\{([\d,]*)\}", found[1]))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?[^)]*)\))? \{([^}]*)\}", text):
-        return _mesh_groups(found[1], found[2], found[3])
-    if found := re.search(r"replica_groups=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
-        shape = [int(n) for n in found[1].split(",")]
-        return _tuples(_iota(found[2], math.prod(shape)).reshape(shape))
+    if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+        return tuple(tuple(map(int, re.findall(r"\d+", group))) for group in re.findall(r"\{([\d,]*)\}", match[1]))
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?[^)]*)\))? \{([^}]*)\}", text):
+        return _mesh_groups(match[1], match[2], match[3])
+    if match := re.search(r"replica_groups=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        shape = [int(n) for n in match[1].split(",")]
+        return _tuples(_iota(match[2], math.prod(shape)).reshape(shape))
     if re.search(r"replica_groups=\{\}", text) or "replica_groups=" not in text:
         return (tuple(range(devices)),)
     raise ValueError(f"replica groups in a spelling that is not known: {text[:200]}")
@@ -151,7 +151,7 @@ def _mesh_groups(mesh: str, devices: str | None, chosen: str) -> tuple[tuple[int
     numbers = _iota(devices, count) if devices else np.arange(count)
     where = {(name, i): at for at, (name, i) in enumerate((n, i) for n in parts for i in range(len(parts[n])))}
     cube = numbers.reshape([size for name in parts for size in parts[name]])
-    last = [where[one] for one in along]
+    last = [where[part] for part in along]
     first_axes = [at for at in range(cube.ndim) if at not in last]
     width = math.prod(cube.shape[at] for at in last)
     return _tuples(cube.transpose(first_axes + last).reshape(-1, width))
@@ -175,17 +175,19 @@ def _axes(groups: Sequence[Sequence[int]], sizes: dict[str, int]) -> tuple[str, 
 def crossings(groups: Sequence[Sequence[int]], place: Sequence[int]) -> tuple[int, int]:
     """Returns (members of the largest group, most places per group); `place` is each device's host or other place."""
     largest = max(groups, key=len)
-    spread = max(len({place[one] for one in group}) for group in groups)
+    spread = max(len({place[device] for device in group}) for group in groups)
     return len(largest), spread
 
 
-def totals(found: Sequence[Collective]) -> list[tuple[str, tuple[str, ...], int, int]]:
+def totals(collectives: Sequence[Collective]) -> list[tuple[str, tuple[str, ...], int, int]]:
     """Returns (kind, axes, executions, bytes) by kind and axes, most bytes first."""
-    key = lambda one: (one.kind, one.axes)  # noqa: E731
+    key = lambda collective: (collective.kind, collective.axes)  # noqa: E731
     rows = []
-    for (kind, axes), some in itertools.groupby(sorted(found, key=key), key):
+    for (kind, axes), some in itertools.groupby(sorted(collectives, key=key), key):
         group = list(some)
-        rows.append((kind, axes, sum(one.times for one in group), sum(one.total for one in group)))
+        rows.append(
+            (kind, axes, sum(collective.times for collective in group), sum(collective.total for collective in group))
+        )
     return sorted(rows, key=lambda row: -row[3])
 
 
@@ -231,32 +233,34 @@ def schedule_of(program: HloProgram, sizes: dict[str, int]) -> tuple[Step, ...]:
 
 
 def _steps(program: HloProgram, place: str, sizes: dict[str, int]) -> Iterator[Step]:
-    for one in program.computations[place].values():
-        if one.opcode == "while":
-            body = one.attribute(r"body=%?([\w.\-]+)")
+    for instruction in program.computations[place].values():
+        if instruction.opcode == "while":
+            body = instruction.attribute(r"body=%?([\w.\-]+)")
             if body in program.computations:
-                yield Loop(program.trips(one) or 1, tuple(_steps(program, body, sizes)))
-        elif one.opcode in ("call", "conditional"):  # all branches of a conditional: an upper bound
-            for name in one.called:
+                yield Loop(program.trips(instruction) or 1, tuple(_steps(program, body, sizes)))
+        elif instruction.opcode in ("call", "conditional"):  # all branches of a conditional: an upper bound
+            for name in instruction.called:
                 if name in program.computations:
                     yield from _steps(program, name, sizes)
-        elif one.opcode.endswith("-done"):
-            yield from (Wait(name) for name in one.operands[:1])
+        elif instruction.opcode.endswith("-done"):
+            yield from (Wait(name) for name in instruction.operands[:1])
         else:
-            yield from _of_instruction(program, place, one, sizes)
+            yield from _of_instruction(program, place, instruction, sizes)
 
 
-def _of_instruction(program: HloProgram, place: str, one: Instruction, sizes: dict[str, int]) -> Iterator[Step]:
-    found = tuple(of_instruction(program, place, one, sizes))
-    if found:
-        started = one.opcode.endswith("-start") and '"is_sync":true' not in one.attributes
-        yield CollectiveStart(found, one.name, waits=not started)
+def _of_instruction(program: HloProgram, place: str, instruction: Instruction, sizes: dict[str, int]) -> Iterator[Step]:
+    collectives = tuple(of_instruction(program, place, instruction, sizes))
+    if collectives:
+        started = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+        yield CollectiveStart(collectives, instruction.name, waits=not started)
         return
-    flops, attends = program_costs.flops_of(program, place, one)
+    flops, attends = program_costs.flops_of(program, place, instruction)
     if flops:
-        moved = program_costs.bytes_moved(program, place, one)
+        moved = program_costs.bytes_moved(program, place, instruction)
         yield Kernel("attention" if attends else "product", tuple(sorted(flops.items())), moved)
-    elif not one.opcode.endswith("-start") and (moved := program_costs.bytes_moved(program, place, one)):
+    elif not instruction.opcode.endswith("-start") and (
+        moved := program_costs.bytes_moved(program, place, instruction)
+    ):
         yield Kernel("memory", (), moved)  # asynchronous copies run beside the kernels
 
 
@@ -292,9 +296,9 @@ def run_schedule(
         elif isinstance(step, Wait):
             clock.waited += max(0.0, ends.get(step.name, 0.0) - clock.now)
         else:
-            one = run_schedule(step.body, kernel, exchange)
-            clock.compute += step.times * one.compute
-            clock.memory += step.times * one.memory
+            iteration = run_schedule(step.body, kernel, exchange)
+            clock.compute += step.times * iteration.compute
+            clock.memory += step.times * iteration.memory
             # What an iteration has started and not waited for is sent before the next one's.
-            clock.waited += step.times * (one.waited + max(0.0, one.free - one.now))
+            clock.waited += step.times * (iteration.waited + max(0.0, iteration.free - iteration.now))
     return clock

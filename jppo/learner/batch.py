@@ -20,7 +20,7 @@ from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
 
 _STREAM = 3  # of the key of a step, after the shuffles of actor and critic and the selection of tokens
 Earned = tuple[tuple[int, float], ...]  # amounts by position, as in Reward
-_FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name in {one.name for one in dataclasses.fields(Batch)}]
+_FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name in {field.name for field in dataclasses.fields(Batch)}]
 
 
 def comparison_groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
@@ -52,9 +52,9 @@ def compare_samples(
             return f"its prompt's greedy response is {best[i].unusable}"
         return "no other response to its prompt was graded" if compared and size[i] == 1 else None
 
-    found = [dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)]
+    marked = [dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)]
     greedy = None if best is None else np.array([0.0 if r.unusable else r.score for r in best], np.float32)
-    return found, group, greedy
+    return marked, group, greedy
 
 
 def flatten(
@@ -187,8 +187,8 @@ def unpack_rows(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.n
 def at(batch: Batch, x: Any, rows: Rows) -> np.ndarray:
     """Converts an array [B, L] of the batch to the layout of rows [R, T]; 0 at prompts and padding."""
     there, b, k = _places(batch, rows)
-    found = x[b, k]
-    return np.where(there, found, np.zeros((), found.dtype))
+    entries = x[b, k]
+    return np.where(there, entries, np.zeros((), entries.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,11 +244,11 @@ def mini_batches(
     place = sharding.rows_sharding(mesh)
     for part in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
         part = part.tolist()
-        found = [scored_rows(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
-        counts = count([micro.rows for micro in found])
-        positive = max(sum(float(np.sum(micro.positive)) for micro in found if micro.positive is not None), 1.0)
-        found = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in found]
-        yield Mini(found, counts, place, learns=any(micro.rows.mask.any() for micro in found), batch=batch)
+        scored = [scored_rows(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
+        counts = count([micro.rows for micro in scored])
+        positive = max(sum(float(np.sum(micro.positive)) for micro in scored if micro.positive is not None), 1.0)
+        scored = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in scored]
+        yield Mini(scored, counts, place, learns=any(micro.rows.mask.any() for micro in scored), batch=batch)
 
 
 def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Mini:
@@ -264,8 +264,10 @@ def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Min
         seeds = lora.scrambled((of_sequence + np.asarray(rows.position).astype(np.uint32)) ^ second)
         return dataclasses.replace(rows, dropout=seeds)
 
-    found = [seeded(m) if isinstance(m, Rows) else dataclasses.replace(m, rows=seeded(m.rows)) for m in mini.micros]
-    return dataclasses.replace(mini, micros=found)
+    micro_batches = [
+        seeded(m) if isinstance(m, Rows) else dataclasses.replace(m, rows=seeded(m.rows)) for m in mini.micros
+    ]
+    return dataclasses.replace(mini, micros=micro_batches)
 
 
 @jax.jit

@@ -34,7 +34,7 @@ def _pair(cfg: ModelConfig, modules: LayerModules) -> int:
 
 
 def _layers(cfg: ModelConfig, mixer: Mixer) -> int:
-    return sum(one.mixer == mixer for one in cfg.layer_modules)
+    return sum(layer.mixer == mixer for layer in cfg.layer_modules)
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -46,7 +46,7 @@ def _pairs(length: int, window: int | None) -> int:
 def price(cfg: ModelConfig, keys: float) -> float:
     """Returns a token's time with attention by XLA over so many keys, padding included, relative to none."""
     by_token = forward(cfg, [1], head_tokens=1) - attention(cfg, [1])
-    by_key = 2 * cfg.num_heads * sum(_pair(cfg, one) for one in cfg.layer_modules if one.mixer == "attention")
+    by_key = 2 * cfg.num_heads * sum(_pair(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
     return 1.0 + SLOWER * keys * by_key / by_token
 
 
@@ -59,14 +59,14 @@ def adapter_flop(cfg: ModelConfig, adapters: Lora, lengths: Sequence[int]) -> in
 def forward(cfg: ModelConfig, lengths: Sequence[int], *, head_tokens: int, adapters: Lora | None = None) -> int:
     """Returns FLOP of a forward pass over sequences of `lengths`, with the language head on `head_tokens` tokens."""
     D = cfg.hidden_size
-    matrices = sum(_projections(cfg, one) for one in cfg.layer_modules if one.mixer == "attention")
+    matrices = sum(_projections(cfg, layer) for layer in cfg.layer_modules if layer.mixer == "attention")
     if (d := cfg.delta) is not None:  # with a token's three products with each state, one by one
         values = d.value_heads * d.value_dim
         matrices += (D * (d.channels + 2 * values + 2 * d.value_heads) + 3 * values * d.key_dim) * _layers(cfg, "delta")
     sparse = 0
     if (e := cfg.experts) is not None:
         sparse = 3 * D * (e.active * e.width + e.shared_width) + D * (e.count + e.names.shared_gate)
-    inner = sum(sparse * one.sparse + 3 * D * cfg.mlp_width(one) * one.dense for one in cfg.layer_modules)
+    inner = sum(sparse * layer.sparse + 3 * D * cfg.mlp_width(layer) * layer.dense for layer in cfg.layer_modules)
     if cfg.gemma4 is not None:  # in each layer a part of one projection, a gate, and its output
         inner += 3 * D * cfg.gemma4.per_layer * cfg.num_layers
     trunk = 2 * sum(lengths) * (matrices + inner) + attention(cfg, lengths)

@@ -40,10 +40,10 @@ def mismatch(batch: Batch) -> dict[str, Array]:
     }
 
 
-def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
+def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
     """Returns the batch with weights and without rejected tokens, and metrics of both."""
     log_ratio, mask = _log_ratio(batch), batch.mask
-    kept = correction.keep(log_ratio, mask, rules=what.rules)
+    kept = correction.keep(log_ratio, mask, rules=settings.rules)
     rejected = mask & ~kept
     sequences = jnp.maximum(jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32), 1.0)
     metrics: dict[str, Array] = {
@@ -51,9 +51,9 @@ def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
         "rollout_corr/rollout_rs_seq_masked_fraction": jnp.sum(jnp.any(rejected, axis=1)) / sequences,
     }
     weight = None
-    if what.level is not None:
-        raw = correction.raw_weights(log_ratio, mask, level=what.level)
-        weight = correction.bounded(raw, lower=what.lower, upper=what.upper)
+    if settings.level is not None:
+        raw = correction.raw_weights(log_ratio, mask, level=settings.level)
+        weight = correction.bounded(raw, lower=settings.lower, upper=settings.upper)
         spread = correction.importance(weight, mask)
         metrics |= {
             "rollout_corr/rollout_is_mean": spread["mean"],
@@ -61,12 +61,14 @@ def corrected(what: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
             "rollout_corr/rollout_is_min": spread["min"],
             "rollout_corr/rollout_is_eff_sample_size": spread["eff_sample_size"],
         }
-        if what.normalize:
-            weight = correction.normalized_weights(weight, mean=correction.mean_weight(weight, mask, level=what.level))
+        if settings.normalize:
+            weight = correction.normalized_weights(
+                weight, mean=correction.mean_weight(weight, mask, level=settings.level)
+            )
     return dataclasses.replace(batch, mask=kept, weight=weight), metrics
 
 
-def make_current(what: Correction) -> Callable[..., tuple[Array, Array | None]]:
+def make_current(settings: Correction) -> Callable[..., tuple[Array, Array | None]]:
     """Makes the correction of bypass: (logp, rollout log-probs, mask, segment) [R, T] -> kept tokens, and weights.
 
     Both follow the current policy, have no gradient, and change from one mini-batch to the next.
@@ -74,11 +76,11 @@ def make_current(what: Correction) -> Callable[..., tuple[Array, Array | None]]:
 
     def current(logp: Array, rollout_logp: Array, mask: Array, segment: Array) -> tuple[Array, Array | None]:
         log_ratio = jax.lax.stop_gradient(jnp.where(mask, logp - rollout_logp, 0.0))
-        kept = correction.keep(log_ratio, mask, rules=what.rules, segment=segment)
-        if what.level is None:
+        kept = correction.keep(log_ratio, mask, rules=settings.rules, segment=segment)
+        if settings.level is None:
             return kept, None
-        raw = correction.raw_weights(log_ratio, mask, level=what.level, segment=segment)
-        return kept, correction.bounded(raw, lower=what.lower, upper=what.upper)
+        raw = correction.raw_weights(log_ratio, mask, level=settings.level, segment=segment)
+        return kept, correction.bounded(raw, lower=settings.lower, upper=settings.upper)
 
     return current
 
@@ -145,8 +147,8 @@ def make_advantages(
             differs = masked.masked_sum(batch.routing_differs, batch.mask)
             metrics["rollout/routing_differs"] = differs / token_count(batch.mask)
         if correction is not None:
-            batch, found = corrected(correction, batch)
-            metrics |= found
+            batch, correction_metrics = corrected(correction, batch)
+            metrics |= correction_metrics
         mask, value, weight = batch.mask, batch.value, batch.weight
         if value is not None and value_norm is not None:
             value = values.denormalised(value, value_norm)
@@ -155,8 +157,8 @@ def make_advantages(
         graded = batch
         if not estimator.scored:
             graded = dataclasses.replace(batch, score=jnp.zeros_like(batch.score), earned=None)
-        reward, total, found = rewards(graded, penalty_of(batch, kl_penalty), kl_coef)
-        metrics |= found
+        reward, total, reward_metrics = rewards(graded, penalty_of(batch, kl_penalty), kl_coef)
+        metrics |= reward_metrics
         outcome = batch.greedy
         if estimator.sequences is not None:
             outcome = of_episodes(estimator.sequences, batch, total if batch.parts is None else batch.parts)
@@ -194,8 +196,8 @@ def of_episodes(sequences: Callable[..., Array], batch: Batch, total: Array) -> 
     if batch.length is not None:
         length = jnp.where(length > 0, length, summed(batch.length))
     if batch.episode is None or total.ndim == 2:  # all rows of an episode have its parts
-        found = sequences(total, length, batch.group)
-        return found if batch.episode is None else found[batch.episode]
+        outcome = sequences(total, length, batch.group)
+        return outcome if batch.episode is None else outcome[batch.episode]
     score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
     return sequences(score + summed(total - score), length, batch.group)[batch.episode]
 

@@ -20,11 +20,11 @@ def gae(
     """Makes GAE; the returns have a λ of their own if `critic_lam` is set (VC-PPO, Yuan et al., arXiv:2503.01491)."""
 
     def estimate(reward: Array, value: Array, _: Array, mask: Array, *turns: Array) -> tuple[Array, Array]:
-        how = functools.partial(advantage.gae, reward, value, mask, gamma=_discount(gamma, *turns))
-        found, returns = how(lam=lam if lam_alpha is None else advantage.adaptive_lam(mask, alpha=lam_alpha))
+        gae_at = functools.partial(advantage.gae, reward, value, mask, gamma=_discount(gamma, *turns))
+        advantages, returns = gae_at(lam=lam if lam_alpha is None else advantage.adaptive_lam(mask, alpha=lam_alpha))
         if critic_lam is not None and (lam_alpha is not None or critic_lam != lam):
-            returns = how(lam=critic_lam)[1]
-        return found, returns
+            returns = gae_at(lam=critic_lam)[1]
+        return advantages, returns
 
     return Estimator(estimate, whiten=True, critic=True, by_turn=gamma_by == "turn")
 
@@ -75,13 +75,13 @@ def gpg() -> Estimator:
 
 def gdpo(*, norm_adv_by_std_in_grpo: bool, gdpo_reward_keys: str, gdpo_reward_weights: str) -> Estimator:
     keys, weights = (
-        [one.strip() for one in text.split(",") if one] for text in (gdpo_reward_keys, gdpo_reward_weights)
+        [entry.strip() for entry in text.split(",") if entry] for text in (gdpo_reward_keys, gdpo_reward_weights)
     )
     numbers = tuple(map(float, weights)) or (1.0,) * len(keys)
-    how = dict[str, Any](weights=numbers, norm_adv_by_std=norm_adv_by_std_in_grpo)
+    options = dict[str, Any](weights=numbers, norm_adv_by_std=norm_adv_by_std_in_grpo)
 
     def estimate(parts: Array, group: Array) -> Array:
-        return advantage.gdpo(parts, group, **how)
+        return advantage.gdpo(parts, group, **options)
 
     return Estimator(spread, lambda parts, _, group: estimate(parts, group), whiten=True, parts=tuple(keys))
 

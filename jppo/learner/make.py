@@ -192,8 +192,8 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)
         trunk = policy.base.params if shared and policy.base is not None else None
-        how = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
-        trained = load_trained(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **how)
+        options = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
+        trained = load_trained(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **options)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
         critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
@@ -217,25 +217,25 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
 
 def begin_again(c: Settings, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
     """Makes the initial state of further trained weights for a learner's programs; frozen bases are shared."""
-    mesh, found = learner.mesh, dict[str, Any]()
-    for number, (field, how) in enumerate({"policy": learner.actor, "value": learner.critic}.items()):
-        if how is None:
+    mesh, by_field = learner.mesh, dict[str, Any]()
+    for number, (field, model) in enumerate({"policy": learner.actor, "value": learner.critic}.items()):
+        if model is None:
             continue
         head, cfg, adapters = trained_kind(inputs, learner, field)
         key = jax.random.fold_in(jax.random.key(seed), number)
-        if head == "lm" and how.base is not None and adapters is not None:
+        if head == "lm" and model.base is not None and adapters is not None:
             layout = state.adapters(cfg, mesh, adapters, head=head)
-            learned, _ = state.adapt(layout, how.base.params, adapters, key=key, path=c.model.lora_adapter_path)
+            learned, _ = state.adapt(layout, model.base.params, adapters, key=key, path=c.model.lora_adapter_path)
         else:
             path = c.model.path if head == "lm" else path_of_critic(c)
-            trunk = how.base.params if how.base is not None and path == c.model.path else None
+            trunk = model.base.params if model.base is not None and path == c.model.path else None
             init = c.model.init if head == "lm" else critic_init(c)
             more = dict[str, Any](head=head, key=key, adapters=adapters, init=init, trunk=trunk)
             learned = load_trained(c, mesh, cfg, path, **more).learned
         section: Any = c.actor if head == "lm" else c.critic
         learned = placing.to_host(learned) if section.param_offload else learned
-        found |= {field: learned, f"{field}_opt": begin_optimizer(c, inputs, learner, field, learned)}
-    fields = [found.get(name) for name in ("policy", "policy_opt", "value", "value_opt")]
+        by_field |= {field: learned, f"{field}_opt": begin_optimizer(c, inputs, learner, field, learned)}
+    fields = [by_field.get(name) for name in ("policy", "policy_opt", "value", "value_opt")]
     return state.begin_state(*fields, kl_coef=c.algorithm.kl_coef, seed=seed)
 
 
@@ -290,13 +290,13 @@ def run_on_empty_rows(
         descents.append((learner.critic, now.value, now.value_opt, ()))
     greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
     nobody = np.zeros(0, np.int32)
-    how = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
-    how["parts"] = recipe.estimator.parts
-    data = batch.flatten([], [], nobody, greedy, shape=learner.shape, **how)
+    options = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
+    options["parts"] = recipe.estimator.parts
+    data = batch.flatten([], [], nobody, greedy, shape=learner.shape, **options)
     done = part("programs compiled", len(plan.shapes) * (1 + len(descents)) + len(descents))
     rows = [packing.empty_rows(of_rows, plan) for of_rows in plan.shapes]
-    for one in rows:
-        micros = [batch.Micro(one, sharding.put_rows(one, mesh))]
+    for empty in rows:
+        micros = [batch.Micro(empty, sharding.put_rows(empty, mesh))]
         passes.logprob(placing.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
         data = ppo.with_old_logprob(passes, recipe, data, micros, whole)
         data = ppo.with_reference(passes, recipe, data, micros, whole, reference)
@@ -307,8 +307,8 @@ def run_on_empty_rows(
     kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
     data, _ = ppo.with_advantages(passes, data, kl_coef, mesh, now.value_norm)
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
-    for one in rows:
-        mini = batch.Mini([batch.scored_rows(data, one)], counts, sharding.rows_sharding(mesh), batch=data)
+    for empty in rows:
+        mini = batch.Mini([batch.scored_rows(data, empty)], counts, sharding.rows_sharding(mesh), batch=data)
         for descent, learned, _, further in descents:
             models = placing.to_device((learned, descent.base, further))
             taken = mini if descent.select is None else descent.select(join(*models[:2]), mini, now.key, now.step, 0)
@@ -353,8 +353,10 @@ def make_descent(
     spare = trained.layout.spare, state.spare_of_optimizer(tx, trained.layout)
     opt = placing.to_host(opt) if section.optimizer_offload else opt
     exchange = update.make_exchange(trained.layout.shardings)
-    made = ppo.ModelUpdate(accumulate, apply, zeros, exchange, name, base=trained.base, spare=spare, apply_given=given)
-    return made, opt
+    descent = ppo.ModelUpdate(
+        accumulate, apply, zeros, exchange, name, base=trained.base, spare=spare, apply_given=given
+    )
+    return descent, opt
 
 
 def make_scheduled_apply(section: Optimizer, tx: Any, layout: state.ModelLayout, places: Any, total_steps: int) -> Any:

@@ -77,10 +77,10 @@ def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
         rank = rank if own.lora_rank is None else own.lora_rank
         alpha = alpha if own.lora_alpha is None else own.lora_alpha
     dropout = c.model.lora_dropout if own is None and isinstance(c.model, Model) else 0.0
-    made = None if rank == 0 else Lora(rank, alpha, targets, dropout, c.model.base_quantization)
-    if own is None and made is not None and isinstance(c.model, Model) and c.model.lora_adapter_path:
-        hf.adapter_slots(c.model.lora_adapter_path, made)
-    return made
+    adapters = None if rank == 0 else Lora(rank, alpha, targets, dropout, c.model.base_quantization)
+    if own is None and adapters is not None and isinstance(c.model, Model) and c.model.lora_adapter_path:
+        hf.adapter_slots(c.model.lora_adapter_path, adapters)
+    return adapters
 
 
 def wants_critic(c: Settings) -> bool:

@@ -69,8 +69,8 @@ def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float,
     `matrices` has `contrib.MuonDimensionNumbers` for each matrix and None for other parameters. A single None makes all
     parameters with two axes matrices.
     """
-    how = dict(adam_b1=betas[0], adam_b2=betas[1], weight_decay=weight_decay, adam_weight_decay=weight_decay)
-    return contrib.muon(learning_rate, muon_weight_dimension_numbers=matrices, consistent_rms=MUON_RMS, **how)
+    options = dict(adam_b1=betas[0], adam_b2=betas[1], weight_decay=weight_decay, adam_weight_decay=weight_decay)
+    return contrib.muon(learning_rate, muon_weight_dimension_numbers=matrices, consistent_rms=MUON_RMS, **options)
 
 
 def adafactor(learning_rate: Any, *, weight_decay: float, **_: Any) -> Any:
@@ -237,8 +237,8 @@ def map_state(f: Callable[..., Any], state: Any, *trees: Params, other: Callable
     jax.tree.map_with_path(lambda path, *leaves: known.update({path: leaves}), *trees)
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        found = next((known[path[i:]] for i in range(len(path)) if path[i:] in known), None)
-        return other(leaf) if found is None else f(leaf, *found)
+        leaves = next((known[path[i:]] for i in range(len(path)) if path[i:] in known), None)
+        return other(leaf) if leaves is None else f(leaf, *leaves)
 
     return jax.tree.map_with_path(one, state)
 

@@ -233,11 +233,11 @@ def _with_prompts(
     groups, longest = prompt_groups(trajectories, entries, plan.shared), entries[order[0]] if order else 0
     prices = dict(zip(plan.lengths, plan.prices or (), strict=True))
     ways = [split(groups, entries, length) for length in plan.lengths if length >= longest]
-    found = []
+    candidates = []
     for parts in (*ways, [PromptGroup(0, (i,), entries[i]) for i in order]):
         shapes = cut([part.size for part in parts], plan.shapes, prices)
-        found.append(([[part] for part in parts], shapes))
-    return min(found, key=lambda one: sum(_cost(shape, prices) for shape in one[1]))
+        candidates.append(([[part] for part in parts], shapes))
+    return min(candidates, key=lambda candidate: sum(_cost(shape, prices) for shape in candidate[1]))
 
 
 def _cost(shape: tuple[int, int], prices: Mapping[int, float]) -> float:

@@ -53,8 +53,8 @@ def make_select(selection: Selection, logprob: LogProb) -> Select:
         mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
         arrays: tuple[Any, ...] = (logp, data.old_logprob, data.advantage, mask)
         count = np.int32(max(1, int(selection.share * int(mask.sum()))))
-        found = np.asarray(choose(key, step, np.int32(number), *arrays, count=count))
-        micros = [dataclasses.replace(m, selected=batch.at(data, found, m.rows)) for m in mini.micros]
+        selected = np.asarray(choose(key, step, np.int32(number), *arrays, count=count))
+        micros = [dataclasses.replace(m, selected=batch.at(data, selected, m.rows)) for m in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
     return select

@@ -104,8 +104,8 @@ def make_passes(
     r = recipe
     heads = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
 
-    def compiled(fn: Callable[..., Any] | None, **how: Any) -> Any:
-        return None if fn is None else jax.jit(fn, compiler_options=options, **how)
+    def compiled(fn: Callable[..., Any] | None, **jit_options: Any) -> Any:
+        return None if fn is None else jax.jit(fn, compiler_options=options, **jit_options)
 
     reference = None
     if models.reference is not None:
@@ -118,12 +118,12 @@ def make_passes(
         critic = update.make_accumulate(loss, mesh=mesh, options=options)
     whole = None if mesh is None else sharding.replicated(mesh)
     balanced = _routed(models.policy) and r.router_aux_loss_coef
-    how = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
+    logprob_options = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
     advantages = estimate.make_advantages(
         r.estimator, kl_penalty=r.kl_penalty, correction=None if r.bypass else r.correction, bypass=r.bypass,
         by_sequence=r.by_sequence, value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
     )  # fmt: skip
-    old_logprob = compiled(score.make_logprob(*models.policy, with_entropy=r.entropy_metric, **how))
+    old_logprob = compiled(score.make_logprob(*models.policy, with_entropy=r.entropy_metric, **logprob_options))
     return Passes(
         logprob=old_logprob,
         select=None if r.selection is None else make_select(r.selection, old_logprob),
@@ -140,10 +140,10 @@ def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads:
     """Makes the actor's loss of a recipe; `heads` are arguments of `score.make_logprob`, `by_token` is of `update`."""
     # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
     with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
-    how = dict[str, Any](compare=r.bypass, routed=_routed(models.policy), **heads)
-    logprob = score.make_logprob(*models.policy, with_entropy=with_entropy, **how)
+    options = dict[str, Any](compare=r.bypass, routed=_routed(models.policy), **heads)
+    logprob = score.make_logprob(*models.policy, with_entropy=with_entropy, **options)
     return update.make_actor_loss(
-        score.make_logprob_kl(r.kl_loss_type, logprob, _exact(models, r, r.kl_loss_type, **how)),
+        score.make_logprob_kl(r.kl_loss_type, logprob, _exact(models, r, r.kl_loss_type, **options)),
         r.policy_loss,
         r.weigh,
         entropy_coeff=r.entropy_coeff,
@@ -163,14 +163,14 @@ def _routed(model: Model) -> bool:
     return model[1] is not None and model[1].experts is not None
 
 
-def _exact(models: Models, r: Recipe, kind: str | None, **how: Any) -> score.Exact | None:
+def _exact(models: Models, r: Recipe, kind: str | None, **options: Any) -> score.Exact | None:
     """Makes the pass of an exact KL; None for another kind, or without a reference."""
     if kind is None or kind not in kl.EXACT or models.reference is None:
         return None
     divergence = kl.EXACT[kind]
     if kind == "forward_kl_topk":
         divergence = functools.partial(kl.forward_kl_topk, **dict(r.kl_topk))
-    return score.make_exact(divergence, models.policy, models.reference, **how)
+    return score.make_exact(divergence, models.policy, models.reference, **options)
 
 
 def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
@@ -214,11 +214,11 @@ class ModelUpdate:
 
 def spare_rows(policy: ModelUpdate | None, value: ModelUpdate | None) -> Spare:
     """Returns the rows of mesh padding of these models and their optimizers; {} without any."""
-    found: dict[str, Any] = {}
+    spares: dict[str, Any] = {}
     for name, model in (("policy", policy), ("value", value)):
         if model is not None:
-            found |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
-    return {name: spare for name, spare in found.items() if any(jax.tree.leaves(spare))}
+            spares |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
+    return {name: spare for name, spare in spares.items() if any(jax.tree.leaves(spare))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,10 +264,10 @@ def _over_rows(
         under_way.append(run(micro.device))
         jax.block_until_ready(under_way[-2:-1])
         done()
-    found = placing.fetch(under_way)
+    outputs = placing.fetch(under_way)
     return [
         None if parts[0] is None else batch.unpack_rows(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
-        for parts in zip(*found, strict=True)
+        for parts in zip(*outputs, strict=True)
     ]
 
 
@@ -335,7 +335,7 @@ def with_advantages(
 
 
 def descend(
-    how: ModelUpdate, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any,
+    model: ModelUpdate, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any,
     key: Array | None = None,
 ) -> tuple[Params, Any, dict[str, float]]:  # fmt: skip
     """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
@@ -344,47 +344,47 @@ def descend(
     devices: the models for the whole update, the optimizer state for its steps.
     """
     before, history = params, []
-    base, further = placing.to_device((how.base, further))
+    base, further = placing.to_device((model.base, further))
     params = placing.take(params)
     for number, mini in enumerate(minis):
-        if how.select is not None:
-            mini = how.select(join(params, base), mini, key, step, number)
-        if how.drops:
+        if model.select is not None:
+            mini = model.select(join(params, base), mini, key, step, number)
+        if model.drops:
             mini = batch.with_dropout(mini, key, step, number)
-        carry, sums = forward_backward(how, params, base, how.zeros(), mini, *further)
-        params, opt, stats = optim_step(how, params, opt, carry, step, learns=mini.learns)
+        carry, sums = forward_backward(model, params, base, model.zeros(), mini, *further)
+        params, opt, stats = optim_step(model, params, opt, carry, step, learns=mini.learns)
         history.append((sums, stats))
         del carry  # frees it before the next one exists
     params = jax.block_until_ready(placing.put_back(params, before))
-    return params, opt, update_metrics(jax.device_get(history), how.name)
+    return params, opt, update_metrics(jax.device_get(history), model.name)
 
 
 def forward_backward(
-    how: ModelUpdate, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
+    model: ModelUpdate, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
 ) -> tuple[update.Carry, list[dict[str, Any]]]:
     """Adds the gradient of a mini-batch to the carry, which is donated; returns also the sums of each micro-batch.
 
     `params`, `base` and `further` are on the devices.
     """
-    counts = how.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
+    counts = model.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
     sums = list[dict[str, Any]]()
     for micro in mini.micros:
         rows = placing.put(micro, mini.place)
-        carry, part = how.accumulate(params, base, carry, rows, counts, *further)
+        carry, part = model.accumulate(params, base, carry, rows, counts, *further)
         jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
         sums.append(part)
     return carry, sums
 
 
 def optim_step(
-    how: ModelUpdate, params: Params, opt: Any, carry: update.Carry, step: Any, *, learns: bool
+    model: ModelUpdate, params: Params, opt: Any, carry: update.Carry, step: Any, *, learns: bool
 ) -> tuple[Params, Any, dict[str, Any]]:
     """Takes an optimizer step with the accumulated gradient; donates parameters on the devices and optimizer state.
 
     Returns the parameters on the devices, the state where it was, and the statistics of the step.
     """
-    carry = carry if how.exchange is None else how.exchange(carry)
-    params, stepped, stats = how.apply(params, placing.take(opt), carry, step, np.bool_(learns))
+    carry = carry if model.exchange is None else model.exchange(carry)
+    params, stepped, stats = model.apply(params, placing.take(opt), carry, step, np.bool_(learns))
     return params, placing.put_back(stepped, opt), jax.block_until_ready(stats)
 
 

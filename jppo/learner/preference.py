@@ -31,8 +31,8 @@ def make_scores(value: Value, *, mesh: Mesh) -> Callable[[Params, Base | None, R
 
     def scores(learned: Params, base: Base | None, rows: Rows, so_far: Array) -> Array:
         chex.assert_rank(so_far, 1)
-        found = value(join(learned, base), rows)
-        return jnp.asarray(so_far).at[jnp.where(rows.mask, rows.sequence, so_far.shape[0])].add(found, mode="drop")
+        values = value(join(learned, base), rows)
+        return jnp.asarray(so_far).at[jnp.where(rows.mask, rows.sequence, so_far.shape[0])].add(values, mode="drop")
 
     return jax.jit(scores, out_shardings=sharding.replicated(mesh))
 

@@ -36,16 +36,16 @@ from jppo.types import Array, Trajectory
 
 def make_estimator(c: Settings) -> Estimator:
     """Makes the estimator that `algorithm.adv_estimator` names."""
-    found = parts.estimator(c)
-    assert isinstance(found, Estimator)
-    return found
+    estimator = parts.estimator(c)
+    assert isinstance(estimator, Estimator)
+    return estimator
 
 
 def make_objective(c: Settings) -> Objective:
     """Makes the policy loss that `actor.loss_mode` names."""
-    found = parts.objective(c)
-    assert isinstance(found, Objective)
-    return found
+    objective = parts.objective(c)
+    assert isinstance(objective, Objective)
+    return objective
 
 
 def kl_name(name: str, setting: str) -> str:
@@ -142,8 +142,8 @@ def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Cha
             given = dict(learning_rate=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
             given = given if section.optimizer == "adamw" else {"learning_rate": h.lr}
         values = ChainMap(given, {"matrices": matrices}, vars(section))
-        made = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
-        return cast(optax.GradientTransformation, made)  # `make` has checked the class
+        transformation = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
+        return cast(optax.GradientTransformation, transformation)  # `make` has checked the class
 
     chain(0.0)
     return chain
@@ -212,7 +212,7 @@ def plan_rows(
     """
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
     row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
-    how = dict[str, Any]()
+    sharing = dict[str, Any]()
     if shared is not None and isinstance(c, Settings):
         if row == -1:
             row = min(of_device, packing.longest_row(*shared, samples=c.rollout.n))
@@ -220,7 +220,7 @@ def plan_rows(
         def price(length: int) -> float:
             return cost.price(policy, attention.computed(length, shared) / length)
 
-        how = dict(price=price, shared=shared)
+        sharing = dict(price=price, shared=shared)
     longest = c.data.longest_row + more
     return packing.make_plan(
         packing_kind(c, mesh),
@@ -232,7 +232,7 @@ def plan_rows(
         row_multiple=multiple,
         length_multiple=length_multiple,
         sizes=sizes,
-        **how,
+        **sharing,
     )
 
 
@@ -298,22 +298,22 @@ _STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic",
 
 def introduce_peak(c: Settings, mesh: Mesh) -> str:
     """Describes the peak FLOP/s behind perf/mfu, for the console."""
-    found = sharding.find_peak(mesh, c.model.compute_dtype)  # if measured, once per process
-    return f"FLOP utilisation is of {found.flops_per_s / 1e12:,.3g} TFLOP/s, {found.source}"
+    peak = sharding.find_peak(mesh, c.model.compute_dtype)  # if measured, once per process
+    return f"FLOP utilisation is of {peak.flops_per_s / 1e12:,.3g} TFLOP/s, {peak.source}"
 
 
 def _stage_flops(c: Settings, inputs: ModelConfigs, trajectories: Sequence[Trajectory], epochs: int) -> dict[str, int]:
     """Counts FLOP per stage over the batch, of the critic in so many epochs; the head counts sampled tokens only."""
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)
-    policy, how = inputs.policy, inputs.adapters
-    found = {"update_actor": c.actor.ppo_epochs * cost.update(policy, lengths, head_tokens=sampled, adapters=how)}
+    policy, adapters = inputs.policy, inputs.adapters
+    flops = {"update_actor": c.actor.ppo_epochs * cost.update(policy, lengths, head_tokens=sampled, adapters=adapters)}
     if c.algorithm.old_logprob != "bypass":
-        found["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, adapters=how)
+        flops["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, adapters=adapters)
     if inputs.critic is not None:
         once = cost.update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
-        found["update_critic"] = epochs * once
-    return found
+        flops["update_critic"] = epochs * once
+    return flops
 
 
 def utilisation(

@@ -59,15 +59,17 @@ def _state(
     compare = compare and rows.experts is not None
     wanted = [name for name, asked in ((router.SUMS, routed), (router.CHOICES, compare)) if asked]
     counted = jnp.asarray(rows.mask) if routed else None
-    how = dict[str, Any](counted=counted, given=rows.experts)
+    routing = dict[str, Any](counted=counted, given=rows.experts)
     if wanted:
-        hidden, found = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **how, mutable=wanted)
+        hidden, collections = model[0].apply(
+            variables, rows.inputs, rows.segment, rows.position, **routing, mutable=wanted
+        )
         left = RouterOutputs(
-            router.collected_sums(found, model[1]) if routed else None,
-            router.differing_share(found, jnp.asarray(rows.experts), model[1]) if compare else None,
+            router.collected_sums(collections, model[1]) if routed else None,
+            router.differing_share(collections, jnp.asarray(rows.experts), model[1]) if compare else None,
         )
     else:
-        hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **how)
+        hidden = model[0].apply(variables, rows.inputs, rows.segment, rows.position, **routing)
     return (hidden, decoder.head_kernel(variables["params"], model[1]), model[1]), left
 
 
@@ -107,7 +109,7 @@ def make_logprob(
 
     def logprob(params: Weights, rows: Rows) -> Scores:
         state, left = _state((model, cfg), params, rows, compare=compare, routed=routed)
-        found, entropy, *more = heads.logprob_entropy(
+        logprobs, entropy, *more = heads.logprob_entropy(
             state,
             jnp.asarray(rows.targets),
             temperature=temperature,
@@ -118,7 +120,7 @@ def make_logprob(
             mesh=mesh,
             more=[heads.sum_pi_squared_of] * squared,
         )
-        return Scores(found, entropy, **left._asdict(), sum_pi_squared=more[0] if squared else None)
+        return Scores(logprobs, entropy, **left._asdict(), sum_pi_squared=more[0] if squared else None)
 
     return logprob
 
@@ -166,9 +168,9 @@ def make_exact(
 
         own, left = _state(policy, params, rows, compare=compare, routed=routed)
         states = [own, _state(reference, jax.lax.stop_gradient(ref_params), _alone(rows))[0]]
-        how = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
-        how |= dict(mask=jnp.asarray(rows.mask), kept=rows.kept)
-        logprobs, entropy, ref_logprob, penalty = heads.by_logits(body, states, jnp.asarray(rows.targets), **how)
+        options = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
+        options |= dict(mask=jnp.asarray(rows.mask), kept=rows.kept)
+        logprobs, entropy, ref_logprob, penalty = heads.by_logits(body, states, jnp.asarray(rows.targets), **options)
         return Scores(logprobs, entropy, penalty, **left._asdict()), ref_logprob
 
     return exact
@@ -178,20 +180,20 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
     """Makes log-probs and entropy with the KL to the reference that `kind` names. Differentiable in the policy."""
 
     def sampled(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
-        found = logprob(params, rows)
+        scores = logprob(params, rows)
         if kind is None:
-            return found
+            return scores
         assert ref_logprob is not None
-        here = (jnp.where(rows.mask, x, 0.0) for x in (found.logprob, ref_logprob))  # no infinity from masked entries
-        return found._replace(penalty=kl.ESTIMATORS[kind](*here))
+        here = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))  # no infinity from masked entries
+        return scores._replace(penalty=kl.ESTIMATORS[kind](*here))
 
     def whole(params: Weights, reference: Weights | None, rows: Rows, ref_logprob: Array | None) -> Scores:
         assert exact is not None and reference is not None
-        found, ref_logprob = exact(params, reference, rows)
-        if kind == "full+" and found.penalty is not None:
-            here = (jnp.where(rows.mask, x, 0.0) for x in (found.logprob, ref_logprob))
-            found = found._replace(penalty=kl.with_gradient_of_k2(found.penalty, *here))
-        return found
+        scores, ref_logprob = exact(params, reference, rows)
+        if kind == "full+" and scores.penalty is not None:
+            here = (jnp.where(rows.mask, x, 0.0) for x in (scores.logprob, ref_logprob))
+            scores = scores._replace(penalty=kl.with_gradient_of_k2(scores.penalty, *here))
+        return scores
 
     return whole if kind in kl.EXACT else sampled
 

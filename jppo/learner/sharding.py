@@ -63,14 +63,14 @@ def mesh_shape(
 ) -> tuple[int, ...]:
     """Returns the sizes of AXES, one of which may be -1: the remaining devices. UserError if they do not fit."""
     sizes = [data, fsdp, tensor, sequence, expert]
-    said = " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    settings = " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
-        raise UserError(f"{said}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
+        raise UserError(f"{settings}: sizes must be 1 or more, and one of them may be -1; try mesh.data=-1")
     known = int(np.prod([s for s in sizes if s > 0]))
     filled = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(filled)) != devices:
         fitting = _fitting(devices, sizes)
-        raise UserError(f"{said}: their product must be the {devices} devices there are; try {fitting}")
+        raise UserError(f"{settings}: their product must be the {devices} devices there are; try {fitting}")
     return tuple(filled)
 
 
@@ -79,8 +79,8 @@ def _fitting(devices: int, sizes: list[int]) -> str:
     for i in range(len(AXES)):  # the remaining factor goes to one axis, data first
         others = int(np.prod([s for j, s in enumerate(sizes) if j != i and s > 0]))
         if devices % others == 0:
-            found = [devices // others if j == i else max(1, s) for j, s in enumerate(sizes)]
-            return " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, found, strict=True))
+            fitted = [devices // others if j == i else max(1, s) for j, s in enumerate(sizes)]
+            return " ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, fitted, strict=True))
     return "mesh.data=-1 and 1 for the other axes"
 
 
@@ -167,8 +167,8 @@ def optimizer_shardings(tx: optax.GradientTransformation, shapes: Params, shardi
 
 def axes_of(part: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Returns candidates for the parameter axes of an optimizer state's leaf, by their sizes; [] if none fit."""
-    found = itertools.combinations(range(len(shape)), len(part))
-    return [axes for axes in found if tuple(shape[axis] for axis in axes) == part]
+    candidates = itertools.combinations(range(len(shape)), len(part))
+    return [axes for axes in candidates if tuple(shape[axis] for axis in axes) == part]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -227,8 +227,8 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
     model = f"of the {cfg.family} model"
     for F in cfg.mlp_widths:
         if H % tensor or F % tensor:
-            said = f"the {H} attention heads and the MLP's width of {F} {model}"
-            _refuse(f"mesh.tensor={tensor}", said, math.gcd(H, F))
+            divided = f"the {H} attention heads and the MLP's width of {F} {model}"
+            _refuse(f"mesh.tensor={tensor}", divided, math.gcd(H, F))
     if (H // tensor) % sequence:
         rest = f" that are left by mesh.tensor={tensor}" if tensor > 1 else ""
         _refuse(f"mesh.sequence={sequence}", f"the {H // tensor} attention heads {model}{rest}", H // tensor)
@@ -239,9 +239,9 @@ def require_divisible(cfg: ModelConfig, mesh: Mesh) -> None:
         _refuse(" times ".join(named), f"the width of {D} {model}", D)
 
 
-def _refuse(said: str, what: str, size: int) -> None:
+def _refuse(setting: str, divided: str, size: int) -> None:
     fitting = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
-    raise UserError(f"{said} must divide {what}; {', '.join(fitting)} would")
+    raise UserError(f"{setting} must divide {divided}; {', '.join(fitting)} would")
 
 
 TERA, GIB = 1e12, 2**30
@@ -327,8 +327,8 @@ def make_product(mesh: Mesh, dtype: str) -> tuple[Callable[[], Any], int]:
 
 def device_peak() -> int | None:
     """Returns the peak bytes in use of the fullest device since the start; None if no device reports them."""
-    found = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [stats["peak_bytes_in_use"] for stats in found if "peak_bytes_in_use" in stats]
+    reports = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in reports if "peak_bytes_in_use" in stats]
     return max(peaks) if peaks else None
 
 
@@ -342,5 +342,5 @@ def resident() -> int | None:
 
 def memory() -> dict[str, float]:
     """Returns memory metrics in GiB, without values that are not reported."""
-    found = {"perf/max_memory_allocated_gb": device_peak(), "perf/cpu_memory_used_gb": resident()}
-    return {name: size / GIB for name, size in found.items() if size is not None}
+    sizes = {"perf/max_memory_allocated_gb": device_peak(), "perf/cpu_memory_used_gb": resident()}
+    return {name: size / GIB for name, size in sizes.items() if size is not None}

@@ -44,9 +44,9 @@ def model_weights(
     return _weights(cfg, mesh, entries, head=head, dtype=param_dtype, method=lora.base_method(cfg, adapters))
 
 
-def adapters(cfg: ModelConfig, mesh: Mesh, how: Lora, *, head: Head) -> ModelLayout:
+def adapters(cfg: ModelConfig, mesh: Mesh, spec: Lora, *, head: Head) -> ModelLayout:
     """Returns shapes and shardings of the adapters of such a model, and of a critic's score; in f32."""
-    return _weights(cfg, mesh, lora.adapter_table(cfg, how, head=head), head=head, dtype=jnp.float32)
+    return _weights(cfg, mesh, lora.adapter_table(cfg, spec, head=head), head=head, dtype=jnp.float32)
 
 
 def _weights(
@@ -102,14 +102,14 @@ def on_trunk(layout: ModelLayout, trunk: Params, *, key: jax.Array) -> Params:
     return rest | {"score": placing.put(score, layout.shardings["score"])}
 
 
-def adapt(layout: ModelLayout, values: Params, how: Lora, *, key: jax.Array, path: str = "") -> tuple[Params, Base]:
+def adapt(layout: ModelLayout, values: Params, spec: Lora, *, key: jax.Array, path: str = "") -> tuple[Params, Base]:
     """Splits a model into learned and frozen weights: adapters `layout` with a critic's score, and the base.
 
     The adapters are fresh, or a policy's at `path`.
     """
 
     def learned(values: Params) -> Params:
-        fresh = lora.init(layout.cfg, how, key)
+        fresh = lora.init(layout.cfg, spec, key)
         if layout.head == "value":
             fresh["score"] = jax.tree.map(lambda x: x.astype(jnp.float32), values["score"])
         return fresh
@@ -117,8 +117,10 @@ def adapt(layout: ModelLayout, values: Params, how: Lora, *, key: jax.Array, pat
     scores = {"score": values["score"]} if layout.head == "value" else {}
     base = {name: part for name, part in values.items() if name not in scores}
     if path:
-        return hf.load_adapters(path, layout.cfg, how, shardings=layout.shardings), Base(base, how.scale, how.dropout)
-    return jax.jit(learned, out_shardings=layout.shardings)(scores), Base(base, how.scale, how.dropout)
+        return hf.load_adapters(path, layout.cfg, spec, shardings=layout.shardings), Base(
+            base, spec.scale, spec.dropout
+        )
+    return jax.jit(learned, out_shardings=layout.shardings)(scores), Base(base, spec.scale, spec.dropout)
 
 
 def init_optimizer(tx: optax.GradientTransformation, layout: ModelLayout, values: Params) -> tuple[Any, Any]:

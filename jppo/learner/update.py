@@ -59,8 +59,8 @@ def make_actor_loss(
         params: Weights, scored: Scored, counts: Counts, reference: Weights | None
     ) -> tuple[Array, dict[str, Array]]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
-        made = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
-        logprob, entropy, penalty, router, differs, _ = made
+        scores = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
+        logprob, entropy, penalty, router, differs, _ = scores
         mask, segment = scored.rows.mask, scored.rows.segment
         share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
 
@@ -85,8 +85,8 @@ def make_actor_loss(
             sums["actor/positive_lm_loss"] = -masked_sum(scored.positive * logprob, mask)
             out += positive_lm_coef * sums["actor/positive_lm_loss"]
         if router is not None:
-            of_router, found = _of_router(router, counts, router_aux_loss_coef, router_z_loss_coef)
-            out, sums = out + of_router, sums | found
+            of_router, routing_metrics = _of_router(router, counts, router_aux_loss_coef, router_z_loss_coef)
+            out, sums = out + of_router, sums | routing_metrics
         return out, sums | {"actor/loss": out} | ({TOKENS: logprob} if by_token else {})
 
     return loss
@@ -226,8 +226,8 @@ def make_accumulate(
             (new_loss, sums), new = gradient(micro)
         else:
             with divided(GROUPS):
-                found = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
-            (new_loss, sums), new = found
+                outputs = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
+            (new_loss, sums), new = outputs
             new_loss, sums = jnp.sum(new_loss), {name: combine_groups(name, each) for name, each in sums.items()}
         return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
 
@@ -259,8 +259,8 @@ def without_groups(grads: Params, params: Params, places: Params) -> Params:
             return grad
         ins, mesh = PartitionSpec(GROUPS, *place.spec), place.mesh
         local: Any = jax.shard_map(lambda x: x[0], mesh=mesh, in_specs=ins, out_specs=place.spec, check_vma=False)
-        found: Array = local(grad)
-        return found
+        ungrouped: Array = local(grad)
+        return ungrouped
 
     return jax.tree.map(one, grads, params, places)
 

@@ -352,8 +352,8 @@ def cache_dtype(cache: Cache) -> Any:
 
 def cache_row_bytes(cfg: ModelConfig, *, length: int, dtype: Any) -> int:
     """Returns the bytes of `length` positions of one row."""
-    made = jax.eval_shape(lambda: empty_cache(cfg, rows=1, length=length, dtype=dtype))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+    cache = jax.eval_shape(lambda: empty_cache(cfg, rows=1, length=length, dtype=dtype))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
 def extend_cache(held: LayerCache, k: jax.Array, v: jax.Array | None, position: jax.Array) -> LayerCache:

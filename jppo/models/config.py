@@ -241,8 +241,8 @@ class Gemma4:
             return "shared" if i >= first else "kept" if i in kept else "own"
 
         return tuple(
-            one._replace(beside=one.sparse, kind=kinds[i], keys=keys(i), joined=self.joined and not windows[i])
-            for i, one in enumerate(plain)
+            modules._replace(beside=modules.sparse, kind=kinds[i], keys=keys(i), joined=self.joined and not windows[i])
+            for i, modules in enumerate(plain)
         )
 
 

@@ -268,7 +268,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None
         slides = [_slides(fields, family, i) and not (optional and window is None) for i in range(num_layers)]
     else:
         slides = [kind == "sliding_attention" for kind in types]
-    implied = ["sliding_attention" if one else "full_attention" for one in slides]
+    implied = ["sliding_attention" if slide else "full_attention" for slide in slides]
     if types is not None and implied != types:
         raise fields.refuse(
             "layer_types", f"must be {num_layers} of full_attention and sliding_attention, as {implied}"
@@ -279,7 +279,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> list[int | None
         raise fields.refuse("layer_types", f"is not supported with sliding_window={window}: no layer can slide")
     if family.gemma4:  # transformers lets the last layer see all
         slides[-1] = False
-    return [window if one else None for one in slides]
+    return [window if slide else None for slide in slides]
 
 
 def _slides(fields: Fields, family: Family, layer: int) -> bool:

@@ -263,7 +263,7 @@ class Decoder(nn.Module):
                     where = sharing_keys(where, group[0].modules, jax.tree.map(lambda y: y[0], kept))
             else:
                 periods = scanned(Period)(
-                    group, lambda one: layer(*settings(one), name=one.path[1]), name=group[0].path[0]
+                    group, lambda stack: layer(*settings(stack), name=stack.path[1]), name=group[0].path[0]
                 )
                 x, _ = periods(x, kinds.T, where, own, of_layers)
         return self.constrain(RMSNorm(cfg, self.param_dtype, name="norm")(x))
@@ -336,8 +336,8 @@ def forward_cached(
     attend = make_plain(**attention_settings(cfg))
     each = [None] * cfg.num_layers
     if "per_layer" in split:
-        made: Any = PerLayer(cfg, dtype, look_up).apply({"params": split["per_layer"]}, tokens, x)
-        each = list(jnp.moveaxis(made, 2, 0))
+        embeddings: Any = PerLayer(cfg, dtype, look_up).apply({"params": split["per_layer"]}, tokens, x)
+        each = list(jnp.moveaxis(embeddings, 2, 0))
     after, chosen, kept = list[Held | None](), list[jax.Array | None](), dict[int | None, Held]()
     layers = zip(split["layers"], cfg.layer_kinds, cache, cfg.layer_modules, each, strict=True)
     for variables, kind, held, modules, own in layers:

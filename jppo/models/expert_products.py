@@ -159,10 +159,10 @@ def _added(total: jax.Array, group: jax.Array, new: jax.Array) -> jax.Array:
     """Adds the gradients of blocks to their groups' sums."""
     if len(group) > 1:
         return total.at[group].add(new.astype(total.dtype))
-    one: jax.Array = jax.lax.dynamic_update_index_in_dim(
+    updated: jax.Array = jax.lax.dynamic_update_index_in_dim(
         total, total[group[0]] + new[0].astype(total.dtype), group[0], 0
     )
-    return one
+    return updated
 
 
 def sum_consecutive(x: jax.Array, times: int) -> jax.Array:
@@ -176,9 +176,9 @@ def _kernels_of_blocks(kernels: Any, rows: Any) -> Callable[[jax.Array], Any]:
     narrow = jax.tree.map(lambda x: x.astype(rows[0].dtype), kernels)
 
     def own(group: jax.Array) -> Any:
-        one = len(group) == 1
+        single = len(group) == 1
         return jax.tree.map(
-            lambda x, wide: (x[group[0]][None] if one else x[group]).astype(wide.dtype), narrow, kernels
+            lambda x, wide: (x[group[0]][None] if single else x[group]).astype(wide.dtype), narrow, kernels
         )
 
     return own

@@ -108,21 +108,21 @@ def fill(
     new = source >= 0
     which = jnp.maximum(source, 0)
 
-    def put(old: jax.Array, made: jax.Array) -> jax.Array:  # new [N, P', ...] into old [R, T, ...]
-        width = made.shape[1]
+    def put(old: jax.Array, fresh: jax.Array) -> jax.Array:  # new [N, P', ...] into old [R, T, ...]
+        width = fresh.shape[1]
         here = new.reshape(-1, *[1] * (old.ndim - 1))
-        return old.at[:, :width].set(jnp.where(here, made[which].astype(old.dtype), old[:, :width]))
+        return old.at[:, :width].set(jnp.where(here, fresh[which].astype(old.dtype), old[:, :width]))
 
-    made, read = empty_cache(cfg, rows=N, length=P - 1, dtype=cache_dtype(slots.cache)), slots.experts
+    cache, read = empty_cache(cfg, rows=N, length=P - 1, dtype=cache_dtype(slots.cache)), slots.experts
     if P > 1:
         position = jnp.broadcast_to(jnp.arange(P - 1, dtype=jnp.int32)[None], (N, P - 1))
         lengths = jnp.zeros((N,), jnp.int32).at[jnp.where(new, source, N)].set(length, mode="drop")
         real = (position < lengths[:, None] - 1).astype(jnp.int32)
         settings = dict[str, Any](constrain=constrain, mix=mix)
-        _, made, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, made, real, **settings)
+        _, cache, chosen = decoder.forward_cached(model, cfg, prompts[:, :-1], position, cache, real, **settings)
         read = None if read is None or chosen is None else put(read, chosen)
     return Slots(
-        cache=jax.tree.map(put, slots.cache, made),
+        cache=jax.tree.map(put, slots.cache, cache),
         tokens=put(slots.tokens, prompts),
         logprob=slots.logprob,
         last=jnp.where(new, length - 1, slots.last),

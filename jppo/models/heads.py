@@ -126,8 +126,8 @@ def logprob_entropy(
         entropy = entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
         return logp, entropy, *(each(logits, vocabulary) for each in more)
 
-    how = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, kept=kept, mesh=mesh)
-    return by_logits(body, [state], targets, **how)
+    options = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, kept=kept, mesh=mesh)
+    return by_logits(body, [state], targets, **options)
 
 
 def by_logits(
@@ -219,8 +219,8 @@ def values(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     chex.assert_rank([hidden, kernel], [3, 2])
     hidden, kernel = hidden.astype(jnp.float32), kernel.astype(jnp.float32)
-    one = kernel.shape[1] == 1
-    return jnp.einsum("rtd,d->rt", hidden, kernel[:, 0]) if one else jnp.einsum("rtd,db->rtb", hidden, kernel)
+    single = kernel.shape[1] == 1
+    return jnp.einsum("rtd,d->rt", hidden, kernel[:, 0]) if single else jnp.einsum("rtd,db->rtb", hidden, kernel)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,20 +107,20 @@ def load_params(
 
 def adapter_slots(path: str | os.PathLike[str], spec: lora.Lora) -> dict[str, tensorfile.Slot]:
     """Finds the tensors of peft's adapter at `path`; UserError unless it is LoRA of this rank and scale."""
-    folder, said = expanded(path), f"model.lora_adapter_path={os.fspath(path)!r}"
+    folder, setting = expanded(path), f"model.lora_adapter_path={os.fspath(path)!r}"
     file, about = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     if not file.is_file() or not about.is_file():
-        raise UserError(f"{said}: it needs {file.name} and {about.name}; give a folder that peft or jppo wrote")
+        raise UserError(f"{setting}: it needs {file.name} and {about.name}; give a folder that peft or jppo wrote")
     try:
         stored = json.loads(about.read_text())
         rank, alpha = int(stored["r"]), float(stored["lora_alpha"])
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{said}: {about.name} has no r and lora_alpha ({e}); write it again") from e
+        raise UserError(f"{setting}: {about.name} has no r and lora_alpha ({e}); write it again") from e
     if other := [name for name in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern") if stored.get(name)]:
-        raise UserError(f"{said}: {about.name} has {other[0]}; only plain LoRA can be trained: merge it")
+        raise UserError(f"{setting}: {about.name} has {other[0]}; only plain LoRA can be trained: merge it")
     for name, here, there in (("lora_rank", spec.rank, rank), ("lora_alpha", spec.alpha, alpha)):
         if here != there:
-            raise UserError(f"{said}: its {name.removeprefix('lora_')} is {there:g}; set model.{name}={there:g}")
+            raise UserError(f"{setting}: its {name.removeprefix('lora_')} is {there:g}; set model.{name}={there:g}")
     return tensorfile.file_slots(file)
 
 

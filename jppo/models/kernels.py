@@ -129,8 +129,8 @@ def stored_form(entry: Entry, dtype: Any, method: str) -> Any:
             f"model.base_quantization='mxfp4': {entry.hf_names[0]} has {entry.shape[axes[-1]]} inputs in a row,"
             f" and MXFP4 has blocks of {BLOCK}; take int8"
         )
-    found: Quantized = jax.eval_shape(lambda x: quantize(x, method, axes), whole)
-    return found
+    form: Quantized = jax.eval_shape(lambda x: quantize(x, method, axes), whole)
+    return form
 
 
 def quantize(kernel: jax.Array, method: str, axes: tuple[int, ...]) -> Quantized:
@@ -148,8 +148,8 @@ def stored_like(kept: Any, values: Params) -> Params:
             return quantize(x.astype(kept.dtype), kept.method, kept.axes)
         return x.astype(kept.dtype)
 
-    found: Params = jax.tree.map(one, kept, values, is_leaf=is_quantized)
-    return found
+    stored: Params = jax.tree.map(one, kept, values, is_leaf=is_quantized)
+    return stored
 
 
 def is_quantized(x: Any) -> bool:

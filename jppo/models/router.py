@@ -146,7 +146,7 @@ def given_by_stack(given: Given, group: Group) -> Givens:
     """Splits given experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] of those with experts."""
     if given is None:
         return (None,) * len(group)
-    return tuple(jnp.moveaxis(given[:, :, one.layers], 2, 0) if one.modules.sparse else None for one in group)
+    return tuple(jnp.moveaxis(given[:, :, stack.layers], 2, 0) if stack.modules.sparse else None for stack in group)
 
 
 def layer_choice(left: Any) -> jax.Array | None:
@@ -157,7 +157,7 @@ def layer_choice(left: Any) -> jax.Array | None:
 
 def stacked_choices(layers: Sequence[jax.Array | None]) -> jax.Array | None:
     """Stacks the layers' choices to [R, T, L, active], 0 in a layer without experts; None if no layer has any."""
-    known = next((one for one in layers if one is not None), None)
+    known = next((choice for choice in layers if choice is not None), None)
     return None if known is None else jnp.stack([jnp.zeros_like(known) if x is None else x for x in layers], axis=2)
 
 

@@ -72,11 +72,11 @@ def dry_run_of_ppo(c: Settings, request: DryRun) -> str:
     """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
         return preview.preview_run(c, request)
-    read, found = Read(c), list(machine_findings(c))
+    read, findings = Read(c), list(machine_findings(c))
     text = preview.report_here(request, *read.estimate)
     with contextlib.ExitStack() as stack:
-        found += examine(checks(read, stack, ask=False), failed=failures(found))
-    return with_findings(text, found)
+        findings += examine(checks(read, stack, ask=False), failed=failures(findings))
+    return with_findings(text, findings)
 
 
 def dry_run_of_one_model(
@@ -94,14 +94,14 @@ def dry_run_of_one_model(
     """
     process.take_little()
     task = prepare(c, request)
-    found, micro_batches = estimate(c, task)
+    estimated, micro_batches = estimate(c, task)
     lines, times = describe(task, micro_batches)
 
     def again(other: C) -> Estimate:
         return estimate(other, prepare(other, request))[0]
 
-    executions = Executions(times | exchanges_of_step(found))
-    text = preview.of_estimate(c, request, task.mesh, lines, found, executions, again)
+    executions = Executions(times | exchanges_of_step(estimated))
+    text = preview.of_estimate(c, request, task.mesh, lines, estimated, executions, again)
     if request.machine is not None:
         return text
 
@@ -112,10 +112,14 @@ def dry_run_of_one_model(
     return with_findings(text, [*machine.check_environment(None), *examine([*folder_checks(c), Check("disk", disk)])])
 
 
-def with_findings(text: str, found: Sequence[Finding]) -> str:
+def with_findings(text: str, findings: Sequence[Finding]) -> str:
     """Adds the findings that are not good to a report."""
-    lines = [f"{one.verdict:<4} {one.about}: {one.found}; {one.remedy}" for one in found if one.verdict != "OK"]
-    good = len(found) - len(lines)
+    lines = [
+        f"{finding.verdict:<4} {finding.about}: {finding.found}; {finding.remedy}"
+        for finding in findings
+        if finding.verdict != "OK"
+    ]
+    good = len(findings) - len(lines)
     return "\n".join([f"{text}\nchecks of this machine, as by jppo.doctor: {good} OK", *lines]) + "\n"
 
 
@@ -129,9 +133,9 @@ def machine_findings(c: Settings) -> Iterator[Finding]:
     yield machine.check_sandbox()
 
 
-def failures(found: Iterable[Finding]) -> list[str]:
+def failures(findings: Iterable[Finding]) -> list[str]:
     """Returns the names of failed checks."""
-    return [one.about for one in found if one.verdict == "FAIL"]
+    return [finding.about for finding in findings if finding.verdict == "FAIL"]
 
 
 def doctor_checks(c: Settings, stack: contextlib.ExitStack, *, server: bool) -> list[Check]:
@@ -216,10 +220,10 @@ def run_programs(read: Read, trainer: Learner, begin: TrainState) -> Finding:
         return lambda: None
 
     compile_passes(read.c, trainer, begin, part)
-    kernels = {name for one in read.estimate[1].moments if one.account for name in one.account.kernels}
-    said = f"{count} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
+    kernels = {name for moment in read.estimate[1].moments if moment.account for name in moment.account.kernels}
+    summary = f"{count} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
     names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
-    return Finding("programs", "OK", f"{said}; custom kernels: {names}")
+    return Finding("programs", "OK", f"{summary}; custom kernels: {names}")
 
 
 def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
@@ -245,10 +249,10 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         begin = time.monotonic()
         sampler()
         if c.rollout.name == "inprocess":
-            what = "the trainer's own"
+            status = "the trainer's own"
         else:
-            what = "servers of rollout.urls answer" if c.rollout.urls else "started"
-        yield Finding("server", "OK", f"{what}, ready after {time.monotonic() - begin:.0f} s")
+            status = "servers of rollout.urls answer" if c.rollout.urls else "started"
+        yield Finding("server", "OK", f"{status}, ready after {time.monotonic() - begin:.0f} s")
 
     def publish() -> Iterator[Finding]:
         trainer, begin = learner()

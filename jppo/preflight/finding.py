@@ -63,27 +63,27 @@ def examine(checks: Sequence[Check], *, failed: Iterable[str] = ()) -> Iterator[
 
 
 def _findings(check: Check) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         with _limit(check.limit_s):
-            found += check.look()
+            findings += check.look()
     except UserError as e:
-        said, _, remedy = str(e).rpartition("; ")
-        found.append(
-            Finding(check.about, "FAIL", said, remedy)
-            if said
+        message, _, remedy = str(e).rpartition("; ")
+        findings.append(
+            Finding(check.about, "FAIL", message, remedy)
+            if message
             else Finding(check.about, "FAIL", str(e), "fix that, and run the check again")
         )
     except RolloutError as e:
-        found.append(Finding(check.about, "FAIL", str(e), "fix what it names, and run the check again"))
+        findings.append(Finding(check.about, "FAIL", str(e), "fix what it names, and run the check again"))
     except _TimeIsUp:
         remedy = "check what blocks it, or use a less busy machine"
-        found.append(Finding(check.about, "FAIL", f"no result in {check.limit_s:.0f} s", remedy))
+        findings.append(Finding(check.about, "FAIL", f"no result in {check.limit_s:.0f} s", remedy))
     except Exception as e:
-        said = str(e).strip().partition("\n")[0]
+        message = str(e).strip().partition("\n")[0]
         remedy = "unexpected: jppo.train with the same settings shows where"
-        found.append(Finding(check.about, "FAIL", f"{type(e).__name__}: {said}", remedy))
-    return found
+        findings.append(Finding(check.about, "FAIL", f"{type(e).__name__}: {message}", remedy))
+    return findings
 
 
 @contextlib.contextmanager
@@ -108,21 +108,21 @@ def _limit(seconds: float) -> Iterator[None]:
 def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
     """Compares free bytes with the need of a run."""
     verdict: Verdict = "FAIL" if free < fail else "WARN" if free < warn else "OK"
-    found = f"{free / GIB:.1f} GiB free"
-    return Finding(about, verdict, found, "" if verdict == "OK" else remedy)
+    room = f"{free / GIB:.1f} GiB free"
+    return Finding(about, verdict, room, "" if verdict == "OK" else remedy)
 
 
-def print_findings(found: Iterable[Finding], console: rich.console.Console) -> int:
+def print_findings(findings: Iterable[Finding], console: rich.console.Console) -> int:
     """Prints findings as they come, and the result; returns the exit code."""
     failed = 0
-    for finding in found:
+    for finding in findings:
         row = rich.table.Table.grid(padding=(0, 2))
         for width in (4, ABOUT):
             row.add_column(width=width)
         row.add_column()
         verdict = rich.text.Text(finding.verdict, STYLE[finding.verdict])
-        told = escaped(f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found)
-        row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(told, overflow="fold"))
+        text = escaped(f"{finding.found}\n→ {finding.remedy}" if finding.remedy else finding.found)
+        row.add_row(verdict, rich.text.Text(finding.about), rich.text.Text(text, overflow="fold"))
         console.print(row)
         failed += finding.verdict == "FAIL"
     console.print(f"{failed} to fix before training" if failed else "ready to train")

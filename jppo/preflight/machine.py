@@ -68,11 +68,11 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
     checked = {r.name: r for r in (*present, *core)}
     good = 0
     for name, requirement in checked.items():
-        found, remedy = version(name), f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
-        if found is None:
+        installed, remedy = version(name), f"{sys.executable} -m pip install '{name}{requirement.specifier}'"
+        if installed is None:
             yield Finding(name, "FAIL", "is not installed", remedy)
-        elif not requirement.specifier.contains(found, prereleases=True):
-            yield Finding(name, "WARN", f"{found} is outside {requirement.specifier}, which is tested", remedy)
+        elif not requirement.specifier.contains(installed, prereleases=True):
+            yield Finding(name, "WARN", f"{installed} is outside {requirement.specifier}, which is tested", remedy)
         else:
             good += 1
     if good:
@@ -89,45 +89,45 @@ def check_devices(has_gpu: bool) -> Finding:
         remedy = "end the process that holds the device, or set JAX_PLATFORMS=cpu"
         return Finding("JAX", "FAIL", f"no device in {DEVICES_TIMEOUT_S} s", remedy)
     if probe.returncode != 0:
-        said = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-        return Finding("JAX", "FAIL", said[-300:], "reinstall jax, or set JAX_PLATFORMS=cpu")
+        message = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return Finding("JAX", "FAIL", message[-300:], "reinstall jax, or set JAX_PLATFORMS=cpu")
     backend, kinds = json.loads(probe.stdout.splitlines()[-1])
-    found = f"{len(kinds)} x {kinds[0]} ({backend})"
+    devices = f"{len(kinds)} x {kinds[0]} ({backend})"
     if backend != "cpu" or not has_gpu:
-        return Finding("JAX", "OK", found)
+        return Finding("JAX", "OK", devices)
     chosen = os.environ.get("JAX_PLATFORMS")
     remedy = "unset JAX_PLATFORMS" if chosen else f"{sys.executable} -m pip install 'jppo[cuda]'"
-    return Finding("JAX", "WARN", f"{found}, though there is a GPU", remedy)
+    return Finding("JAX", "WARN", f"{devices}, though there is a GPU", remedy)
 
 
-def check_driver(found: Sequence[NvidiaGpu], cuda: int | None) -> Finding:
+def check_driver(cards: Sequence[NvidiaGpu], cuda: int | None) -> Finding:
     """Compares the driver with the CUDA of JAX's plugin; None: JAX has none."""
-    driver = found[0].driver
-    said = f"{len(found)} x {found[0].name}, driver {driver}"
+    driver = cards[0].driver
+    summary = f"{len(cards)} x {cards[0].name}, driver {driver}"
     least = DRIVERS.get(cuda or 0)
     if least is None or not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) >= least:
-        return Finding("driver", "OK", said)
+        return Finding("driver", "OK", summary)
     older = max((known for known, needs in DRIVERS.items() if int(driver.split(".")[0]) >= needs), default=None)
     other = f", or {sys.executable} -m pip install 'jax[cuda{older}]' in place of JAX's CUDA {cuda}" if older else ""
-    return Finding("driver", "FAIL", f"{said}; CUDA {cuda} needs {least} or newer", f"update the driver{other}")
+    return Finding("driver", "FAIL", f"{summary}; CUDA {cuda} needs {least} or newer", f"update the driver{other}")
 
 
-def check_libraries(found: Sequence[NvidiaGpu], version: Callable[[str], str | None]) -> Iterator[Finding]:
+def check_libraries(cards: Sequence[NvidiaGpu], version: Callable[[str], str | None]) -> Iterator[Finding]:
     """Compares cuBLAS with the GPU's generation, and cuDNN with the one that forecasts are compiled with."""
     name = next((name for name in ("nvidia-cublas", "nvidia-cublas-cu12") if version(name)), None)
-    kind = next((gpu.name for gpu in found if any(word in gpu.name for word in BLACKWELL)), None)
+    kind = next((gpu.name for gpu in cards if any(word in gpu.name for word in BLACKWELL)), None)
     if name is not None and kind is not None:
         installed = version(name) or ""
-        said = f"{installed} on {kind}"
+        summary = f"{installed} on {kind}"
         apart = "vLLM's and SGLang's torch pins 13.1, so give it an environment of its own by rollout.python"
         remedy = f"{sys.executable} -m pip install 'nvidia-cublas>=13.2'; {apart}"
         if Version(installed) < Version("12.8"):
-            yield Finding("cuBLAS", "FAIL", f"{said}, whose kernels came with 12.8", remedy)
+            yield Finding("cuBLAS", "FAIL", f"{summary}, whose kernels came with 12.8", remedy)
         elif Version(installed) < Version("13.2"):
             why = "below 13.2 a kernel beside another, as on a second stream, may silently corrupt results"
-            yield Finding("cuBLAS", "WARN", f"{said}: {why}", remedy)
+            yield Finding("cuBLAS", "WARN", f"{summary}: {why}", remedy)
         else:
-            yield Finding("cuBLAS", "OK", said)
+            yield Finding("cuBLAS", "OK", summary)
     if (installed := version("nvidia-cudnn-cu13") or "") and installed != CUDNN:
         yield Finding("cuDNN", "OK", f"{installed}; --dry_run --machine compiles attention with {CUDNN}")
     elif installed:
@@ -151,24 +151,24 @@ def check_server(engine: str, python: str, has_gpu: bool, *, needed: bool = True
     """Checks the engine of the server's interpreter, and packages that break it; a needed one that is missing fails."""
     name, check = ("SGLang", check_sglang) if engine == "sglang" else ("vLLM", check_vllm)
     try:
-        found = check(python)
+        build = check(python)
     except UserError as e:
         if needed:
             return Finding(name, "FAIL", "cannot be used", str(e))
-        found = "cannot be used; the trainer samples by itself with rollout.name=inprocess, as jppo init sets it"
-        return Finding(name, "WARN", found, str(e))
+        message = "cannot be used; the trainer samples by itself with rollout.name=inprocess, as jppo init sets it"
+        return Finding(name, "WARN", message, str(e))
     except subprocess.TimeoutExpired as e:
         return Finding(name, "FAIL", f"no answer in {e.timeout:.0f} s", "run it again on a quieter machine")
     if engine == "sglang":
         if has_gpu:
-            return Finding(name, "OK", found)
+            return Finding(name, "OK", build)
         remedy = "take rollout.name=vllm or inprocess on a machine without a GPU"
-        return Finding(name, "WARN", f"{found} is for GPUs, and nvidia-smi finds none", remedy)
-    if found == "gpu" and not has_gpu:
+        return Finding(name, "WARN", f"{build} is for GPUs, and nvidia-smi finds none", remedy)
+    if build == "gpu" and not has_gpu:
         return Finding(name, "WARN", "built for GPUs, and nvidia-smi finds none", install_for_cpu(executable(python)))
-    if found == "cpu" and has_gpu:
+    if build == "cpu" and has_gpu:
         return Finding(name, "WARN", "built for the CPU, though there is a GPU", "pip install 'jppo[vllm]'")
-    return Finding(name, "OK", f"built for the {found.upper()}")
+    return Finding(name, "OK", f"built for the {build.upper()}")
 
 
 def check_loopback() -> Finding:
@@ -211,15 +211,15 @@ def check_environment(python: str | None, engine: str = "vllm", *, needed: bool 
     else:
         yield check_python(platform.python_version(), metadata.metadata["Requires-Python"])
         yield from check_packages(metadata.requires or (), _version)
-    found = gpus()
-    if found:
-        yield check_driver(found, next((n for n in DRIVERS if _version(f"jax-cuda{n}-plugin")), None))
-        yield from check_libraries(found, _version)
-    yield check_devices(bool(found))
+    cards = gpus()
+    if cards:
+        yield check_driver(cards, next((n for n in DRIVERS if _version(f"jax-cuda{n}-plugin")), None))
+        yield from check_libraries(cards, _version)
+    yield check_devices(bool(cards))
     if python is not None:
-        server = check_server(engine, python, bool(found), needed=needed)
+        server = check_server(engine, python, bool(cards), needed=needed)
         yield server
-        if found and server.verdict == "OK":
+        if cards and server.verdict == "OK":
             yield check_triton(python)
 
 
@@ -255,7 +255,7 @@ def existing(folder: pathlib.Path) -> pathlib.Path:
 def writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
     """Creates the folder and a file in it, and removes them."""
     folder = folder.absolute()
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".jppo-doctor-") as file:
@@ -268,7 +268,7 @@ def writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
     else:
         yield Finding(about, "OK", f"{folder} is writable")
     finally:
-        for place in made:
+        for place in missing:
             if place.is_dir():
                 place.rmdir()
 
@@ -277,41 +277,41 @@ def disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int) -> It
     """Compares the disk of the run folder with its checkpoints, one more than kept, and the exported model."""
     free = shutil.disk_usage(existing(folder.absolute())).free
     needs = (keep + 1) * checkpoint + export + LOGS
-    said = (
+    message = (
         f"{free / GIB:.1f} GiB free; {keep + 1} checkpoints of {checkpoint / GIB:.2f} GiB, the model and logs take"
         f" {needs / GIB:.1f}"
     )
     remedy = "make room, use another disk for trainer.run_dir, or lower trainer.max_ckpt_to_keep"
     verdict: Verdict = "FAIL" if free < needs else "WARN" if free < 1.5 * needs else "OK"
-    yield Finding("disk", verdict, said, "" if verdict == "OK" else remedy)
+    yield Finding("disk", verdict, message, "" if verdict == "OK" else remedy)
 
 
 def shared_memory(publish_dir: str, *, named: bool, weights: int) -> Iterator[Finding]:
     """Checks the place of published weights: a folder, or unnamed memory, which counts as memory."""
     folder = publish_dir if publish_dir else "/dev/shm" if named else ""
     if not folder:
-        said = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, in unnamed files: part of the memory above"
-        yield Finding("publish room", "OK", said)
+        message = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, in unnamed files: part of the memory above"
+        yield Finding("publish room", "OK", message)
         return
     if not os.path.isdir(folder):
         remedy = "create it, or leave rollout.publish_dir empty"
         yield Finding("publish room", "FAIL", f"{folder} is not a folder", remedy)
         return
     free = shutil.disk_usage(folder).free
-    said = f"{folder} has {free / GIB:.2f} GiB free for two copies of the weights, {2 * weights / GIB:.2f}"
+    message = f"{folder} has {free / GIB:.2f} GiB free for two copies of the weights, {2 * weights / GIB:.2f}"
     enough = free >= 2 * weights
     remedy = "empty it, or give the container more (docker run --shm-size)"
-    yield Finding("publish room", "OK" if enough else "FAIL", said, "" if enough else remedy)
+    yield Finding("publish room", "OK" if enough else "FAIL", message, "" if enough else remedy)
 
 
-def rooms(found: Sequence[MemoryBudget]) -> Iterator[Finding]:
+def rooms(budgets: Sequence[MemoryBudget]) -> Iterator[Finding]:
     """Compares the estimate with the memory of devices and host."""
-    for room in found:
+    for room in budgets:
         largest = sorted(room.parts.items(), key=lambda part: -part[1])[:3]
         has = "unknown room" if room.has is None else f"{room.has / GIB:.1f}"
         most = ", ".join(f"{about} {count / GIB:.2f}" for about, count in largest)
-        said = f"{room.where}: {room.needs / GIB:.1f} GiB of {has}; most of it {most}"
-        yield Finding("memory", room.verdict, said, "" if room.verdict == "OK" else REMEDY)
+        message = f"{room.where}: {room.needs / GIB:.1f} GiB of {has}; most of it {most}"
+        yield Finding("memory", room.verdict, message, "" if room.verdict == "OK" else REMEDY)
 
 
 def ports(c: Settings) -> Iterator[Finding]:
@@ -332,12 +332,12 @@ def clock(now: float, *, newest: float) -> Iterator[Finding]:
     if not time.monotonic() > begin:
         yield Finding("clock", "FAIL", "the monotonic clock does not advance", "time limits need it: fix the machine")
         return
-    said = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     if now < newest - DAY_S or time.gmtime(now).tm_year > LAST_YEAR:
         remedy = "set the clock: certificates and logs depend on it"
-        yield Finding("clock", "WARN", f"{said} is wrong: jppo's own files are newer or much older", remedy)
+        yield Finding("clock", "WARN", f"{date} is wrong: jppo's own files are newer or much older", remedy)
     else:
-        yield Finding("clock", "OK", said)
+        yield Finding("clock", "OK", date)
 
 
 def package_time() -> float:
@@ -363,8 +363,10 @@ def check_folder(c: Common) -> Iterator[Finding]:
     changed = changed_settings(run / "config.json", c)
     if changed:
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        said = f"{run} has a run with other settings, which resumes at step {steps[-1]}: {', '.join(changed[:SHOWN])}"
-        yield Finding("run folder", "WARN", said + more, "use another trainer.run_dir, or ignore this if intended")
+        message = (
+            f"{run} has a run with other settings, which resumes at step {steps[-1]}: {', '.join(changed[:SHOWN])}"
+        )
+        yield Finding("run folder", "WARN", message + more, "use another trainer.run_dir, or ignore this if intended")
         return
     yield Finding("run folder", "OK", f"{run}: resumes after step {steps[-1]}")
 

@@ -38,13 +38,13 @@ def sampled_share(c: Common) -> float:
 
 
 def useful(
-    c: Common, cfg: ModelConfig, shape: Sequence[int], how: Lora | None, *, head: bool, count: Any = cost.update
+    c: Common, cfg: ModelConfig, shape: Sequence[int], adapters: Lora | None, *, head: bool, count: Any = cost.update
 ) -> int:
     """Counts the useful FLOP over rows full of the longest sequences: of a gradient, or of what `count` counts."""
     entries, length = math.prod(shape), min(c.data.longest_row, shape[1])
     read = int(entries * sampled_share(c)) if head else 0
-    found: int = count(cfg, [length] * max(1, entries // length), head_tokens=read, adapters=how)
-    return found
+    flop: int = count(cfg, [length] * max(1, entries // length), head_tokens=read, adapters=adapters)
+    return flop
 
 
 def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
@@ -53,19 +53,19 @@ def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora
     values = state.abstract(all_of_it)
     if adapters is None:
         return Trained(all_of_it, values, None)
-    what = state.adapters(cfg, mesh, adapters, head=head)
+    layout = state.adapters(cfg, mesh, adapters, head=head)
     stays = {name: part for name, part in values.items() if head == "lm" or name != "score"}
-    return Trained(what, state.abstract(what), Base(stays, adapters.scale))
+    return Trained(layout, state.abstract(layout), Base(stays, adapters.scale))
 
 
 def abstract_rows(shape: tuple[int, ...], mesh: Any, plan: packing.Plan | None = None) -> Rows:
     """Makes abstract rows of that shape; `plan` as in `packing.empty_rows`."""
     place = sharding.rows_sharding(mesh)
-    found: Rows = jax.tree.map(
+    rows: Rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         packing.empty_rows((shape[0], shape[1]), plan),
     )
-    return found
+    return rows
 
 
 def largest_shapes(plan: packing.Plan) -> list[tuple[int, int]]:
@@ -97,10 +97,10 @@ def update_moments(
     number: Any = jax.ShapeDtypeStruct((), jnp.float32)
     carry = update.abstract_carry(trained.layout.shapes, trained.layout.shardings)
     gradients, learned, moments = size(carry), trained.learned, []
-    for one, flop in itertools.zip_longest(micros, useful, fillvalue=0):
-        given = learned, trained.base, carry, one, Counts(tokens=number, sequences=number, load=load), *further
-        how = dict(brought=brought, useful=flop, entries=math.prod(jax.tree.leaves(one)[0].shape))
-        moments.append(account(f"{name} gradient", gradients, accumulate, *given, masked=masked, **how))
+    for micro, flop in itertools.zip_longest(micros, useful, fillvalue=0):
+        given = learned, trained.base, carry, micro, Counts(tokens=number, sequences=number, load=load), *further
+        options = dict(brought=brought, useful=flop, entries=math.prod(jax.tree.leaves(micro)[0].shape))
+        moments.append(account(f"{name} gradient", gradients, accumulate, *given, masked=masked, **options))
     if (exchange := update.make_exchange(trained.layout.shardings)) is not None:
         moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
     apply = make_scheduled_apply(section, tx, trained.layout, places, 1)
@@ -125,7 +125,7 @@ def estimate_memory(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, 
     plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     shapes = largest_shapes(plan)
     rows = [abstract_rows(shape, mesh, plan) for shape in shapes]
-    scored = [_scored(recipe, one, critic is not None) for one in rows]
+    scored = [_scored(recipe, batch, critic is not None) for batch in rows]
     models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
     own = dict(shared_trunk=shares_trunk(c, inputs), own_reference=own_reference)
     coming = model_configs.brought(c, recipe, size, **models, **own)
@@ -135,18 +135,18 @@ def estimate_memory(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, 
     judge = recipe.in_loss(reference)
     share = sampled_share(c)
     flop = [useful(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
-    policy_opt, found = update_moments(
+    policy_opt, updates = update_moments(
         "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share,
         load=None if passes.router_load is None else _load(inputs.policy, mesh),
     )  # fmt: skip
-    moments += found
+    moments += updates
     parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
     if critic is not None and inputs.critic is not None:
         flop = [useful(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
-        critic_opt, found = update_moments(
+        critic_opt, updates = update_moments(
             "critic", passes.critic, c.critic, critic, scored, brought=coming.critic, useful=flop
         )
-        moments += found
+        moments += updates
         base = None if shares_trunk(c, inputs) else critic.base
         parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
     if own_reference:
@@ -239,22 +239,22 @@ def _scoring(
 ) -> Iterator[ProgramMemory]:
     """Accounts for the passes without gradients."""
     actor = join(policy.learned, policy.base)
-    for one in rows:
-        shape, share = one.inputs.shape, sampled_share(c)
+    for batch in rows:
+        shape, share = batch.inputs.shape, sampled_share(c)
         entries = math.prod(shape)
         flop = useful(c, inputs.policy, shape, inputs.adapters, head=True, count=cost.forward)
-        how = dict[str, Any](brought=coming.logprob, useful=flop, masked=share, entries=entries)
-        yield account("log-probs", 0, passes.logprob, actor, one, **how)
+        options = dict[str, Any](brought=coming.logprob, useful=flop, masked=share, entries=entries)
+        yield account("log-probs", 0, passes.logprob, actor, batch, **options)
         if passes.reference is not None and inputs.reference is not None:
             policy_too = recipe.in_reward(actor)
             again = 0 if policy_too is None else flop
             flop = useful(c, inputs.reference, shape, None, head=True, count=cost.forward)
-            how |= dict(brought=coming.reference, useful=flop + again)
-            yield account("reference", 0, passes.reference, reference, policy_too, one, **how)
+            options |= dict(brought=coming.reference, useful=flop + again)
+            yield account("reference", 0, passes.reference, reference, policy_too, batch, **options)
         if passes.value is not None and critic is not None and inputs.critic is not None:
             judge = join(critic.learned, critic.base)
             flop = useful(c, inputs.critic, shape, inputs.critic_adapters, head=False, count=cost.forward)
-            yield account("values", 0, passes.value, judge, one, brought=coming.values, useful=flop, entries=entries)
+            yield account("values", 0, passes.value, judge, batch, brought=coming.values, useful=flop, entries=entries)
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:
@@ -274,11 +274,11 @@ def own_engine(c: Settings, mesh: Any, *, brought: int) -> list[ProgramMemory]:
     prompt_shape = max(s.prompt_shapes, key=math.prod)
     prompts = jax.tree.map(_shape, filling(s.rows, prompt_shape))
     advance = programs.advance_cut if s.cut else programs.advance
-    found = [
+    moments = [
         account("prefill", 0, programs.fill, model, slots, *prompts, brought=brought),
         account("decode, a token", 0, advance, model, slots, choice, rows, brought=brought),
     ]
-    return [one.beside(held) for one in found]
+    return [moment.beside(held) for moment in moments]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -58,20 +58,20 @@ class MemoryBudget:
         return "WARN" if self.needs <= self.has else "FAIL"
 
 
-def _device_parts(found: Estimate) -> dict[str, int]:
+def _device_parts(estimate: Estimate) -> dict[str, int]:
     """Returns a device's bytes at the peak, by part."""
-    worst = found.worst
-    parts = found.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
-    parts |= {"brought from the host for it": worst.brought, "compiled programs": found.code}
+    worst = estimate.worst
+    parts = estimate.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
+    parts |= {"brought from the host for it": worst.brought, "compiled programs": estimate.code}
     return {about: count for about, count in parts.items() if count}
 
 
-def device_budgets(found: Estimate, where: str, room: int | None, total: int | None) -> list[MemoryBudget]:
+def device_budgets(estimate: Estimate, where: str, room: int | None, total: int | None) -> list[MemoryBudget]:
     """Returns a device's budgets: of its peak, and of each moment at which a server holds memory beside the trainer.
 
     `room` is what JAX may use of its `total` bytes.
     """
-    server, ours = found.server, _device_parts(found)
+    server, ours = estimate.server, _device_parts(estimate)
     if server is None or total is None:
         return [MemoryBudget(where, ours, room)]
     context = {"CUDA, of the trainer": CONTEXT}
@@ -80,8 +80,8 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
     )
     if not server.sleeps:
         return [MemoryBudget(where, ours, room), share]
-    held = {"models and optimizers": sum(found.parts.values()), "compiled programs": found.code}
-    scoring = max((one.needs for one in found.moments if one.name == "log-probs"), default=0)
+    held = {"models and optimizers": sum(estimate.parts.values()), "compiled programs": estimate.code}
+    scoring = max((moment.needs for moment in estimate.moments if moment.name == "log-probs"), default=0)
     awake = held | {"log-probs, compared with the server's": scoring} | context
     return [
         share,
@@ -90,21 +90,23 @@ def device_budgets(found: Estimate, where: str, room: int | None, total: int | N
     ]
 
 
-def machine_budgets(found: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
+def machine_budgets(estimate: Estimate, mesh: Any, *, host: dict[str, int]) -> list[MemoryBudget]:
     """Returns the rooms of devices and host; on a CPU they are one."""
-    parts = _device_parts(found)
+    parts = _device_parts(estimate)
     device, taken, free = mesh.devices.flat[0], sharding.resident(), host_room()
     count = sum(d.process_index == device.process_index for d in mesh.devices.flat)
     program = {"the trainer's program": taken} if taken is not None else {}
     room = None if free is None or taken is None else free + taken
-    host = {f"{about}, waiting": count * bytes_ for about, bytes_ in found.host.items()} | host
+    host = {f"{about}, waiting": count * bytes_ for about, bytes_ in estimate.host.items()} | host
     if device.platform == "cpu":
         here = {about: count * bytes_ for about, bytes_ in parts.items()}
         where = "this machine" if count == 1 else f"this machine, its {count} devices together"
         return [MemoryBudget(where, here | program | host, room)]
-    totals = [] if found.server is None else [gpu.memory for gpu in gpus() if gpu.memory is not None]
+    totals = [] if estimate.server is None else [gpu.memory for gpu in gpus() if gpu.memory is not None]
     return [
-        *device_budgets(found, f"each of {count} {device.device_kind}", device_room(mesh), min(totals, default=None)),
+        *device_budgets(
+            estimate, f"each of {count} {device.device_kind}", device_room(mesh), min(totals, default=None)
+        ),
         MemoryBudget("this machine", program | host, room),
     ]
 
@@ -132,8 +134,8 @@ def budget_lines(room: MemoryBudget) -> list[str]:
     widest = max(len(about) for about in room.parts)
     lines = [f"memory of {room.where}, MiB"]
     lines += [f"  {about:<{widest}}  {count / MIB:>10,.0f}" for about, count in room.parts.items()]
-    said = "" if room.has is None else f"  of {room.has / MIB:,.0f}: {room.verdict}"
-    return [*lines, f"  {'together':<{widest}}  {room.needs / MIB:>10,.0f}{said}"]
+    limit = "" if room.has is None else f"  of {room.has / MIB:,.0f}: {room.verdict}"
+    return [*lines, f"  {'together':<{widest}}  {room.needs / MIB:>10,.0f}{limit}"]
 
 
 def device_room(mesh: Any) -> int | None:
@@ -188,56 +190,58 @@ def capacity(c: Common, machine: Machine) -> tuple[int, str]:
     return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
 
 
-def described_budgets(c: Common, machine: Machine, found: Estimate) -> list[MemoryBudget]:
+def described_budgets(c: Common, machine: Machine, estimate: Estimate) -> list[MemoryBudget]:
     """Returns the budgets of a described machine's devices, and its host's needs."""
     room, why = capacity(c, machine)
-    said = "" if found.server is not None and found.server.sleeps else f" ({why})"
-    where = f"each of {machine.devices} {machine.chip.kind}{said}"
-    places = device_budgets(found, where, room, machine.chip.memory)
-    waiting = {f"{about}, waiting": count for about, count in found.host.items()}
+    reason = "" if estimate.server is not None and estimate.server.sleeps else f" ({why})"
+    where = f"each of {machine.devices} {machine.chip.kind}{reason}"
+    places = device_budgets(estimate, where, room, machine.chip.memory)
+    waiting = {f"{about}, waiting": count for about, count in estimate.host.items()}
     return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
 
 
-def _too_small(c: Common, machine: Machine, found: Estimate) -> MemoryBudget | None:
+def _too_small(c: Common, machine: Machine, estimate: Estimate) -> MemoryBudget | None:
     """Returns the budget that is exceeded most; None where all fit."""
-    over = [one for one in described_budgets(c, machine, found) if one.verdict == "FAIL"]
-    return max(over, key=lambda one: one.needs - (one.has or 0), default=None)
+    over = [budget for budget in described_budgets(c, machine, estimate) if budget.verdict == "FAIL"]
+    return max(over, key=lambda budget: budget.needs - (budget.has or 0), default=None)
 
 
-def estimate_fits(c: Common, machine: Machine, found: Estimate) -> bool:
+def estimate_fits(c: Common, machine: Machine, estimate: Estimate) -> bool:
     """Whether all programs compile, and all memories hold what they must."""
-    return not found.refused and _too_small(c, machine, found) is None
+    return not estimate.refused and _too_small(c, machine, estimate) is None
 
 
-def require_room(c: C, machine: Machine, found: Estimate, estimate: Callable[[C], Estimate | None]) -> None:
+def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable[[C], Estimate | None]) -> None:
     """Raises UserError where the machine is too small, with the worst moment and changes that fit.
 
     `estimate` compiles the run with other settings; it returns None for invalid ones.
     """
-    if estimate_fits(c, machine, found):
+    if estimate_fits(c, machine, estimated):
         return
-    over = _too_small(c, machine, found)
-    if found.refused or over is None:
-        what = f"{found.refused[0].name} is refused by the compiler: {found.refused[0].account.error}"  # type: ignore[union-attr]
-    elif f"temporaries: {found.worst.name}" in over.parts:
-        what = f"{found.worst.name} takes {over.needs / GIB:.1f} GiB of each device's {(over.has or 0) / GIB:.1f}"
+    over = _too_small(c, machine, estimated)
+    if estimated.refused or over is None:
+        problem = f"{estimated.refused[0].name} is refused by the compiler: {estimated.refused[0].account.error}"  # type: ignore[union-attr]
+    elif f"temporaries: {estimated.worst.name}" in over.parts:
+        problem = (
+            f"{estimated.worst.name} takes {over.needs / GIB:.1f} GiB of each device's {(over.has or 0) / GIB:.1f}"
+        )
     else:
-        what = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}"
-    for changes in [*_server_shares(found, over), *remedies(c)]:
+        problem = f"{over.where}: {over.needs / GIB:.1f} GiB of {(over.has or 0) / GIB:.1f}"
+    for changes in [*_server_shares(estimated, over), *remedies(c)]:
         other = settings.changed(c, changes)
         announce(f"it does not fit; trying {as_arguments(changes)}")
         tried = estimate(other)
         if tried is not None and estimate_fits(other, machine, tried):
-            raise UserError(f"{machine.name}: {what}; {as_arguments(changes)} fits: {tried.peak / GIB:.1f} GiB")
+            raise UserError(f"{machine.name}: {problem}; {as_arguments(changes)} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
-        f"{machine.name}: {what}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
+        f"{machine.name}: {problem}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
         " devices with mesh.fsdp=-1, or model.lora_rank"
     )
 
 
-def _server_shares(found: Estimate, over: MemoryBudget | None) -> Iterator[dict[str, Any]]:
+def _server_shares(estimate: Estimate, over: MemoryBudget | None) -> Iterator[dict[str, Any]]:
     """Yields a smaller or larger share for servers, where theirs is what does not fit."""
-    server = found.server
+    server = estimate.server
     if server is None or over is None or over.has is None or server.cache:
         return
     least = sum(server.least().values())
@@ -263,7 +267,9 @@ def remedies(c: Common) -> Iterator[dict[str, Any]]:
         tokens //= 2
         changes[f"{section}.max_tokens_per_device"] = tokens
         yield dict(changes)
-    optimizers = [f"{n}.optimizer_offload" for n, one in settings.optimizers(c).items() if not one.optimizer_offload]
+    optimizers = [
+        f"{n}.optimizer_offload" for n, optimizer in settings.optimizers(c).items() if not optimizer.optimizer_offload
+    ]
     models = [f"{name}.param_offload" for name in ("actor", "critic", "ref")] if isinstance(c, Settings) else []
     for some in filter(None, (optimizers, models)):
         changes |= dict.fromkeys(some, True)
@@ -341,11 +347,11 @@ def settle(
         kept = durable_files.read_json(path)
         if kept.get("about") == about and set(kept.get("chosen") or ()) == set(CHOSEN):
             return dict(kept["chosen"])
-        found = first_fitting(c, fits)
+        chosen = first_fitting(c, fits)
         if hosts.first:
-            durable_files.write_text(path, json.dumps({"chosen": found, "about": about}, indent=1) + "\n")
-        return found
+            durable_files.write_text(path, json.dumps({"chosen": chosen, "about": about}, indent=1) + "\n")
+        return chosen
 
     changes = hosts.gather(decide)[0]
-    said = ", ".join(f"{name}={value}" for name, value in changes.items())
-    return settings.changed(c, changes), f"chosen by the memory of {device}: {said}"
+    choice = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return settings.changed(c, changes), f"chosen by the memory of {device}: {choice}"

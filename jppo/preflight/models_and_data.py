@@ -42,16 +42,16 @@ def check_models(c: Settings) -> Iterator[Finding]:
     """Checks every model's directory and weight headers."""
     policy, critic, reference = read_models(c)
     random = ", random weights" if c.model.init == "random" else ""
-    said = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
+    parts = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
     if policy.unread is not None:
-        said.append(policy.unread)
+        parts.append(policy.unread)
     if critic is not None and path_of_critic(c) != c.model.path:
-        said.append(f"critic {path_of_critic(c)}")
+        parts.append(f"critic {path_of_critic(c)}")
     if reference is not None and c.ref.path != "policy":
-        said.append(f"reference {c.ref.path}")
+        parts.append(f"reference {c.ref.path}")
     if c.ref.url:
-        said.append(f"reference at {c.ref.url}")
-    yield Finding("model files", "OK", "; ".join(said))
+        parts.append(f"reference at {c.ref.url}")
+    yield Finding("model files", "OK", "; ".join(parts))
 
 
 def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
@@ -63,18 +63,18 @@ def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
 
 def check_tokenizer(c: Settings) -> Iterator[Finding]:
     """Checks the tokenizer against the models, the end tokens, and the template."""
-    found = read_tokenizer(c, *(model for model in read_models(c) if model is not None))
-    ends = " ".join(map(str, found.convert_ids_to_tokens(end_token_ids(c.model.path, found))))
+    tokenizer = read_tokenizer(c, *(model for model in read_models(c) if model is not None))
+    ends = " ".join(map(str, tokenizer.convert_ids_to_tokens(end_token_ids(c.model.path, tokenizer))))
     ends = f"end tokens {ends} are ignored" if c.rollout.ignore_eos else f"a response ends with {ends}"
-    template = "a chat template" if found.chat_template else "no chat template: prompts must be text"
-    yield Finding("tokenizer", "OK", f"{len(found):,} tokens, {ends}, {template}")
+    template = "a chat template" if tokenizer.chat_template else "no chat template: prompts must be text"
+    yield Finding("tokenizer", "OK", f"{len(tokenizer):,} tokens, {ends}, {template}")
 
 
 def check_sampling(c: Settings) -> Iterator[Finding]:
     """Checks how responses are sampled, and whether the trainer learns from that distribution."""
     yield Finding("sampling", "OK", describe_sampling(c))
-    for one in sampling_warnings(c):
-        yield Finding("sampling", "WARN", one.found, one.remedy)
+    for alert in sampling_warnings(c):
+        yield Finding("sampling", "WARN", alert.found, alert.remedy)
 
 
 def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     )
     graded = (source for source in inputs.sources if _graded_anyway(c) or grader_of(source) is not None)
     graders = dict.fromkeys(graded, "rule")
-    said = dict[str, Any](
+    options = dict[str, Any](
         max_prompt_length=c.data.max_prompt_length,
         graders=graders,
         needed=needed_columns(c, bool(inputs.graded()["tool_rewards"])),
@@ -103,9 +103,9 @@ def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
             f"{len(kept.prompts):,} of {len(seen.rows):,} rows; prompts of {lengths.min()} to {lengths.max()} tokens"
             f" (data.max_prompt_length={c.data.max_prompt_length}); {kept.overlong} left out, {kept.truncated} cut",
         )
-        for one in data_check.data_findings(seen, **said):
-            if not one.good:
-                yield Finding(title, "WARN", f"{one.about}: {one.found}", _remedy(one.about))
+        for note in data_check.data_findings(seen, **options):
+            if not note.good:
+                yield Finding(title, "WARN", f"{note.about}: {note.found}", _remedy(note.about))
     both = data_check.overlap(train, val)
     if not both.good:
         yield Finding("test data", "WARN", f"{both.about}: {both.found}", "remove them from one of the sets")
@@ -152,16 +152,16 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
         reward_sum = make_reward_sum(c, mesh, **inputs.graded())
         stack.callback(reward_sum.close)
         reward_sum.ready()
-        found = reward_check.check_sources(reward_sum, inputs.train.prompts)
-    for one in found:
-        said = str(one)
-        if one.errors:
-            said += f"; {len(one.errors)} could not be graded, the first: {one.errors[0][:SHORT]}"
+        checks = reward_check.check_sources(reward_sum, inputs.train.prompts)
+    for check in checks:
+        message = str(check)
+        if check.errors:
+            message += f"; {len(check.errors)} could not be graded, the first: {check.errors[0][:SHORT]}"
         remedy = "check data_source, ground_truth and reward.*: python -m jppo.rewards.check shows more"
-        if one.good:
-            yield Finding("reward", "WARN" if one.warning else "OK", said, one.warning)
+        if check.good:
+            yield Finding("reward", "WARN" if check.warning else "OK", message, check.warning)
         else:
-            yield Finding("reward", "FAIL", said, remedy)
+            yield Finding("reward", "FAIL", message, remedy)
 
 
 def check_parity(c: Settings) -> Iterator[Finding]:
@@ -172,26 +172,26 @@ def check_parity(c: Settings) -> Iterator[Finding]:
         return
     needs, free = memory.served(policy, "float32") + PARITY_MEMORY, memory_budget.host_room()
     if free is not None and needs > free:
-        said = f"skipped: it takes {needs / GIB:.1f} GiB, and {free / GIB:.1f} are free"
-        yield Finding("parity", "WARN", said, "run scripts/check_parity.py on a larger machine")
+        message = f"skipped: it takes {needs / GIB:.1f} GiB, and {free / GIB:.1f} are free"
+        yield Finding("parity", "WARN", message, "run scripts/check_parity.py on a larger machine")
         return
     directory = str(hf.resolve_directory(c.model.path, weights=True))
     ids = np.random.default_rng(0).integers(0, policy.vocab_size, PARITY_TOKENS).astype(np.int32)
     theirs = transformers_logprobs(c.rollout.python, directory, ids)
     if isinstance(theirs, str):
-        said = f"skipped: no {theirs} to compare with; training does not need it"
-        yield Finding("parity", "OK", said)
+        message = f"skipped: no {theirs} to compare with; training does not need it"
+        yield Finding("parity", "OK", message)
         return
     _, short = hf.read_config(
         directory, longest=PARITY_TOKENS
     )  # transformers scales positions by the tokens that it is given
     gap = float(np.abs(own_logprobs(directory, short, ids) - theirs).max())
-    said = f"largest gap to transformers' log-probs {gap:.1e} on {PARITY_TOKENS - 1} tokens"
+    message = f"largest gap to transformers' log-probs {gap:.1e} on {PARITY_TOKENS - 1} tokens"
     if gap <= PARITY_TOLERANCE:
-        yield Finding("parity", "OK", said)
+        yield Finding("parity", "OK", message)
     else:
         remedy = f"do not train it: python scripts/check_parity.py {c.model.path} says where they differ"
-        yield Finding("parity", "FAIL", f"{said}, more than {PARITY_TOLERANCE:g}", remedy)
+        yield Finding("parity", "FAIL", f"{message}, more than {PARITY_TOLERANCE:g}", remedy)
 
 
 def transformers_logprobs(python: str, directory: str, ids: np.ndarray) -> np.ndarray | str:
@@ -209,8 +209,8 @@ def transformers_logprobs(python: str, directory: str, ids: np.ndarray) -> np.nd
     except (OSError, subprocess.TimeoutExpired) as e:
         raise UserError(f"transformers gave no log-probs: {e}; set rollout.python to a working interpreter") from e
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise UserError(f"transformers cannot read {directory}: {said[-300:]}; download the model again")
+        message = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UserError(f"transformers cannot read {directory}: {message[-300:]}; download the model again")
     answer = json.loads(done.stdout.splitlines()[-1])
     return str(answer["missing"]) if "missing" in answer else np.array(answer["logp"], np.float32)
 

@@ -65,13 +65,13 @@ class DryRun:
         process.prepare_process(c, sharding.platform(mesh))
         return mesh
 
-    def write(self, said: dict[str, Any]) -> None:
+    def write(self, report: dict[str, Any]) -> None:
         """Writes the JSON file, if one is requested."""
         if self.json:
             path = pathlib.Path(self.json)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(said, indent=1) + "\n")
+                path.write_text(json.dumps(report, indent=1) + "\n")
             except OSError as e:
                 raise UserError(f"--json={self.json}: cannot be written: {e.strerror}; name another file") from e
 
@@ -138,10 +138,10 @@ def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Wo
             f" {d.epochs * d.mini_batches} optimizer steps a step; up to {d.micro_batches} micro-batches each"
         )
     lines += [
-        *(f"weights          {said}" for said in [describe_decoding(inputs.policy)] if said),
-        *(f"servers          {said}" for said in [describe_servers(c, mesh)] if said),
+        *(f"weights          {text}" for text in [describe_decoding(inputs.policy)] if text),
+        *(f"servers          {text}" for text in [describe_servers(c, mesh)] if text),
         f"sampling         {describe_sampling(c)}",
-        *(f"                 warning: {one.found}; {one.remedy}" for one in sampling_warnings(c)),
+        *(f"                 warning: {alert.found}; {alert.remedy}" for alert in sampling_warnings(c)),
         f"rows             {shapes(plan)}",
         f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
         f"to compile       {count} programs for {len(plan.shapes)} shape(s)",
@@ -160,8 +160,12 @@ def look_up_sizes(
 ) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and the budgets of its memory."""
     lines, step = derived_sizes(c, inputs, mesh)
-    found = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
-    return lines, found, memory_budget.machine_budgets(found, mesh, host=memory_budget.host_parts(c, inputs, mesh))
+    estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
+    return (
+        lines,
+        estimate,
+        memory_budget.machine_budgets(estimate, mesh, host=memory_budget.host_parts(c, inputs, mesh)),
+    )
 
 
 def _estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
@@ -182,21 +186,21 @@ def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = No
     if not memory_budget.chooses(c):
         return c, []
     changes = memory_budget.first_fitting(c, functools.partial(fits, inputs=inputs, mesh=mesh, machine=machine))
-    said = ", ".join(f"{name}={value}" for name, value in changes.items())
-    return settings.changed(c, changes), [f"chosen by memory {said}"]
+    choice = ", ".join(f"{name}={value}" for name, value in changes.items())
+    return settings.changed(c, changes), [f"chosen by memory {choice}"]
 
 
 def format_report(
     lines: Sequence[str],
-    found: Estimate,
+    estimate: Estimate,
     places: Sequence[memory_budget.MemoryBudget],
     outlook: Outlook | None = None,
 ) -> str:
     """Formats the report."""
     blocks = [
         list(lines),
-        program_lines(found, outlook),
-        exchange_lines(found),
+        program_lines(estimate, outlook),
+        exchange_lines(estimate),
         *map(memory_budget.budget_lines, places),
     ]
     blocks += [step_lines(outlook)] if outlook is not None else []
@@ -206,16 +210,16 @@ def format_report(
 def here(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
     """Does `look_up_sizes` with `auto` resolved for this machine."""
     c, chosen = settled(c, inputs, mesh)
-    lines, found, places = look_up_sizes(c, inputs, mesh)
-    return [*lines, *chosen], found, places
+    lines, estimate, places = look_up_sizes(c, inputs, mesh)
+    return [*lines, *chosen], estimate, places
 
 
 def report_here(
-    request: DryRun, lines: Sequence[str], found: Estimate, places: Sequence[memory_budget.MemoryBudget]
+    request: DryRun, lines: Sequence[str], estimate: Estimate, places: Sequence[memory_budget.MemoryBudget]
 ) -> str:
     """Formats the report for this machine; writes the file of --json."""
-    request.write(report_dict(found, None))
-    return format_report(lines, found, places)
+    request.write(report_dict(estimate, None))
+    return format_report(lines, estimate, places)
 
 
 def preview_run(c: Settings, request: DryRun = HERE) -> str:
@@ -229,9 +233,9 @@ def preview_run(c: Settings, request: DryRun = HERE) -> str:
     c, chosen = settled(c, inputs, mesh, request.machine)
     lines, step = derived_sizes(c, inputs, mesh)
     lines += chosen
-    found = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
+    estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
     again = functools.partial(_estimate, inputs=inputs, mesh=mesh)
-    return of_estimate(c, request, mesh, lines, found, step.executions(found), again)
+    return of_estimate(c, request, mesh, lines, estimate, step.executions(estimate), again)
 
 
 def of_estimate(
@@ -239,7 +243,7 @@ def of_estimate(
     request: DryRun,
     mesh: Any,
     lines: Sequence[str],
-    found: Estimate,
+    estimated: Estimate,
     executions: Executions,
     estimate: Callable[[C], Estimate],
 ) -> str:
@@ -249,15 +253,18 @@ def of_estimate(
     """
     machine = request.machine
     if machine is None:
-        return report_here(request, lines, found, memory_budget.machine_budgets(found, mesh, host={}))
-    outlook = make_outlook(found, machine, mesh, executions, request.rollout_tokens_per_s)
-    request.write(report_dict(found, outlook))
+        return report_here(request, lines, estimated, memory_budget.machine_budgets(estimated, mesh, host={}))
+    outlook = make_outlook(estimated, machine, mesh, executions, request.rollout_tokens_per_s)
+    request.write(report_dict(estimated, outlook))
     text = format_report(
-        [f"machine          {machine}", *lines], found, memory_budget.described_budgets(c, machine, found), outlook
+        [f"machine          {machine}", *lines],
+        estimated,
+        memory_budget.described_budgets(c, machine, estimated),
+        outlook,
     )
-    if not memory_budget.estimate_fits(c, machine, found):
+    if not memory_budget.estimate_fits(c, machine, estimated):
         print(escaped(text), end="", flush=True)
-        memory_budget.require_room(c, machine, found, estimate)
+        memory_budget.require_room(c, machine, estimated, estimate)
     return text
 
 
@@ -276,22 +283,22 @@ def sampling_warnings(c: Settings, step: int = 0) -> list[Alert]:
     A filtered distribution is renormalised at every token; the trainer's log-probs are of the full one without mask
     replay. Importance weights correct exactly this.
     """
-    found = []
+    alerts = []
     cut = ", ".join(f"rollout.{name}={value:g}" for name, value in settings.cuts(c.rollout).items())
     weighted = c.algorithm.old_logprob == "correction" and c.algorithm.rollout_is != "none"
     if cut and not (c.rollout.mask_replay or weighted):
-        said = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
+        message = f"{cut}: responses are drawn from a part of the policy, and learned from as if from the whole of it"
         remedy = "set rollout.mask_replay=True, or algorithm.old_logprob=correction with algorithm.rollout_is=token, or"
-        found.append(Alert(step, "sampling_cut", said, f"{remedy} leave the cut to rollout.val_kwargs"))
+        alerts.append(Alert(step, "sampling_cut", message, f"{remedy} leave the cut to rollout.val_kwargs"))
     # In process, only the trainer can change the weights.
     if c.algorithm.old_logprob == "bypass" and c.rollout.max_kl_jump and c.rollout.name != "inprocess":
-        said = (
+        message = (
             f"rollout.max_kl_jump={c.rollout.max_kl_jump:g}: servers whose weights are changed in mid-run go unnoticed,"
         )
         remedy = "set algorithm.old_logprob=decoupled, or rollout.max_kl_jump=0 where nobody else reaches the servers"
         why = "as algorithm.old_logprob=bypass computes no log-probs to compare theirs with"
-        found.append(Alert(step, "mismatch_unchecked", f"{said} {why}", remedy))
-    return found
+        alerts.append(Alert(step, "mismatch_unchecked", f"{message} {why}", remedy))
+    return alerts
 
 
 _SIGN = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|OUT_OF_MEMORY")
@@ -328,8 +335,8 @@ def _advice(c: Common, hosts: int) -> str:
             inputs, mesh = read_inputs(c), make_mesh(c)
             c = with_servers(c, mesh)
             now = look_up_sizes(c, inputs, mesh)
-            found = _fitting(c, inputs, mesh, tries, below=now[1].peak)
-            less = "" if found is None else memory_budget.as_arguments(found)
+            changes = _fitting(c, inputs, mesh, tries, below=now[1].peak)
+            less = "" if changes is None else memory_budget.as_arguments(changes)
             if _fits(now, "OK") and not _on_cpu():
                 less = f", or reduce its memory with {less}" if less else ""
                 return f"--dry_run estimates that the run fits: end other programs on the device{less}"
@@ -350,8 +357,8 @@ def _fitting(c: Settings, inputs: Inputs, mesh: Any, tries: list[dict[str, Any]]
 
 
 def _fits(sizes: tuple[list[str], Estimate, list[memory_budget.MemoryBudget]], *verdicts: str) -> bool:
-    _, found, places = sizes
-    return not found.refused and all(place.verdict in verdicts for place in places)
+    _, estimate, places = sizes
+    return not estimate.refused and all(place.verdict in verdicts for place in places)
 
 
 def _on_cpu() -> bool:

@@ -62,12 +62,12 @@ class Estimate:
     @property
     def refused(self) -> list[ProgramMemory]:
         """Programs that fail to compile; on a TPU also for lack of memory."""
-        return [one for one in self.moments if one.account is not None and one.account.error is not None]
+        return [moment for moment in self.moments if moment.account is not None and moment.account.error is not None]
 
     @property
     def code(self) -> int:
         """Bytes of compiled code."""
-        return sum(one.account.code for one in self.moments if one.account is not None)
+        return sum(moment.account.code for moment in self.moments if moment.account is not None)
 
     @property
     def peak(self) -> int:
@@ -102,10 +102,10 @@ def programs_announced() -> Iterator[None]:
         _ANNOUNCED.reset(token)
 
 
-def announce(said: str) -> None:
+def announce(line: str) -> None:
     """Prints a line on stderr within `programs_announced`."""
     if _ANNOUNCED.get():
-        print(said, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 def account(
@@ -123,8 +123,8 @@ def account(
     `masked` is the share of its rows' `entries` that are in the mask.
     """
     announce(f"compiling {name}")
-    found = accounts.of_program(fn.lower(*args), _axes(args), share=masked)
-    return ProgramMemory(name, gradients, found.temporaries + found.results, brought, found, useful, entries)
+    compiled = accounts.of_program(fn.lower(*args), _axes(args), share=masked)
+    return ProgramMemory(name, gradients, compiled.temporaries + compiled.results, brought, compiled, useful, entries)
 
 
 def _axes(args: Any) -> dict[str, int]:
@@ -166,11 +166,11 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
     Those of equal lengths share arrays: a step of 8,192 long responses would take gigabytes.
     """
     lengths = [len(prompts[i // samples % len(prompts)].ids) for i in range(count)]
-    made = {
+    by_length = {
         prompt: given_text(np.zeros(prompt + response, np.int32), np.arange(prompt + response) >= prompt)
         for prompt in set(lengths)
     }
-    return [dataclasses.replace(made[prompt], uid=str(i // samples)) for i, prompt in enumerate(lengths)]
+    return [dataclasses.replace(by_length[prompt], uid=str(i // samples)) for i, prompt in enumerate(lengths)]
 
 
 def descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
@@ -191,10 +191,10 @@ class Work:
     sampled: int  # tokens that the rollout generates
     servers: ServerWork | None = None
 
-    def executions(self, found: Estimate) -> Executions:
+    def executions(self, estimate: Estimate) -> Executions:
         """Returns the executions of each program."""
         times, entries = dict[str, int](), dict[str, int]()
-        for moment in found.moments:
+        for moment in estimate.moments:
             model, _, kind = moment.name.partition(" ")
             update = self.updates.get(model)
             if moment.name in ("log-probs", "reference", "values"):
@@ -207,9 +207,9 @@ class Work:
         return Executions(times, entries, self.sampled, self.servers)
 
 
-def exchanges_of_step(found: Estimate) -> dict[str, int]:
+def exchanges_of_step(estimate: Estimate) -> dict[str, int]:
     """Returns one execution of each exchange of gradients between groups of devices, for one optimizer step."""
-    return {moment.name: 1 for moment in found.moments if moment.name.endswith(" exchange")}
+    return {moment.name: 1 for moment in estimate.moments if moment.name.endswith(" exchange")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,24 +229,29 @@ class Outlook:
 
     def stages(self) -> dict[str, float]:
         """Returns seconds per step by program; of several row shapes, the slowest counts."""
-        found: dict[str, float] = {}
-        for moment, one in self.programs:
+        stages: dict[str, float] = {}
+        for moment, prediction in self.programs:
             times = self.executions.of(moment)
             brought = moment.brought / HOST[0]  # models are copied once per stage, optimizers both ways per step
             copies = (2 * times if moment.name.endswith(" step") else 1) * brought if times else 0.0
-            found[moment.name] = max(found.get(moment.name, 0.0), times * one.seconds + copies)
-        return {name: seconds for name, seconds in found.items() if seconds}
+            stages[moment.name] = max(stages.get(moment.name, 0.0), times * prediction.seconds + copies)
+        return {name: seconds for name, seconds in stages.items() if seconds}
 
     def with_servers(self) -> dict[str, float]:
         """Returns seconds per step in which servers sleep, wake, get the weights and are checked."""
-        scoring = max((one.seconds for moment, one in self.programs if moment.name == "log-probs"), default=0.0)
+        scoring = max(
+            (prediction.seconds for moment, prediction in self.programs if moment.name == "log-probs"), default=0.0
+        )
         critic = sum(seconds for name, seconds in self.stages().items() if name.startswith("critic "))
         return server_seconds(self.executions.servers, self.machine, scoring, critic)
 
     @property
     def busy(self) -> float:
         """Seconds per step if collectives did not overlap with kernels at all."""
-        return sum(self.executions.of(m) * (one.compute + one.hbm + one.sent) for m, one in self.programs)
+        return sum(
+            self.executions.of(m) * (prediction.compute + prediction.hbm + prediction.sent)
+            for m, prediction in self.programs
+        )
 
     @property
     def step(self) -> float:
@@ -254,35 +259,36 @@ class Outlook:
         return sum(self.stages().values()) + sum(self.with_servers().values()) + (self.rollout or 0.0)
 
 
-def make_outlook(found: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
+def make_outlook(estimate: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
     """Forecasts all compiled programs."""
     programs = tuple(
-        (one, forecast.of_account(one.account, machine, mesh, one.useful))
-        for one in found.moments
-        if one.account is not None and one.account.error is None
+        (moment, forecast.of_account(moment.account, machine, mesh, moment.useful))
+        for moment in estimate.moments
+        if moment.account is not None and moment.account.error is None
     )
     return Outlook(machine, programs, executions, rate)
 
 
-def program_lines(found: Estimate, outlook: Outlook | None) -> list[str]:
+def program_lines(estimate: Estimate, outlook: Outlook | None) -> list[str]:
     """Formats the programs: compile time, attention kernel, peak memory, FLOP, bytes; on a machine the forecast."""
-    ahead = {} if outlook is None else {id(moment): one for moment, one in outlook.programs}
-    there = sum(found.parts.values())
+    ahead = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
+    there = sum(estimate.parts.values())
     head = ["program", "compiled", "peak GiB", "temp. GiB", "TFLOP", "HBM GB", "sent GiB"]
     head += ["seconds", "bound by", "MFU at most"] if outlook is not None else []
     rows = [[*head, "kernels"]]
-    for one in found.moments:
-        a, f = one.account, ahead.get(id(one))
+    for moment in estimate.moments:
+        a, f = moment.account, ahead.get(id(moment))
         if a is None:
             rows.append(
-                [one.name, "estimated", _gib(there + one.needs), _gib(one.temporaries)] + [""] * (len(head) - 3)
+                [moment.name, "estimated", _gib(there + moment.needs), _gib(moment.temporaries)]
+                + [""] * (len(head) - 3)
             )
             continue
         if a.error is not None:
-            rows.append([one.name, "refused"] + [""] * (len(head) - 2) + [a.error[:120]])
+            rows.append([moment.name, "refused"] + [""] * (len(head) - 2) + [a.error[:120]])
             continue
         sent = sum(collective.total for collective in a.collectives)
-        cells = [one.name, f"{a.compile_s:.1f} s", _gib(there + one.needs), _gib(one.temporaries)]
+        cells = [moment.name, f"{a.compile_s:.1f} s", _gib(there + moment.needs), _gib(moment.temporaries)]
         cells += [f"{a.total_flops / 1e12:,.3g}", f"{a.hbm / 1e9:,.3g}", _gib(sent)]
         if outlook is not None:
             mfu = "" if f is None or f.mfu is None else f"{f.mfu:.0%}"
@@ -293,22 +299,22 @@ def program_lines(found: Estimate, outlook: Outlook | None) -> list[str]:
     return [title, *_columns(rows)]
 
 
-def exchange_lines(found: Estimate) -> list[str]:
+def exchange_lines(estimate: Estimate) -> list[str]:
     """Formats each program's collectives by kind and mesh axes, and the partitioner's warnings."""
     lines = []
-    for one in found.moments:
-        if one.account is None:
+    for moment in estimate.moments:
+        if moment.account is None:
             continue
         rows = [
             [f"    {kind}", "+".join(axes), f"{times:,} times", f"{_gib(size)} GiB"]
-            for kind, axes, times, size in schedule.totals(one.account.collectives)
+            for kind, axes, times, size in schedule.totals(moment.account.collectives)
             if size >= GIB // 1000
         ]
-        warned = [f"    warning: the partitioner gathers whole: {what}" for what in one.account.warnings]
-        loops = one.account.unknown_loops
+        warned = [f"    warning: the partitioner gathers whole: {operation}" for operation in moment.account.warnings]
+        loops = moment.account.unknown_loops
         warned += [f"    {len(loops)} loop(s) of unknown length count once"] if loops else []
         if rows or warned:
-            lines += [f"  {one.name}", *_columns(rows), *warned]
+            lines += [f"  {moment.name}", *_columns(rows), *warned]
     return ["exchanges between devices, loops multiplied out", *lines] if lines else []
 
 
@@ -330,22 +336,24 @@ def step_lines(outlook: Outlook) -> list[str]:
     return [*lines, "", "assumed rates, of one device", *(f"  {line}" for line in rates)]
 
 
-def report_dict(found: Estimate, outlook: Outlook | None) -> dict[str, Any]:
+def report_dict(estimate: Estimate, outlook: Outlook | None) -> dict[str, Any]:
     """Returns the report for JSON."""
-    ahead = {} if outlook is None else {id(moment): one for moment, one in outlook.programs}
-    there = sum(found.parts.values())
+    ahead = {} if outlook is None else {id(moment): prediction for moment, prediction in outlook.programs}
+    there = sum(estimate.parts.values())
     programs = []
-    for one in found.moments:
-        row: dict[str, Any] = dict(name=one.name, peak=there + one.needs, temporaries=one.temporaries)
-        row |= {} if one.account is None else {"account": one.account.as_dict()}
-        row |= {"forecast": ahead[id(one)].as_dict()} if id(one) in ahead else {}
+    for moment in estimate.moments:
+        row: dict[str, Any] = dict(name=moment.name, peak=there + moment.needs, temporaries=moment.temporaries)
+        row |= {} if moment.account is None else {"account": moment.account.as_dict()}
+        row |= {"forecast": ahead[id(moment)].as_dict()} if id(moment) in ahead else {}
         programs.append(row)
-    said: dict[str, Any] = dict(parts=found.parts, peak=found.peak, worst=found.worst.name, programs=programs)
+    report: dict[str, Any] = dict(
+        parts=estimate.parts, peak=estimate.peak, worst=estimate.worst.name, programs=programs
+    )
     if outlook is not None:
-        said |= dict(machine=outlook.machine.name, note=NOTE, step_s=outlook.step, stages_s=outlook.stages())
-        said |= dict(rollout_s=outlook.rollout, servers_s=outlook.with_servers())
-        said |= dict(rates=forecast.rates(outlook.machine) + server_rates(outlook.executions.servers))
-    return said
+        report |= dict(machine=outlook.machine.name, note=NOTE, step_s=outlook.step, stages_s=outlook.stages())
+        report |= dict(rollout_s=outlook.rollout, servers_s=outlook.with_servers())
+        report |= dict(rates=forecast.rates(outlook.machine) + server_rates(outlook.executions.servers))
+    return report
 
 
 def _gib(count: float) -> str:

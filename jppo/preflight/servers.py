@@ -43,9 +43,9 @@ class ServerMemory:
 
     def least(self) -> dict[str, int]:
         """Returns the parts without which it does not start."""
-        found = {"weights": self.weights, "passes, by a rule of thumb": self.working, "CUDA graphs": self.graphs}
+        parts = {"weights": self.weights, "passes, by a rule of thumb": self.working, "CUDA graphs": self.graphs}
         cache = {"cache": self.cache} if self.cache else {"cache of one response": self.response}
-        return {about: count for about, count in (found | cache).items() if count}
+        return {about: count for about, count in (parts | cache).items() if count}
 
     def awake(self, total: int) -> dict[str, int]:
         """Returns the parts while it samples, on a GPU of `total` bytes."""
@@ -162,13 +162,13 @@ def server_seconds(work: ServerWork | None, machine: Machine, scoring: float, cr
     reads = LOOKS[0][0] * held / chip.hbm / chip.shares["memory"].value
     publish = publish_seconds(work, machine)
     copied = held / HOST[0] if work.sleep_level == 1 else 0.0
-    found = {
+    stages = {
         "sleep": copied,
         "wake": WAKE_S[0] + copied if work.sleep_level else 0.0,
         "publish": max(0.0, publish - critic) if work.overlaps else publish,
         "check": products + reads + scoring,
     }
-    return {name: seconds for name, seconds in found.items() if seconds}
+    return {name: seconds for name, seconds in stages.items() if seconds}
 
 
 def server_rates(work: ServerWork | None) -> list[str]:

@@ -69,7 +69,7 @@ def make_page(document: Mapping[str, Any]) -> str:
         "data": "\n".join([_data("data", deflate(compact({**document, "runs": runs}))), *texts]),
         "script": "\n".join(_file(name) for name in SCRIPTS),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
 
 
 def _data(name: str, packed: str) -> str:
@@ -109,11 +109,11 @@ def read_entries(folder: Folder, budget: int) -> list[dict[str, Any]]:
     """Returns an entry per file of samples, with the token records of its step; they get a quarter of the budget."""
     files = files_read(folder.samples)
     steps = {file.step for file in files if file.kind == "step"}
-    found = read_records([file for file in folder.tokens if file.step in steps], budget // 4, folder.notes)
-    budget -= sum(len(one.packed) for one in found.values())
-    entries = read_samples(files, budget, folder.notes, {step: one.samples for step, one in found.items()})
+    records = read_records([file for file in folder.tokens if file.step in steps], budget // 4, folder.notes)
+    budget -= sum(len(one.packed) for one in records.values())
+    entries = read_samples(files, budget, folder.notes, {step: one.samples for step, one in records.items()})
     for entry in entries:
-        entry["records"] = found[entry["step"]].packed if entry["kind"] == "step" and entry["step"] in found else ""
+        entry["records"] = records[entry["step"]].packed if entry["kind"] == "step" and entry["step"] in records else ""
     return entries
 
 
@@ -144,38 +144,38 @@ def describe_run(folder: Folder, name: str, points: int = run_folder.POINTS) -> 
     }
 
 
-def planned_steps(found: Mapping[str, Any] | None) -> int | None:
+def planned_steps(config: Mapping[str, Any] | None) -> int | None:
     """Returns the steps in the settings; None if these count epochs, or are unknown."""
-    trainer = (found or {}).get("trainer")
+    trainer = (config or {}).get("trainer")
     steps = trainer.get("total_training_steps") if isinstance(trainer, Mapping) else None
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Groups warnings by name: how often, first and last step, and the last message."""
-    found: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = str(row.get("name", "warning"))
         step = run_folder.number(row.get("step"))
-        one = found.setdefault(name, {"name": name, "count": 0, "first": step, "last": None})
-        one |= {"count": one["count"] + 1, "last": step}
-        one |= {key: str(row[key]) for key in ("found", "remedy") if row.get(key) is not None}
-    return list(found.values())
+        group = groups.setdefault(name, {"name": name, "count": 0, "first": step, "last": None})
+        group |= {"count": group["count"] + 1, "last": step}
+        group |= {key: str(row[key]) for key in ("found", "remedy") if row.get(key) is not None}
+    return list(groups.values())
 
 
-def setting_rows(found: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+def setting_rows(configs: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
     """Returns every setting of the runs and its default, as JSON; None if missing.
 
     `differs`: from the default for a single run, or between runs.
     """
-    flat = [{name: json.dumps(value) for name, value in table.by_name(one or {}).items()} for one in found]
-    kinds = [table.kind_of(one) for one in found if one is not None]
+    flat = [{name: json.dumps(value) for name, value in table.by_name(config or {}).items()} for config in configs]
+    kinds = [table.kind_of(config) for config in configs if config is not None]
     defaults = settings.config_of(settings.Settings if settings.Settings in kinds or not kinds else kinds[0])
     usual = {name: json.dumps(value) for name, value in table.by_name(defaults).items()}
     rows = []
-    for name in dict.fromkeys(name for one in flat for name in one):
-        values = [one.get(name) for one in flat]
-        compared = {value for value, one in zip(values, flat, strict=True) if one}
+    for name in dict.fromkeys(name for config in flat for name in config):
+        values = [config.get(name) for config in flat]
+        compared = {value for value, config in zip(values, flat, strict=True) if config}
         differs = len(compared | ({usual.get(name)} if len(flat) == 1 else set())) > 1
         rows.append({"name": name, "default": usual.get(name), "values": values, "differs": differs})
     return rows
@@ -316,12 +316,12 @@ def score_histogram(entries: Sequence[Mapping[str, Any]], rows: Mapping[str, Any
             continue
         graded = [s for s in entry["scores"] if s is not None]
         if "values" in rows:
-            found = [graded.count(value) for value in rows["values"]]
+            histogram = [graded.count(value) for value in rows["values"]]
         else:
             low, high = rows["edges"][0], rows["edges"][-1]
-            found = np.histogram(np.clip(graded, low, high), bins=rows["edges"])[0].tolist()
+            histogram = np.histogram(np.clip(graded, low, high), bins=rows["edges"])[0].tolist()
         steps.append(entry["step"])
-        counts.append(found)
+        counts.append(histogram)
         ungraded.append(len(entry["scores"]) - len(graded))
     return {"kind": kind, "steps": steps, "counts": counts, "ungraded": ungraded}
 
@@ -337,7 +337,7 @@ def read_records(files: Sequence[SampleFile], budget: int, notes: list[str]) -> 
     """Returns the records of evenly spaced steps by step; `budget` is in characters of packed text, in total."""
     size = sum(file.path.stat().st_size for file in files)
     count = len(files) if size <= budget * TOKEN_RATIO else max(1, int(len(files) * budget * TOKEN_RATIO / size))
-    found: dict[int, Records] = {}
+    records: dict[int, Records] = {}
     for file in reversed(evenly(files, count)):
         lines = read_jsonl(file.path, notes, None)
         rows = [row for row in map(record, lines) if row is not None]
@@ -345,9 +345,9 @@ def read_records(files: Sequence[SampleFile], budget: int, notes: list[str]) -> 
             notes.append(f"{file.path.name}: {len(lines) - len(rows)} of {len(lines)} records are broken and left out")
         packed = deflate(compact(rows))
         if rows and len(packed) <= budget:
-            found[file.step] = Records([row["sample"] for row in rows], packed)
+            records[file.step] = Records([row["sample"] for row in rows], packed)
             budget -= len(packed)
-    return found
+    return records
 
 
 def record(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -368,8 +368,8 @@ def record(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def short_value(value: Any) -> Any:
     """Returns a finite number with four digits, another value as text, None as it is."""
-    found = number(value)
-    return float(f"{found:.4g}") if found is not None else None if value is None else str(value)
+    finite = number(value)
+    return float(f"{finite:.4g}") if finite is not None else None if value is None else str(value)
 
 
 def tokens_left_out(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:

@@ -53,10 +53,10 @@ def read_folder(path: pathlib.Path) -> Folder:
     if not any((path / name).exists() for name in ("config.json", logger.FILE, "samples")):
         raise UserError(f"{path} is not a run: it has none of config.json, {logger.FILE} and samples/")
     notes: list[str] = []
-    found = read_jsonl(path / logger.FILE, notes, "no curves and no times")
-    lines = {m["step"]: m for m in found if _is_step(m.get("step"))}  # the last line of a repeated step
-    if len(lines) < len(found):
-        notes.append(f"{logger.FILE}: {len(found) - len(lines)} lines have no step or a repeated one and are skipped")
+    rows = read_jsonl(path / logger.FILE, notes, "no curves and no times")
+    lines = {m["step"]: m for m in rows if _is_step(m.get("step"))}  # the last line of a repeated step
+    if len(lines) < len(rows):
+        notes.append(f"{logger.FILE}: {len(rows) - len(lines)} lines have no step or a repeated one and are skipped")
     file, settings = path / logger.FILE, _settings(path / "config.json", notes)
     files = _sample_files(path / "samples", notes)
     return Folder(
@@ -122,20 +122,20 @@ def _settings(path: pathlib.Path, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         notes.append("no config.json: no settings, and no planned number of steps")
         return None
-    if not (found := durable_files.read_json(path)):
+    if not (config := durable_files.read_json(path)):
         notes.append("config.json cannot be read: no settings, and no planned number of steps")
-    return found or None
+    return config or None
 
 
 def _sample_files(folder: pathlib.Path, notes: list[str]) -> list[SampleFile]:
-    found = []
+    files = []
     for path in folder.glob("*.jsonl"):
         match = re.fullmatch(r"(step|test|tokens)_(\d+)\.jsonl", path.name)
         if match:
-            found.append(SampleFile(match[1], int(match[2]), path))
-    if not found:
+            files.append(SampleFile(match[1], int(match[2]), path))
+    if not files:
         notes.append("no samples/step_N.jsonl or test_N.jsonl: no samples and no distribution of scores")
-    return sorted(found, key=lambda f: (f.kind, f.step))
+    return sorted(files, key=lambda f: (f.kind, f.step))
 
 
 def _versions(run: pathlib.Path) -> dict[str, str]:
@@ -144,8 +144,8 @@ def _versions(run: pathlib.Path) -> dict[str, str]:
         return {}
     with log.open("rb") as file:
         head = file.read(SERVER_HEAD).decode("utf-8", errors="replace")
-    found = re.search(r"\bversion v?(\d+\.\d[\w.+-]*)", head)
-    return {"vLLM": found[1]} if found else {}
+    match = re.search(r"\bversion v?(\d+\.\d[\w.+-]*)", head)
+    return {"vLLM": match[1]} if match else {}
 
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl, each with its step, increasing
@@ -173,14 +173,14 @@ def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
         axis = {"steps": (steps[0] + (steps[starts] - steps[0]) // width * width).tolist(), "width": width}
         if axis not in axes:
             axes.append(axis)
-        one: dict[str, Any] = {"axis": axes.index(axis)}
+        curve: dict[str, Any] = {"axis": axes.index(axis)}
         count = np.add.reduceat(finite, starts, dtype=np.int64)
         mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / np.maximum(count, 1)
-        one["mean"] = rounded(np.where(count, mean, np.nan))
+        curve["mean"] = rounded(np.where(count, mean, np.nan))
         if width > 1:
             whole = np.where(finite, values, np.nan)
-            one["low"], one["high"] = (rounded(f.reduceat(whole, starts)) for f in (np.fmin, np.fmax))
-        series[name] = one
+            curve["low"], curve["high"] = (rounded(f.reduceat(whole, starts)) for f in (np.fmin, np.fmax))
+        series[name] = curve
     return {"axes": axes, "series": dict(sorted(series.items())), "odd": odd}
 
 
@@ -189,12 +189,12 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
 
     `other` is the rest of a step. `start` is only in the totals: it would dwarf every bar.
     """
-    found = {name.removeprefix("timing_s/") for line in lines for name in line if name.startswith("timing_s/")}
-    known = [stage for stage in STAGES if stage in found and stage != "step"]
-    inside = [s for s in known if s not in OUTSIDE] + sorted(found - {*STAGES})
+    stages = {name.removeprefix("timing_s/") for line in lines for name in line if name.startswith("timing_s/")}
+    known = [stage for stage in STAGES if stage in stages and stage != "step"]
+    inside = [s for s in known if s not in OUTSIDE] + sorted(stages - {*STAGES})
     names = [s for s in known if s == "start"] + inside + [s for s in known if s in ("testing", "save")]
     seconds = {s: _seconds(lines, s) for s in [*names, "step"]}
-    if "step" in found:
+    if "step" in stages:
         rest = seconds["step"] - sum((seconds[s] for s in inside), np.zeros(len(lines)))
         names = [*names, "other"]
         seconds["other"] = np.maximum(rest, 0.0)
@@ -243,7 +243,7 @@ def rounded(values: np.ndarray) -> list[float | None]:
 
 
 def _columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    columns: dict[str, tuple[list[int], list[float]]] = {}
     for line in lines:
         step = line["step"]
         for name, value in line.items():
@@ -252,11 +252,11 @@ def _columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
                     continue
                 value = number(value)
                 value = math.nan if value is None else value
-            if name not in found:
-                found[name] = ([], [])
-            found[name][0].append(step)
-            found[name][1].append(value)
-    return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in found.items()}
+            if name not in columns:
+                columns[name] = ([], [])
+            columns[name][0].append(step)
+            columns[name][1].append(value)
+    return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in columns.items()}
 
 
 def _starts(steps: np.ndarray, width: int) -> np.ndarray:

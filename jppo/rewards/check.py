@@ -64,10 +64,10 @@ class SourceCheck:
         return ""
 
     def __str__(self) -> str:
-        said = "right answers earn {:.3g}, others' {:.3g}"
+        template = "right answers earn {:.3g}, others' {:.3g}"
         if not self.answers:
-            said = "no answers in the data; the prompt as the response earns {:.3g}, an empty response {:.3g}"
-        return f"{self.source}: {said.format(self.truth, self.wrong)} ({self.rows} rows)"
+            template = "no answers in the data; the prompt as the response earns {:.3g}, an empty response {:.3g}"
+        return f"{self.source}: {template.format(self.truth, self.wrong)} ({self.rows} rows)"
 
 
 def check_sources(reward_sum: RewardSum, prompts: Sequence[Prompt], *, rows: int = _ROWS) -> list[SourceCheck]:
@@ -94,10 +94,10 @@ def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     rights = [[texts[min(i, len(texts) - 1)] for texts in forms] for i in range(len(forms[0]))]
     wrongs = [[None if j is None else right[j] for j in others] for right in rights]
     # All at once: a part that normalises scores uses the same scale for all.
-    found = iter(
+    all_rewards = iter(
         _grade(reward_sum, list(prompts) * 2 * len(rights), [text for texts in rights + wrongs for text in texts])
     )
-    graded = [[next(found) for _ in prompts] for _ in range(2 * len(rights))]
+    graded = [[next(all_rewards) for _ in prompts] for _ in range(2 * len(rights))]
     means = [_mean(rewards) for rewards in graded[: len(rights)]]
     best = max(range(len(means)), key=lambda i: means[i])
     chosen, wrong = rights[best], graded[len(rights) + best]
@@ -116,15 +116,17 @@ def _source(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
 def _without_answers(reward_sum: RewardSum, prompts: list[Prompt]) -> SourceCheck:
     texts = [p.messages if isinstance(p.messages, str) else p.messages[-1]["content"] for p in prompts]
     graded = _grade(reward_sum, prompts * 2, [*texts, *[None] * len(texts)])
-    said, empty = graded[: len(texts)], graded[len(texts) :]
+    echoed, empty = graded[: len(texts)], graded[len(texts) :]
     errors = [r.error for r in graded if r.error is not None]
     source, count, blank = prompts[0].data_source, len(prompts), not any(p.ground_truth for p in prompts)
-    return SourceCheck(source, count, _mean(said), _mean(empty), errors, texts[0], answers=False, blank=blank)
+    return SourceCheck(source, count, _mean(echoed), _mean(empty), errors, texts[0], answers=False, blank=blank)
 
 
 def _grade(reward_sum: RewardSum, prompts: Sequence[Prompt], texts: Sequence[str | None]) -> list[Reward]:
-    said = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
-    return reward_sum.grade(Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, said, strict=True))
+    responses = ["" if text is None else text for text in texts]  # without another truth: an empty answer is wrong
+    return reward_sum.grade(
+        Sample(p, text, len(text.split()), "stop") for p, text in zip(prompts, responses, strict=True)
+    )
 
 
 def _mean(rewards: Sequence[Reward]) -> float:

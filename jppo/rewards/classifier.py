@@ -86,7 +86,7 @@ def read_classifier(
             " put the model's own tokenizer files there",
         )
     longest = [text.get("max_position_embeddings") or math.inf, tokenizer.model_max_length]
-    known = [one for one in longest if isinstance(one, int | float)]
+    known = [limit for limit in longest if isinstance(limit, int | float)]
     if len(known) < len(longest):
         raise refused(
             path, f"max_position_embeddings={longest[0]!r} and model_max_length={longest[1]!r} must be numbers"
@@ -126,20 +126,20 @@ def converted(directory: pathlib.Path, *, python: str, cache: str = _CONVERTED, 
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = tempfile.mkdtemp(dir=target.parent)
+    temporary = tempfile.mkdtemp(dir=target.parent)
     try:
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.convert_worker"]
         env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
-            [*program, str(directory), made, kind], env=env, capture_output=True, text=True, check=False
+            [*program, str(directory), temporary, kind], env=env, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
-            raise refused(str(directory), f"its weights cannot be converted to safetensors: {said}")
+            reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]
+            raise refused(str(directory), f"its weights cannot be converted to safetensors: {reason}")
         with contextlib.suppress(FileExistsError):  # another process was faster
-            os.rename(made, target)
+            os.rename(temporary, target)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
@@ -201,7 +201,7 @@ class JaxRewardModel:
 
     def __init__(
         self,
-        what: Classifier,
+        classifier: Classifier,
         *,
         batch_size: int,
         max_length: int,
@@ -212,25 +212,25 @@ class JaxRewardModel:
     ):
         """Loads the weights; UserError if they are not a reward model's. `attend` is an attention kernel."""
         try:
-            _, cfg = hf.read_config(what.directory, longest=max_length)
-            score = _read_score(what, cfg.hidden_size, dtype)
-            trunk = hf.load_params(what.directory, cfg, head="trunk", param_dtype=dtype, shardings=shardings)
+            _, cfg = hf.read_config(classifier.directory, longest=max_length)
+            score = _read_score(classifier, cfg.hidden_size, dtype)
+            trunk = hf.load_params(classifier.directory, cfg, head="trunk", param_dtype=dtype, shardings=shardings)
         except UserError as e:
-            raise refused(what.path, str(e)) from e
+            raise refused(classifier.path, str(e)) from e
         whole = None if rows is None else jax.NamedSharding(rows.mesh, jax.P())
         self._params = trunk | {"score": jax.device_put(score, whole)}
-        self._rows, self._pad_token_id = rows, what.pad_token_id
+        self._rows, self._pad_token_id = rows, classifier.pad_token_id
         self._lengths = compiled_lengths(max_length)
         parts = 1 if rows is None else _parts(rows)
         self._count = -(-batch_size // parts) * parts
         mix = make_mix(None if rows is None else rows.mesh, whole_rows=True)
         constrain = identity if rows is None else functools.partial(jax.lax.with_sharding_constraint, shardings=rows)
         model = Decoder(cfg, dtype=dtype, param_dtype=dtype, constrain=constrain, attend=attend, mix=mix)
-        self._scores = jax.jit(functools.partial(_scores, model, what.steps), out_shardings=whole)
+        self._scores = jax.jit(functools.partial(_scores, model, classifier.steps), out_shardings=whole)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         """Implements Scorer.score."""
-        kept = [without_padding(one, self._pad_token_id) for one in ids]
+        kept = [without_padding(sequence, self._pad_token_id) for sequence in ids]
         return [scores[-1] for scores in self._all(kept)]
 
     def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -258,9 +258,9 @@ class JaxRewardModel:
             raise ValueError(f"a text has {longest} tokens, more than max_length={self._lengths[-1]}")
         tokens = np.zeros((self._count, fitting[0]), np.int32)
         last = np.zeros(self._count, np.int32)  # an empty row has one token
-        for i, one in enumerate(ids):
-            tokens[i, : len(one)] = one
-            last[i] = len(one) - 1
+        for i, sequence in enumerate(ids):
+            tokens[i, : len(sequence)] = sequence
+            last[i] = len(sequence) - 1
         placed = jax.device_put((tokens, last), self._rows)
         scores: list[list[float]] = np.asarray(self._scores(self._params, *placed))[: len(ids)].tolist()
         return scores
@@ -284,17 +284,17 @@ def _parts(rows: jax.NamedSharding) -> int:
     return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
-def _read_score(what: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _read_score(classifier: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Reads the kernel [D, 1] and the bias [] of the score; of two labels the differences, which are log-odds."""
-    slots = tensorfile.slots(pathlib.Path(what.directory))
+    slots = tensorfile.slots(pathlib.Path(classifier.directory))
     slot, bias = slots.get("score.weight"), slots.get("score.bias")
     if slot is None:
         raise UserError("it has no score.weight; a reward model is a classifier, not a language model")
-    allowed = [[n, hidden_size] for n in ((1, 2) if what.steps else (1,))]
+    allowed = [[n, hidden_size] for n in ((1, 2) if classifier.steps else (1,))]
     if list(slot.shape) not in allowed:
         rule = f"{' or '.join(map(str, allowed))}; a reward model has one label"
         raise UserError(f"score.weight has shape {list(slot.shape)}, not {rule}")
-    if bias is not None and (not what.steps or bias.shape != slot.shape[:1]):
+    if bias is not None and (not classifier.steps or bias.shape != slot.shape[:1]):
         rule = f"has shape {[slot.shape[0]]} in a token classifier and is absent in a sequence classifier"
         raise UserError(f"score.bias has shape {list(bias.shape)}; it {rule}")
     stored = np.zeros(slot.shape[0]) if bias is None else tensorfile.read_tensor(bias, "score.bias")

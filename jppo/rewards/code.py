@@ -153,11 +153,11 @@ def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _Counted, ti
 def program_output(program: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None) -> str:
     """Returns a program's output and, if it fails, the last line of its error."""
     ran = (runner or make_runner())(program, time_s=time_s, memory_bytes=memory_bytes)
-    said = ran.errors[-2000:].strip().rpartition("\n")[2]
+    error = ran.errors[-2000:].strip().rpartition("\n")[2]
     if ran.status is None:
         why = f"took longer than {time_s:g} s" if ran.why == TOO_LONG else ran.why
         return f"{ran.printed}error: the program {why}"
-    return ran.printed if ran.status == 0 else f"{ran.printed}error: {said or f'exit code {ran.status}'}"
+    return ran.printed if ran.status == 0 else f"{ran.printed}error: {error or f'exit code {ran.status}'}"
 
 
 def _lines(text: str) -> list[str]:
@@ -173,20 +173,20 @@ def suspicious(program: str) -> tuple[str, ...]:
         nodes = list(ast.walk(ast.parse(program)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    found: set[str] = set()
+    reaching: set[str] = set()
     for node in nodes:
         match node:
             case ast.Import(names=names):
-                found |= {alias.name for alias in names if alias.name.split(".")[0] in _REACHING_MODULES}
+                reaching |= {alias.name for alias in names if alias.name.split(".")[0] in _REACHING_MODULES}
             case ast.ImportFrom(module=module, names=names):
-                found |= {module or ""} if (module or "").split(".")[0] in _REACHING_MODULES else set()
-                found |= {alias.name for alias in names if alias.name in _REACHING}
+                reaching |= {module or ""} if (module or "").split(".")[0] in _REACHING_MODULES else set()
+                reaching |= {alias.name for alias in names if alias.name in _REACHING}
             case ast.Attribute(attr=name) if name in _REACHING:
-                found.add(name)
+                reaching.add(name)
             case ast.Attribute(value=ast.Name(id="sys"), attr="modules"):
-                found.add("sys.modules")
+                reaching.add("sys.modules")
             case ast.Name(id=name) if name in _REACHING | {"__import__"}:
-                found.add(name)
+                reaching.add(name)
             case ast.Constant(value=str(name)) if name in _REACHING_MODULES - {"__main__"} | _REACHING:
-                found.add(name)
-    return tuple(sorted(found))
+                reaching.add(name)
+    return tuple(sorted(reaching))

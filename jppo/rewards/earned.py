@@ -44,7 +44,7 @@ def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[s
         raise ValueError(f"the function returned {' and '.join(given)}; return one of {', '.join(_FORMS)}")
     ((form, amounts),) = given.items()
     if form == "spans":
-        return "characters", tuple(_span(one, len(text)) for one in amounts)
+        return "characters", tuple(_span(span, len(text)) for span in amounts)
     ends, rule = list(range(turns)), "one for each"
     if form == "steps":
         delimiter = result.get("delimiter", DELIMITER)
@@ -55,8 +55,8 @@ def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[s
         raise ValueError(
             f"the function returned {len(amounts)} amounts for the {len(ends)} {form} of the response; return {rule}"
         )
-    found = tuple((end, _amount(one, form)) for end, one in zip(ends, amounts, strict=True))
-    return "characters" if form == "steps" else form, found
+    placed = tuple((end, _amount(amount, form)) for end, amount in zip(ends, amounts, strict=True))
+    return "characters" if form == "steps" else form, placed
 
 
 def _listed(amounts: Any) -> list[Any] | None:

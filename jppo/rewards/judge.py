@@ -89,14 +89,14 @@ def read_score(text: str, max_score: float, *, cut: bool = False) -> float:
     several), 'the score is 7/10', a reply that is only '7', '7/10' or '8.5 out of 10'. Text between <think> and
     </think> is ignored. `cut` means that the reply was truncated: a number at its very end may be incomplete.
     """
-    said = text.rpartition("</think>")[2].partition("<think>")[0]
+    answer = text.rpartition("</think>")[2].partition("<think>")[0]
     if cut:
-        said = said.rstrip("0123456789.,/ \t\n")
-    found = _json_score(said) or _written_score(said)
-    if found is None:
+        answer = answer.rstrip("0123456789.,/ \t\n")
+    parsed = _json_score(answer) or _written_score(answer)
+    if parsed is None:
         why = "; it was truncated at reward.judge.max_tokens; raise that" if cut else ""
         raise ValueError(f"no score in the reply {text[:200]!r}{why}")
-    score, best = found
+    score, best = parsed
     best = max_score if best is None else best
     if not (best > 0 and math.isfinite(best) and 0 <= score <= best):
         raise ValueError(f"the score {score:g} is not within 0..{best:g}, in the reply {text[:200]!r}")
@@ -282,11 +282,11 @@ class JudgePart(Part):
             future.set_result(await self._score(sample))
             return
         except asyncio.CancelledError:
-            said = "the judge was closed before it answered"
+            error = "the judge was closed before it answered"
         except Exception as e:
-            said = self._client.scrub(str(e) if isinstance(e, JudgeError) else f"{type(e).__name__}: {e}")
+            error = self._client.scrub(str(e) if isinstance(e, JudgeError) else f"{type(e).__name__}: {e}")
         self._count(errors=1)
-        future.set_result(failed(said))
+        future.set_result(failed(error))
 
     async def _score(self, sample: Sample) -> Reward:
         question = self._rubric.question(sample)  # without the random marks

@@ -43,8 +43,8 @@ _OTHER_FORMS = {
 class JudgeError(Exception):
     """A sample could not be scored by the judge."""
 
-    def __init__(self, what: str, *, again: bool = False, after_s: float = 0.0):
-        super().__init__(what)
+    def __init__(self, message: str, *, again: bool = False, after_s: float = 0.0):
+        super().__init__(message)
         self.again = again  # the same request may succeed later
         self.after_s = after_s  # the server's minimum delay
 
@@ -137,16 +137,16 @@ class JudgeClient:
 
     def _refused(self, e: Any, forms: frozenset[str]) -> JudgeError:
         """Returns the error for a status of 400 or more, for a request in these forms."""
-        status, said = e.status_code, _said(e)
+        status, message = e.status_code, _said(e)
         again = (status in (408, 429) or status >= 500) and "insufficient_quota" not in f"{e.body}"
         if status == 400 and self._send == self._send_openai:
-            wanted = {form for form in _OTHER_FORMS if form in said}
+            wanted = {form for form in _OTHER_FORMS if form in message}
             again = not wanted <= forms
             self._other_forms |= wanted
-        return self._error(f"answered {status}: {said}", again=again, after_s=_retry_after(e.response.headers))
+        return self._error(f"answered {status}: {message}", again=again, after_s=_retry_after(e.response.headers))
 
-    def _error(self, what: str, *, again: bool = False, after_s: float = 0.0) -> JudgeError:
-        return JudgeError(self.scrub(f"{self._judge} {what}")[:600], again=again, after_s=after_s)
+    def _error(self, failure: str, *, again: bool = False, after_s: float = 0.0) -> JudgeError:
+        return JudgeError(self.scrub(f"{self._judge} {failure}")[:600], again=again, after_s=after_s)
 
 
 def _user(question: str) -> dict[str, str]:
@@ -186,11 +186,11 @@ def _said(e: Any) -> str:
 
 def _retry_after(headers: Mapping[str, str]) -> float:
     """Returns the seconds that a server asks to wait; 0 by default."""
-    said = headers.get("retry-after", "")
+    header = headers.get("retry-after", "")
     try:
-        seconds = float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else float(said)
+        seconds = float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else float(header)
     except ValueError:
-        date = email.utils.parsedate_tz(said)
+        date = email.utils.parsedate_tz(header)
         seconds = 0.0 if date is None else email.utils.mktime_tz(date) - time.time()
     return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
@@ -210,12 +210,12 @@ def _host(url: str) -> str:
 
 def _key(api_type: str, url: str, *, needed: bool) -> str:
     names = PROVIDERS[api_type].keys
-    found = [(name, os.environ[name].strip()) for name in names if os.environ.get(name, "").strip()]
-    if not found and needed:
+    keys = [(name, os.environ[name].strip()) for name in names if os.environ.get(name, "").strip()]
+    if not keys and needed:
         raise UserError(
             f"reward.judge.api_type={api_type!r} needs a key for {url}: set {' or '.join(names)} in the environment"
         )
-    name, key = found[0] if found else ("", _NO_KEY)
+    name, key = keys[0] if keys else ("", _NO_KEY)
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"the key in {name} contains invalid characters; set it again")
     return key

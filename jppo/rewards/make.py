@@ -160,10 +160,10 @@ def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mes
     m = c.reward.model
     tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
     directory = converted(located(m.path), python=m.python, steps=steps)
-    what = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
+    classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
     texts = Texts(tokenizer, max_length=m.max_length)
     engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
-    scorer = engines[choose_engine(m.engine, what.model_type)](c, what, mesh, log)
+    scorer = engines[choose_engine(m.engine, classifier.model_type)](c, classifier, mesh, log)
     if steps:
         return StepPart(
             scorer,
@@ -178,9 +178,9 @@ def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mes
     return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
 
 
-def _by_jax(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _by_jax(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
-    _, cfg = hf.read_config(what.directory, longest=m.max_length)
+    _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
     needs = fused.Needs(
         **attention_settings(cfg),
         head_dim=cfg.kernel_dim,
@@ -192,7 +192,7 @@ def _by_jax(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib
     gpu = fused.capability(mesh.devices.flat[0])
     kernel, _ = fused.choose_kernel("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
     return JaxRewardModel(
-        what,
+        classifier,
         batch_size=m.batch_size,
         max_length=m.max_length,
         dtype=m.dtype,
@@ -202,19 +202,19 @@ def _by_jax(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib
     )
 
 
-def _by_transformers(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _by_transformers(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return TransformersRewardModel(
-        what, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
+        classifier, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
     )
 
 
-def _by_vllm(c: Settings, what: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _by_vllm(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return VllmRewardModel(
-        what,
+        classifier,
         build=check_vllm(m.python, "reward.model.python"),
         batch_size=m.batch_size,
         max_length=m.max_length,

@@ -91,8 +91,8 @@ class Texts:
         The chat template does not see the response, which some templates change.
         """
         text, whole = self.render(dataclasses.replace(sample, text=_PLACE))
-        before, found, after = text.rpartition(_PLACE)
-        if not found:
+        before, placeholder, after = text.rpartition(_PLACE)
+        if not placeholder:
             raise ValueError("the chat template of the reward model omits the response; remove the template")
         encoded, cut = self._encoded("".join([before, *pieces, after]), whole, return_offsets_mapping=True)
         spans = [(begin, i) for i, (begin, end) in enumerate(encoded["offset_mapping"]) if begin < end]
@@ -105,14 +105,14 @@ class Texts:
             )
         return list(encoded["input_ids"]), [spans[k][1] for k in inside], cut
 
-    def _encoded(self, text: str, whole: bool, **how: Any) -> tuple[Mapping[str, Any], bool]:
+    def _encoded(self, text: str, whole: bool, **options: Any) -> tuple[Mapping[str, Any], bool]:
         """Tokenises a text, which may have its special tokens; the second result: whether it was truncated."""
-        how |= dict(add_special_tokens=not whole, verbose=False)
+        options |= dict(add_special_tokens=not whole, verbose=False)
         with self._lock:
-            encoded = self._tokenizer(text, **how)
+            encoded = self._tokenizer(text, **options)
             cut = len(encoded["input_ids"]) > self._max_length
             if cut:  # again by the tokenizer, which keeps the special tokens that it adds
-                encoded = self._tokenizer(text, truncation=True, max_length=self._max_length, **how)
+                encoded = self._tokenizer(text, truncation=True, max_length=self._max_length, **options)
         if not encoded["input_ids"]:
             raise ValueError("the tokenizer of the reward model returns no tokens for the text")
         return encoded, cut
@@ -217,8 +217,8 @@ class ModelPart:
 
     def testing(self) -> "ModelPart":
         """Returns the same part for held-out samples, without updating the normalizer; must not be closed."""
-        how = dict(batch_size=self._batch_size, normalizer=self._normalizer, clip=self._clip)
-        return ModelPart(self._model, self._texts, **how, learn=False)  # type: ignore[arg-type]
+        options = dict(batch_size=self._batch_size, normalizer=self._normalizer, clip=self._clip)
+        return ModelPart(self._model, self._texts, **options, learn=False)  # type: ignore[arg-type]
 
     def state(self) -> dict[str, float]:
         """Returns the normalizer's state for a checkpoint, if there is one."""
@@ -352,7 +352,7 @@ class StepPart(ModelPart):
         return MarkedSteps(ids, places, [token for token, _ in at_characters(ends, tokens, self._decode)]), cut
 
     def _scores(self, asked: Sequence[MarkedSteps]) -> list[list[float]]:
-        return self._steps.score_at([one.ids for one in asked], [one.places for one in asked])
+        return self._steps.score_at([marked.ids for marked in asked], [marked.places for marked in asked])
 
     def _finish(self, future: Future[Reward], asked: MarkedSteps, odds: Any) -> None:
         if len(odds) != len(asked.places):

@@ -106,7 +106,7 @@ class TransformersRewardModel(_ScorerProcess):
 
     def __init__(
         self,
-        what: Classifier,
+        classifier: Classifier,
         *,
         log: pathlib.Path,
         python: str = "",
@@ -117,10 +117,10 @@ class TransformersRewardModel(_ScorerProcess):
     ):
         self._timeout_s = timeout_s
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.torch_worker"]
-        kind = "token" if what.steps else "sequence"
+        kind = "token" if classifier.steps else "sequence"
         super().__init__(
-            what.path,
-            command=[*program, what.directory, str(os.getpid()), device, dtype, str(threads), kind],
+            classifier.path,
+            command=[*program, classifier.directory, str(os.getpid()), device, dtype, str(threads), kind],
             env={"OMP_NUM_THREADS": str(threads)},
             log=log,
         )
@@ -136,7 +136,7 @@ class TransformersRewardModel(_ScorerProcess):
     def _scores(self, **asked: Sequence[Sequence[int]]) -> list[Any]:
         with self._turn:
             self._ensure()
-            answer = self._ask({name: [list(one) for one in some] for name, some in asked.items()})
+            answer = self._ask({name: [list(row) for row in rows] for name, rows in asked.items()})
         if "error" in answer:
             raise ScoringError(f"the reward model failed: {answer['error']}")
         scores: list[Any] = answer["scores"]
@@ -184,9 +184,9 @@ class TransformersRewardModel(_ScorerProcess):
             return json.loads(self._read(process, size, deadline))
         except _Gone as e:
             code = self._end()
-            said = "is closed" if self._closed else str(e) or f"ended with code {code}"
+            ending = "is closed" if self._closed else str(e) or f"ended with code {code}"
             self._why = self._log_end()
-            raise ScoringError(f"the reward model's process {said}; {self._why}") from e
+            raise ScoringError(f"the reward model's process {ending}; {self._why}") from e
 
     def _read(self, process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
         assert process.stdout is not None
@@ -247,7 +247,7 @@ class VllmRewardModel(_ScorerProcess):
 
     def __init__(
         self,
-        what: Classifier,
+        classifier: Classifier,
         *,
         build: str,
         batch_size: int,
@@ -260,11 +260,11 @@ class VllmRewardModel(_ScorerProcess):
         start_timeout_s: float = 300.0,
         timeout_s: float = 600.0,
     ):
-        self._what, self._start_timeout_s = what, start_timeout_s
+        self._what, self._start_timeout_s = classifier, start_timeout_s
         self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
         self._socket = os.path.join(self._folder, "vllm.sock")
         arguments = [
-            *("--model", what.directory, "--served-model-name", _NAME, "--uds", self._socket),
+            *("--model", classifier.directory, "--served-model-name", _NAME, "--uds", self._socket),
             *("--runner", "pooling", "--convert", "classify"),
             *("--dtype", dtype, "--max-model-len", str(max_length), "--max-num-seqs", str(batch_size)),
             *("--max-num-batched-tokens", str(max(max_length, 4096))),
@@ -282,11 +282,11 @@ class VllmRewardModel(_ScorerProcess):
         self._client = httpx.Client(
             transport=httpx.HTTPTransport(uds=self._socket), base_url="http://reward-model", timeout=timeout_s
         )
-        super().__init__(what.path, command=[*launcher, *program, *arguments], env=env, log=log)
+        super().__init__(classifier.path, command=[*launcher, *program, *arguments], env=env, log=log)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         """Implements Scorer.score."""
-        kept = [without_padding(one, self._what.pad_token_id) for one in ids]
+        kept = [without_padding(sequence, self._what.pad_token_id) for sequence in ids]
         with self._turn:
             self._ensure()
             try:
@@ -298,10 +298,10 @@ class VllmRewardModel(_ScorerProcess):
                 raise self._failed(f"answered {reply.status_code}: {reply.text[:300]}")
         if reply.status_code != 200:
             raise ScoringError(f"the reward model's vLLM answered {reply.status_code}: {reply.text[:300]}")
-        found = {item["index"]: item["probs"] for item in reply.json()["data"]}
-        if sorted(found) != list(range(len(kept))) or any(len(logits) != 1 for logits in found.values()):
+        scores = {item["index"]: item["probs"] for item in reply.json()["data"]}
+        if sorted(scores) != list(range(len(kept))) or any(len(logits) != 1 for logits in scores.values()):
             raise ScoringError("the reward model's vLLM did not answer with one score for each text")
-        return [float(found[i][0]) for i in range(len(kept))]
+        return [float(scores[i][0]) for i in range(len(kept))]
 
     def close(self) -> None:
         """Implements Scorer.close."""
@@ -333,10 +333,10 @@ class VllmRewardModel(_ScorerProcess):
             if not self._ready:
                 time.sleep(_POLL_S)
 
-    def _failed(self, what: str) -> ScoringError:
+    def _failed(self, failure: str) -> ScoringError:
         """Ends the server, to be restarted for the next batch, and returns the error."""
         self._end()
-        return ScoringError(f"the reward model's vLLM {what}; {self._log_end()}")
+        return ScoringError(f"the reward model's vLLM {failure}; {self._log_end()}")
 
     def _end(self) -> None:
         with self._state:

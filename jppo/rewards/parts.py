@@ -168,14 +168,14 @@ class ConversationPart(Part):
 
     def submit(self, sample: Sample) -> Future[Reward]:
         """Returns the score at once."""
-        found = sample.exchange
-        if found is None:  # a sample without a conversation, as in checks
+        exchange = sample.exchange
+        if exchange is None:  # a sample without a conversation, as in checks
             return graded(Reward(0.0, {}, error=None))
-        if found.fault is not None:
-            return graded(failed(found.fault))
-        score, earned = found.score, found.earned
+        if exchange.fault is not None:
+            return graded(failed(exchange.fault))
+        score, earned = exchange.score, exchange.earned
         if self._tools:
-            score, earned = sum(amount for _, amount in found.tool_earned), found.tool_earned
+            score, earned = sum(amount for _, amount in exchange.tool_earned), exchange.tool_earned
         return graded(Reward(score, {}, error=None, earned=earned))
 
 
@@ -201,8 +201,8 @@ class PartWeights:
 
     def of(self, source: str) -> dict[str, float]:
         """Returns the parts that score a source, with their weights."""
-        found = {part: self.of_source.get((source, part), weight) for part, weight in self.general.items()}
-        return {part: weight for part, weight in found.items() if weight is not None}
+        weights = {part: self.of_source.get((source, part), weight) for part, weight in self.general.items()}
+        return {part: weight for part, weight in weights.items() if weight is not None}
 
 
 def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = ()) -> PartWeights:
@@ -217,18 +217,18 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
     for item in (item.strip() for item in text.split(",") if item.strip()):
         name, equals, value = item.partition("=")
         source, colon, part = name.rpartition(":")
-        said = f"reward.weights={text!r}: {item!r}"
+        prefix = f"reward.weights={text!r}: {item!r}"
         if not equals or part not in parts:
             raise UserError(
-                f"{said} must be PART=NUMBER or SOURCE:PART=NUMBER, and the parts of this run are {', '.join(parts)}"
+                f"{prefix} must be PART=NUMBER or SOURCE:PART=NUMBER, and the parts of this run are {', '.join(parts)}"
             )
         place = (source, part) if colon else part
         if place in of_source or place in general:
-            raise UserError(f"{said} has a duplicate; remove one")
+            raise UserError(f"{prefix} has a duplicate; remove one")
         if colon:
-            of_source[source, part] = _weight(value, said)
+            of_source[source, part] = _weight(value, prefix)
         else:
-            general[part] = _weight(value, said)
+            general[part] = _weight(value, prefix)
     absent = [part for part in parts if part not in general]
     for part in absent:
         if part not in optional and not any(p == part for _, p in of_source):
@@ -239,7 +239,7 @@ def parse_weights(text: str, parts: Sequence[str], *, optional: Sequence[str] = 
     return PartWeights({part: general.get(part) for part in parts}, of_source)
 
 
-def _weight(value: str, said: str) -> float | None:
+def _weight(value: str, prefix: str) -> float | None:
     if value.strip() == _OFF:
         return None
     try:
@@ -247,7 +247,7 @@ def _weight(value: str, said: str) -> float | None:
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise UserError(f"{said} must end with a number, or with {_OFF}")
+        raise UserError(f"{prefix} must end with a number, or with {_OFF}")
     return weight
 
 
@@ -287,10 +287,10 @@ class RewardSum:
 
     def metrics(self) -> dict[str, float]:
         """Returns the parts' counters since the last call."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for part in self.parts.values():
-            found |= part.metrics()
-        return found
+            metrics |= part.metrics()
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the parts for a checkpoint."""
@@ -333,8 +333,10 @@ class Grading:
         """Returns the finished rewards without an error by number, without waiting."""
         with self._lock:
             waiting = dict(self._waiting)
-        found = {number: self._composed(of) for number, of in waiting.items() if all(f.done() for _, f in of.values())}
-        return {number: reward for number, reward in found.items() if reward.error is None}
+        rewards = {
+            number: self._composed(of) for number, of in waiting.items() if all(f.done() for _, f in of.values())
+        }
+        return {number: reward for number, reward in rewards.items() if reward.error is None}
 
     def collect(self, numbers: Iterable[int] | None = None) -> list[Reward]:
         """Waits for the rewards of `numbers` (None: all) and returns them in the order of their numbers."""
@@ -351,25 +353,25 @@ class Grading:
         )
 
 
-def compose(found: Mapping[str, tuple[float, Reward]], reward_sum: RewardSum) -> Reward:
+def compose(rewards: Mapping[str, tuple[float, Reward]], reward_sum: RewardSum) -> Reward:
     """Sums weight · score over the parts and keeps each part's score; an error of one is the sample's error.
 
     Amounts earned inside the response have their part's weight. The answer comes from the rule or the custom function.
     A number beyond float32, in which the trainer computes, is an error, too.
     """
-    parts = {name: reward.score for name, (_, reward) in found.items()}
-    for name, (_, reward) in found.items():
+    parts = {name: reward.score for name, (_, reward) in rewards.items()}
+    for name, (_, reward) in rewards.items():
         parts |= {f"{name}/{key}": value for key, value in reward.parts.items()}
-    answer = next((reward.answer for _, reward in found.values() if reward.answer is not None), None)
-    errors = [f"{name}: {why}" for name, one in found.items() if (why := _error(*one)) is not None]
+    answer = next((reward.answer for _, reward in rewards.values() if reward.answer is not None), None)
+    errors = [f"{name}: {why}" for name, weighted in rewards.items() if (why := _error(*weighted)) is not None]
     if errors:
         score, error = reward_sum.score_on_error, "; ".join(errors)
         finite = {key: value for key, value in parts.items() if math.isfinite(value)}
         if score is None:
             return Reward(math.nan, finite, error, answer, unusable=f"not graded: {error}")
         return Reward(score, finite, error, answer)
-    score = math.fsum(weight * reward.score for weight, reward in found.values())
-    earned = [(token, weight * amount) for weight, reward in found.values() for token, amount in reward.earned]
+    score = math.fsum(weight * reward.score for weight, reward in rewards.values())
+    earned = [(token, weight * amount) for weight, reward in rewards.values() for token, amount in reward.earned]
     return Reward(score, parts, None, answer, earned=tuple((token, amount) for token, amount in earned if amount))
 
 

@@ -176,28 +176,28 @@ class Pool:
         return worker
 
 
-def ready(pool: Pool, target: Target, what: str) -> bool:
+def ready(pool: Pool, target: Target, label: str) -> bool:
     """Prepares the target in a worker; True if it wants batches. Failures are UserErrors."""
     try:
         return pool.prepare(target)
     except NotReady as e:
         by_memory = any(sign in str(e) for sign in ("memory", "failed to map", "allocate", "signal 6", "signal 11"))
         more = "; raise reward.memory_bytes if it needs more" if by_memory else ""
-        raise UserError(f"{what}: {e}{more}") from e
+        raise UserError(f"{label}: {e}{more}") from e
 
 
 class _Worker:
     """One worker process with its guard and two pipes; used by one thread."""
 
     def __init__(self, memory_bytes: int, log: pathlib.Path | None, closed: threading.Event):
-        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
+        defaults = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
         with open(log or os.devnull, "ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "jppo.rewards.pool_worker", str(os.getpid()), str(memory_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=one | os.environ | {"PYTHONPATH": python_path()},
+                env=defaults | os.environ | {"PYTHONPATH": python_path()},
                 start_new_session=True,
                 bufsize=0,
             )
@@ -226,21 +226,21 @@ class _Worker:
         return reply
 
     def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
-        got = bytearray()
-        while len(got) < count:
+        received = bytearray()
+        while len(received) < count:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _Lost(f"it took longer than {timeout_s:g} s")
             if self._closed.is_set():
                 raise _Lost("the pool was closed")
             if self._seen.poll(1000 * min(left, _TICK_S)):
-                chunk = os.read(self._out.fileno(), min(count - len(got), 2**20))
+                chunk = os.read(self._out.fileno(), min(count - len(received), 2**20))
                 if not chunk:
                     raise _Lost(self._ending())
-                got += chunk
+                received += chunk
             elif not self.alive() and not self._seen.poll(0):
                 raise _Lost(self._ending())
-        return bytes(got)
+        return bytes(received)
 
     def _ending(self) -> str:
         try:

@@ -53,16 +53,16 @@ def _takes_batch(function: Function) -> bool:
 def _check_signature(function: Function, name: str) -> None:
     """Raises ValueError unless the function has one of the signatures."""
     if TRL in _parameters(function):
-        wanted = [one for one in _required(function) if one in NOT_PASSED]
+        wanted = [parameter for parameter in _required(function) if parameter in NOT_PASSED]
         if not wanted:
             return
-        what = f"asks for {wanted[0]!r}, which jppo does not pass"
+        fault = f"asks for {wanted[0]!r}, which jppo does not pass"
     elif _takes(function, BATCH if _takes_batch(function) else ONE):
         return
     else:
-        what = f"has the signature {_signature(function)}"
+        fault = f"has the signature {_signature(function)}"
     raise ValueError(
-        f"{name!r} {what}; it must be a function of ({', '.join(ONE)}=None), of ({', '.join(BATCH)}) for all"
+        f"{name!r} {fault}; it must be a function of ({', '.join(ONE)}=None), of ({', '.join(BATCH)}) for all"
         f" samples at once, or of ({TRL}, **kwargs) as in TRL"
     )
 
@@ -91,28 +91,31 @@ def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
 def _results(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
     """Returns the results of calls; calls of an async function run concurrently."""
     if not inspect.iscoroutinefunction(function):
-        return [function(**one) for one in calls]
+        return [function(**call) for call in calls]
 
     async def every() -> list[Any]:
-        return list(await asyncio.gather(*(function(**one) for one in calls)))
+        return list(await asyncio.gather(*(function(**call) for call in calls)))
 
     return asyncio.run(every())
 
 
 def _as_trl(function: Function, samples: Sequence[Sample]) -> dict[str, list[Any]]:
     """Returns TRL's arguments: prompts, completions (messages where the prompt is) and every column of the rows."""
-    rows = [{"data_source": one["data_source"], "ground_truth": one["truth"]} | one["columns"] for one in samples]
+    rows = [
+        {"data_source": sample["data_source"], "ground_truth": sample["truth"]} | sample["columns"]
+        for sample in samples
+    ]
     given = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    given["prompts"] = [one["prompt"] for one in samples]
+    given["prompts"] = [sample["prompt"] for sample in samples]
     given[TRL] = [
-        one["text"] if isinstance(one["prompt"], str) else [{"role": "assistant", "content": one["text"]}]
-        for one in samples
+        sample["text"] if isinstance(sample["prompt"], str) else [{"role": "assistant", "content": sample["text"]}]
+        for sample in samples
     ]
     for name in _required(function):
         if name not in given:
             raise ValueError(f"the parameter {name!r} is no column of the data; it has {', '.join(given)}")
     parameters = inspect.signature(function).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return given
     return {name: value for name, value in given.items() if name in parameters}
 
@@ -192,16 +195,16 @@ def answer_of(result: Any, sample: Sample) -> _Answer:
     if not isinstance(result, dict):
         return _checked(result, {})
     try:
-        found = earned.read_amounts(result, text=sample["text"], turns=sample["turns"])
+        amounts = earned.read_amounts(result, text=sample["text"], turns=sample["turns"])
     except ValueError as e:
         return _failed(str(e))
-    if "score" not in result and found is None:
+    if "score" not in result and amounts is None:
         return _failed(f"the function returned a dict without 'score'; it has {sorted(map(str, result))[:20]}")
-    score = result["score"] if "score" in result or found is None else sum(amount for _, amount in found[1])
+    score = result["score"] if "score" in result or amounts is None else sum(amount for _, amount in amounts[1])
     parts = {str(k): earned.finite(v) for k, v in result.items() if k != "score"}
     checked = _checked(score, {k: v for k, v in parts.items() if v is not None})
-    if checked["error"] is None and found is not None:
-        checked["earned"] = found
+    if checked["error"] is None and amounts is not None:
+        checked["earned"] = amounts
     return checked | ({"answer": _text(result["pred"])} if "pred" in result else {})
 
 

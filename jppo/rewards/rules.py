@@ -68,8 +68,8 @@ def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
 
     Only written digits count: the last number of 1/2 is 2, of 5% it is 5.
     """
-    found = _ANY_NUMBER.findall(response)
-    return _number_verdict(found[-1] if found else None, ground_truth)
+    numbers = _ANY_NUMBER.findall(response)
+    return _number_verdict(numbers[-1] if numbers else None, ground_truth)
 
 
 def exact(response: str, ground_truth: str) -> Verdict:
@@ -94,8 +94,8 @@ def choice(response: str, ground_truth: str) -> Verdict:
     Stated is what follows `answer`, `option` or `choice` ('the answer is (B)', 'Ans: B'), 'B is correct',
     `#### B`, `\boxed{B}`, `\boxed{B) 5}`, and a letter that has a line to itself ('B', '(B)', '**B.**').
     """
-    found = list(_STATED.finditer(response))
-    letter = next(group for group in found[-1].groups() if group) if found else None
+    matches = list(_STATED.finditer(response))
+    letter = next(group for group in matches[-1].groups() if group) if matches else None
     return _letter_verdict(letter, ground_truth)
 
 
@@ -224,8 +224,8 @@ _MANY_TAGS = 10
 
 def gsm8k_strict(response: str, ground_truth: str) -> Verdict:
     """1 if the number after the last `#### ` of the last 300 characters is the truth, as text without commas."""
-    found = _GSM8K.findall(response[-_GSM8K_END:])
-    return _verdict(found[-1].replace(",", "") if found else None, ground_truth)
+    numbers = _GSM8K.findall(response[-_GSM8K_END:])
+    return _verdict(numbers[-1].replace(",", "") if numbers else None, ground_truth)
 
 
 def math_reward(response: str, ground_truth: str) -> Verdict:
@@ -248,8 +248,8 @@ def math_dapo(response: str, ground_truth: str) -> Verdict:
 
     Without an `Answer:`, the last `\boxed{}` of the last 100 characters is compared with the truth as text.
     """
-    found = _DAPO_ANSWER.findall(response[-_DAPO_END:])
-    answer: str | None = _normal_minerva(found[-1] if found else _NO_ANSWER)
+    answers = _DAPO_ANSWER.findall(response[-_DAPO_END:])
+    answer: str | None = _normal_minerva(answers[-1] if answers else _NO_ANSWER)
     right = answer == _normal_minerva(ground_truth)
     if answer == _NO_ANSWER:
         end = response[-_DAPO_BOX_END:]
@@ -314,8 +314,8 @@ def last_box(response: str) -> str | None:
     if r"\boxed " in response:
         return response.rpartition(r"\boxed ")[2].partition("$")[0]
     start = response.rfind(r"\boxed")
-    found = None if start < 0 else _to_closing_brace(response[start:])
-    return found[len(r"\boxed{") : -1] if found and found.startswith(r"\boxed{") else None
+    box = None if start < 0 else _to_closing_brace(response[start:])
+    return box[len(r"\boxed{") : -1] if box and box.startswith(r"\boxed{") else None
 
 
 def _verdict(answer: str | None, ground_truth: str) -> Verdict:
@@ -337,21 +337,21 @@ def _braced_roots(text: str) -> str:
     first, *others = text.split(r"\sqrt")
     if "" in others:
         raise ValueError(f"{text!r} ends in a root of nothing")
-    return first + "".join(rf"\sqrt{one}" if one[0] == "{" else rf"\sqrt{{{one[0]}}}{one[1:]}" for one in others)
+    return first + "".join(rf"\sqrt{rest}" if rest[0] == "{" else rf"\sqrt{{{rest[0]}}}{rest[1:]}" for rest in others)
 
 
 def _braced_fractions(text: str) -> str:
     r"""Rewrites \frac12 and \frac1{2} as \frac{1}{2}; unchanged where a fraction has one character."""
     first, *others = text.split(r"\frac")
     braced = [first]
-    for one in others:
-        if not one:
+    for rest in others:
+        if not rest:
             raise ValueError(f"{text!r} has a fraction of nothing")
-        if one[0] != "{":
-            if len(one) < 2:
+        if rest[0] != "{":
+            if len(rest) < 2:
                 return text
-            one = f"{{{one[0]}}}{one[1:]}" if one[1] == "{" else f"{{{one[0]}}}{{{one[1]}}}{one[2:]}"
-        braced.append(one)
+            rest = f"{{{rest[0]}}}{rest[1:]}" if rest[1] == "{" else f"{{{rest[0]}}}{{{rest[1]}}}{rest[2:]}"
+        braced.append(rest)
     return r"\frac".join(braced)
 
 
@@ -389,6 +389,6 @@ def _targets(ground_truth: str) -> tuple[str, ...]:
         return (ground_truth,)
     target = held.get("target") if isinstance(held, dict) else ground_truth
     targets = [target] if isinstance(target, str) else target
-    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+    if not isinstance(targets, list) or not all(isinstance(text, str) for text in targets):
         raise ValueError(f"ground_truth={ground_truth[:60]!r} must be text, or JSON with text or texts as 'target'")
     return tuple(targets)

@@ -40,8 +40,8 @@ def main(directory: str, parent: int, device: str, dtype: str, threads: int, kin
     _write(out, {"ready": {"device": device}})
     while (message := _read(sys.stdin.buffer)) is not None:
         try:
-            found = score_at(model, **message) if kind == "token" else score(model, message["ids"])
-            _write(out, {"scores": found})
+            scores = score_at(model, **message) if kind == "token" else score(model, message["ids"])
+            _write(out, {"scores": scores})
         except BrokenPipeError:
             return
         except Exception as e:  # of this batch only, such as out of memory
@@ -81,12 +81,12 @@ def score(model: Any, ids: list[list[int]]) -> list[float]:
     """Returns the logit of each sequence: in one pass if the model has a padding token, otherwise one by one."""
     pad = model.config.get_text_config().pad_token_id
     if pad is None and len(ids) > 1:
-        return [score(model, [one])[0] for one in ids]
+        return [score(model, [sequence])[0] for sequence in ids]
     logits = _logits(model, ids)
     if logits.shape != (len(ids), 1):
         raise ValueError(f"the model gives logits of shape {list(logits.shape)}, not {[len(ids), 1]}")
-    found: list[float] = logits[:, 0].tolist()
-    return found
+    scores: list[float] = logits[:, 0].tolist()
+    return scores
 
 
 def score_at(model: Any, ids: list[list[int]], places: list[list[int]]) -> list[list[float]]:
@@ -98,8 +98,8 @@ def score_at(model: Any, ids: list[list[int]], places: list[list[int]]) -> list[
 
 def _logits(model: Any, ids: list[list[int]]) -> Any:
     pad, longest = model.config.get_text_config().pad_token_id or 0, max(map(len, ids))
-    tokens = torch.tensor([one + [pad] * (longest - len(one)) for one in ids])
-    mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in ids])
+    tokens = torch.tensor([sequence + [pad] * (longest - len(sequence)) for sequence in ids])
+    mask = torch.tensor([[1] * len(sequence) + [0] * (longest - len(sequence)) for sequence in ids])
     with torch.inference_mode():
         return model(input_ids=tokens.to(model.device), attention_mask=mask.to(model.device)).logits.float()
 

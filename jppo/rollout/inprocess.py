@@ -250,8 +250,8 @@ class _Batcher:
         self, tokens: np.ndarray, logprob: np.ndarray, finish: str, experts: np.ndarray | None, kept: Kept | None
     ) -> Answer:
         if not np.isfinite(logprob).all():
-            said = f"the weights of version {self._version} give no finite numbers"
-            raise RolloutError(f"an answer has tokens with the log-probs {logprob[:8]}...: {said}")
+            reason = f"the weights of version {self._version} give no finite numbers"
+            raise RolloutError(f"an answer has tokens with the log-probs {logprob[:8]}...: {reason}")
         return Answer(
             tokens.tolist(), logprob.tolist(), [self._version] * len(tokens), finish, experts=experts, kept=kept
         )
@@ -263,14 +263,14 @@ def filling(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
     return prompts, np.full(rows, -1, np.int32), np.ones(rows, np.int32), np.zeros(rows, np.int32), seed
 
 
-def choice_of(how: Sampling) -> SamplingRule:
+def choice_of(sampling: Sampling) -> SamplingRule:
     """Returns the sampling parameters as arrays for the programs."""
     fields: dict[str, Any] = dict(
-        temperature=np.float32(how.temperature),
-        top_p=np.float32(how.top_p),
-        top_k=np.int32(how.top_k),
-        min_p=np.float32(how.min_p),
-        ignore_eos=np.bool_(how.ignore_eos),
+        temperature=np.float32(sampling.temperature),
+        top_p=np.float32(sampling.top_p),
+        top_k=np.int32(sampling.top_k),
+        min_p=np.float32(sampling.min_p),
+        ignore_eos=np.bool_(sampling.ignore_eos),
     )
     return SamplingRule(**fields)
 
@@ -368,11 +368,11 @@ class InprocessSampler(Sampler):
                     f" with max_tokens={sampling.max_tokens} fit the engine's {s.max_model_len}; cut the prompt, or"
                     " request less"
                 )
-        how = sampling
-        if how.max_tokens < 1 or how.temperature < 0 or not 0 < how.top_p <= 1 or not 0 <= how.min_p < 1:
+        choice = sampling
+        if choice.max_tokens < 1 or choice.temperature < 0 or not 0 < choice.top_p <= 1 or not 0 <= choice.min_p < 1:
             raise UserError(
-                f"max_tokens={how.max_tokens} must be at least 1, temperature={how.temperature} at least 0, top_p="
-                f"{how.top_p} above 0 and at most 1, min_p={how.min_p} at least 0 and below 1"
+                f"max_tokens={choice.max_tokens} must be at least 1, temperature={choice.temperature} at least 0,"
+                f" top_p={choice.top_p} above 0 and at most 1, min_p={choice.min_p} at least 0 and below 1"
             )
 
     def _held(self) -> Weights:

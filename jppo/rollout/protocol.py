@@ -280,7 +280,7 @@ def cut_at(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Sequ
     def holds(end: int) -> bool:
         while (text := decode(list(tokens[first:end]))).endswith(HALF):
             end -= 1
-        return any(one in text for one in stop)
+        return any(ending in text for ending in stop)
 
     ends = range(known + 1, len(tokens) + 1)
     if not ends or not holds(len(tokens)):
@@ -297,4 +297,4 @@ def begun(tokens: Sequence[int], decode: Callable[[list[int]], str], stop: Seque
     while first > 0 and len(decode(list(tokens[first:])).rstrip(HALF)) < back:
         first = max(0, first - back)
     text = decode(list(tokens[first:]))
-    return text.endswith((HALF, *(one[:length] for one in stop for length in range(1, len(one)))))
+    return text.endswith((HALF, *(ending[:length] for ending in stop for length in range(1, len(ending)))))

@@ -120,7 +120,7 @@ def publish_base(c: Settings, learner: Learner, sampler: Source, version: int, h
         _load(c, sampler, base.params, learner.cfg, hosts, version=version)
 
 
-def _load(c: Settings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **how: Any) -> None:
+def _load(c: Settings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **options: Any) -> None:
     """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
     on_device = c.rollout.publish_via in ("nccl", "ipc")
     export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if on_device else hf_write.hf_tensors
@@ -128,10 +128,10 @@ def _load(c: Settings, sampler: Served, model: Weights, cfg: ModelConfig, hosts:
 
     def load() -> None:
         if hosts.count == 1:
-            sampler.load(Repeatable(make), **how)
+            sampler.load(Repeatable(make), **options)
             return
         with hf_write.fetched_by_all(make()) as tensors:
-            sampler.load(tensors, **how)
+            sampler.load(tensors, **options)
 
     hosts.together(load)
 
@@ -141,8 +141,8 @@ def publish_stored(c: Settings, sampler: Source, cfg: ModelConfig) -> None:
     if isinstance(sampler, InprocessSampler):
         mesh = make_mesh(c)
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
-        what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-        values = state.load_sharded(what, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        layout = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+        values = state.load_sharded(layout, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
         sampler.hold(values, version=0)
     else:
         sampler.load(Repeatable(functools.partial(hf.stored_tensors, c.model.path, cfg)), version=0)

@@ -148,9 +148,9 @@ def require_published(
         by_server: dict[str, list[np.ndarray]] = {}
         for trajectory, gaps in zip(drawn, _gaps(learner, now, drawn), strict=True):
             by_server.setdefault(trajectory.server, []).append(gaps)
-        found = {server: LogpGap(np.concatenate(gaps)) for server, gaps in by_server.items()}
+        measured = {server: LogpGap(np.concatenate(gaps)) for server, gaps in by_server.items()}
         # Non-finite log-probs are the trainer's: it diverged, and its next step or checkpoint says so.
-        finite = {server: gap for server, gap in found.items() if math.isfinite(gap.largest)}
+        finite = {server: gap for server, gap in measured.items() if math.isfinite(gap.largest)}
         wrong = {server: gap for server, gap in finite.items() if not gap.within(bound, part)}
         if not wrong:
             return
@@ -236,10 +236,10 @@ def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, f
     """Returns the server with the largest mismatch, its version labels, and the mismatch per token."""
     count = len(trajectories)
     mask, gap = np.asarray(data.mask)[:count], np.asarray(data.rollout_logprob - np.asarray(data.old_logprob))[:count]
-    found = []
+    mismatches = []
     for server in sorted({t.server for t in trajectories}):
         mine = mask & np.array([t.server == server for t in trajectories])[:, None]
-        found.append((float(gap[mine].mean()) if mine.any() else -math.inf, server))
-    worst, server = max(found)
+        mismatches.append((float(gap[mine].mean()) if mine.any() else -math.inf, server))
+    worst, server = max(mismatches)
     versions = {int(v) for t in trajectories if t.server == server for v in t.version[t.sampled]}
     return server, ", ".join(map(str, sorted(versions))), worst

@@ -48,16 +48,16 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     check_stop_texts(tokenizer, c.rollout.stop_texts)
     end_tokens = end_token_ids(c.model.path, tokenizer)
     agent = make_agent(c, tokenizer, end_tokens)
-    how = dict[str, Any](max_samples=c.data.train_max_samples) | _reading(c, tokenizer, agent)
-    prompts = _with_messages(c, read_prompts(c.data.train_files, **how))
+    arguments = dict[str, Any](max_samples=c.data.train_max_samples) | _reading(c, tokenizer, agent)
+    prompts = _with_messages(c, read_prompts(c.data.train_files, **arguments))
     train = mixture(prompts, c.data.mix, batch_size=prompts_per_batch(c))
     if c.data.gen_batch_size is not None and c.data.gen_batch_size > len(train.prompts):
         raise UserError(
             f"data.gen_batch_size={c.data.gen_batch_size} must be at most the number of prompts, {len(train.prompts)}"
         )
     if c.data.sampler:
-        how = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
-        train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **how))
+        ordering = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
+        train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **ordering))
     _require_teachers(c.ref.url, {p.data_source for p in train.prompts})
     val = _read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
@@ -122,8 +122,8 @@ def read_test(c: Settings) -> Inputs:
 
 def _read_val(c: Settings, tokenizer: Any, agent: Agent | None = None) -> PromptSet:
     """Reads the validation prompts."""
-    how = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
-    return _with_messages(c, read_prompts(c.data.val_files, **how, **_reading(c, tokenizer, agent)))
+    arguments = dict[str, Any](max_samples=c.data.val_max_samples, setting="data.val_files")
+    return _with_messages(c, read_prompts(c.data.val_files, **arguments, **_reading(c, tokenizer, agent)))
 
 
 def describe_decoding(policy: ModelConfig) -> str | None:
@@ -135,8 +135,8 @@ def describe_decoding(policy: ModelConfig) -> str | None:
 
 def speaking(inputs: Inputs) -> dict[str, Any]:
     """Returns the engine's arguments for responses: end tokens, decoder and turn loop."""
-    said = dict(eos_token_ids=inputs.end_tokens, decode=functools.partial(decode, inputs.tokenizer))
-    return said if inputs.agent is None else said | {"talk": inputs.agent.talk}
+    arguments = dict(eos_token_ids=inputs.end_tokens, decode=functools.partial(decode, inputs.tokenizer))
+    return arguments if inputs.agent is None else arguments | {"talk": inputs.agent.talk}
 
 
 def _tool_rewards(agent: Agent | None) -> bool:
@@ -180,7 +180,7 @@ def columns_of(c: Settings) -> dict[str, str]:
 def require_publishable(c: Settings, policy: ModelConfig) -> None:
     """Raises UserError for layers that no SGLang was tried with: its load keeps the old values of tensors silently."""
     parts = {"experts": policy.experts, "latent attention": policy.latent_sizes, "gated delta nets": policy.delta_kind}
-    untried = [part for part, found in parts.items() if found is not None]
+    untried = [part for part, config in parts.items() if config is not None]
     if c.rollout.name == "sglang" and untried:
         raise UserError(
             f"rollout.name='sglang': publishing {' and '.join(untried)} of a {policy.family} model to SGLang is"

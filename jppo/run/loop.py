@@ -90,8 +90,8 @@ def learn(run: Opened, method: Method, now: Progress) -> Progress:
                 try:
                     method.save(now, metrics, None)
                 except NonFinite as e:
-                    said = f"step {now.step}: {e}; nothing was saved, the last checkpoint remains"
-                    raise Diverged(f"{said}: {method.remedy}") from e
+                    message = f"step {now.step}: {e}; nothing was saved, the last checkpoint remains"
+                    raise Diverged(f"{message}: {method.remedy}") from e
             run.watch.check()
     except BaseException as e:  # the state may be fit, whatever ends the run
         if isinstance(e, RunEnded | Stopped) or run.hosts.shared(e):  # else the other hosts are elsewhere

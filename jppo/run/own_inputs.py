@@ -86,13 +86,13 @@ def make_settings(
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings by dotted names, from sections as dicts or from such names."""
-    found = dict[str, Any]()
+    by_name = dict[str, Any]()
     for name, value in sections.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}.{leaf}": x for leaf, x in _flat(value).items()}
+            by_name |= {f"{name}.{leaf}": x for leaf, x in _flat(value).items()}
         else:
-            found[name] = value
-    return found
+            by_name[name] = value
+    return by_name
 
 
 def _require_read(name: str) -> None:
@@ -152,22 +152,24 @@ def make_prompts(c: Settings, tokenizer: Any, given: Sequence[PromptLike], vocab
     """Tokenises prompts as jppo.train does; prompts and token ids stay as they are."""
     if isinstance(given, str) or not len(given):
         raise UserError(f"prompts={given!r}; give a list of texts, of chat messages or of token ids")
-    found: list[Prompt | None] = [one if isinstance(one, Prompt) else _of_ids(one, i) for i, one in enumerate(given)]
-    texts = [i for i, one in enumerate(found) if one is None]
+    prompts: list[Prompt | None] = [
+        prompt if isinstance(prompt, Prompt) else _of_ids(prompt, i) for i, prompt in enumerate(given)
+    ]
+    texts = [i for i, prompt in enumerate(prompts) if prompt is None]
     rows = {i: Row("prompts", i + 1, {}, "prompt") for i in texts}
     messages = [_messages(c, rows[i], given[i]) for i in texts]
     arguments = template_arguments(c.data.apply_chat_template_kwargs)
     ids = tokenise(messages, [rows[i] for i in texts], tokenizer, (), arguments) if texts else []
-    for i, said, tokens in zip(texts, messages, ids, strict=True):
-        found[i] = Prompt(str(i), "unknown", said, np.asarray(tokens, np.int32), "", {})
-    out = [one for one in found if one is not None]
-    for i, one in enumerate(out):
-        if not 1 <= len(one.ids) <= c.data.max_prompt_length:
+    for i, content, tokens in zip(texts, messages, ids, strict=True):
+        prompts[i] = Prompt(str(i), "unknown", content, np.asarray(tokens, np.int32), "", {})
+    out = [prompt for prompt in prompts if prompt is not None]
+    for i, prompt in enumerate(out):
+        if not 1 <= len(prompt.ids) <= c.data.max_prompt_length:
             raise UserError(
-                f"prompt {i + 1} has {len(one.ids)} tokens; it must have 1 to data.max_prompt_length="
+                f"prompt {i + 1} has {len(prompt.ids)} tokens; it must have 1 to data.max_prompt_length="
                 f"{c.data.max_prompt_length}: cut it, or open the model with data=dict(max_prompt_length=...)"
             )
-        if min(one.ids) < 0 or max(one.ids) >= vocabulary:
+        if min(prompt.ids) < 0 or max(prompt.ids) >= vocabulary:
             raise UserError(f"prompt {i + 1} has a token outside of 0 to {vocabulary - 1}; take the model's tokenizer")
     return out
 
@@ -183,5 +185,5 @@ def _of_ids(given: Any, number: int) -> Prompt | None:
 
 
 def _messages(c: Settings, row: Row, given: Any) -> str | list[dict[str, str]]:
-    said = checked_text(row, "it", given) if isinstance(given, str) else checked_messages(row, "it", list(given))
-    return with_system_prompt(said, c.data.system_prompt, row)
+    messages = checked_text(row, "it", given) if isinstance(given, str) else checked_messages(row, "it", list(given))
+    return with_system_prompt(messages, c.data.system_prompt, row)

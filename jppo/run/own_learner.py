@@ -159,14 +159,14 @@ class Losses:
         weigh = recipe.weigh_value if of_critic else recipe.weigh
 
         def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, dict[str, Array]]:
-            rows, found = scored.rows, dict[str, Any]()
+            rows, arrays = scored.rows, dict[str, Any]()
             if of_critic:
-                found["value"] = value(params, rows)
+                arrays["value"] = value(params, rows)
             else:
-                found |= logprob(params, rows)._asdict()
-            found |= {new: getattr(scored, old) for new, old in OF_BATCH.items()}
-            found |= dict(mask=rows.mask, segment=rows.segment)
-            each = function(**{own: found[SAME.get(own, own)] for own in names})
+                arrays |= logprob(params, rows)._asdict()
+            arrays |= {new: getattr(scored, old) for new, old in OF_BATCH.items()}
+            arrays |= dict(mask=rows.mask, segment=rows.segment)
+            each = function(**{own: arrays[SAME.get(own, own)] for own in names})
             each = each[0] if isinstance(each, tuple) else each
             if getattr(each, "shape", None) != rows.mask.shape:
                 raise UserError(
@@ -176,7 +176,7 @@ class Losses:
             each = each if scored.weight is None else each * scored.weight
             share = weigh(rows.mask, rows.segment, tokens=counts.tokens, sequences=counts.sequences)
             out = masked_sum(share * each, rows.mask)
-            return out, {"critic/vf_loss": out} if of_critic else {"actor/loss": out, update.TOKENS: found["logprob"]}
+            return out, {"critic/vf_loss": out} if of_critic else {"actor/loss": out, update.TOKENS: arrays["logprob"]}
 
         needs = tuple(OF_BATCH[name] for name in OF_BATCH if name in asked)
         return CompiledLoss(self._compiled(loss), of_critic, needs)
@@ -185,13 +185,15 @@ class Losses:
 def _arguments(function: Function) -> tuple[str, ...]:
     """Returns the names of a loss function's arguments; raises UserError for one that no loss has."""
     every = inspect.signature(function).parameters.values()
-    names = [one.name for one in every if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    names = [
+        parameter.name for parameter in every if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
     known = (*ARGUMENTS, *SAME)
     wanted = [name for name in names if name in known]
     unknown = [
-        one.name
-        for one in every
-        if one.name in names and one.name not in known and one.default is inspect.Parameter.empty
+        parameter.name
+        for parameter in every
+        if parameter.name in names and parameter.name not in known and parameter.default is inspect.Parameter.empty
     ]
     if unknown:
         raise UserError(
@@ -215,9 +217,9 @@ def _shown(function: Function) -> str:
 class Trainable:
     """The policy or the critic of a custom loop."""
 
-    def __init__(self, how: ppo.ModelUpdate, params: Params, opt: Any, section: Optimizer, total_steps: int):
+    def __init__(self, descent: ppo.ModelUpdate, params: Params, opt: Any, section: Optimizer, total_steps: int):
         """`section` has the optimizer's settings; its schedule is over `total_steps`."""
-        self.how, self.params, self.opt = how, params, opt
+        self.how, self.params, self.opt = descent, params, opt
         self._section, self._schedule = section, rate_schedule(section, total_steps)
         self._carry: Any = None
         self.accumulated = 0  # gradients since the last step
@@ -230,20 +232,20 @@ class Trainable:
 
     def forward_backward(self, accumulate: Any, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Any]]:
         """Adds the gradient of a mini-batch; returns its metrics, and the sums of each micro-batch."""
-        how = dataclasses.replace(self.how, accumulate=accumulate)
-        params, base, further = placing.to_device((self.params, how.base, further))
-        carry, self._carry = how.zeros() if self._carry is None else self._carry, None
+        descent = dataclasses.replace(self.how, accumulate=accumulate)
+        params, base, further = placing.to_device((self.params, descent.base, further))
+        carry, self._carry = descent.zeros() if self._carry is None else self._carry, None
         try:
-            carry, sums = ppo.forward_backward(how, params, base, carry, mini, *further)
+            carry, sums = ppo.forward_backward(descent, params, base, carry, mini, *further)
         except BaseException:
             self.discard()  # the carry was donated
             raise
         self._carry = carry
         self.accumulated += 1
         self._learns = self._learns or mini.learns
-        found = jax.device_get(sums)
-        metrics = [{name: x for name, x in one.items() if np.ndim(x) == 0 or name == router.LOAD} for one in found]
-        return ppo.update_metrics([(metrics, {})], how.name), found
+        fetched = jax.device_get(sums)
+        metrics = [{name: x for name, x in one.items() if np.ndim(x) == 0 or name == router.LOAD} for one in fetched]
+        return ppo.update_metrics([(metrics, {})], descent.name), fetched
 
     def select(self, select: Any, mini: Mini, key: Array, step: Array) -> Mini:
         """Marks the tokens that a loss treats apart."""
@@ -253,15 +255,15 @@ class Trainable:
 
     def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
         """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""
-        name, how = self.how.name, self.how
+        name, descent = self.how.name, self.how
         where: Any = step
         if any(x is not None for x in given.values()):
-            assert how.apply_given is not None
-            where, how = self._hyperparameters(step, given), dataclasses.replace(how, apply=how.apply_given)
+            assert descent.apply_given is not None
+            where, descent = self._hyperparameters(step, given), dataclasses.replace(descent, apply=descent.apply_given)
         before, carry = self.params, self._carry
         self._carry = None
         params = placing.take(self.params)
-        params, self.opt, stats = ppo.optim_step(how, params, self.opt, carry, where, learns=self._learns)
+        params, self.opt, stats = ppo.optim_step(descent, params, self.opt, carry, where, learns=self._learns)
         self.params = jax.block_until_ready(placing.put_back(params, before))
         self.discard()
         return {f"{name}/{key}": float(value) for key, value in jax.device_get(stats).items()}
@@ -271,8 +273,8 @@ class Trainable:
         betas: Any = s.betas
         usual = dict(lr=float(self._schedule(step)), beta1=betas[0], beta2=betas[1], eps=optim.ADAM_EPS)
         usual |= dict(weight_decay=s.weight_decay, grad_clip=s.grad_clip)
-        said = {key: value for key, value in given.items() if value is not None}
-        for key, value in said.items():
+        overrides = {key: value for key, value in given.items() if value is not None}
+        for key, value in overrides.items():
             if s.optimizer != "adamw" and key not in ("lr", "grad_clip"):
                 raise UserError(
                     f"optim_step({key}={value}) is of AdamW, and {name}.optimizer={s.optimizer!r}; leave {key} out"
@@ -281,9 +283,9 @@ class Trainable:
             if not within or not math.isfinite(value):
                 rule = "from 0 to below 1" if key.startswith("beta") else "a finite number, at least 0"
                 raise UserError(f"optim_step({key}={value}): {key} must be {rule}; correct it")
-        found = usual | said
-        found["grad_clip"] = found["grad_clip"] or math.inf
-        return optim.Hyperparameters(**{key: np.float32(value) for key, value in found.items()})
+        hyperparameters = usual | overrides
+        hyperparameters["grad_clip"] = hyperparameters["grad_clip"] or math.inf
+        return optim.Hyperparameters(**{key: np.float32(value) for key, value in hyperparameters.items()})
 
     def discard(self) -> None:
         """Drops the accumulated gradient."""
@@ -316,13 +318,13 @@ def load_state(
         raise UserError(f"{path} has no checkpoint, only a model; open that by jppo.open('{path}/hf')")
     spare = learner.spare()
     fits = functools.partial(_require_fitting, now)
-    found = restore(checkpoint, state.portable(like, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name)
-    there = state.placed(found.state, spare, like)
-    if optimizer and not {*found.missing} & {*OPTIMIZERS}:
-        return there
+    restored = restore(checkpoint, state.portable(like, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name)
+    loaded = state.placed(restored.state, spare, like)
+    if optimizer and not {*restored.missing} & {*OPTIMIZERS}:
+        return loaded
     begin = functools.partial(make.begin_optimizer, c, inputs, learner)
-    there = dataclasses.replace(there, policy_opt=begin("policy", there.policy))
-    return there if there.value is None else dataclasses.replace(there, value_opt=begin("value", there.value))
+    loaded = dataclasses.replace(loaded, policy_opt=begin("policy", loaded.policy))
+    return loaded if loaded.value is None else dataclasses.replace(loaded, value_opt=begin("value", loaded.value))
 
 
 def _require_fitting(now: dict[str, object], then: dict[str, object]) -> None:

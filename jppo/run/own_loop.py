@@ -117,7 +117,7 @@ class Model:
         asked = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
         sampling |= {} if n is None else {"n": n}
         require_sampling(sampling, {}, self.vocab_size)
-        how = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
+        options = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
         if weights is not None:
             engine.ensure(weights)
         elif engine.holds is not self:
@@ -126,7 +126,7 @@ class Model:
                 " publish() first"
             )
         self._sampled += 1
-        return engine.generate(asked, how)
+        return engine.generate(asked, options)
 
     def batch(self, samples: Sequence[Trajectory]) -> Responses:
         """Makes the batch of sampled responses, with `mask` and `rollout_logprob`."""
@@ -145,9 +145,11 @@ class Model:
             targets, inputs = [np.asarray(x)[1:] for x in inputs], [np.asarray(x)[:-1] for x in inputs]
         if len(inputs) != len(targets):
             raise UserError(f"{len(inputs)} inputs and {len(targets)} targets; give as many")
-        made = [trajectory_of(*pair, i, self.vocab_size) for i, pair in enumerate(zip(inputs, targets, strict=True))]
-        found = dataclasses.replace(self._batch(made), targets=aims(made, targets))
-        return found.replace(**fields)
+        trajectories = [
+            trajectory_of(*pair, i, self.vocab_size) for i, pair in enumerate(zip(inputs, targets, strict=True))
+        ]
+        batch = dataclasses.replace(self._batch(trajectories), targets=aims(trajectories, targets))
+        return batch.replace(**fields)
 
     def _batch(self, samples: Sequence[Trajectory]) -> Responses:
         c = self._parts.c
@@ -174,10 +176,10 @@ class Model:
         learner, micros = self._parts.learner, self._micros(batch)
         model = self.policy.model if weights is None else learner.policy(weights.state)
         data = ppo.with_old_logprob(learner.passes, learner.recipe, batch.data, micros, model)
-        found = np.asarray(data.old_logprob)
+        logprobs = np.asarray(data.old_logprob)
         if weights is None and self._parts.engine.holds is self and not self._stepped:
-            self._parts.engine.require_match(self._parts.c, batch, found)
-        return found
+            self._parts.engine.require_match(self._parts.c, batch, logprobs)
+        return logprobs
 
     def reference_logprobs(self, batch: Responses) -> np.ndarray:
         """Returns the frozen reference's log π of the trained tokens, [N, L] f32; open the model with `ref`."""
@@ -185,8 +187,8 @@ class Model:
         learner = self._parts.learner
         if learner.reference is None:
             raise UserError("this model has no reference; open it with ref=dict(path='policy'), or another path")
-        how = (self._micros(batch), self.policy.model, learner.reference)
-        return np.asarray(ppo.with_reference(learner.passes, learner.recipe, batch.data, *how).ref_logprob)
+        arguments = (self._micros(batch), self.policy.model, learner.reference)
+        return np.asarray(ppo.with_reference(learner.passes, learner.recipe, batch.data, *arguments).ref_logprob)
 
     def values(self, batch: Responses) -> np.ndarray:
         """Returns the critic's value of the state before each token, [N, L] f32."""
@@ -216,8 +218,8 @@ class Model:
         option compiles a new program, so define functions once.
         """
         self._require_open()
-        found = self._parts.losses.find(loss, options)
-        for name in found.needs:
+        compiled = self._parts.losses.find(loss, options)
+        for name in compiled.needs:
             if getattr(batch, name) is None:
                 raise UserError(
                     f"loss={loss if isinstance(loss, str) else getattr(loss, '__name__', None)!r} reads {name}, which"
@@ -225,12 +227,12 @@ class Model:
                 )
         learner = self._parts.learner
         mini = batch.mini(learner.plan, learner.mesh, batch if of is None else of)
-        of_model = self.critic if found.of_critic else self.policy
+        of_model = self.critic if compiled.of_critic else self.policy
         assert of_model is not None
-        if found.select is not None:
-            mini = of_model.select(found.select, mini, self._now.key, self._now.step)
-        further = (learner.recipe.in_loss(learner.reference),) if found.reference else ()
-        metrics, sums = of_model.forward_backward(found.accumulate, mini, *further)
+        if compiled.select is not None:
+            mini = of_model.select(compiled.select, mini, self._now.key, self._now.step)
+        further = (learner.recipe.in_loss(learner.reference),) if compiled.reference else ()
+        metrics, sums = of_model.forward_backward(compiled.accumulate, mini, *further)
         return Gradient(metrics, batch.logprob_of(mini, sums))
 
     def optim_step(
@@ -253,11 +255,11 @@ class Model:
         ready = [one for one in (self.policy, self.critic) if one is not None and one.accumulated]
         if not ready:
             raise UserError("optim_step() without a gradient; call forward_backward(batch, loss) first")
-        found = dict[str, float]()
+        metrics = dict[str, float]()
         for one in ready:
-            found |= one.optim_step(self._now.step, given)
+            metrics |= one.optim_step(self._now.step, given)
             self._stepped = True
-        return found
+        return metrics
 
     def discard(self) -> None:
         """Drops the accumulated gradients."""
@@ -325,11 +327,11 @@ class Model:
         self._require_open()
         self.discard()
         learner, path = self._parts.learner, pathlib.Path(folder)
-        found = load_state(self._parts.c, self._parts.inputs, learner, path, self.state, optimizer=optimizer)
-        self.policy.params, self.policy.opt = found.policy, found.policy_opt
+        loaded = load_state(self._parts.c, self._parts.inputs, learner, path, self.state, optimizer=optimizer)
+        self.policy.params, self.policy.opt = loaded.policy, loaded.policy_opt
         if self.critic is not None:
-            self.critic.params, self.critic.opt = found.value, found.value_opt
-        self._now = dataclasses.replace(found, policy=None, policy_opt=None, value=None, value_opt=None)
+            self.critic.params, self.critic.opt = loaded.value, loaded.value_opt
+        self._now = dataclasses.replace(loaded, policy=None, policy_opt=None, value=None, value_opt=None)
         self._stepped, self._sampled = False, 0
         self._parts.engine.forget(self)
         return self.step
@@ -394,7 +396,7 @@ def open_model(
         ends = end_token_ids(c.model.path, tokenizer)
         shared = Engine(c, learner, served, inputs.adapters, tokenizer, ends)
         stack.callback(shared.close)
-        made = Model(Parts(c, inputs, learner, losses, shared, tokenizer), begin, None)
-        made.publish()
-        made._close = stack.pop_all()
-        return made
+        model = Model(Parts(c, inputs, learner, losses, shared, tokenizer), begin, None)
+        model.publish()
+        model._close = stack.pop_all()
+        return model

@@ -71,10 +71,10 @@ class Responses:
         """
         for name in fields.keys() - {*FIELDS}:
             raise UserError(f"{name!r} is no array of a batch; use one of {', '.join(FIELDS)}")
-        made = {name: self._filled(name, x) for name, x in fields.items()}
-        if "mask" in made:
-            made["mask"] = made["mask"].astype(np.bool_)
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, **made))
+        arrays = {name: self._filled(name, x) for name, x in fields.items()}
+        if "mask" in arrays:
+            arrays["mask"] = arrays["mask"].astype(np.bool_)
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, **arrays))
 
     def _filled(self, name: str, x: Any) -> np.ndarray:
         shape, lengths = np.asarray(self.data.mask).shape, self.lengths
@@ -89,25 +89,25 @@ class Responses:
             out = np.zeros(shape, np.float32)
             out[inside] = np.concatenate([np.asarray(row, np.float32) for row in x])
             return out
-        found = np.asarray(x, np.float32)
-        if found.shape == (len(self),):
-            found = np.broadcast_to(found[:, None], shape)
-        if found.shape != shape:
+        array = np.asarray(x, np.float32)
+        if array.shape == (len(self),):
+            array = np.broadcast_to(array[:, None], shape)
+        if array.shape != shape:
             raise UserError(
-                f"{name} has the shape {list(found.shape)}; it must be [{len(self)}], {list(shape)} or a list of"
+                f"{name} has the shape {list(array.shape)}; it must be [{len(self)}], {list(shape)} or a list of"
                 f" {len(self)} arrays with one number for each token"
             )
-        return np.where(inside, found, np.float32(0))
+        return np.where(inside, array, np.float32(0))
 
     def mini(self, plan: packing.Plan, mesh: Mesh, of: "Responses") -> batch.Mini:
         """Packs the batch for one gradient, whose means are over the tokens and sequences of `of`."""
-        how = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=np.arange(len(self)))
+        options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=np.arange(len(self)))
         data = self.data
         if data.old_logprob is None:  # of a loss that does not read it
             data = dataclasses.replace(data, old_logprob=np.zeros(np.shape(data.mask), np.float32))
-        (made,) = batch.mini_batches(data, self.trajectories, **how)
-        micros = [dataclasses.replace(one, rows=self._aimed(one.rows)) for one in made.micros]
-        return dataclasses.replace(made, micros=micros, counts=made.counts if of is self else of.counts())
+        (mini,) = batch.mini_batches(data, self.trajectories, **options)
+        micros = [dataclasses.replace(micro, rows=self._aimed(micro.rows)) for micro in mini.micros]
+        return dataclasses.replace(mini, micros=micros, counts=mini.counts if of is self else of.counts())
 
     def counts(self) -> Counts:
         """Returns the denominators of means over the batch."""
@@ -124,10 +124,10 @@ class Responses:
 
     def micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
         """Packs the batch for passes without a gradient."""
-        made = batch.micros(self.data, self.trajectories, plan=plan, mesh=mesh)
+        micros = batch.micros(self.data, self.trajectories, plan=plan, mesh=mesh)
         if self.targets is None:
-            return made
-        aimed = [self._aimed(one.host) for one in made]
+            return micros
+        aimed = [self._aimed(micro.host) for micro in micros]
         return [batch.Micro(rows, sharding.put_rows(rows, mesh)) for rows in aimed]
 
     def _aimed(self, rows: Rows) -> Rows:
@@ -136,8 +136,8 @@ class Responses:
             return rows
         sequence, position = np.asarray(rows.sequence), np.asarray(rows.position)
         there = sequence >= 0
-        found = self.targets[np.where(there, sequence, 0), np.where(there, position, 0)]
-        return dataclasses.replace(rows, targets=np.where(there, found, rows.targets).astype(np.int32))
+        targets = self.targets[np.where(there, sequence, 0), np.where(there, position, 0)]
+        return dataclasses.replace(rows, targets=np.where(there, targets, rows.targets).astype(np.int32))
 
 
 def of_samples(samples: Sequence[Trajectory], columns: int) -> Responses:
@@ -150,18 +150,18 @@ def of_samples(samples: Sequence[Trajectory], columns: int) -> Responses:
 
 def trajectory_of(inputs: Any, targets: Any, row: int, vocabulary: int) -> Trajectory:
     """Returns given tokens as a response: entry t is about emitting targets[t] after reading inputs[: t + 1]."""
-    found = [np.asarray(x) for x in (inputs, targets)]
-    for name, x in zip(("inputs", "targets"), found, strict=True):
+    arrays = [np.asarray(x) for x in (inputs, targets)]
+    for name, x in zip(("inputs", "targets"), arrays, strict=True):
         if x.ndim != 1 or not np.issubdtype(x.dtype, np.integer) or not len(x):
             raise UserError(f"{name}[{row}] has shape {list(x.shape)} and dtype {x.dtype}; give a list of token ids")
         if x.min() < 0 or x.max() >= vocabulary:
             worst = int(x.min() if x.min() < 0 else x.max())
             raise UserError(f"{name}[{row}] has token {worst}; the model's are 0 to {vocabulary - 1}")
-    if len(found[0]) != len(found[1]):
+    if len(arrays[0]) != len(arrays[1]):
         raise UserError(
-            f"inputs[{row}] has {len(found[0])} tokens and targets[{row}] {len(found[1])}; give one target for each"
+            f"inputs[{row}] has {len(arrays[0])} tokens and targets[{row}] {len(arrays[1])}; give one target for each"
         )
-    tokens = np.append(found[0], found[1][-1])
+    tokens = np.append(arrays[0], arrays[1][-1])
     return given_text(tokens, np.arange(len(tokens)) > 0)
 
 
@@ -217,14 +217,14 @@ class Engine:
         if self.holds is not kept:
             self.publish(kept, kept.state)
 
-    def generate(self, prompts: list[Prompt], how: Sampling) -> list[Trajectory]:
+    def generate(self, prompts: list[Prompt], options: Sampling) -> list[Trajectory]:
         """Samples with the weights that it holds."""
         if self._sampler is None:
             raise UserError("this model was opened without an engine; open it with engine='inprocess' or 'vllm'")
         r = self._c.rollout
-        usual = how.temperature == r.temperature and (how.top_p, how.top_k, how.min_p) == (1.0, -1, 0.0)
+        usual = options.temperature == r.temperature and (options.top_p, options.top_k, options.min_p) == (1.0, -1, 0.0)
         self._plain = self._plain and usual
-        return self._sampler.generate(prompts, how, version=self._version)
+        return self._sampler.generate(prompts, options, version=self._version)
 
     def require_match(self, c: Settings, responses: Responses, logprob: np.ndarray) -> None:
         """Raises Mismatch where the engine's log-probs of its current weights' samples are far from the trainer's."""

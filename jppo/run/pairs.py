@@ -78,15 +78,17 @@ def train_on_pairs(
         pairs, sums = task.held_out.pairs, {"loss": 0.0, "accuracy": 0.0}
         for some in pair_blocks(c, len(pairs)):
             rows = pack_pairs(task, [pairs[i] for i in some])
-            (_, found), _ = judged(model, params, task.held_out, some, rows)
-            sums = {name: so_far + len(some) * float(found[name]) for name, so_far in sums.items()}
+            (_, metrics), _ = judged(model, params, task.held_out, some, rows)
+            sums = {name: so_far + len(some) * float(metrics[name]) for name, so_far in sums.items()}
         return {f"{task.name}/val_{name}": value / len(pairs) for name, value in sums.items()}
 
     objective = supervised.ExampleObjective(
         name=task.name,
         head=task.head,
         examples=len(task.pairs.pairs),
-        checksum=checksum_of(array for one in task.pairs.pairs for array in (one.chosen, one.rejected, margins([one]))),
+        checksum=checksum_of(
+            array for pair in task.pairs.pairs for array in (pair.chosen, pair.rejected, margins([pair]))
+        ),
         columns=columns,
         opening=f"pairs             {_counted(task.pairs)}; held out {_counted(task.held_out)}",
         begin=None if begin is None else lambda model, params: begin(task, model, params),
@@ -96,28 +98,28 @@ def train_on_pairs(
         changes=task.changes,
     )
     metrics = supervised.train_on_examples(c, task, objective)
-    if (found := metrics.get(f"{task.name}/val_accuracy")) is not None:
-        print(f"held-out accuracy {found:.4f} on {len(task.held_out.pairs)} pairs")
+    if (accuracy := metrics.get(f"{task.name}/val_accuracy")) is not None:
+        print(f"held-out accuracy {accuracy:.4f} on {len(task.held_out.pairs)} pairs")
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def read_pair_sets(c: Paired, tokenizer: Any, **how: Any) -> tuple[PairSet, PairSet]:
-    """Reads the pairs to train on and the held-out ones; `how` is the tokenisation."""
+def read_pair_sets(c: Paired, tokenizer: Any, **options: Any) -> tuple[PairSet, PairSet]:
+    """Reads the pairs to train on and the held-out ones; `options` are those of the tokenisation."""
     data = c.data
-    how |= dict(max_length=c.data.longest_row, system_prompt=data.system_prompt, custom_cls=data.custom_cls)
+    options |= dict(max_length=c.data.longest_row, system_prompt=data.system_prompt, custom_cls=data.custom_cls)
     sets = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
-    found, held_out = (read_pairs(files, setting=name, tokenizer=tokenizer, **how) for name, files in sets)
-    return found, held_out
+    train, held_out = (read_pairs(files, setting=name, tokenizer=tokenizer, **options) for name, files in sets)
+    return train, held_out
 
 
 def score_pairs(task: PairTask, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = placing.to_device((model.base, params))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
-    found: Array = placing.put(np.zeros(2 * pairs, np.float32), whole)
+    scores: Array = placing.put(np.zeros(2 * pairs, np.float32), whole)
     for one in rows:
-        found = task.scores(params, base, placing.put(one, place), found)
-    return found
+        scores = task.scores(params, base, placing.put(one, place), scores)
+    return scores
 
 
 def pair_blocks(c: Paired, count: int) -> list[range]:
@@ -169,9 +171,9 @@ def _keeps_copy(c: Paired) -> bool:
     return isinstance(c, PreferenceTuning) and c.dpo.reference == "mesh"
 
 
-def _counted(found: PairSet) -> str:
+def _counted(pairs: PairSet) -> str:
     """Formats the number of pairs and of excluded ones."""
-    return f"{len(found.pairs):,} ({found.overlong} over-long ones and {found.alike} with equal halves left out)"
+    return f"{len(pairs.pairs):,} ({pairs.overlong} over-long ones and {pairs.alike} with equal halves left out)"
 
 
 def margins(pairs: Sequence[Pair]) -> np.ndarray:

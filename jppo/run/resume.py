@@ -94,20 +94,20 @@ def data_checksums(train: PromptSet) -> dict[str, int]:
 
 def checksum_of(arrays: Iterable[np.ndarray]) -> int:
     """Returns a checksum of arrays, their lengths and their order."""
-    found = 0
+    checksum = 0
     for array in arrays:
-        found = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), found))
-    return found
+        checksum = zlib.crc32(array.tobytes(), zlib.crc32(str(len(array)).encode(), checksum))
+    return checksum
 
 
 def frozen_weights(learner: Learner) -> dict[str, Any]:
     """Returns the weights read from files at every start: the reference, the bases of adapters."""
-    found = {
+    weights = {
         "ref.path": learner.reference,
         "model.path": None if learner.actor.base is None else learner.actor.base.params,
         "critic.path": None if learner.critic is None or learner.critic.base is None else learner.critic.base.params,
     }
-    return {name: tree for name, tree in found.items() if tree is not None}
+    return {name: tree for name, tree in weights.items() if tree is not None}
 
 
 def place_of(cursor: Cursor, reward_sum: RewardSum) -> dict[str, Any]:
@@ -141,31 +141,31 @@ def save_checkpoint(
 
 def resume_or_begin(c: Common, checkpoints: Checkpoints, spare: Spare, begin: TrainState, now: dict[str, Any]) -> Begun:
     """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
-    found = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
-    if found is None:
+    restored = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
+    if restored is None:
         return Begun(Progress(begin, {"cursor": dataclasses.asdict(Cursor())}))
-    there = state.placed(found.state, spare, begin)
-    fresh = {*found.missing} & {*OPTIMIZERS}
+    resumed = state.placed(restored.state, spare, begin)
+    fresh = {*restored.missing} & {*OPTIMIZERS}
     if fresh:  # their initial values came from the old model
-        there = dataclasses.replace(
-            there,
-            policy_opt=optim.begun_anew(there.policy_opt, there.policy),
-            value_opt=optim.begun_anew(there.value_opt, there.value),
+        resumed = dataclasses.replace(
+            resumed,
+            policy_opt=optim.begun_anew(resumed.policy_opt, resumed.policy),
+            value_opt=optim.begun_anew(resumed.value_opt, resumed.value),
         )
-    if "step" in found.missing:  # a format of fine-tuning and reward models that had only the model
-        there = dataclasses.replace(there, step=scalar(found.step, begin.step))
+    if "step" in restored.missing:  # a format of fine-tuning and reward models that had only the model
+        resumed = dataclasses.replace(resumed, step=scalar(restored.step, begin.step))
     if isinstance(c, Settings):
         if c.algorithm.kl_ctrl_type == "fixed":  # the config's, even if it changed before the resume
-            there = dataclasses.replace(there, kl_coef=begin.kl_coef)
-        if int(there.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
-            there = dataclasses.replace(there, bad_steps=begin.bad_steps)
+            resumed = dataclasses.replace(resumed, kl_coef=begin.kl_coef)
+        if int(resumed.bad_steps) >= c.trainer.max_bad_steps:  # the run had stopped; resuming it is deliberate
+            resumed = dataclasses.replace(resumed, bad_steps=begin.bad_steps)
     line = "the checkpoint has no optimizer state (trainer.save_contents): the optimizers start fresh"
-    said = (*_differences(found.meta, now), *([line] if fresh else ()))
-    queue = found.meta.get("queue")
+    lines = (*_differences(restored.meta, now), *([line] if fresh else ()))
+    queue = restored.meta.get("queue")
     if not isinstance(queue, dict):  # an older format, whose samples are requested again
         queue = {}
-    place: dict[str, Any] = {name: found.meta[name] for name in ("cursor", "reward") if name in found.meta}
-    return Begun(Progress(there, place, found.meta.get("pending")), found.step, queue, said)
+    place: dict[str, Any] = {name: restored.meta[name] for name in ("cursor", "reward") if name in restored.meta}
+    return Begun(Progress(resumed, place, restored.meta.get("pending")), restored.step, queue, lines)
 
 
 def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
@@ -178,17 +178,17 @@ def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[st
     checked: dict[str, Any] = {"fits": lambda meta: require_same_run(meta, now), "optional": optional}
     checked["former_name"] = former_name
     if mode == "auto":
-        found = checkpoints.restore_latest(like, **checked)
+        restored = checkpoints.restore_latest(like, **checked)
     else:
-        found = restore(pathlib.Path(mode), like, **checked)
-    if found is not None:
-        checkpoints.discard_after(found.step)
-    return found
+        restored = restore(pathlib.Path(mode), like, **checked)
+    if restored is not None:
+        checkpoints.discard_after(restored.step)
+    return restored
 
 
 def former_name(name: str) -> str:
     """Returns the name of an AdamW state array in checkpoints from before optax chains."""
-    return ADAMW.sub(lambda found: f"{found[1]}.{found[2].replace('count', 'steps')}", name)
+    return ADAMW.sub(lambda match: f"{match[1]}.{match[2].replace('count', 'steps')}", name)
 
 
 def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -212,14 +212,16 @@ def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
             old, new = before.get(name, "adamw"), now["config"].get(name)
             if new not in (None, old) and ":" not in old + new:
                 raise UserError(f"{name}={new!r} was {old!r} when the checkpoint was written, with its state; {remedy}")
-    for about, what in (("data", "data.train_files"), ("frozen", "")):
+    for about, files in (("data", "data.train_files"), ("frozen", "")):
         old, new = then.get(about), now[about]
         if old is None or old == new:
             continue
         name = next(name for name in (*old, *new) if old.get(name) != new.get(name))
         change = "is gone" if name not in new else "is new" if name not in old else "has changed"
-        said = f"{what}: source {name!r} {change}" if what else f"{name}: the checksum of its frozen weights {change}"
-        raise UserError(f"{said} since the checkpoint was written; {remedy}")
+        message = (
+            f"{files}: source {name!r} {change}" if files else f"{name}: the checksum of its frozen weights {change}"
+        )
+        raise UserError(f"{message} since the checkpoint was written; {remedy}")
 
 
 def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -228,7 +230,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     A fixed setting is equal, or the checkpoint is from before it.
     """
     out = []
-    for about, said in (("config", "settings"), ("versions", "versions")):
+    for about, label in (("config", "settings"), ("versions", "versions")):
         old, new = then.get(about, now[about]), now[about]
         changed = [
             f"{name} {old.get(name)!r} → {new.get(name)!r}"
@@ -236,7 +238,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
             if old.get(name) != new.get(name) and name not in (*PASSING, *FIXED)
         ]
         if changed:
-            out.append(f"{said} that differ from the checkpoint's: {', '.join(changed)}")
+            out.append(f"{label} that differ from the checkpoint's: {', '.join(changed)}")
     return out
 
 

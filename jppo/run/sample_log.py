@@ -83,21 +83,21 @@ def conversation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 
 def source_means(rewards: Sequence[Reward], sources: Sequence[str]) -> dict[str, float]:
     """Returns the mean score of each data source, if the step has several; `sources` has each sample's."""
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for reward, source in zip(rewards, sources, strict=False):
         if reward.unusable is None:
-            found.setdefault(f"train/{source}/score", []).append(reward.score)
+            scores.setdefault(f"train/{source}/score", []).append(reward.score)
     several = len(set(sources)) > 1
-    return {name: float(np.mean(found[name])) for name in sorted(found)} if several else {}
+    return {name: float(np.mean(scores[name])) for name in sorted(scores)} if several else {}
 
 
 def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
     """Returns the mean of every part of the reward over the samples that have it."""
-    found: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = {}
     for reward in rewards:
         for name, value in reward.parts.items():
-            found.setdefault(f"reward/{name}/mean", []).append(value)
-    return {name: float(np.mean(values)) for name, values in found.items()}
+            parts.setdefault(f"reward/{name}/mean", []).append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def sample_rows(
@@ -154,14 +154,14 @@ def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: b
     value = of(data.value)
     if value is not None and value_norm is not None:
         value = np.asarray(values.denormalised(value, np.asarray(value_norm)))
-    found = {
+    arrays = {
         "reward": of(data.reward),
         "value": value,
         "advantage": of(data.advantage),
         "log_ratio_engine": None if bypass else minus(data.old_logprob, data.rollout_logprob),
         "log_ratio_reference": minus(data.old_logprob, data.ref_logprob),
     }
-    return {name: x for name, x in found.items() if x is not None}
+    return {name: x for name, x in arrays.items() if x is not None}
 
 
 def records(

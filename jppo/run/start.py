@@ -295,8 +295,8 @@ def _open_logger(c: Settings, held: _HostParts, hosts: Hosts, learner: Learner, 
         logged = begun.step - 1  # its line is written again
     muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
     held.display.leave_terminal()
-    how = dict[str, Any](total_steps=held.inputs.total_steps, resumed_step=logged, doing=Doing(held.timer))
-    return make_logger(c, held.folder, hosts, muted=muted, **how)
+    options = dict[str, Any](total_steps=held.inputs.total_steps, resumed_step=logged, doing=Doing(held.timer))
+    return make_logger(c, held.folder, hosts, muted=muted, **options)
 
 
 def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps: Laps) -> None:

@@ -105,8 +105,8 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             return _last_metrics(run)
         with timer("start"):
             timer.part("the model")
-            how = dict[str, Any](head=objective.head, key=jax.random.key(t.seed), adapters=task.adapters)
-            trained = load_trained(c, task.mesh, task.cfg, c.model.path, **how)
+            options = dict[str, Any](head=objective.head, key=jax.random.key(t.seed), adapters=task.adapters)
+            trained = load_trained(c, task.mesh, task.cfg, c.model.path, **options)
             descent, opt = make_descent(c.optim, objective.name, task.accumulate, trained, task.steps)
             origin = _make_origin(c, task, objective, trained)
             timer.part("the first pass")
@@ -226,8 +226,10 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
     params, opt = learned(objective, now.state)
     drawn = objective.draw(descent, params, indices)
     number = np.asarray(now.step, np.int32)
-    params, opt, found = ppo.descend(descent, params, opt, number, [drawn.mini], *drawn.further, key=now.state.key)
-    bad = bool(found[f"{objective.name}/skipped"])
+    params, opt, update_metrics = ppo.descend(
+        descent, params, opt, number, [drawn.mini], *drawn.further, key=now.state.key
+    )
+    bad = bool(update_metrics[f"{objective.name}/skipped"])
     names = ("policy", "policy_opt") if objective.head == "lm" else ("value", "value_opt")
     state = dataclasses.replace(
         now.state,
@@ -235,7 +237,7 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
         bad_steps=scalar(int(bad), now.state.bad_steps),
         **dict(zip(names, (params, opt), strict=True)),
     )
-    metrics = drawn.metrics | found | {"perf/total_num_tokens": float(drawn.tokens)}
+    metrics = drawn.metrics | update_metrics | {"perf/total_num_tokens": float(drawn.tokens)}
     return Progress(state, now.place if bad else {"cursor": dataclasses.asdict(cursor)}, metrics), drawn
 
 
@@ -244,8 +246,8 @@ def _require_learned(name: str, now: Progress, c: Supervised) -> None:
     if int(now.state.bad_steps):
         metrics = now.pending or {}
         loss, norm = metrics[f"{name}/loss"], metrics[f"{name}/grad_norm"]
-        said = f"{name}/loss={loss} {name}/grad_norm={norm} must be finite numbers"
-        raise Diverged(f"step {now.step + 1}: {said}; {_remedy(c)}")
+        message = f"{name}/loss={loss} {name}/grad_norm={norm} must be finite numbers"
+        raise Diverged(f"step {now.step + 1}: {message}; {_remedy(c)}")
 
 
 def _remedy(c: Supervised) -> str:

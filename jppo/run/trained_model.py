@@ -72,8 +72,8 @@ def find_checkpoint(path: pathlib.Path, *, step: int | None, best: bool) -> path
             raise UserError(f"{path} is one checkpoint: --step and --best select a checkpoint of a run folder")
         return path
     folder = path / "checkpoints"
-    with Checkpoints(folder, keep=1, read_only=True) as found:
-        steps, newest, marked = found.steps(), found.latest(), found.best()
+    with Checkpoints(folder, keep=1, read_only=True) as checkpoints:
+        steps, newest, marked = checkpoints.steps(), checkpoints.latest(), checkpoints.best()
     if best:
         if marked is None:
             raise UserError(
@@ -125,27 +125,27 @@ def of_checkpoint(path: pathlib.Path, *, base: str | None, merge: bool, dtype: s
             _, cfg = hf.read_config(source)
         except UserError as e:
             raise UserError(f"the run's model.path: {e}, or name another place of it by --base DIR") from e
-        how = _adapters(settings)
+        adapters = _adapters(settings)
         kind = settings["model.param_dtype"]
-        weights = state.model_weights(cfg, mesh, head="lm", param_dtype=kind, adapters=how)
-        read.update(settings=settings, source=source, cfg=cfg, how=how, weights=weights, kind=kind)
-        layout = weights if how is None else state.adapters(cfg, mesh, how, head="lm")
+        weights = state.model_weights(cfg, mesh, head="lm", param_dtype=kind, adapters=adapters)
+        read.update(settings=settings, source=source, cfg=cfg, how=adapters, weights=weights, kind=kind)
+        layout = weights if adapters is None else state.adapters(cfg, mesh, adapters, head="lm")
         return state.abstract(layout)
 
-    found = restore_field(path, "policy", like)
-    cfg, how, settings = read["cfg"], read["how"], read["settings"]
-    about: dict[str, Any] = dict(step=found.step, settings=settings, versions=found.meta.get("versions", {}))
-    if how is not None and not merge:
+    restored = restore_field(path, "policy", like)
+    cfg, adapters, settings = read["cfg"], read["how"], read["settings"]
+    about: dict[str, Any] = dict(step=restored.step, settings=settings, versions=restored.meta.get("versions", {}))
+    if adapters is not None and not merge:
 
         def write_adapter(out: pathlib.Path) -> None:
-            hf_write.save_adapter(out, found.state, cfg, how, base=read["source"])
+            hf_write.save_adapter(out, restored.state, cfg, adapters, base=read["source"])
 
         return TrainedPolicy("adapter", dtype="float32", write=write_adapter, **about)
     dtype = read["kind"] if dtype is None else dtype
-    model = found.state
-    if how is not None:
-        base_params = _base(read["weights"], read["source"], settings, found.meta)
-        model = lora.join(model, lora.Base(base_params, how.scale))
+    model = restored.state
+    if adapters is not None:
+        base_params = _base(read["weights"], read["source"], settings, restored.meta)
+        model = lora.join(model, lora.Base(base_params, adapters.scale))
 
     def write(out: pathlib.Path) -> None:
         hf_write.save_model(out, model, cfg, source=read["source"], dtype=dtype)
@@ -181,15 +181,15 @@ def _adapters(settings: Found) -> Lora | None:
 def _base(layout: state.ModelLayout, source: str, settings: Found, meta: dict[str, Any]) -> Params:
     """Loads the adapters' base and checks that it is the one of training."""
     key = jax.random.fold_in(jax.random.key(settings["trainer.seed"]), 0)
-    found = state.load_sharded(layout, source, init=settings["model.init"], key=key)
+    params = state.load_sharded(layout, source, init=settings["model.init"], key=key)
     then = meta.get("frozen", {}).get("model.path")
-    if then is not None and then != checksum_of_all(found):
+    if then is not None and then != checksum_of_all(params):
         raise UserError(
             f"{source}: its weights differ from the base of the adapters; name the directory of that base by --base DIR"
         )
-    return found
+    return params
 
 
 def _stored_dtype(config: dict[str, Any]) -> str:
-    said = str(config.get("dtype", config.get("torch_dtype", "float32")))
-    return said if said in {kind.name for kind in tensorfile.DTYPES.values()} else "float32"
+    dtype = str(config.get("dtype", config.get("torch_dtype", "float32")))
+    return dtype if dtype in {kind.name for kind in tensorfile.DTYPES.values()} else "float32"

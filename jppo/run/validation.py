@@ -50,8 +50,8 @@ def run_test(
     trajectories, rewards = [], []
     for first in range(0, len(prompts), size):
         some = prompts[first : first + size]
-        how = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
-        draw = functools.partial(_sample, sampler, some, reward_sum, how, version=version, watch=watch, hosts=hosts)
+        seeded = dataclasses.replace(sampling, seed=sampling.seed + first)  # batches must not reuse seeds
+        draw = functools.partial(_sample, sampler, some, reward_sum, seeded, version=version, watch=watch, hosts=hosts)
         drawn, grading = hosts.together(draw)
         trajectories += of_hosts.of_all(hosts, drawn)
         rewards += of_hosts.rewards_of_all(hosts, grading.collect)
@@ -92,27 +92,27 @@ def summaries(tested: Tested) -> dict[str, dict[str, statistics.MeanSe]]:
     of_source: dict[str, list[statistics.Samples]] = {"": []}
     for i, prompt in enumerate(tested.prompts):
         graded = [r for r in tested.rewards[i * tested.n : (i + 1) * tested.n] if r.error is None]
-        one = statistics.Samples([r.score for r in graded], [r.answer for r in graded])
-        of_source[""].append(one)
-        of_source.setdefault(prompt.data_source, []).append(one)
+        samples = statistics.Samples([r.score for r in graded], [r.answer for r in graded])
+        of_source[""].append(samples)
+        of_source.setdefault(prompt.data_source, []).append(samples)
     return {source: statistics.summarise(of_source[source], tested.n) for source in sorted(of_source)}
 
 
 def metrics(tested: Tested) -> dict[str, float]:
     """Returns the metrics `val/...`: of all prompts, and per data source if there are several."""
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     by_source = summaries(tested)
     for source, summary in by_source.items():
         for statistic, (mean, se, asked) in summary.items():
             errors = [se] if asked > 1 else []  # unknown for a single prompt
             if not source:
-                found |= {f"val/{statistic}": mean} | {f"val/{statistic}_se": se for se in errors}
+                by_name |= {f"val/{statistic}": mean} | {f"val/{statistic}_se": se for se in errors}
             elif len(by_source) > 2:
-                found |= {f"val/{source}/{statistic}": mean} | {f"val/{source}/{statistic}_se": se for se in errors}
-    found["val/reward_errors"] = float(sum(r.error is not None for r in tested.rewards))
-    found["val/response_length/mean"] = float(np.mean([t.sampled.sum() for t in tested.trajectories]))
-    found["val/truncated"] = float(np.mean([t.finish == "length" for t in tested.trajectories]))
-    return found
+                by_name |= {f"val/{source}/{statistic}": mean} | {f"val/{source}/{statistic}_se": se for se in errors}
+    by_name["val/reward_errors"] = float(sum(r.error is not None for r in tested.rewards))
+    by_name["val/response_length/mean"] = float(np.mean([t.sampled.sum() for t in tested.trajectories]))
+    by_name["val/truncated"] = float(np.mean([t.finish == "length" for t in tested.trajectories]))
+    return by_name
 
 
 def rows(tested: Tested) -> list[dict[str, Any]]:

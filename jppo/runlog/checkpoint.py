@@ -70,8 +70,8 @@ class Checkpoints:
 
     def best(self) -> dict[str, Any] | None:
         """Returns `step`, `metric` and `value` of the best complete checkpoint; None without one."""
-        found = durable_files.read_json(self._directory / BEST)
-        return found if found.get("step") in self.steps() else None
+        record = durable_files.read_json(self._directory / BEST)
+        return record if record.get("step") in self.steps() else None
 
     def save(
         self,
@@ -91,11 +91,11 @@ class Checkpoints:
         self.wait()
         named = checkpoint_arrays.named_leaves(state)
         arrays = {name: checkpoint_arrays.as_numbers(leaf) for name, leaf in named}
-        found = checkpoint_arrays.examined(arrays)
-        if odd := [name for name, (finite, _) in found.items() if not finite]:
+        checks = checkpoint_arrays.examined(arrays)
+        if odd := [name for name, (finite, _) in checks.items() if not finite]:
             raise NonFinite(f"{odd[0]} has values that are not finite numbers, one of {len(odd)} such arrays")
         self._make_way(step)
-        table = {name: checkpoint_arrays.description(leaf, found[name][1]) for name, leaf in named}
+        table = {name: checkpoint_arrays.description(leaf, checks[name][1]) for name, leaf in named}
         content = {"step": step, "meta": meta, "arrays": table}
         content["checksum"] = checkpoint_arrays.text_checksum(content)
         copies = {name: checkpoint_arrays.one_copy(array) for name, array in arrays.items()}
@@ -132,8 +132,8 @@ class Checkpoints:
         except Exception as e:
             note(f"step {step} is not saved: {escaped(str(e))}; the last checkpoint remains")
 
-    def restore_latest(self, like: Any, **how: Any) -> Restored | None:
-        """Reads the last undamaged checkpoint by `restore` with `how`; None without one.
+    def restore_latest(self, like: Any, **options: Any) -> Restored | None:
+        """Reads the last undamaged checkpoint by `restore` with `options`; None without one.
 
         A damaged one is reported and renamed to `<step>.damaged` (unless read-only), and the previous one is read.
         """
@@ -141,7 +141,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = self._directory / str(step)
             try:
-                return restore(path, like, **how)
+                return restore(path, like, **options)
             except Damaged as e:
                 aside = path.with_name(f"{step}.damaged")
                 renamed = "" if self._read_only else f", renamed to {aside.name}"

@@ -101,12 +101,12 @@ def examined(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
     for name, array in arrays.items():
         offloaded = "host" in (array.sharding.memory_kind or "")
         together.setdefault(name if offloaded else frozenset(array.sharding.device_set), []).append(name)
-    found = dict[str, tuple[bool, int]]()
+    checks = dict[str, tuple[bool, int]]()
     for names in together.values():
         # One after another: exchanges of several programs at once can wait for each other on a CPU.
         verdicts = jax.device_get(_examine([_on_device(arrays[name]) for name in names]))
-        found |= {name: (bool(finite), int(bits)) for name, (finite, bits) in zip(names, verdicts, strict=True)}
-    return {name: found[name] for name in arrays}
+        checks |= {name: (bool(finite), int(bits)) for name, (finite, bits) in zip(names, verdicts, strict=True)}
+    return {name: checks[name] for name in arrays}
 
 
 def _on_device(array: jax.Array) -> jax.Array:
@@ -199,10 +199,10 @@ def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]
             raise UserError(f"{path} has no {field}; name a run that trains one, or the model in its run's hf/")
         _check_structure(path, saved, wanted)
         targets = {name: _target(leaf) for name, leaf in wanted.items()}
-        how = ocp.args.PyTreeRestore(
+        arguments = ocp.args.PyTreeRestore(
             targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
         )
-        arrays = _read(reader, path.absolute(), state=how)["state"]
+        arrays = _read(reader, path.absolute(), state=arguments)["state"]
     _check_sums(path, arrays, saved)
     return Restored(
         content["step"], jax.tree.unflatten(jax.tree.structure(tree), [arrays[n] for n in wanted]), content["meta"]
@@ -221,12 +221,12 @@ def _about(reader: ocp.AsyncCheckpointer, path: pathlib.Path) -> dict[str, Any]:
 
 
 def _check_sums(path: pathlib.Path, arrays: dict[str, jax.Array], saved: dict[str, Any]) -> None:
-    found = examined(arrays)
-    changed = [name for name, (_, checksum) in found.items() if checksum != saved[name]["checksum"]]
+    checks = examined(arrays)
+    changed = [name for name, (_, checksum) in checks.items() if checksum != saved[name]["checksum"]]
     if changed:
         first = f"{len(changed)} arrays differ from the saved ones, {changed[0]} among them"
         raise Damaged(f"{path} is damaged: {first}; use another")
-    if odd := [name for name, (finite, _) in found.items() if not finite]:
+    if odd := [name for name, (finite, _) in checks.items() if not finite]:
         raise Damaged(f"{path} holds values that are not finite numbers, in {odd[0]} first; use another")
 
 
@@ -254,12 +254,12 @@ def _not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def _unraisable(what: Any) -> None:
+def _unraisable(unraisable: Any) -> None:
     """Filters errors of orbax's coroutines and of its closed event loop; the save or read that failed has reported."""
-    closed = isinstance(what.exc_value, RuntimeError) and str(what.exc_value) == "Event loop is closed"
-    code = getattr(what.object, "cr_code", None)
+    closed = isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"
+    code = getattr(unraisable.object, "cr_code", None)
     if not closed and not (code is not None and "orbax" in code.co_filename):
-        _other_hook(what)
+        _other_hook(unraisable)
 
 
 def _read(reader: ocp.AsyncCheckpointer, path: pathlib.Path, **items: ocp.args.CheckpointArgs) -> Any:

@@ -127,11 +127,11 @@ def _rule(remedy: str) -> Callable[[Rule], Rule]:
 )
 def equal_rewards(past: Past) -> str | None:
     """All scores or all advantages of a step are equal, for example when the samples of each prompt score alike."""
-    for name, what in ((SCORE_SPREAD, "score"), (ADVANTAGE_SPREAD, "advantage")):
+    for name, kind in ((SCORE_SPREAD, "score"), (ADVANTAGE_SPREAD, "advantage")):
         values = past.last(name, IN_A_ROW)
         if name in past.now and len(values) == IN_A_ROW and max(values) <= 1e-6:
-            mean = f", {past.now['critic/score/mean']:g}" if what == "score" and "critic/score/mean" in past.now else ""
-            return f"all responses of {IN_A_ROW} steps in a row have the same {what}{mean}: there is no gradient"
+            mean = f", {past.now['critic/score/mean']:g}" if kind == "score" and "critic/score/mean" in past.now else ""
+            return f"all responses of {IN_A_ROW} steps in a row have the same {kind}{mean}: there is no gradient"
     return None
 
 
@@ -294,8 +294,8 @@ class Diagnosis:
         self._past.add({name: value for name, value in metrics.items() if warm or name != MEMORY})
         out = []
         for name, (rule, remedy) in RULES.items():
-            if name not in self._reported and (found := rule(self._past)) is not None:
-                out += self.once(Alert(step, name, found, remedy))
+            if name not in self._reported and (finding := rule(self._past)) is not None:
+                out += self.once(Alert(step, name, finding, remedy))
         return out
 
 
@@ -357,8 +357,8 @@ def verdicts(metrics: Mapping[str, float], rewards: Sequence[float]) -> dict[str
 
     A reward without a clear trend gets no verdict: it may be noise or a learned task.
     """
-    found = {name: v for name, value in metrics.items() if (v := verdict(name, value)) is not None}
+    judged = {name: v for name, value in metrics.items() if (v := verdict(name, value)) is not None}
     way = trend(rewards[-TREND_STEPS:])
     if way is not None and REWARD in metrics:
-        found[REWARD] = "good" if way == "rising" else "bad"
-    return found
+        judged[REWARD] = "good" if way == "rising" else "bad"
+    return judged

@@ -98,7 +98,7 @@ def cut_lines(path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]) -> lis
 
 def _readable(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
     """Returns the readable rows from the start, each with the byte offset after it."""
-    found: list[tuple[dict[str, Any], int]] = []
+    rows: list[tuple[dict[str, Any], int]] = []
     end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         end += len(line)
@@ -108,8 +108,8 @@ def _readable(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
             break
         if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
             break
-        found.append((row, end))
-    return found
+        rows.append((row, end))
+    return rows
 
 
 def write_file(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
@@ -138,10 +138,10 @@ def write_text(path: pathlib.Path, text: str) -> pathlib.Path:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in a file; {} if it is missing, truncated or something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def sync(path: pathlib.Path) -> None:
@@ -180,8 +180,8 @@ def _take(lock: int, folder: pathlib.Path, setting: str) -> None:
             " choose another folder"
         ) from e
     except OSError as e:  # a file system without locks
-        said = f"{folder} cannot be locked ({e.strerror}): a second run could write there, too"
-        print(f"warning: {said}", file=sys.stderr, flush=True)
+        message = f"{folder} cannot be locked ({e.strerror}): a second run could write there, too"
+        print(f"warning: {message}", file=sys.stderr, flush=True)
         return
     with contextlib.suppress(OSError):  # a full disk: the lock is held anyway
         os.ftruncate(lock, 0)
@@ -190,7 +190,7 @@ def _take(lock: int, folder: pathlib.Path, setting: str) -> None:
 
 def _holder(lock: int) -> str:
     try:
-        found = json.loads(os.pread(lock, 1000, 0))
-        return f"process {found['pid']} on {found['host']}"
+        holder = json.loads(os.pread(lock, 1000, 0))
+        return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):  # the owner is about to write it
         return "another process"

@@ -31,9 +31,9 @@ class Sent:
     def __init__(self, run_dir: pathlib.Path, name: str, *, resumed: bool) -> None:
         """Reads the file when the run resumes; a new run has a new id."""
         self._path = run_dir / f"{name}.json"
-        found = self._read() if resumed and self._path.exists() else {}
-        self.id: str | None = found.get("id")
-        self._step: int = found.get("step", -1)
+        saved = self._read() if resumed and self._path.exists() else {}
+        self.id: str | None = saved.get("id")
+        self._step: int = saved.get("step", -1)
 
     def new(self, step: int) -> bool:
         """Whether the step was not sent yet."""
@@ -50,9 +50,9 @@ class Sent:
         self._write()
 
     def _read(self) -> dict[str, Any]:
-        found = durable_files.read_json(self._path)  # {} if truncated, or NULs after a power cut
-        if isinstance(found.get("id", 0), str | None) and isinstance(found.get("step"), int):
-            return found
+        saved = durable_files.read_json(self._path)  # {} if truncated, or NULs after a power cut
+        if isinstance(saved.get("id", 0), str | None) and isinstance(saved.get("step"), int):
+            return saved
         print(f"{self._path} cannot be read: the run gets a new id there and sends all of its steps again", flush=True)
         return {}
 
@@ -153,10 +153,10 @@ class MLflow:
         try:
             self._client = MlflowClient(tracking_uri=where)
             if self._sent.id is None:
-                found = self._client.get_experiment_by_name(about.project)
-                experiment = found.experiment_id if found else self._client.create_experiment(about.project)
-                made = self._client.create_run(experiment, run_name=about.experiment or run_dir.resolve().name)
-                self._sent.begin(made.info.run_id)
+                existing = self._client.get_experiment_by_name(about.project)
+                experiment = existing.experiment_id if existing else self._client.create_experiment(about.project)
+                run = self._client.create_run(experiment, run_name=about.experiment or run_dir.resolve().name)
+                self._sent.begin(run.info.run_id)
                 self._client.log_dict(self._id, dict(about.config), "config.json")
             else:
                 self._client.update_run(self._id, status="RUNNING")
@@ -175,8 +175,8 @@ class MLflow:
         """Sends a step, unless it was sent before."""
         if self._sent.new(step):
             now = int(time.time() * 1000)
-            found = _finite_metrics(metrics).items()
-            self._waiting.append([self._metric(name, value, now, step) for name, value in found])
+            finite = _finite_metrics(metrics).items()
+            self._waiting.append([self._metric(name, value, now, step) for name, value in finite])
         while self._waiting:
             values = self._waiting[0]
             for first in range(0, len(values), AT_ONCE):
@@ -191,8 +191,8 @@ class MLflow:
 
     def warn(self, alert: Alert) -> None:
         """Sets a tag of the run."""
-        said = f"step {alert.step}: {alert.found}; {alert.remedy}"
-        self._client.set_tag(self._id, f"warnings.{alert.name}", said)
+        text = f"step {alert.step}: {alert.found}; {alert.remedy}"
+        self._client.set_tag(self._id, f"warnings.{alert.name}", text)
 
     def close(self, *, failed: bool) -> None:
         """Ends the run."""

@@ -117,7 +117,7 @@ class Board:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes a step's finite metrics."""
         scalars = [self._summary.scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
-        merged = self._summary.Summary(value=[value for one in scalars for value in one.value])
+        merged = self._summary.Summary(value=[value for scalar in scalars for value in scalar.value])
         self._write(step, summary=merged)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -127,8 +127,8 @@ class Board:
 
     def warn(self, alert: Alert) -> None:
         """Writes a warning as text."""
-        said = f"{alert.found}; {alert.remedy}"
-        self._write(alert.step, summary=self._summary.text(f"warnings/{alert.name}", said))
+        text = f"{alert.found}; {alert.remedy}"
+        self._write(alert.step, summary=self._summary.text(f"warnings/{alert.name}", text))
 
     def close(self, *, failed: bool) -> None:
         """Writes waiting records."""

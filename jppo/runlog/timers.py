@@ -89,9 +89,9 @@ class Timers:
         """Says how far the running stage is, until it ends; `count` is called by other threads."""
         self._count = count
 
-    def part(self, what: str, total: int = 0) -> Callable[[], None]:
+    def part(self, label: str, total: int = 0) -> Callable[[], None]:
         """Begins a part of the running stage; returns what counts its parts."""
-        count = Count(what, total)
+        count = Count(label, total)
         self._part_since = time.perf_counter()
         self.watch(lambda: count)
 
@@ -100,9 +100,9 @@ class Timers:
 
         return finish
 
-    def counted(self, what: str, items: Iterable[T], total: int) -> Iterator[T]:
+    def counted(self, label: str, items: Iterable[T], total: int) -> Iterator[T]:
         """Yields the items and counts those that are done."""
-        finish = self.part(what, total)
+        finish = self.part(label, total)
         for item in items:
             yield item
             finish()
@@ -182,9 +182,9 @@ class Profiler:
         """Returns lines for the console about traced steps; a resumed run has `done` steps already."""
         steps = sorted({step for part in self._steps for step in part})
         left = [step for step in steps if step > done]
-        said = [f"to be profiled into {self._folder}: {_listed(left)}"] if left else []
+        lines = [f"to be profiled into {self._folder}: {_listed(left)}"] if left else []
         gone = [step for step in steps if step <= done]
-        return said + ([f"not profiled, because the run has passed them: {_listed(gone)}"] if gone else [])
+        return lines + ([f"not profiled, because the run has passed them: {_listed(gone)}"] if gone else [])
 
 
 def _listed(steps: Sequence[int]) -> str:

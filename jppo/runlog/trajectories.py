@@ -67,10 +67,10 @@ def deserialise(text: str) -> list[Trajectory]:
             arrays["experts"] = [next(parts) if one else None for one in there]
         if "kept" in file:
             arrays["kept"] = _kept(file)
-    for one in rest:
-        one["exchange"] = None if one["exchange"] is None else Exchange(**_with_tuples(one["exchange"]))
-    counts = [one.pop("branches", 0) for one in rest]  # checkpoints of earlier versions lack it
-    flat = [Trajectory(**one, **{name: each[i] for name, each in arrays.items()}) for i, one in enumerate(rest)]  # type: ignore[arg-type]
+    for row in rest:
+        row["exchange"] = None if row["exchange"] is None else Exchange(**_with_tuples(row["exchange"]))
+    counts = [row.pop("branches", 0) for row in rest]  # checkpoints of earlier versions lack it
+    flat = [Trajectory(**row, **{name: each[i] for name, each in arrays.items()}) for i, row in enumerate(rest)]  # type: ignore[arg-type]
     episodes, i = list[Trajectory](), 0
     while i < len(flat):
         following = flat[i + 1 : i + 1 + counts[i]]
@@ -85,10 +85,10 @@ def _kept(file: Mapping[str, np.ndarray]) -> list[np.ndarray | None]:
     out: list[np.ndarray | None] = [None] * len(there)
     borders, start = np.cumsum(file["lengths"][there])[:-1], 0
     for i, counts in zip(np.flatnonzero(there), np.split(file["kept_counts"], borders), strict=True):
-        made = np.full((len(counts), max(1, counts.max(initial=0))), -1, np.int32)
-        here = np.arange(made.shape[1]) < counts[:, None]
-        made[here] = ids[start : start + here.sum()]
-        out[i], start = made, start + int(here.sum())
+        padded = np.full((len(counts), max(1, counts.max(initial=0))), -1, np.int32)
+        mask = np.arange(padded.shape[1]) < counts[:, None]
+        padded[mask] = ids[start : start + mask.sum()]
+        out[i], start = padded, start + int(mask.sum())
     return out
 
 
@@ -103,7 +103,7 @@ def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward
     """Waits for rewards and returns the rewards of all hosts, in host order."""
     if hosts.count == 1:
         return own()
-    return [reward_of(one) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for one in some]
+    return [reward_of(saved) for some in hosts.gather(lambda: [dataclasses.asdict(r) for r in own()]) for saved in some]
 
 
 def reward_of(saved: Mapping[str, Any]) -> Reward:
@@ -150,20 +150,20 @@ class Step:
         """Returns the step with changed responses."""
         return dataclasses.replace(self, found=tuple(change(way) for way in self.found))
 
-    def numbers(self, found: Found) -> set[int]:
+    def numbers(self, way: Found) -> set[int]:
         """Returns the indices of responses to the remaining prompts."""
-        return {g * found.per_prompt + j for g in self.left for j in range(found.per_prompt)}
+        return {g * way.per_prompt + j for g in self.left for j in range(way.per_prompt)}
 
 
 def state(about: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
     """Returns the state for a checkpoint: `about`, and the steps with responses to the remaining prompts."""
-    return {**about, "steps": [_packed(one) for one in steps]}
+    return {**about, "steps": [_packed(step) for step in steps]}
 
 
 def read_steps(state: Mapping[str, Any]) -> list[Step]:
     """Returns the steps of a state, in order."""
-    found = [_unpacked(one) for one in state["steps"]]
-    return sorted(found, key=lambda one: one.step)
+    steps = [_unpacked(row) for row in state["steps"]]
+    return sorted(steps, key=lambda step: step.step)
 
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -171,10 +171,10 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(states) == 1 or not any(states):
         return states[0]
     by_step: dict[int, Step] = {}
-    for one in (one for state in states if state for one in read_steps(state)):
-        by_step[one.step] = _joined(by_step[one.step], one) if one.step in by_step else one
+    for step in (step for state in states if state for step in read_steps(state)):
+        by_step[step.step] = _joined(by_step[step.step], step) if step.step in by_step else step
     furthest = max((state for state in states if state), key=lambda state: state["next"])
-    return state({k: v for k, v in furthest.items() if k != "steps"}, [by_step[step] for step in sorted(by_step)])
+    return state({k: v for k, v in furthest.items() if k != "steps"}, [by_step[number] for number in sorted(by_step)])
 
 
 def fitted(
@@ -187,33 +187,33 @@ def fitted(
     """
     _require_alike(state, kind)
     kept = read_steps(state)
-    there = _count(kept)
+    total = _count(kept)
     if not partial:
         kept = _regrouped(kept, first, state["cursor"])
     if state["sampling"] != kind["sampling"]:
-        kept = [one.each(lambda way: way.only(())) for one in kept]
-    kept = [_young(one, (first if partial else one.step) - staleness) for one in kept]
+        kept = [step.each(lambda way: way.only(())) for step in kept]
+    kept = [_young(step, (first if partial else step.step) - staleness) for step in kept]
     if state["graders"] != kind["graders"]:
-        kept = [one.each(lambda way: dataclasses.replace(way, rewards={})) for one in kept]
+        kept = [step.each(lambda way: dataclasses.replace(way, rewards={})) for step in kept]
     count = _count(kept)
     again = "drawn again: too old for rollout.max_staleness, or sampled with other settings"
-    said = ((count, "not drawn again"), (there - count, again))
-    return kept, [f"{n} samples that the checkpoint has of the next steps are {what}" for n, what in said if n]
+    fates = ((count, "not drawn again"), (total - count, again))
+    return kept, [f"{n} samples that the checkpoint has of the next steps are {fate}" for n, fate in fates if n]
 
 
 def unanswered(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state with its prompts alone: a resumed run requests all of their responses again."""
     if not state:
         return {}
-    return {**state, "steps": [_packed(one.each(lambda way: way.only(()))) for one in read_steps(state)]}
+    return {**state, "steps": [_packed(step.each(lambda way: way.only(()))) for step in read_steps(state)]}
 
 
 def _require_alike(state: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
     for name in ("data.train_batch_size", "rollout.n", "greedy"):
         if state[name] != kind[name]:
-            what = "algorithm.adv_estimator samples greedy responses" if name == "greedy" else name
+            label = "algorithm.adv_estimator samples greedy responses" if name == "greedy" else name
             raise UserError(
-                f"{what}={kind[name]!r} was {state[name]!r} when the checkpoint was written, and its next samples"
+                f"{label}={kind[name]!r} was {state[name]!r} when the checkpoint was written, and its next samples"
                 " depend on it; use the old value, or start a new run with another trainer.run_dir or"
                 " trainer.resume_mode=disable"
             )
@@ -224,17 +224,17 @@ def _regrouped(kept: Sequence[Step], first: int, after: dict[str, Any]) -> list[
 
     The last of them has the prompts that are left over, fewer than a step's.
     """
-    whole = all(len(one.left) == len(one.indices) for one in kept)
-    if whole and [one.step for one in kept] == list(range(first, first + len(kept))):
+    whole = all(len(step.left) == len(step.indices) for step in kept)
+    if whole and [step.step for step in kept] == list(range(first, first + len(kept))):
         return list(kept)
-    size = max((len(one.indices) for one in kept), default=1)
-    pairs = [(one, group) for one in kept for group in sorted(one.left)]
+    size = max((len(step.indices) for step in kept), default=1)
+    pairs = [(step, group) for step in kept for group in sorted(step.left)]
     chunks = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     return [
         Step(
             step=first + i,
-            version=min(one.version for one, _ in chunk),
-            indices=np.array([one.indices[group] for one, group in chunk]),
+            version=min(step.version for step, _ in chunk),
+            indices=np.array([step.indices[group] for step, group in chunk]),
             after=after,
             left=frozenset(range(len(chunk))),
             found=tuple(_renumbered(chunk, way) for way in range(len(kept[0].found))),
@@ -243,46 +243,46 @@ def _regrouped(kept: Sequence[Step], first: int, after: dict[str, Any]) -> list[
     ]
 
 
-def _young(one: Step, oldest: int) -> Step:
+def _young(step: Step, oldest: int) -> Step:
     """Returns the step without responses that have a token from weights older than `oldest`."""
 
     def fit(t: Trajectory) -> bool:
         return all(bool((other.version[other.sampled] >= oldest).all()) for other in (t, *t.branches))
 
-    return one.each(lambda way: way.only([n for n, t in way.responses.items() if fit(t)]))
+    return step.each(lambda way: way.only([n for n, t in way.responses.items() if fit(t)]))
 
 
 def _count(kept: Sequence[Step]) -> int:
-    return sum(len(way.responses) for one in kept for way in one.found)
+    return sum(len(way.responses) for step in kept for way in step.found)
 
 
 def _renumbered(chunk: Sequence[tuple[Step, int]], way: int) -> Found:
     responses, rewards = dict[int, Trajectory](), dict[int, Reward]()
-    for new, (one, group) in enumerate(chunk):
-        found = one.found[way]
-        for j in range(found.per_prompt):
-            old, number = group * found.per_prompt + j, new * found.per_prompt + j
-            responses |= {number: found.responses[old]} if old in found.responses else {}
-            rewards |= {number: found.rewards[old]} if old in found.rewards else {}
+    for new, (step, group) in enumerate(chunk):
+        source = step.found[way]
+        for j in range(source.per_prompt):
+            old, number = group * source.per_prompt + j, new * source.per_prompt + j
+            responses |= {number: source.responses[old]} if old in source.responses else {}
+            rewards |= {number: source.rewards[old]} if old in source.rewards else {}
     return Found(chunk[0][0].found[way].per_prompt, responses, rewards)
 
 
 def _joined(a: Step, b: Step) -> Step:
-    found = [
+    ways = [
         Found(x.per_prompt, {**x.responses, **y.responses}, {**x.rewards, **y.rewards})
         for x, y in zip(a.found, b.found, strict=True)
     ]
-    return dataclasses.replace(a, left=a.left | b.left, found=tuple(found))
+    return dataclasses.replace(a, left=a.left | b.left, found=tuple(ways))
 
 
-def _packed(one: Step) -> dict[str, Any]:
-    ways = [way.only(one.numbers(way)) for way in one.found]
+def _packed(step: Step) -> dict[str, Any]:
+    ways = [way.only(step.numbers(way)) for way in step.found]
     return {
-        "step": one.step,
-        "version": one.version,
-        "indices": one.indices.tolist(),
-        "after": one.after,
-        "left": sorted(one.left),
+        "step": step.step,
+        "version": step.version,
+        "indices": step.indices.tolist(),
+        "after": step.after,
+        "left": sorted(step.left),
         "found": [
             {
                 "per_prompt": way.per_prompt,
@@ -295,15 +295,15 @@ def _packed(one: Step) -> dict[str, Any]:
     }
 
 
-def _unpacked(one: Mapping[str, Any]) -> Step:
-    found = [
+def _unpacked(row: Mapping[str, Any]) -> Step:
+    ways = [
         Found(
             way["per_prompt"],
             dict(zip(way["numbers"], deserialise(way["responses"]), strict=True)),
             {number: reward_of(reward) for number, reward in way["rewards"]},
         )
-        for way in one["found"]
+        for way in row["found"]
     ]
     return Step(
-        one["step"], one["version"], np.array(one["indices"]), one["after"], frozenset(one["left"]), tuple(found)
+        row["step"], row["version"], np.array(row["indices"]), row["after"], frozenset(row["left"]), tuple(ways)
     )

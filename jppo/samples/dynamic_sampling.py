@@ -48,8 +48,8 @@ class _Group:
 def differs(rewards: Sequence[Reward], metric: str) -> bool:
     """Whether the usable samples of a prompt have two values of the metric, or of the score where none has it."""
     usable = [r for r in rewards if r.unusable is None]
-    found = [r.parts[metric] for r in usable if metric in r.parts] or [r.score for r in usable]
-    return len(set(found)) > 1
+    scores = [r.parts[metric] for r in usable if metric in r.parts] or [r.score for r in usable]
+    return len(set(scores)) > 1
 
 
 def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, filter_truncated: bool) -> bool:
@@ -72,46 +72,48 @@ def require_metric(metric: str, parts: Collection[str]) -> None:
 class DynamicSampleQueue:
     """The samples of a synchronous run with dynamic sampling, in place of a `SampleQueue`."""
 
-    def __init__(self, how: Filter, gen_batch: Callable[[int, Cursor], SampleQueue], cursor: Cursor):
+    def __init__(self, options: Filter, gen_batch: Callable[[int, Cursor], SampleQueue], cursor: Cursor):
         """`gen_batch` makes the supply of one gen batch from its index within the step and the position in the data."""
-        self._how = how
+        self._how = options
         self._gen_batch = gen_batch
         self._cursor = cursor
         self._under_way: SampleQueue | None = None  # the gen batch
 
     def take(self, step: int) -> StepSamples:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
-        how, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
+        options, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
         kept, rewards, lacking = list[_Group](), list[Reward](), 0
         for batches in itertools.count(1):
             supply = self._under_way = self._gen_batch(batches - 1, after)
             drawn = supply.take(step)
-            found = _groups(drawn, how.n)
-            new = [r for group in found for r in group.rewards]
+            groups = _groups(drawn, options.n)
+            new = [r for group in groups for r in group.rewards]
             rewards, after = rewards + new, supply.learned(drawn, new)
             waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
             if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
-                kept = kept or found
+                kept = kept or groups
                 break
-            lacking += sum(all(how.metric not in r.parts for r in group.rewards) for group in found)
-            trained = [g for g in found if trains(g.trajectories, g.rewards, filter_truncated=how.filter_truncated)]
-            kept += [group for group in trained if differs(group.rewards, how.metric)]
-            if len(kept) >= how.prompts or batches == how.most:
+            lacking += sum(all(options.metric not in r.parts for r in group.rewards) for group in groups)
+            trained = [
+                g for g in groups if trains(g.trajectories, g.rewards, filter_truncated=options.filter_truncated)
+            ]
+            kept += [group for group in trained if differs(group.rewards, options.metric)]
+            if len(kept) >= options.prompts or batches == options.most:
                 break
         self._cursor = after
-        count, used = len(rewards) // how.n, kept[: how.prompts]
+        count, used = len(rewards) // options.n, kept[: options.prompts]
         if not kept:
             raise RolloutError(
                 f"step {step + 1}: none of the {count} prompts of {batches} gen batches has samples that differ in"
-                f" algorithm.filter_groups_metric={how.metric}; raise algorithm.max_num_gen_batches={how.most}, take"
-                " easier or harder data, or set algorithm.filter_groups=False"
+                f" algorithm.filter_groups_metric={options.metric}; raise algorithm.max_num_gen_batches={options.most},"
+                " take easier or harder data, or set algorithm.filter_groups=False"
             )
         metrics = {
             "train/num_gen_batches": float(batches),
             "train/num_prompts": float(len(used)),
             "training/filter_groups/evicted_samples": float(count - len(kept)),
             "training/filter_groups/discarded_surplus_samples": float(len(kept) - len(used)),
-            "training/filter_groups/without_metric": lacking / count if how.metric != SCORE else 0.0,
+            "training/filter_groups/without_metric": lacking / count if options.metric != SCORE else 0.0,
             "train/sampled_score": _mean([r.score for r in rewards if r.unusable is None]),
             "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
         }
@@ -149,12 +151,12 @@ class DynamicSampleQueue:
         """Returns lines for the console on samples and prompts that a checkpoint of asynchronous training has."""
         if not state:
             return []
-        said = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
+        lines = ["the samples that the checkpoint has of the next steps are drawn again, by dynamic sampling"]
         here = (self._cursor.epoch, self._cursor.index)
         behind = [one for one in trajectories.read_steps(state) if (one.after["epoch"], one.after["index"]) <= here]
         if left := sum(len(one.left) for one in behind):
-            said.append(f"{left} prompts that rollout.partial had put off are left out of this epoch")
-        return said
+            lines.append(f"{left} prompts that rollout.partial had put off are left out of this epoch")
+        return lines
 
 
 def _groups(drawn: StepSamples, n: int) -> list[_Group]:

@@ -23,9 +23,9 @@ from jppo.types import Reward, Sampling
 
 def step_sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
     """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
-    found = _made_sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
+    sampling = _made_sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
     kept = c.rollout.mask_replay_tokens if c.rollout.mask_replay else 0
-    return dataclasses.replace(found, experts=c.rollout.routing_replay, kept=kept)
+    return dataclasses.replace(sampling, experts=c.rollout.routing_replay, kept=kept)
 
 
 def val_sampling(c: Settings) -> Sampling:
@@ -33,13 +33,13 @@ def val_sampling(c: Settings) -> Sampling:
     return _made_sampling(c, c.rollout.val_kwargs, c.trainer.seed)
 
 
-def _made_sampling(c: Settings, how: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
+def _made_sampling(c: Settings, section: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
     return Sampling(
-        temperature=how.temperature,
-        top_p=how.top_p,
-        top_k=how.top_k,
-        min_p=how.min_p,
-        n=how.n,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        n=section.n,
         max_tokens=c.data.max_response_length,
         stop=c.rollout.stop_texts,
         ignore_eos=c.rollout.ignore_eos,
@@ -64,7 +64,7 @@ def make_supply(
     hosts: Hosts = ALONE,
 ) -> SampleQueue | DynamicSampleQueue:
     """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response."""
-    how = How(
+    options = How(
         batch_size=c.data.train_batch_size,
         n=c.rollout.n,
         seed=c.trainer.seed,
@@ -80,12 +80,12 @@ def make_supply(
     metric, most = a.filter_groups_metric, a.max_num_gen_batches
     of_step = Filter(c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated)
     if not a.filter_groups:
-        return SampleQueue(how, train, sampler, reward_sum, cursor, hosts)
-    how = dataclasses.replace(how, batch_size=prompts_per_batch(c))
+        return SampleQueue(options, train, sampler, reward_sum, cursor, hosts)
+    options = dataclasses.replace(options, batch_size=prompts_per_batch(c))
 
     def gen_batch(index: int, at: Cursor) -> SampleQueue:
         drawn = functools.partial(step_sampling, c, gen_batch=index)
-        return SampleQueue(dataclasses.replace(how, draw=drawn), train, sampler, reward_sum, at, hosts)
+        return SampleQueue(dataclasses.replace(options, draw=drawn), train, sampler, reward_sum, at, hosts)
 
     return DynamicSampleQueue(of_step, gen_batch, cursor)
 
@@ -95,18 +95,18 @@ def graders(c: Settings) -> dict[str, Any]:
 
     Of a file the checksum; of a folder, such as a reward model's, the sizes and times of its files.
     """
-    found = dict[str, Any]()
+    fingerprint = dict[str, Any]()
     for name, value in table.by_name(c.reward, "reward.").items():
         text = value if isinstance(value, str) else ""
         path = expanded(text.rpartition(":")[0] or text)
         if text and path.is_file():
-            found[name] = [value, zlib.crc32(path.read_bytes())]
+            fingerprint[name] = [value, zlib.crc32(path.read_bytes())]
         elif text and path.is_dir():
             stats = {file.name: file.stat() for file in sorted(path.iterdir())}
-            found[name] = [value, [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()]]
+            fingerprint[name] = [value, [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()]]
         else:
-            found[name] = value
-    return found
+            fingerprint[name] = value
+    return fingerprint
 
 
 def max_staleness(c: Settings) -> int:

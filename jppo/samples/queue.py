@@ -68,8 +68,8 @@ class Draws:
     def rewards(self, numbers: Sequence[int]) -> list[Reward]:
         """Waits for the rewards of these responses, in the given order."""
         asked = sorted(number for number in numbers if number not in self.graded)
-        found = self.graded | dict(zip(asked, self.grading.collect(asked), strict=True))
-        return [found[number] for number in sorted(numbers)]
+        rewards = self.graded | dict(zip(asked, self.grading.collect(asked), strict=True))
+        return [rewards[number] for number in sorted(numbers)]
 
     def require(self) -> None:
         """Raises the error that ended the sampling, if any."""
@@ -144,11 +144,17 @@ class SampleQueue:
     """The samples of a run."""
 
     def __init__(
-        self, how: How, train: PromptSet, sampler: Sampler, reward_sum: RewardSum, cursor: Cursor, hosts: Hosts = ALONE
+        self,
+        options: How,
+        train: PromptSet,
+        sampler: Sampler,
+        reward_sum: RewardSum,
+        cursor: Cursor,
+        hosts: Hosts = ALONE,
     ):
-        self._how = how
+        self._how = options
         self._hosts = hosts
-        self._groups = hosts.share(how.batch_size)  # the share of a step's prompts sampled here
+        self._groups = hosts.share(options.batch_size)  # the share of a step's prompts sampled here
         self._train = train
         self._sampler = sampler
         self._reward_sum = reward_sum
@@ -175,9 +181,9 @@ class SampleQueue:
     def progress(self, step: int) -> Count:
         """Returns how many responses of the step are there; for any thread."""
         asked = [draws for asked in self._now.queue if asked.step <= step for draws in asked.draws]
-        found = [dict(draws.found) for draws in asked]
-        tokens = sum(int(t.sampled.sum()) for there in found for t in there.values())
-        return Count("responses", sum(draws.n for draws in asked) * len(self._groups), sum(map(len, found)), tokens)
+        responses = [dict(draws.found) for draws in asked]
+        tokens = sum(int(t.sampled.sum()) for there in responses for t in there.values())
+        return Count("responses", sum(draws.n for draws in asked) * len(self._groups), sum(map(len, responses)), tokens)
 
     def settle(self) -> None:
         """Waits until nothing is in flight."""
@@ -225,12 +231,12 @@ class SampleQueue:
     def _kept(self, asked: Asked) -> trajectories.Step:
         with self._changed:
             responses = [dict(draws.found) for draws in asked.draws]
-        found = tuple(
+        ways = tuple(
             trajectories.Found(draws.n, there, draws.grading.finished() | draws.graded)
             for draws, there in zip(asked.draws, responses, strict=True)
         )
         after = dataclasses.asdict(asked.after)
-        return trajectories.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), found)
+        return trajectories.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), ways)
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
         """Restores `state` for a run that begins with `step`; missing responses are requested again.
@@ -255,30 +261,32 @@ class SampleQueue:
 
     def _last(self, step: int) -> int:
         """Returns the last step whose prompts are requested during `step`."""
-        how = self._how
-        ahead = min(how.staleness, 1) if how.partial else how.staleness
-        return min(step + ahead, how.total_steps - 1)
+        options = self._how
+        ahead = min(options.staleness, 1) if options.partial else options.staleness
+        return min(step + ahead, options.total_steps - 1)
 
     def _kind(self) -> dict[str, Any]:
         """Returns the settings on which kept samples depend."""
-        how = self._how
-        drawn = {name: value for name, value in dataclasses.asdict(how.draw(0)).items() if name not in ("n", "seed")}
+        options = self._how
+        drawn = {
+            name: value for name, value in dataclasses.asdict(options.draw(0)).items() if name not in ("n", "seed")
+        }
         for name in ("experts", "kept", "stop_ids"):
             if not drawn[name]:  # as in checkpoints of earlier versions
                 del drawn[name]
         return {
-            "data.train_batch_size": how.batch_size,
-            "rollout.n": how.n,
-            "greedy": how.greedy,
+            "data.train_batch_size": options.batch_size,
+            "rollout.n": options.n,
+            "greedy": options.greedy,
             "sampling": drawn | {"stop": list(drawn["stop"])},
-            "graders": how.graders,
+            "graders": options.graders,
         }
 
     def _ask_through(self, last: int, version: int) -> None:
-        how = self._how
+        options = self._how
         self._ask_held(last)
         for step in range(max(version, self._now.next), last + 1):
-            indices, cursor = self._next(self._now.cursor, how.batch_size)
+            indices, cursor = self._next(self._now.cursor, options.batch_size)
             asked = self._begin(step, version, indices, cursor, frozenset(range(len(indices))))
             self._now = dataclasses.replace(self._now, cursor=cursor, next=step + 1, queue=(*self._now.queue, asked))
 
@@ -305,16 +313,16 @@ class SampleQueue:
 
     def _begin(
         self, step: int, version: int, indices: np.ndarray, after: Cursor, left: frozenset[int],
-        found: Sequence[trajectories.Found] = (),
+        saved: Sequence[trajectories.Found] = (),
     ) -> Asked:  # fmt: skip
-        how = self._how
+        options = self._how
         prompts = [self._train.prompts[i] for i in indices]
-        drawn = how.draw(step)
+        drawn = options.draw(step)
         best = greedy(drawn.max_tokens, stop=drawn.stop, ignore_eos=drawn.ignore_eos)
         asked = []
-        for i, way in enumerate([drawn, best] if how.greedy else [drawn]):
+        for i, way in enumerate([drawn, best] if options.greedy else [drawn]):
             draws = Draws(prompts, way.n, self._reward_sum, self._changed)
-            there = found[i] if found else trajectories.Found(way.n, {}, {})
+            there = saved[i] if saved else trajectories.Found(way.n, {}, {})
             own = [number for group in sorted(left) if group in self._groups for number in draws.numbers(group)]
             draws.graded |= there.rewards
             for number in (number for number in own if number in there.responses):
@@ -322,7 +330,7 @@ class SampleQueue:
             missing = [number for number in own if number not in there.responses]
             draws.future = self._sampler.start(prompts, way, done=draws.done, only=missing)
             asked.append(draws)
-        return Asked(step, version, indices, after, tuple(asked), set(left), held=bool(found))
+        return Asked(step, version, indices, after, tuple(asked), set(left), held=bool(saved))
 
     def _wait_for_all(self, step: int) -> list[tuple[Asked, int]]:
         """Returns the groups of the step, one after another, so that a response costs no look at all of them."""
@@ -334,36 +342,36 @@ class SampleQueue:
 
     def _choose(self, step: int) -> list[tuple[Asked, int]] | None:
         """Returns the groups of a step that takes complete ones of several; None if they are too few."""
-        how, queue = self._how, self._now.queue
+        options, queue = self._how, self._now.queue
         gone = {(id(asked), group) for groups in self._taken.values() for asked, group in groups}
         waiting = [(asked, g) for asked in queue for g in sorted(asked.left) if (id(asked), g) not in gone]
-        there = [pair for pair in waiting if self._has(*pair)]
-        due = [(a, g) for a, g in waiting if a.version + how.staleness <= step][: how.batch_size]
-        if len(there) < how.batch_size or not all(pair in there for pair in due):
+        complete = [pair for pair in waiting if self._has(*pair)]
+        due = [(a, g) for a, g in waiting if a.version + options.staleness <= step][: options.batch_size]
+        if len(complete) < options.batch_size or not all(pair in complete for pair in due):
             return None
-        rest = [pair for pair in there if pair not in due]
-        return sorted([*due, *rest[: how.batch_size - len(due)]], key=lambda pair: (pair[0].step, pair[1]))
+        rest = [pair for pair in complete if pair not in due]
+        return sorted([*due, *rest[: options.batch_size - len(due)]], key=lambda pair: (pair[0].step, pair[1]))
 
     def _has(self, asked: Asked, group: int) -> bool:
         return group not in self._groups or all(draws.has(group) for draws in asked.draws)
 
-    def _wait_for(self, found: Callable[[], Any]) -> Any:
+    def _wait_for(self, poll: Callable[[], Any]) -> Any:
         with self._changed:
-            while not (what := found()):
+            while not (outcome := poll()):
                 for asked in self._now.queue:
                     for draws in asked.draws:
                         draws.require()
                 self._changed.wait(_POLL_S)
-        return what
+        return outcome
 
     def _drawn(self, groups: list[tuple[Asked, int]], waited: float) -> StepSamples:
         own = [(a, g) for a, g in groups if g in self._groups]
         samples, best = ([(a.draws[i], g) for a, g in own if i < len(a.draws)] for i in (0, 1))
         used = [draws for a, _ in groups for draws in a.draws]
-        found = [draws.found[number] for draws, group in samples for number in draws.numbers(group)]
+        responses = [draws.found[number] for draws, group in samples for number in draws.numbers(group)]
         return StepSamples(
             prompts=[self._train.prompts[asked.indices[group]] for asked, group in groups],
-            trajectories=trajectories.of_all(self._hosts, found),
+            trajectories=trajectories.of_all(self._hosts, responses),
             after=max((asked for asked, _ in groups), key=lambda asked: asked.step).after,
             waited_s=waited,
             sampling_s=max(draws.ended for draws in used) - min(draws.began for draws in used),
@@ -373,13 +381,13 @@ class SampleQueue:
     def _wait_for_rewards(
         self, samples: Sequence[tuple[Draws, int]], best: Sequence[tuple[Draws, int]]
     ) -> tuple[list[Reward], list[Reward] | None]:
-        found = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
+        rewards = trajectories.rewards_of_all(self._hosts, lambda: rewards_of(samples))
         if not self._how.greedy:
-            return found, None
-        return found, trajectories.rewards_of_all(self._hosts, lambda: rewards_of(best))
+            return rewards, None
+        return rewards, trajectories.rewards_of_all(self._hosts, lambda: rewards_of(best))
 
 
-def ages(found: Sequence[Trajectory], step: int) -> np.ndarray:
+def ages(responses: Sequence[Trajectory], step: int) -> np.ndarray:
     """Returns the age in updates of the oldest sampled token of each, relative to the weights `step`, [B] i64."""
-    every = [[other for other in (t, *t.branches) if other.sampled.any()] for t in found]
+    every = [[other for other in (t, *t.branches) if other.sampled.any()] for t in responses]
     return np.array([max((step - t.version[t.sampled].min() for t in some), default=0) for some in every], np.int64)

@@ -110,7 +110,7 @@ def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, cap
         os.close(fd)
     os.read(asked, 1)  # the child cannot be looked into now
     _seal(limits)
-    for name in [one for one in sys.modules if one.partition(".")[0] == "jppo"]:
+    for name in [module for module in sys.modules if module.partition(".")[0] == "jppo"]:
         del sys.modules[name]  # a program that changes all modules changes none of the sandbox's
     program.answer_tests(
         job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured()
@@ -131,9 +131,9 @@ def _close(limits: "dict[str, Any]", parent: int) -> str:
             f.write("0")
     os.umask(0o022)
     home, owner = limits["folder"], limits["uid"]
-    how = limits["spaces"]
-    if how != confine.NONE:
-        confine.enter_namespaces(how)
+    spaces = limits["spaces"]
+    if spaces != confine.NONE:
+        confine.enter_namespaces(spaces)
         _become_child()
         confine.build_tree(
             limits["folder"],
@@ -158,7 +158,7 @@ def _close(limits: "dict[str, Any]", parent: int) -> str:
     if limits["counted"]:  # a change of user has hidden the counter from that user
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     if limits["landlock"]:
-        write = [home, "/"] if limits["programs"] and how != confine.NONE else [home]  # the mount is private
+        write = [home, "/"] if limits["programs"] and spaces != confine.NONE else [home]  # the mount is private
         confine.restrict(read=limits["read"], write=write, devices=limits["devices"], programs=limits["programs"])
     return str(home)
 

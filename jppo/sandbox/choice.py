@@ -100,7 +100,7 @@ def _candidates(without: Collection[str]) -> Iterator[Guards]:
     places = [(confine.AS_ROOT, uid) for uid in nobody] if os.geteuid() == 0 else []
     places = [] if "namespaces" in without else [*places, (confine.AS_USER, None)]
     for files, calls in ((abi, filtered), (abi, False), (0, filtered), (0, False)):
-        yield from (Guards(files, calls, how, uid) for how, uid in places)
+        yield from (Guards(files, calls, spaces, uid) for spaces, uid in places)
         yield from (Guards(files, calls, confine.NONE, uid) for uid in nobody)
 
 
@@ -120,22 +120,22 @@ def describe_guards(guards: Guards) -> dict[str, str]:
 
 def summary(guards: Guards) -> str:
     """Returns one line for logs."""
-    found = describe_guards(guards)
-    active = ", ".join(name if how == "on" else f"{name} ({how})" for name, how in found.items() if how)
-    absent = ", ".join(name for name, how in found.items() if not how)
+    states = describe_guards(guards)
+    active = ", ".join(name if state == "on" else f"{name} ({state})" for name, state in states.items() if state)
+    absent = ", ".join(name for name, state in states.items() if not state)
     return active + (f"; not here: {absent}" if absent else "")
 
 
 def lacks(guards: Guards) -> str:
     """Returns why untrusted models' programs must not run under these guards, or ''."""
-    found = []
+    missing = []
     if not guards.landlock and guards.spaces == confine.NONE:
-        found.append("neither Landlock (Linux 5.13) nor namespaces keep programs to their folder")
+        missing.append("neither Landlock (Linux 5.13) nor namespaces keep programs to their folder")
     if not guards.seccomp:
-        found.append("no seccomp filter keeps them from the network and other processes")
+        missing.append("no seccomp filter keeps them from the network and other processes")
     if not guards.counted and guards.spaces == confine.NONE:
-        found.append("nothing bounds their files without namespaces, unless TMPDIR names a folder on a disk")
-    return "; ".join(found)
+        missing.append("nothing bounds their files without namespaces, unless TMPDIR names a folder on a disk")
+    return "; ".join(missing)
 
 
 _RETRIES = 4
@@ -221,7 +221,7 @@ def _run_by_service(
     """Like `launcher.run_program`, on the service. Raises NoSandbox after more than _RETRIES failures."""
     code = text
     if tests is not None:
-        sides = _MODULES.format(sides=json.dumps([[one.__name__, inspect.getsource(one)] for one in _SIDES]))
+        sides = _MODULES.format(sides=json.dumps([[module.__name__, inspect.getsource(module)] for module in _SIDES]))
         code = sides + _TESTS.format(job=json.dumps([text, tests, sides + _PROGRAM]))
     body = {
         "code": code,

@@ -113,10 +113,10 @@ _FOLDER_FILES = 4096
 TOO_MUCH = f"wrote more than {FOLDER_BYTES} bytes"
 
 
-def enter_namespaces(how: str) -> None:
+def enter_namespaces(spaces: str) -> None:
     """Moves this process to new namespaces, and its children to a new process namespace; raises OSError."""
     flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID
-    if how == AS_ROOT:
+    if spaces == AS_ROOT:
         kernel.unshare(flags)
         return
     user, group = os.geteuid(), os.getegid()
@@ -276,7 +276,7 @@ def filter_calls(pid: int, *, counted: bool, programs: bool = False) -> None:
     `programs`: it may start others, which have the filter, too.
     """
     code = build_filter(kernel.MACHINE, pid, counted=counted, programs=programs)
-    instructions = (_Instruction * len(code))(*(_Instruction(*one) for one in code))
+    instructions = (_Instruction * len(code))(*(_Instruction(*step) for step in code))
     program = _Program(len(code), ctypes.addressof(instructions))
     kernel.syscall(kernel.SECCOMP[kernel.MACHINE], 1, 0, ctypes.byref(program))  # SECCOMP_SET_MODE_FILTER
 
@@ -319,9 +319,9 @@ def _rules(name: str, pid: int) -> list[_Step]:
         stream = [(_ANY_BIT, 0, 1, _SOCK_STREAM), (_ANY_BIT, 0, 1, _OTHER_SOCKETS), _refuse(errno.EPERM)]
         return [_low(0), (_EQUAL, 1, 0, _AF_UNIX), _refuse(errno.EPERM), _low(1), *stream]
     if name == "sendto":  # to the other end alone, without an address
-        return [one for half in (_low(4), _high(4)) for one in (half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
+        return [step for half in (_low(4), _high(4)) for step in (half, (_EQUAL, 1, 0, 0), _refuse(errno.EPERM))]
     if name == "fcntl":  # neither leases nor signals to others
-        locks = [one for lock in (_F_SETLK, _F_SETLKW) for one in ((_EQUAL, 0, 1, lock), _refuse(0))]
+        locks = [step for lock in (_F_SETLK, _F_SETLKW) for step in ((_EQUAL, 0, 1, lock), _refuse(0))]
         return [_low(1), *locks, *_only(_FCNTL, errno.EPERM)]
     if name == "ioctl":  # no allocation of blocks
         return [_low(1), *_none_of(_TIOCSTI, _FIOSETOWN, _SIOCSPGRP), *_only(_IOCTL, errno.EOPNOTSUPP)]
@@ -338,7 +338,7 @@ def _rules(name: str, pid: int) -> list[_Step]:
 
 
 def _none_of(*values: int) -> list[_Step]:
-    return [one for value in values for one in ((_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
+    return [step for value in values for step in ((_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
 
 
 def _only(values: Sequence[int], code: int) -> list[_Step]:

@@ -24,8 +24,8 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 def syscall(number: int, *args: object) -> int:
     """Calls the kernel; raises OSError on failure."""
-    found = _LIBC.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in args))
-    return _checked(found, f"syscall {number}")
+    returned = _LIBC.syscall(ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in args))
+    return _checked(returned, f"syscall {number}")
 
 
 def prctl(option: int, value: int) -> None:
@@ -40,8 +40,8 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     """Mounts a file system; raises OSError on failure."""
-    found = _LIBC.mount(source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode())
-    _checked(found, f"mount on {target}")
+    returned = _LIBC.mount(source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    _checked(returned, f"mount on {target}")
 
 
 def unmount(target: str, flags: int) -> None:
@@ -70,8 +70,8 @@ def clear_arguments() -> None:
     ctypes.memset(start, 0, end - start)
 
 
-def _checked(found: int, what: str) -> int:
-    if found < 0:
+def _checked(returned: int, call: str) -> int:
+    if returned < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-    return int(found)
+        raise OSError(code, f"{call}: {os.strerror(code)}")
+    return int(returned)

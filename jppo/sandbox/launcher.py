@@ -203,13 +203,13 @@ def _run(job: dict[str, Any], stdin: str, tests: str | None, folder: str, time_s
         stack.callback(child.stderr.close)
         watch = _Watch(child, time.monotonic() + time_s, excess)
         try:
-            got, why = watch.read([child.stdout.fileno(), child.stderr.fileno(), replies])
+            contents, why = watch.read([child.stdout.fileno(), child.stderr.fileno(), replies])
         finally:
             _kill(child)
-        printed, errors, said = (data.decode("utf-8", "replace") for data in got)
+        printed, errors, replied = (data.decode("utf-8", "replace") for data in contents)
         status = None if why else child.returncode
         taken = os.lseek(given, 0, os.SEEK_CUR)
-        return Ran(status, printed, errors, tuple(said.split("\n")[:-1]), why, input_bytes=taken)
+        return Ran(status, printed, errors, tuple(replied.split("\n")[:-1]), why, input_bytes=taken)
 
 
 class _Watch:
@@ -220,7 +220,7 @@ class _Watch:
 
     def read(self, pipes: Sequence[int]) -> tuple[list[bytes], str]:
         """Returns the pipes' contents, and why the process must be killed, or ''."""
-        got = {fd: bytearray() for fd in pipes}
+        contents = {fd: bytearray() for fd in pipes}
         with selectors.DefaultSelector() as waiting:
             for fd in pipes:
                 waiting.register(fd, selectors.EVENT_READ)
@@ -228,17 +228,17 @@ class _Watch:
             while waiting.get_map() and not why:
                 for key, _ in waiting.select(self._patience()):
                     chunk = os.read(key.fd, 2**16)
-                    got[key.fd] += chunk
+                    contents[key.fd] += chunk
                     if not chunk:
                         waiting.unregister(key.fd)
-                    if len(got[key.fd]) > _OUTPUT_BYTES:
+                    if len(contents[key.fd]) > _OUTPUT_BYTES:
                         why = f"printed more than {_OUTPUT_BYTES} bytes"
                 why = why or self._fault()
         while not why and self._child.poll() is None:  # it has closed its pipes
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(self._patience())
             why = self._fault() if self._child.poll() is None else ""
-        return [bytes(got[fd]) for fd in pipes], why or self._overfull()
+        return [bytes(contents[fd]) for fd in pipes], why or self._overfull()
 
     def _patience(self) -> float:
         left = max(0.0, self._deadline - time.monotonic())
@@ -308,16 +308,16 @@ def group_bases() -> tuple[str, ...]:
 
 def _make_groups(bases: Iterable[str], *, memory: int, processes: int) -> list[str]:
     """Makes new groups, one in each base, with these limits. Raises OSError."""
-    made = []
+    groups = []
     for base in bases:
         group = f"{base}/jppo-{os.getpid()}-{next(_GROUP_NUMBERS)}"
         os.mkdir(group)
-        made.append(group)
+        groups.append(group)
         for names, value in ((_GROUP_MEMORY, memory), (_GROUP_PIDS, processes)):
             for name in names:
                 if os.path.exists(f"{group}/{name}"):
                     _write_number(f"{group}/{name}", value)
-    return made
+    return groups
 
 
 def _remove_groups(groups: Iterable[str]) -> None:
@@ -349,14 +349,14 @@ def _own_groups() -> list[str]:
             mounts = [line.split() for line in f]
     except OSError:
         return []
-    found = []
+    groups = []
     for _, controllers, path in entries:
         wanted = set(controllers.split(",")) & {"memory", "pids"}
         for _, place, kind, options, *_ in mounts:
             first = kind == "cgroup" and wanted & set(options.split(","))
             if first or (kind == "cgroup2" and not controllers):
-                found.append(f"{place}{path}".rstrip("/"))
-    return list(dict.fromkeys(found))
+                groups.append(f"{place}{path}".rstrip("/"))
+    return list(dict.fromkeys(groups))
 
 
 def _can_limit(base: str) -> bool:

@@ -34,7 +34,7 @@ class Peer:
         """Does an operation on the other side, and returns or raises what it does."""
         self.asked += op != "name"
         memo = Memo()
-        body = [self.values.encoded(one, memo) for one in operands]
+        body = [self.values.encoded(operand, memo) for operand in operands]
         self._send({"op": op, "args": body, "heap": self.values.drained(memo)})
         while True:
             message = self._receive()
@@ -68,7 +68,7 @@ class Peer:
             memo.start(objects)
             if not (self.values.trusting or self._reaches(message)):
                 raise Gone("a request about none of this side's objects")
-            operands = [self.values.decoded(one, objects) for one in message["args"]]
+            operands = [self.values.decoded(operand, objects) for operand in message["args"]]
             reply["value"] = self.values.encoded(
                 self._done(message["op"], operands), memo, kept=message["op"] == "iter"
             )
@@ -77,7 +77,7 @@ class Peer:
         except BaseException as e:
             reply["raised"] = self.values.described(e, memo)
         heap = self.values.drained(memo)
-        reply["heap"] = [None if i < len(sent) and one == sent[i] else one for i, one in enumerate(heap)]
+        reply["heap"] = [None if i < len(sent) and entry == sent[i] else entry for i, entry in enumerate(heap)]
         if isinstance(sys.stdout, Captured):
             reply["printed"] = sys.stdout.taken()
         self._send(reply)
@@ -86,7 +86,7 @@ class Peer:
         """Whether a request is about an object that this side has sent; others would reach into this process."""
         args = message["args"]
         about = args if message["op"] in BINARY else args[:1]
-        return any(isinstance(one, list) and one[:1] == ["yours"] for one in about)
+        return any(isinstance(operand, list) and operand[:1] == ["yours"] for operand in about)
 
     def _done(self, op: str, operands: list[Any]) -> Any:
         if op == "call":

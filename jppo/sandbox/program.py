@@ -77,8 +77,8 @@ class _Marked(ast.NodeTransformer):
     visit_Assert = _after
 
     def _if_named(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
-        named = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in calls}
+        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+        named = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls}
         tests = any(name.startswith("assert") or name in ("raises", "fail") for name in named)
         return self._after(node) if tests else self.generic_visit(node)
 
@@ -88,12 +88,12 @@ class _Marked(ast.NodeTransformer):
         return self._after(node) if any(map(_fails, ast.walk(node))) else self.generic_visit(node)
 
     def visit_Try(self, node: ast.Try) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        if not any(isinstance(one, (ast.Assert, ast.Raise)) for one in ast.walk(node)):
+        if not any(isinstance(inner, (ast.Assert, ast.Raise)) for inner in ast.walk(node)):
             return self.generic_visit(node)
-        found = self._after(node)
+        marked = self._after(node)
         for handler in node.handlers:  # it may return
-            handler.body.insert(0, found[1])
-        return found
+            handler.body.insert(0, marked[1])
+        return marked
 
 
 def _fails(node: ast.AST) -> bool:
@@ -113,15 +113,15 @@ def needed(tests: str) -> tuple[set[str], set[str]]:
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     own |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     own |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
-    aliases = [one for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for one in node.names]
-    own |= {(one.asname or one.name).split(".")[0] for one in aliases}
+    aliases = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
+    own |= {(alias.asname or alias.name).split(".")[0] for alias in aliases}
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - own
     held = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-    bare = {node.id for node in nodes if isinstance(node, ast.Name) and all(node is not one for one in held)}
-    modules = {one.id for one in held} & used - bare & sys.stdlib_module_names
+    bare = {node.id for node in nodes if isinstance(node, ast.Name) and all(node is not owner for owner in held)}
+    modules = {owner.id for owner in held} & used - bare & sys.stdlib_module_names
     asked = {name for name in used if not hasattr(builtins, name)} - modules
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    called = {one.id for call in calls for one in (call.func, *call.args) if isinstance(one, ast.Name)} & used
+    called = {part.id for call in calls for part in (call.func, *call.args) if isinstance(part, ast.Name)} & used
     called -= {name for name in called if isinstance(getattr(builtins, name, None), type) and name[:1].isupper()}
     return asked or called - set(_FROM_TESTS) or called, modules
 
@@ -140,12 +140,12 @@ class _Names(dict[str, object]):
         if name not in self._asked:
             raise KeyError(name)  # a builtin, or an error
         try:
-            found = self._peer.ask("name", name)
+            definition = self._peer.ask("name", name)
         except (KeyError, AttributeError):
             raise KeyError(name) from None
-        if isinstance(found, type) and name[:1].isupper():  # a function of the tests may be a class of a cheat
-            self._peer.values.named.add(found)
-        return found
+        if isinstance(definition, type) and name[:1].isupper():  # a function of the tests may be a class of a cheat
+            self._peer.values.named.add(definition)
+        return definition
 
 
 class _Main(types.ModuleType):
@@ -166,10 +166,10 @@ def _fresh(name: str) -> dict[str, object]:
     for word in ("exit", "quit"):  # as the module site has them
         if not hasattr(builtins, word):
             setattr(builtins, word, sys.exit)
-    made = types.ModuleType(name)
-    sys.modules[name] = made
-    made.__dict__["__builtins__"] = builtins
-    return made.__dict__
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    module.__dict__["__builtins__"] = builtins
+    return module.__dict__
 
 
 def write_all(fd: int, line: str) -> None:

@@ -68,10 +68,10 @@ class Meta(type):
 
     def __call__(cls, *args: object, **named: object) -> Any:
         side: _Side = cls.__side__
-        made = side.ask("call", cls, args, named)
-        if cls in side.named and type(made) is cls:
-            side.given.add(object.__getattribute__(made, "_id"))
-        return made
+        instance = side.ask("call", cls, args, named)
+        if cls in side.named and type(instance) is cls:
+            side.given.add(object.__getattribute__(instance, "_id"))
+        return instance
 
     def __getattr__(cls, name: str) -> Any:
         if "_class_id" in cls.__dict__:
@@ -119,13 +119,13 @@ def _apart(remote: "Remote", other: object) -> bool:
 
 def _methods() -> dict[str, Callable[..., Any]]:
     """Returns the methods of operators, by name."""
-    made: dict[str, Callable[..., Any]] = {f"__{op}__": _unary(op) for op in UNARY if op not in ("round", "iter")}
+    methods: dict[str, Callable[..., Any]] = {f"__{op}__": _unary(op) for op in UNARY if op not in ("round", "iter")}
     for op in BINARY:
         name = op.strip("_")
-        made[f"__{name}__"] = _binary(op)
+        methods[f"__{name}__"] = _binary(op)
         if op not in ("lt", "le", "gt", "ge", "eq", "ne"):
-            made[f"__r{name}__"] = _binary(op, reflected=True)
-    return made
+            methods[f"__r{name}__"] = _binary(op, reflected=True)
+    return methods
 
 
 class Remote(metaclass=Meta):
@@ -165,7 +165,7 @@ class Remote(metaclass=Meta):
     def __contains__(self, item: object) -> Any:
         if not _apart(self, item):
             return _ask("contains", self, item)
-        return any(one is item or one == item for one in self)
+        return any(element is item or element == item for element in self)
 
     def __getitem__(self, key: object) -> Any:
         return _ask("getitem", self, key)
@@ -230,8 +230,8 @@ def shared_name(value: object) -> tuple[Any, str] | None:
     }.get(module, module)
     if (module == "builtins" and name in _OWN) or "." in name or name.startswith("_"):
         return None
-    found = sys.modules.get(module) if module == "builtins" or module in SHARED else None
-    return (module, name) if found is not None and found.__dict__.get(name) is value else None
+    loaded = sys.modules.get(module) if module == "builtins" or module in SHARED else None
+    return (module, name) if loaded is not None and loaded.__dict__.get(name) is value else None
 
 
 def shared_object(module: str, name: str) -> Any:
@@ -241,14 +241,14 @@ def shared_object(module: str, name: str) -> Any:
     return getattr(builtins if module == "builtins" else shared_module(module), name)
 
 
-def is_plain_class(found: object) -> bool:
+def is_plain_class(kind: object) -> bool:
     """Whether it is a class that a value may have, and whose instances do nothing."""
-    if not isinstance(found, type) or found.__module__ in ("types", "typing", "random"):
+    if not isinstance(kind, type) or kind.__module__ in ("types", "typing", "random"):
         return False
-    if found.__module__.partition(".")[0] != "numpy":
+    if kind.__module__.partition(".")[0] != "numpy":
         return True
     numpy = sys.modules["numpy"]
-    return issubclass(found, numpy.generic) or found is numpy.ndarray
+    return issubclass(kind, numpy.generic) or kind is numpy.ndarray
 
 
 def shared_module(name: str) -> types.ModuleType:

@@ -43,8 +43,8 @@ class Memo:
         self._at: dict[int, int] = {}
 
     def start(self, objects: Iterable[object]) -> None:
-        for one in objects:
-            self.add(one)
+        for container in objects:
+            self.add(container)
 
     def add(self, value: object) -> int:
         if id(value) not in self._at:
@@ -86,23 +86,23 @@ class Values:
         if not kept:
             if kind in _MUTABLE:
                 return ["@", memo.add(value)]
-            if (made := self._copied(value, kind, memo)) is not None:
-                return made
+            if (copied := self._copied(value, kind, memo)) is not None:
+                return copied
         return ["mine", self._exported(value), self._encoded_class(kind, memo)]
 
     def _copied(self, value: Any, kind: type, memo: Memo) -> list[Any] | None:
         if kind is tuple:
-            return ["tuple", [self.encoded(one, memo) for one in value]]
+            return ["tuple", [self.encoded(item, memo) for item in value]]
         if kind is frozenset:
-            return ["frozenset", [self.encoded(one, memo) for one in value]]
+            return ["frozenset", [self.encoded(item, memo) for item in value]]
         if kind is complex:
             return ["complex", value.real, value.imag]
         if kind is bytes:
             return ["bytes", value.hex()]
         if kind is range:
-            return ["range", *(self.encoded(one, memo) for one in (value.start, value.stop, value.step))]
+            return ["range", *(self.encoded(bound, memo) for bound in (value.start, value.stop, value.step))]
         if kind is slice:
-            return ["slice", *(self.encoded(one, memo) for one in (value.start, value.stop, value.step))]
+            return ["slice", *(self.encoded(bound, memo) for bound in (value.start, value.stop, value.step))]
         if kind in (type({}.keys()), type({}.values()), type({}.items())):
             return ["view", kind.__name__, ["@", memo.add(dict(value.mapping))]]
         if kind is decimal.Decimal:
@@ -138,16 +138,16 @@ class Values:
         numpy = sys.modules["numpy"]
         if not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.hasobject or value.dtype.fields:
             return None
-        flat = [self.encoded(one, memo) for one in numpy.ravel(value).tolist()]
+        flat = [self.encoded(item, memo) for item in numpy.ravel(value).tolist()]
         return ["numpy", value.dtype.str, list(value.shape), isinstance(value, numpy.ndarray), flat]
 
     def _copied_subclass(self, value: Any, kind: type, memo: Memo) -> list[Any] | None:
-        base = next((one for one in _IMMUTABLE if isinstance(value, one)), None)
+        base = next((builtin for builtin in _IMMUTABLE if isinstance(value, builtin)), None)
         if base is None or hasattr(kind, "__members__"):  # an enum's member is itself alone
             return None
         fields = getattr(kind, "_fields", None) if base is tuple else None
         named = list(map(str, fields)) if isinstance(fields, tuple) and len(fields) == tuple.__len__(value) else None
-        if named and any(hasattr(tuple, one) for one in named):
+        if named and any(hasattr(tuple, field) for field in named):
             return None
         return ["subclass", base.__name__, str(kind.__name__), named, self.encoded(builtin_value(value), memo)]
 
@@ -167,8 +167,8 @@ class Values:
             return ["yours", kind.__dict__["_class_id"]]
         if kind.__module__ == "builtins":
             return None  # a function, a generator, ...
-        bases = [self._encoded_class(one, memo) for one in kind.__bases__ if one is not object]
-        return ["class", self._exported(kind), str(kind.__name__), [one for one in bases if one is not None]]
+        bases = [self._encoded_class(base, memo) for base in kind.__bases__ if base is not object]
+        return ["class", self._exported(kind), str(kind.__name__), [base for base in bases if base is not None]]
 
     def drained(self, memo: Memo) -> list[list[Any]]:
         heap: list[list[Any]] = []
@@ -181,7 +181,7 @@ class Values:
             elif kind is bytearray:
                 body = value.hex()
             else:
-                body = [self.encoded(one, memo) for one in value]
+                body = [self.encoded(item, memo) for item in value]
             more = value.maxlen if kind is collections.deque else None
             if kind is collections.defaultdict:
                 more = self.encoded(value.default_factory, memo)
@@ -191,16 +191,16 @@ class Values:
     def filled(self, heap: list[Any], known: list[Any]) -> list[Any]:
         """Makes the containers of a heap; known ones, which the request had, get their new contents."""
         try:
-            objects = [known[i] if i < len(known) else _empty(one) for i, one in enumerate(heap)]
-            for target, one in zip(objects, heap, strict=True):
-                if one is not None:
-                    self._fill(target, one, objects)
+            objects = [known[i] if i < len(known) else _empty(entry) for i, entry in enumerate(heap)]
+            for target, entry in zip(objects, heap, strict=True):
+                if entry is not None:
+                    self._fill(target, entry, objects)
         except (TypeError, ValueError, LookupError) as e:
             raise Gone("no heap") from e
         return objects
 
-    def _fill(self, target: Any, one: list[Any], objects: list[Any]) -> None:
-        name, body, more = one
+    def _fill(self, target: Any, entry: list[Any], objects: list[Any]) -> None:
+        name, body, more = entry
         if type(target) is not _MADE[name]:
             raise ValueError(name)
         if name == "bytearray":
@@ -214,7 +214,7 @@ class Values:
             for key, value in pairs:
                 target[key] = value
             return
-        items = [self.decoded(one, objects) for one in body]
+        items = [self.decoded(item, objects) for item in body]
         target.clear()
         (target.update if name == "set" else target.extend)(items)
 
@@ -234,13 +234,13 @@ class Values:
         if tag == "int":
             return int(rest[0], 16)
         if tag in ("tuple", "frozenset"):
-            return {"tuple": tuple, "frozenset": frozenset}[tag](self.decoded(one, objects) for one in rest[0])
+            return {"tuple": tuple, "frozenset": frozenset}[tag](self.decoded(item, objects) for item in rest[0])
         if tag == "complex":
             return complex(*rest)
         if tag == "bytes":
             return bytes.fromhex(rest[0])
         if tag in ("range", "slice"):
-            return {"range": range, "slice": slice}[tag](*(self.decoded(one, objects) for one in rest))
+            return {"range": range, "slice": slice}[tag](*(self.decoded(bound, objects) for bound in rest))
         if tag == "view":
             return {"dict_keys": dict.keys, "dict_values": dict.values, "dict_items": dict.items}[rest[0]](
                 self.decoded(rest[1], objects)
@@ -272,54 +272,54 @@ class Values:
         if tag == "mine":
             kind = self.decoded(rest[1], objects)
             of = kind if isinstance(kind, type) and issubclass(kind, self.base) else self.base
-            made = object.__new__(of)
+            remote = object.__new__(of)
             if of is self.base and isinstance(kind, type):
-                object.__setattr__(made, "_kind", kind)  # a class of both sides, for isinstance
+                object.__setattr__(remote, "_kind", kind)  # a class of both sides, for isinstance
             self.given.discard(int(rest[0]))
-            object.__setattr__(made, "_id", int(rest[0]))
-            return self._remotes.setdefault(int(rest[0]), made)
+            object.__setattr__(remote, "_id", int(rest[0]))
+            return self._remotes.setdefault(int(rest[0]), remote)
         raise ValueError(tag)
 
-    def _named(self, name: tuple[str, ...], found: Any) -> Any:
+    def _named(self, name: tuple[str, ...], shared: Any) -> Any:
         """Takes what the other side has named: on the tests' side a class without effects, or what it sent itself."""
         if self.trusting:
             self._told.add(name)
-        elif name not in self._told and not is_plain_class(found):
+        elif name not in self._told and not is_plain_class(shared):
             raise ValueError(name)
-        return found
+        return shared
 
     def _made_numpy(self, rest: list[Any], objects: list[Any]) -> Any:
         dtype, shape, array, flat = rest
         numpy = shared_module("numpy")
         if numpy.dtype(dtype).hasobject:
             raise ValueError(dtype)
-        made = numpy.array([self.decoded(one, objects) for one in flat], dtype=dtype).reshape(shape)
+        made = numpy.array([self.decoded(item, objects) for item in flat], dtype=dtype).reshape(shape)
         return made if array else made[()]
 
     def _made_subclass(self, rest: list[Any], objects: list[Any]) -> Any:
         base, name, fields, value = rest
         plain = self.decoded(value, objects)
         if fields is not None:
-            if any(hasattr(tuple, one) for one in fields):
+            if any(hasattr(tuple, field) for field in fields):
                 raise ValueError(fields)
             key = (name, *fields)
             kind = self._subclasses.setdefault(key, collections.namedtuple(name, fields))
             return kind._make(plain)
-        of = {one.__name__: one for one in _IMMUTABLE}[base]
+        of = {builtin.__name__: builtin for builtin in _IMMUTABLE}[base]
         kind = self._subclasses.setdefault((base, name), type(str(name), (of,), {}))
         return kind(plain)
 
     def _class(self, number: int, name: str, bases: list[Any]) -> Any:
         """Makes the class that stands for one of the other side, once."""
         if number not in self._classes:
-            above = [one for one in (self.decoded(base, []) for base in bases) if isinstance(one, type)]
-            errors = [one for one in above if issubclass(one, BaseException)]
+            above = [parent for parent in (self.decoded(base, []) for base in bases) if isinstance(parent, type)]
+            errors = [parent for parent in above if issubclass(parent, BaseException)]
             if errors:
-                made = type(str(name), tuple(errors), self._error_methods(number))
+                kind = type(str(name), tuple(errors), self._error_methods(number))
             else:
-                above = [one for one in above if issubclass(one, self.base)] or [self.base]
-                made = type(self.base)(str(name), tuple(above), {"_class_id": int(number), "__slots__": ()})
-            self._classes[number] = made
+                above = [parent for parent in above if issubclass(parent, self.base)] or [self.base]
+                kind = type(self.base)(str(name), tuple(above), {"_class_id": int(number), "__slots__": ()})
+            self._classes[number] = kind
         return self._classes[number]
 
     def _error_methods(self, number: int) -> dict[str, Any]:
@@ -343,7 +343,7 @@ class Values:
             told = self._encoded_class(kind, memo)
             kind = kind.__mro__[1]
         try:
-            args = [self.encoded(one, memo) for one in error.args]
+            args = [self.encoded(argument, memo) for argument in error.args]
             attributes = [[str(k), self.encoded(v, memo)] for k, v in vars(error).items() if k[:1] != "_"]
             text = str(error) if self.trusting else None
         except Gone:
@@ -355,20 +355,20 @@ class Values:
         return [told, args, attributes, text, reason]
 
     def exception(self, told: list[Any], objects: list[Any]) -> BaseException:
-        kind, args = self.decoded(told[0], objects), [self.decoded(one, objects) for one in told[1]]
+        kind, args = self.decoded(told[0], objects), [self.decoded(argument, objects) for argument in told[1]]
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise Gone("no exception")
         try:
-            made = kind.__new__(kind, *args) if "_class_id" in kind.__dict__ else kind(*args)
+            error = kind.__new__(kind, *args) if "_class_id" in kind.__dict__ else kind(*args)
         except Exception:  # a class whose constructor takes other arguments than those it keeps in `args`
-            made = kind.__new__(kind)
+            error = kind.__new__(kind)
         if "_class_id" in kind.__dict__:
-            made.args = tuple(args)
-        made.__dict__.update((str(k), self.decoded(v, objects)) for k, v in told[2])
-        made.__dict__.update(from_program=True, _text=told[3] if isinstance(told[3], str) else None)
+            error.args = tuple(args)
+        error.__dict__.update((str(k), self.decoded(v, objects)) for k, v in told[2])
+        error.__dict__.update(from_program=True, _text=told[3] if isinstance(told[3], str) else None)
         if told[4] is not None:
-            made.__cause__ = self.exception(told[4], objects)
-        return made
+            error.__cause__ = self.exception(told[4], objects)
+        return error
 
 
 def builtin_value(value: object) -> Any:
@@ -387,6 +387,6 @@ def builtin_value(value: object) -> Any:
     return complex.__add__(value, 0) if isinstance(value, complex) else None
 
 
-def _empty(one: list[Any]) -> Any:
-    name, _, more = one
+def _empty(entry: list[Any]) -> Any:
+    name, _, more = entry
     return collections.deque(maxlen=more) if name == "deque" else _MADE[name]()

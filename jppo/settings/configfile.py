@@ -80,12 +80,12 @@ def explained(file: str, call: Callable[..., Any], *args: Any, **kwargs: Any) ->
         place = f"{file}, line {numbers[-1]}" if numbers else file
         text = " ".join(str(e.args[0] if e.args else e).split())
         missing = re.search(r"""Key "(\w+)" does not exist""", text)  # ml_collections
-        what = (
+        reason = (
             no_setting(missing[1], re.findall(r"\w+", text[missing.end() :]), TABLE)
             if missing
             else f"{type(e).__name__}: {text:.300}"
         )
-        raise UserError(f"{place}: {what}; fix the file") from e
+        raise UserError(f"{place}: {reason}; fix the file") from e
 
 
 def _check_names(config: Any, file: str) -> None:
@@ -95,15 +95,15 @@ def _check_names(config: Any, file: str) -> None:
             f"{file}: get_config() returns {config!r:.40}; it must return settings, as jppo.settings.default() does"
         )
     table = dict(settings_by_name(kind_of(config)))
-    found = by_name(config)
-    for name in sorted(table.keys() ^ found.keys()):
-        what = "is missing" if name in table else "is no setting"
-        raise UserError(f"{file}: {name} {what}; start from jppo.settings.default() and change values only")
-    for name, value in found.items():
-        asked = table[name].type
-        integer = asked is float and type(value) is int
-        if not (isinstance(value, asked) or integer or (value is None and table[name].optional)):
-            raise UserError(f"{file}: {name}={value!r:.40} must be of type {asked.__name__}, as the default is")
+    values = by_name(config)
+    for name in sorted(table.keys() ^ values.keys()):
+        fault = "is missing" if name in table else "is no setting"
+        raise UserError(f"{file}: {name} {fault}; start from jppo.settings.default() and change values only")
+    for name, value in values.items():
+        expected = table[name].type
+        integer = expected is float and type(value) is int
+        if not (isinstance(value, expected) or integer or (value is None and table[name].optional)):
+            raise UserError(f"{file}: {name}={value!r:.40} must be of type {expected.__name__}, as the default is")
 
 
 def shipped_names() -> list[str]:
@@ -144,9 +144,9 @@ def cpu_dtype(cpuinfo: str = "/proc/cpuinfo") -> str:
 class Parser(argparse.ArgumentParser):
     """A parser of a command without settings; raises its errors as a UserError of one line."""
 
-    def __init__(self, module: str, about: str | None, **how: Any) -> None:
+    def __init__(self, module: str, about: str | None, **options: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=f"python -m {module}", description=about, formatter_class=formatter, **how)
+        super().__init__(prog=f"python -m {module}", description=about, formatter_class=formatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raises a UserError; called by argparse."""
@@ -259,11 +259,11 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
 def help_text(config: ml_collections.ConfigDict) -> str:
     """Returns all settings with their values and meanings, one per line, for --help."""
     lines = []
-    found = by_name(config)
+    values = by_name(config)
     for name, setting in TABLE.items():
-        if name in found:
+        if name in values:
             unit = f"[{setting.unit}] " if setting.unit else ""
-            lines.append(f"  {f'--config.{name}={found[name]!r}':<{MEANINGS_AT}}  {unit}{setting.meaning}")
+            lines.append(f"  {f'--config.{name}={values[name]!r}':<{MEANINGS_AT}}  {unit}{setting.meaning}")
     return "\n".join(lines)
 
 
@@ -285,9 +285,9 @@ def typed(
     """
     if not isinstance(config, ml_collections.ConfigDict):
         return config
-    made = sections(config, kind)
-    raise_faults(_faults(by_name(config), made, training=training))
-    return _with_preset(made) if isinstance(made, Settings) else made
+    settings = sections(config, kind)
+    raise_faults(_faults(by_name(config), settings, training=training))
+    return _with_preset(settings) if isinstance(settings, Settings) else settings
 
 
 def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) -> None:
@@ -306,10 +306,10 @@ def _with_preset(config: Settings) -> Settings:
     name = config.algorithm.rollout_correction
     if not name:
         return config
-    found, changes = by_name(config), dict[str, object]({"algorithm.rollout_correction": ""})
+    values, changes = by_name(config), dict[str, object]({"algorithm.rollout_correction": ""})
     for leaf, new in vars(PRESETS[name]).items():
         setting = "actor.loss_mode" if leaf == "loss_mode" else f"algorithm.{leaf}"
-        given, usual = found[setting], TABLE[setting].default
+        given, usual = values[setting], TABLE[setting].default
         if not new and leaf == "loss_mode":
             continue
         if given in (usual, new):
@@ -322,18 +322,18 @@ def _with_preset(config: Settings) -> Settings:
     return changed(config, changes)
 
 
-def _faults(found: dict[str, Any], made: Common, *, training: bool) -> list[str]:
+def _faults(values: dict[str, Any], config: Common, *, training: bool) -> list[str]:
     """Returns the faults of single values, then those between valid values."""
     wrong: dict[str, list[str]] = {}
-    for name, value in found.items():
+    for name, value in values.items():
         if faults := faults_of([functools.partial(_check_value, name, value)]):
             wrong[name] = faults
-    known = [name for name in found if name in TABLE]
+    known = [name for name in values if name in TABLE]
     read = [name for name in known if training or not TABLE[name].only.startswith("rollout.name")]
     checks: list[Callable[[], object]] = [
-        functools.partial(_check_read, name, found) for name in read if name not in wrong
+        functools.partial(_check_read, name, values) for name in read if name not in wrong
     ]
-    mended = changed(made, {name: TABLE[name].default for name in known if name in wrong})
+    mended = changed(config, {name: TABLE[name].default for name in known if name in wrong})
     expanded = mended
     if isinstance(mended, Settings):
         with contextlib.suppress(UserError):
@@ -350,28 +350,28 @@ def _check_value(name: str, value: Any) -> None:
     TABLE[name].check(value)
 
 
-def _rules(made: Common, *, training: bool) -> Iterator[Callable[[], None]]:
-    if isinstance(made, Settings):
-        yield from rules_rollout.rollout_rules(made, training=training)
+def _rules(config: Common, *, training: bool) -> Iterator[Callable[[], None]]:
+    if isinstance(config, Settings):
+        yield from rules_rollout.rollout_rules(config, training=training)
     if training:
-        yield functools.partial(_check_train_files, made)
-        yield from rules_training.training_rules(made)
+        yield functools.partial(_check_train_files, config)
+        yield from rules_training.training_rules(config)
 
 
-def _check_train_files(made: Common) -> None:
-    if not made.data.train_files:
+def _check_train_files(config: Common) -> None:
+    if not config.data.train_files:
         raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
 
 
-def _check_read(name: str, found: dict[str, Any]) -> None:
+def _check_read(name: str, values: dict[str, Any]) -> None:
     """Raises a UserError for a value that no part of the run would read."""
-    setting, value = TABLE[name], found[name]
+    setting, value = TABLE[name], values[name]
     if not setting.only or value == setting.default:
         return
     switch, is_not, wanted = setting.only.partition("!=")
     if not is_not:
         switch, equals, wanted = setting.only.partition("=")
-    actual = found[switch]
+    actual = values[switch]
     read = str(actual) != wanted if is_not else str(actual) == wanted if equals else bool(actual)
     if not read:
         when = f"a {switch} other than {wanted!r}" if is_not else f"{switch}={wanted!r}" if equals else f"{switch} set"

@@ -59,17 +59,17 @@ def _read_sweep(file: str) -> list[dict[str, Any]]:
     sweep = configfile.functions(file).get("sweep")
     if not callable(sweep):
         raise UserError(f"{file} has no sweep(add); write one next to get_config that calls {ADD} for each run")
-    found: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
 
     def add(*wrong: Any, **overrides: Any) -> None:
         if wrong:
             raise UserError(f"sweep: add({wrong[0]!r}) gives no names; settings are named, as in {ADD}")
-        found.append({name: _plain(value) for name, value in sorted(overrides.items())})
+        runs.append({name: _plain(value) for name, value in sorted(overrides.items())})
 
     configfile.explained(file, sweep, add)
-    if not found:
+    if not runs:
         raise UserError(f"sweep(add) of {file} adds no run; call {ADD} for each")
-    return found
+    return runs
 
 
 def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:

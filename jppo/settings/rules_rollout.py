@@ -57,16 +57,16 @@ def _mask_replay(config: Settings) -> None:
     r = config.rollout
     if not r.mask_replay:
         return
-    said = "rollout.mask_replay=True"
+    setting = "rollout.mask_replay=True"
     if r.name not in ("vllm", "inprocess"):
         raise UserError(
-            f"{said} needs the kept tokens of each sample, and rollout.name={r.name!r} does not return them; take"
+            f"{setting} needs the kept tokens of each sample, and rollout.name={r.name!r} does not return them; take"
             " vllm or inprocess, or set it to False"
         )
     if not cuts(r):
         raise UserError(
-            f"{said} replays what rollout.top_p, rollout.top_k and rollout.min_p remove, and all are off; set one, or"
-            " set it to False"
+            f"{setting} replays what rollout.top_p, rollout.top_k and rollout.min_p remove, and all are off; set one,"
+            " or set it to False"
         )
     if r.top_k > r.mask_replay_tokens:
         raise UserError(
@@ -75,7 +75,7 @@ def _mask_replay(config: Settings) -> None:
         )
     if config.ref.url:
         raise UserError(
-            f"{said} needs the reference's log-probs over the kept tokens, and a served reference (ref.url) gives"
+            f"{setting} needs the reference's log-probs over the kept tokens, and a served reference (ref.url) gives"
             " them over all; set ref.path, or set it to False"
         )
 
@@ -96,15 +96,15 @@ def _temperature(r: Rollout, training: bool) -> None:
             )
 
 
-def _test(how: ValKwargs) -> None:
-    if how.temperature != 0.0:
+def _test(sampling: ValKwargs) -> None:
+    if sampling.temperature != 0.0:
         return
-    if how.n > 1:
+    if sampling.n > 1:
         raise UserError(
-            f"rollout.val_kwargs.n={how.n}: at rollout.val_kwargs.temperature=0.0 all responses to a prompt are the"
-            " same; raise the temperature, or set n to 1"
+            f"rollout.val_kwargs.n={sampling.n}: at rollout.val_kwargs.temperature=0.0 all responses to a prompt are"
+            " the same; raise the temperature, or set n to 1"
         )
-    for name, value in cuts(how).items():
+    for name, value in cuts(sampling).items():
         raise UserError(
             f"rollout.val_kwargs.{name}={value}: at rollout.val_kwargs.temperature=0.0 decoding is greedy;"
             f" raise the temperature, or leave {name} out"
@@ -122,18 +122,20 @@ def _reward(reward: RewardSection) -> None:
 def _steps(m: RewardModel) -> None:
     if not m.step_aggregation:
         return
-    said = f"reward.model.step_aggregation={m.step_aggregation!r}"
+    setting = f"reward.model.step_aggregation={m.step_aggregation!r}"
     if m.engine == "vllm":
-        raise UserError(f"reward.model.engine='vllm' scores whole responses; with {said} set it to jax or transformers")
+        raise UserError(
+            f"reward.model.engine='vllm' scores whole responses; with {setting} set it to jax or transformers"
+        )
     for name in ("normalize", "clip"):
         if value := getattr(m, name):
             raise UserError(
-                f"reward.model.{name}={value} is for logits, and {said} gives probabilities; leave it out, and scale"
+                f"reward.model.{name}={value} is for logits, and {setting} gives probabilities; leave it out, and scale"
                 " them by reward.weights"
             )
     if not m.step_delimiter:
         raise UserError(
-            f"reward.model.step_delimiter='' separates no steps of {said}; leave it at '\\n\\n', or set a text"
+            f"reward.model.step_delimiter='' separates no steps of {setting}; leave it at '\\n\\n', or set a text"
         )
 
 
@@ -244,23 +246,23 @@ def _adapters(config: Settings) -> None:
     r, rank = config.rollout, config.model.lora_rank
     if r.lora_sync == "merge":
         return
-    said = f"rollout.lora_sync={r.lora_sync!r}"
+    setting = f"rollout.lora_sync={r.lora_sync!r}"
     if r.name == "inprocess":
         raise UserError(
-            f"{said} sends adapters to a server, and rollout.name='inprocess' samples from the trainer's own; take"
+            f"{setting} sends adapters to a server, and rollout.name='inprocess' samples from the trainer's own; take"
             " rollout.lora_sync=merge, or rollout.name=vllm"
         )
     if r.sleep_level:
         raise UserError(
-            f"rollout.sleep_level={r.sleep_level} needs whole weights after each step, and {said} sends adapters"
+            f"rollout.sleep_level={r.sleep_level} needs whole weights after each step, and {setting} sends adapters"
             " alone; take merge, or set the level to 0"
         )
     if rank == 0:
-        raise UserError(f"{said} publishes adapters, and model.lora_rank=0 trains none; set it, or take merge")
+        raise UserError(f"{setting} publishes adapters, and model.lora_rank=0 trains none; set it, or take merge")
     if r.on_update == "keep":
         raise UserError(
-            f"{said} with rollout.on_update='keep': a response that the server keeps continues with the old adapters,"
-            " reported as the new version; take abort or wait, or rollout.lora_sync=merge"
+            f"{setting} with rollout.on_update='keep': a response that the server keeps continues with the old"
+            " adapters, reported as the new version; take abort or wait, or rollout.lora_sync=merge"
         )
     if rank > LARGEST_SERVED_RANK:
         raise UserError(
@@ -283,15 +285,18 @@ def _quantization(config: Settings) -> None:
     r, old = config.rollout, config.algorithm.old_logprob
     if r.quantization == "none":
         return
-    said = f"rollout.quantization={r.quantization!r}"
+    setting = f"rollout.quantization={r.quantization!r}"
     if r.name != "vllm":
-        raise UserError(f"{said} is vLLM's, and rollout.name={r.name!r}; take vllm, or set it to none")
+        raise UserError(f"{setting} is vLLM's, and rollout.name={r.name!r}; take vllm, or set it to none")
     if r.dtype != "bfloat16":
-        raise UserError(f"{said} quantises bfloat16 weights, and rollout.dtype={r.dtype!r}; set rollout.dtype=bfloat16")
+        raise UserError(
+            f"{setting} quantises bfloat16 weights, and rollout.dtype={r.dtype!r}; set rollout.dtype=bfloat16"
+        )
     if old != "correction":
         raise UserError(
-            f"{said} samples from another policy than the trainer's, and algorithm.old_logprob={old!r} does not correct"
-            " that; set algorithm.old_logprob=correction and algorithm.rollout_is=token, or quantization to none"
+            f"{setting} samples from another policy than the trainer's, and algorithm.old_logprob={old!r}"
+            " does not correct that; set algorithm.old_logprob=correction and algorithm.rollout_is=token, or"
+            " quantization to none"
         )
 
 
@@ -357,8 +362,8 @@ def check_secrets(config: Settings) -> None:
     texts.by_source(config.ref.url)
     if len({url.rstrip("/") for url in texts.entries(r.urls)}) < len(texts.entries(r.urls)):
         raise UserError(f"rollout.urls={r.urls!r}: a server is given twice; name it once")
-    if found := SECRET.search(r.engine_args):
+    if match := SECRET.search(r.engine_args):
         raise UserError(
-            f"rollout.engine_args has {found[0]}, and settings are printed and saved; leave it out: a server that is"
+            f"rollout.engine_args has {match[0]}, and settings are printed and saved; leave it out: a server that is"
             " started here has a random token, and other secrets belong in the environment, as HF_TOKEN"
         )

@@ -55,12 +55,12 @@ def _critic(config: Settings) -> None:
             " 0, or take gae"
         )
     of_critics = ("lam", "value_norm_decay", "value_bins", "value_head_std")
-    for one in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
-        found = value_of(config, one)
-        if found != TABLE[one].default:
+    for setting in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
+        value = value_of(config, setting)
+        if value != TABLE[setting].default:
             raise UserError(
-                f"{one}={found} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
-                f" leave it at {TABLE[one].default}, or take gae"
+                f"{setting}={value} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
+                f" leave it at {TABLE[setting].default}, or take gae"
             )
 
 
@@ -147,23 +147,23 @@ def _served_reference(config: Settings) -> None:
     a, actor, url = config.algorithm, config.actor, config.ref.url
     if not url:
         return
-    said = "ref.url has the reference on a server"
+    prefix = "ref.url has the reference on a server"
     if config.ref.path not in ("", "policy"):
-        raise UserError(f"{said}, and ref.path={config.ref.path!r} names another; leave one of them out")
+        raise UserError(f"{prefix}, and ref.path={config.ref.path!r} names another; leave one of them out")
     if not a.use_kl_in_reward and not actor.use_kl_loss:
-        raise UserError(f"{said}, and no KL to it is used; set algorithm.use_kl_in_reward=True")
+        raise UserError(f"{prefix}, and no KL to it is used; set algorithm.use_kl_in_reward=True")
     for name, used, kind in (
         ("algorithm.kl_penalty", a.use_kl_in_reward, a.kl_penalty),
         ("actor.kl_loss_type", actor.use_kl_loss, actor.kl_loss_type),
     ):
         if used and kind.startswith(("full", "forward")):
             raise UserError(
-                f"{said}, which has log-probs of sampled tokens alone, and {name}={kind!r} needs all; take kl, or"
+                f"{prefix}, which has log-probs of sampled tokens alone, and {name}={kind!r} needs all; take kl, or"
                 " load the model on the mesh by ref.path"
             )
     if config.rollout.temperature != 1:
         raise UserError(
-            f"{said}, where log-probs are at temperature 1, and rollout.temperature={config.rollout.temperature}; set"
+            f"{prefix}, where log-probs are at temperature 1, and rollout.temperature={config.rollout.temperature}; set"
             " that to 1, or load the model on the mesh by ref.path"
         )
 
@@ -172,15 +172,15 @@ def _teacher(config: Settings) -> None:
     a = config.algorithm
     if parts.estimator(config).scored:
         return
-    said = f"algorithm.adv_estimator={a.adv_estimator!r} learns from a teacher alone"
+    prefix = f"algorithm.adv_estimator={a.adv_estimator!r} learns from a teacher alone"
     if not a.use_kl_in_reward and not config.actor.use_kl_loss:
         raise UserError(
-            f"{said}, and no KL to it is used; set algorithm.use_kl_in_reward=True or actor.use_kl_loss=True"
+            f"{prefix}, and no KL to it is used; set algorithm.use_kl_in_reward=True or actor.use_kl_loss=True"
         )
     if config.ref.path == "policy" and not config.ref.url:
         raise UserError(
-            f"{said}, and ref.path='policy' is the initial policy, which has nothing to teach; set it to the teacher's"
-            " directory"
+            f"{prefix}, and ref.path='policy' is the initial policy, which has nothing to teach; set it to the"
+            " teacher's directory"
         )
     if a.use_kl_in_reward and a.kl_penalty.startswith("full") and a.gamma == 0:
         raise UserError(
@@ -200,15 +200,15 @@ def _correction(config: Settings) -> None:
             f" algorithm.old_logprob='correction', which is {a.old_logprob!r}; set it, or leave them out"
         )
     if a.rollout_is != "none" and a.old_logprob == "bypass":
-        said = f"algorithm.rollout_is={a.rollout_is!r} with algorithm.old_logprob='bypass'"
+        pair = f"algorithm.rollout_is={a.rollout_is!r} with algorithm.old_logprob='bypass'"
         if parts.objective(config).ratio:
             raise UserError(
-                f"{said}: the ratio of actor.loss_mode={config.actor.loss_mode!r} is the importance weight already; set"
+                f"{pair}: the ratio of actor.loss_mode={config.actor.loss_mode!r} is the importance weight already; set"
                 " rollout_is to none, or actor.loss_mode=gpg"
             )
         if a.rollout_is_batch_normalize:
             raise UserError(
-                f"{said} and algorithm.rollout_is_batch_normalize=True: the mean of weights that change with every"
+                f"{pair} and algorithm.rollout_is_batch_normalize=True: the mean of weights that change with every"
                 " mini-batch is not known before its gradient; set it to False, or old_logprob=correction"
             )
     if a.old_logprob == "correction" and not corrects:

@@ -56,7 +56,7 @@ class Setting:
         if value is None and self.optional:
             return
         several = tuple(value) if isinstance(value, tuple | list) else (value,)
-        numbers = [one for one in several if isinstance(one, int | float)]
+        numbers = [number for number in several if isinstance(number, int | float)]
         for number in numbers:
             if not abs(number) <= LARGEST and not (self.infinite and abs(number) == math.inf):
                 rule = f"a finite number, at most {LARGEST:.3g} in float32"
@@ -83,7 +83,7 @@ class Setting:
         if isinstance(self.choices, Registry):
             self.choices.find(value, self.name)
         elif self.choices and value not in self.choices:
-            names = [one for one in self.choices if isinstance(one, str)]
+            names = [choice for choice in self.choices if isinstance(choice, str)]
             known = ", ".join(map(repr, names))
             near = did_you_mean(value, names)
             raise UserError(f"{self.name}={value!r} is not known; it is one of {known}{near}")
@@ -110,15 +110,15 @@ class Setting:
         """Parses the lower and the upper bound; None for none."""
         if not self.bounds:
             return None, None
-        found = re.fullmatch(r"[\[(]([^,]*),\s*([^\])]*)[\])]?", self.bounds)
-        assert found is not None, self
-        low, high = (int(one) if one else None for one in found.groups())
+        match = re.fullmatch(r"[\[(]([^,]*),\s*([^\])]*)[\])]?", self.bounds)
+        assert match is not None, self
+        low, high = (int(bound) if bound else None for bound in match.groups())
         return low, high
 
     def allowed(self) -> str:
         """Returns the rule of a value as a sentence without its full stop; '' if every value of the type is allowed."""
         if self.choices:
-            names = [f"`{one!r}`" if one == "" else f"`{one}`" for one in self.choices]
+            names = [f"`{choice!r}`" if choice == "" else f"`{choice}`" for choice in self.choices]
             more = ", or `PATH.py:NAME`, or `MODULE:NAME`" if isinstance(self.choices, Registry) else ""
             return f"One of {', '.join(names)}{more}"
         if isinstance(self.default, tuple):
@@ -148,7 +148,7 @@ def settings_by_name(section: type[Section], prefix: str = "") -> Iterator[tuple
             yield from settings_by_name(hint, f"{name}.")
             continue
         entry: Setting = field.metadata["setting"]
-        kinds = [one for one in typing.get_args(hint) if one is not type(None)] if entry.optional else []
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if entry.optional else []
         yield name, dataclasses.replace(entry, name=name, kind=kinds[0] if kinds else None)
 
 
@@ -232,7 +232,7 @@ def settings_meant(name: str, known: Collection[str]) -> list[str]:
     leaf = name.rpartition(".")[2]
     others = [setting for setting in OTHER_NAMES.get(leaf, []) if setting in known]
     same = [setting for setting in known if setting.rpartition(".")[2] == leaf]
-    return others or [one for one in same if one.count(".") == min(other.count(".") for other in same)]
+    return others or [setting for setting in same if setting.count(".") == min(other.count(".") for other in same)]
 
 
 def no_setting(name: str, siblings: Iterable[str], known: Collection[str]) -> str:

@@ -159,15 +159,15 @@ def training_command(config: Container[str]) -> str:
 
 def sections(config: ml_collections.ConfigDict, kind: type[S]) -> S:
     """Returns a config as frozen sections, without a check of its values."""
-    hints, found = typing.get_type_hints(kind), dict[str, Any]()
+    hints, values = typing.get_type_hints(kind), dict[str, Any]()
     for field in dataclasses.fields(kind):
         value, hint = config[field.name], hints[field.name]
         if isinstance(value, ml_collections.ConfigDict):
             value = sections(value, hint)
         elif type(value) is int and float in (hint, *typing.get_args(hint)):
             value = float(value)
-        found[field.name] = value
-    return kind(**found)
+        values[field.name] = value
+    return kind(**values)
 
 
 def optimizers(config: Common) -> dict[str, Optimizer]:
@@ -196,10 +196,10 @@ def _changed(section: S, path: list[str], new: Any) -> S:
 
 def as_dict(config: ml_collections.ConfigDict | Section) -> dict[str, Any]:
     """Returns settings as nested dicts."""
-    found: dict[str, Any] = (
+    nested: dict[str, Any] = (
         config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dataclasses.asdict(config)
     )
-    return found
+    return nested
 
 
 def dump(config: ml_collections.ConfigDict | Section) -> str:
@@ -209,10 +209,10 @@ def dump(config: ml_collections.ConfigDict | Section) -> str:
 
 def by_name(config: ml_collections.ConfigDict | Section | dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns every setting's value by its dotted name, from settings or the contents of a config.json."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in (config if isinstance(config, dict) else as_dict(config)).items():
         if isinstance(value, dict):
-            found |= by_name(value, f"{prefix}{name}.")
+            values |= by_name(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            values[f"{prefix}{name}"] = value
+    return values

@@ -24,87 +24,87 @@ Named = tuple[str, int]  # a DNS name and a port
 
 def save_contents(names: str) -> tuple[str, ...]:
     """Parses the contents of a checkpoint."""
-    found = tuple(name.strip() for name in names.split(",") if name.strip())
-    said = f"trainer.save_contents={names!r}"
-    for name in found:
+    contents = tuple(name.strip() for name in names.split(",") if name.strip())
+    setting = f"trainer.save_contents={names!r}"
+    for name in contents:
         if name not in SAVE_CONTENTS:
-            raise UserError(f"{said}: {name!r} is not known; give some of {', '.join(SAVE_CONTENTS)}")
+            raise UserError(f"{setting}: {name!r} is not known; give some of {', '.join(SAVE_CONTENTS)}")
     for name in ("model", "extra"):
-        if name not in found:
-            raise UserError(f"{said}: without {name} no run could resume from a checkpoint; add it")
-    return found
+        if name not in contents:
+            raise UserError(f"{setting}: without {name} no run could resume from a checkpoint; add it")
+    return contents
 
 
 def loggers(names: str) -> tuple[str, ...]:
     """Parses the sinks of metrics."""
-    found = tuple(name.strip() for name in names.split(",") if name.strip())
-    for name in found:
+    sinks = tuple(name.strip() for name in names.split(",") if name.strip())
+    for name in sinks:
         if name not in LOGGERS:
             raise UserError(f"trainer.logger={names!r}: {name!r} is not known; the names are {', '.join(LOGGERS)}")
-        if found.count(name) > 1:
+        if sinks.count(name) > 1:
             raise UserError(f"trainer.logger={names!r}: {name!r} is given twice; name it once")
-    if "jsonl" not in found:
+    if "jsonl" not in sinks:
         raise UserError(
             f"trainer.logger={names!r} has no jsonl: metrics.jsonl is what a resumed run and its summary read; try"
-            f" {','.join((*found, 'jsonl'))!r}"
+            f" {','.join((*sinks, 'jsonl'))!r}"
         )
-    return found
+    return sinks
 
 
 def template_arguments(text: str) -> dict[str, Any]:
     """Parses a chat template's arguments, as in 'enable_thinking=False,effort=low': Python literals, or else words."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         name, equals, value = (part.strip() for part in entry.partition("="))
-        if not equals or not name.isidentifier() or name in found:
+        if not equals or not name.isidentifier() or name in arguments:
             raise UserError(
                 f"data.apply_chat_template_kwargs={text!r}: {entry!r} must be NAME=VALUE, each name once; try"
                 " 'enable_thinking=False'"
             )
         try:
-            found[name] = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
+            arguments[name] = ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
         except (SyntaxError, ValueError):
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def stop_texts(texts: str) -> tuple[str, ...]:
     """Parses the texts that end a response; spaces count, and a backslash begins one of `ESCAPES`."""
     shown = texts.replace("\n", r"\n")
-    said = f"rollout.stop='{shown}'"  # as written: repr would double its backslashes
-    found, characters = [""], iter(texts)
+    setting = f"rollout.stop='{shown}'"  # as written: repr would double its backslashes
+    endings, characters = [""], iter(texts)
     for character in characters:
         if character == ",":
-            found.append("")
+            endings.append("")
         elif character != "\\":
-            found[-1] += character
+            endings[-1] += character
         elif (after := next(characters, "")) in ESCAPES:
-            found[-1] += ESCAPES[after]
+            endings[-1] += ESCAPES[after]
         else:
             raise UserError(
-                rf"{said}: a backslash begins one of \n, \t, \r, \, and \\, and here comes {after or 'none'}; write \\"
-                " for a backslash"
+                rf"{setting}: a backslash begins one of \n, \t, \r, \, and \\, and here comes {after or 'none'}; write"
+                r" \\ for a backslash"
             )
-    if found == [""]:
+    if endings == [""]:
         return ()
-    for text in found:
+    for text in endings:
         if not text:
             raise UserError(
-                rf"{said}: an empty text would end every response; leave a comma out, or write \, for a comma"
+                rf"{setting}: an empty text would end every response; leave a comma out, or write \, for a comma"
             )
-        if found.count(text) > 1:
-            raise UserError(f"{said}: {text!r} is given twice; name it once")
-    return tuple(found)
+        if endings.count(text) > 1:
+            raise UserError(f"{setting}: {text!r} is given twice; name it once")
+    return tuple(endings)
 
 
 def check_factors(names: str, weights: str, setting: str) -> None:
     """Raises a UserError unless there is a weight for each name, both separated by commas, or none."""
-    found = entries(names)
+    named = entries(names)
     try:
-        count = len([float(one) for one in entries(weights)]) or len(found)
+        count = len([float(weight) for weight in entries(weights)]) or len(named)
     except ValueError:
         count = -1
-    if count != len(found) or len(set(found)) != len(found):
+    if count != len(named) or len(set(named)) != len(named):
         raise UserError(f"{setting}={weights!r} must have a number for each of {names!r}, each name once, or be empty")
 
 
@@ -117,25 +117,25 @@ def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, flo
     """Parses rejection rules into (name, lower, upper)."""
     rules = [name.strip() for name in names.split(",") if name.strip()]
     specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
-    said = f"algorithm.rollout_rs={names!r} with algorithm.rollout_rs_threshold={thresholds!r}"
+    settings = f"algorithm.rollout_rs={names!r} with algorithm.rollout_rs_threshold={thresholds!r}"
     for name in rules:
         if name not in REJECTION_RULES:
-            raise UserError(f"{said}: {name!r} is not known; the rules are {', '.join(REJECTION_RULES)}")
+            raise UserError(f"{settings}: {name!r} is not known; the rules are {', '.join(REJECTION_RULES)}")
         if rules.count(name) > 1:
-            raise UserError(f"{said}: {name!r} is given twice; name it once")
+            raise UserError(f"{settings}: {name!r} is given twice; name it once")
     if len(specs) != len(rules) and not (rules and len(specs) == 1):
-        raise UserError(f"{said}: give one threshold for all rules, or one for each, separated by commas")
+        raise UserError(f"{settings}: give one threshold for all rules, or one for each, separated by commas")
     out = []
     for name, spec in zip(rules, specs * len(rules) if len(specs) == 1 else specs, strict=True):
-        lower, upper = _band(spec, f"{said}: the threshold of {name}")
+        lower, upper = _band(spec, f"{settings}: the threshold of {name}")
         if name.endswith("k1"):
             if lower is None and upper < 1:
                 raise UserError(
-                    f"{said}: {spec} alone is the band from 1/{spec} to {spec}, which is empty; give low_high"
+                    f"{settings}: {spec} alone is the band from 1/{spec} to {spec}, which is empty; give low_high"
                 )
             out.append((name, 1.0 / upper if lower is None else lower, upper))
         elif lower is not None:
-            raise UserError(f"{said}: {name} has an upper bound only, {spec!r} is a band; give one number")
+            raise UserError(f"{settings}: {name} has an upper bound only, {spec!r} is a band; give one number")
         else:
             out.append((name, 0.0, upper))
     return tuple(out)
@@ -154,7 +154,7 @@ def _band(spec: str | float, name: str) -> tuple[float | None, float]:
 
 def parse_steps(spec: str, name: str) -> tuple[range, ...]:
     """Parses steps, as in '3,5' or '2-4': single ones and ranges with both ends, separated by commas; '' for none."""
-    found = []
+    ranges = []
     for part in (part.strip() for part in spec.split(",")) if spec.strip() else ():
         matched = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
         if matched is None:
@@ -162,8 +162,8 @@ def parse_steps(spec: str, name: str) -> tuple[range, ...]:
         first, last = int(matched[1]), int(matched[2] or matched[1])
         if not 1 <= first <= last:
             raise UserError(f"{name}={spec!r}: {part!r} names no step; the first step is 1, and a range rises, as 2-4")
-        found.append(range(first, last + 1))
-    return tuple(found)
+        ranges.append(range(first, last + 1))
+    return tuple(ranges)
 
 
 def check_within(steps: tuple[range, ...], total: int, name: str) -> None:
@@ -180,21 +180,21 @@ def entries(urls: str) -> list[str]:
 
 def by_source(urls: str) -> dict[str, str]:
     """Returns the addresses of `ref.url` by data source; a single address without one is under ''."""
-    found: dict[str, str] = {}
-    given = sources_and_addresses(urls)
-    for source, url in given:
+    addresses: dict[str, str] = {}
+    pairs = sources_and_addresses(urls)
+    for source, url in pairs:
         if not is_url(url):
             raise UserError(f"ref.url: {url!r} is no address; write it like http://127.0.0.1:8000")
-        if len(given) > 1 and not source:
+        if len(pairs) > 1 and not source:
             raise UserError(
                 f"ref.url: {url!r} has no data source, beside other addresses; write SOURCE=ADDRESS,SOURCE=ADDRESS"
             )
-        if source in found:
+        if source in addresses:
             raise UserError(f"ref.url: data source {source!r} is given twice; name it once")
-        found[source] = url
-    if urls and not found:
+        addresses[source] = url
+    if urls and not addresses:
         raise UserError(f"ref.url={urls!r} has no address; write it like http://127.0.0.1:8000, or leave it empty")
-    return found
+    return addresses
 
 
 def sources_and_addresses(urls: str) -> list[tuple[str, str]]:

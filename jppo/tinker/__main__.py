@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     text = args.key_file.read_text(encoding="utf-8") if args.key_file else os.environ.get(KEYS, "")
     keys = _require_keys(text, str(args.key_file or KEYS))
-    given = dict[str, Any]({"rollout.name": "vllm"}) | dict(_setting(one) for one in rest)
+    given = dict[str, Any]({"rollout.name": "vllm"}) | dict(_setting(argument) for argument in rest)
     lora = {"rank": args.lora, "alpha": _ALPHA} if args.lora else None
     engine = {"name": given.pop("rollout.name")}
     with open_model(args.model, lora=lora, engine=engine, **given) as model:
@@ -91,10 +91,10 @@ def _require_keys(text: str, source: str) -> tuple[str, ...]:
 def _owner_of(key: str, keys: Sequence[str]) -> str:
     """Returns the known key that was sent, in a time that does not depend on the keys; raises BadRequest."""
     sent = key.encode("utf-8", "surrogateescape")
-    found = [one for one in keys if hmac.compare_digest(one.encode(), sent)]
-    if not found:
+    matches = [known for known in keys if hmac.compare_digest(known.encode(), sent)]
+    if not matches:
         raise BadRequest("the key is not known; send one of the server's as TINKER_API_KEY", status=401)
-    return found[0]
+    return matches[0]
 
 
 def start_server(service: Service, keys: Sequence[str], host: str, port: int) -> http.server.ThreadingHTTPServer:

@@ -99,9 +99,11 @@ def answer_samples(base: Model, jobs: Sequence[Future]) -> None:
     first = asked[0]
     scores: list[np.ndarray | None] = [None] * len(asked) if first.scored is None else _scores(base, asked)
     roomy = len(first.prompt) <= base.settings.data.max_prompt_length
-    found = iter(base.sample([one.prompt for one in asked], weights=first.weights, **first.how) if roomy else [])
+    trajectories = iter(
+        base.sample([request.prompt for request in asked], weights=first.weights, **first.how) if roomy else []
+    )
     for job, score in zip(jobs, scores, strict=True):
-        samples = list(itertools.islice(found, first.how["n"]))
+        samples = list(itertools.islice(trajectories, first.how["n"]))
         if any(t.finish == "abort" for t in samples):
             raise RuntimeError("the engine aborted a response")
         told = [(t.tokens[t.sampled], t.logprob[t.sampled], t.finish == "length") for t in samples]
@@ -110,12 +112,12 @@ def answer_samples(base: Model, jobs: Sequence[Future]) -> None:
 
 def _scores(base: Model, asked: Sequence[SampleRequest]) -> list[np.ndarray | None]:
     """Returns the log-probs of the prompts' last tokens, NaN for the others."""
-    longer = [one.prompt for one in asked if len(one.prompt) > 1]  # the first token has no log-prob
+    longer = [request.prompt for request in asked if len(request.prompt) > 1]  # the first token has no log-prob
     rows = iter(base.logprobs(base.examples(longer), weights=asked[0].weights) if longer else [])
-    found: list[np.ndarray | None] = []
-    for one in asked:
-        score = np.full(len(one.prompt), np.nan, np.float32)
-        if len(one.prompt) > 1 and one.scored:
-            score[-one.scored :] = next(rows)[: len(one.prompt) - 1][-one.scored :]
-        found.append(score)
-    return found
+    scores: list[np.ndarray | None] = []
+    for request in asked:
+        score = np.full(len(request.prompt), np.nan, np.float32)
+        if len(request.prompt) > 1 and request.scored:
+            score[-request.scored :] = next(rows)[: len(request.prompt) - 1][-request.scored :]
+        scores.append(score)
+    return scores

@@ -140,12 +140,12 @@ def loss_inputs(data: Sequence[Datum], loss: str) -> tuple[list[np.ndarray], lis
                 raise BadRequest(
                     f"data[{row}].{name} has {len(array)} numbers for {len(datum.tokens)} tokens; give one for each"
                 )
-        for name, found in arrays.items():
-            found.append(inputs.get(name, np.ones(len(datum.tokens), np.float32)).astype(np.float32))
-            if not np.isfinite(found[-1]).all():
+        for name, column in arrays.items():
+            column.append(inputs.get(name, np.ones(len(datum.tokens), np.float32)).astype(np.float32))
+            if not np.isfinite(column[-1]).all():
                 raise BadRequest(f"data[{row}].{name} has a non-finite number; correct it")
     targets = [datum.inputs["target_tokens"] for datum in data]
-    return [datum.tokens for datum in data], targets, {_NAMES[name]: found for name, found in arrays.items()}
+    return [datum.tokens for datum in data], targets, {_NAMES[name]: column for name, column in arrays.items()}
 
 
 def prompt_tokens(body: Body, longest: int, vocabulary: int) -> np.ndarray:
@@ -182,7 +182,7 @@ def sampling_options(body: Body, longest: int, vocabulary: int) -> dict[str, Any
     """Returns the arguments of `Model.sample`."""
     params = field(body, "sampling_params", dict)
     require_known("sampling_params.", params, _SAMPLING)
-    found = dict[str, Any](
+    options = dict[str, Any](
         n=field(body, "num_samples", int, 1),
         max_tokens=field(params, "max_tokens", int, longest),
         temperature=float(field(params, "temperature", float, 1.0)),
@@ -190,16 +190,16 @@ def sampling_options(body: Body, longest: int, vocabulary: int) -> dict[str, Any
         top_p=float(field(params, "top_p", float, 1.0)),
     )
     if params.get("seed") is not None:
-        found["seed"] = field(params, "seed", int) % 2**31
+        options["seed"] = field(params, "seed", int) % 2**31
     stop = params.get("stop")
     if stop == []:
-        found["ignore_eos"] = True
+        options["ignore_eos"] = True
     elif stop is not None:
         texts = [stop] if isinstance(stop, str) else field(params, "stop", list)
-        found["stop"] = tuple(one for one in texts if isinstance(one, str))
-        found["stop_ids"] = tuple(one for one in texts if not isinstance(one, str))
-    require_sampling(found, {"n": _MOST_SAMPLES, "max_tokens": longest}, vocabulary)
-    return found
+        options["stop"] = tuple(one for one in texts if isinstance(one, str))
+        options["stop_ids"] = tuple(one for one in texts if not isinstance(one, str))
+    require_sampling(options, {"n": _MOST_SAMPLES, "max_tokens": longest}, vocabulary)
+    return options
 
 
 def checkpoint_folder(folder: pathlib.Path, owner: str, name: str) -> pathlib.Path:
@@ -213,7 +213,7 @@ def checkpoint_folder(folder: pathlib.Path, owner: str, name: str) -> pathlib.Pa
 
 def read_message(data: bytes) -> Message:
     """Returns the values of a message by field number: integers of varints, and bytes."""
-    found, at = dict[int, list[Any]](), 0
+    fields, at = dict[int, list[Any]](), 0
     while at < len(data):
         tag, at = _varint(data, at)
         kind = tag & 7
@@ -227,8 +227,8 @@ def read_message(data: bytes) -> Message:
             value, at = data[at : at + size], at + size
             if at > len(data):
                 raise BadRequest("the body is no protobuf message: it ends within a field")
-        found.setdefault(tag >> 3, []).append(value)
-    return found
+        fields.setdefault(tag >> 3, []).append(value)
+    return fields
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -312,11 +312,11 @@ def _datum(message: Message, row: int) -> Datum:
 
 
 def _packed(data: bytes) -> list[int]:
-    found, at = list[int](), 0
+    numbers, at = list[int](), 0
     while at < len(data):
         value, at = _varint(data, at)
-        found.append(value)
-    return found
+        numbers.append(value)
+    return numbers
 
 
 def gradient_message(logprobs: Sequence[np.ndarray], metrics: dict[str, float]) -> bytes:

@@ -59,11 +59,11 @@ class Service:
             raise BadRequest(f"the body is not valid JSON: {e}") from e
         if not isinstance(fields, dict):
             raise BadRequest("the body must be a JSON object")
-        found = getattr(self, path)(owner, fields)
-        return found if isinstance(found, tuple) else self._json(found)
+        reply = getattr(self, path)(owner, fields)
+        return reply if isinstance(reply, tuple) else self._json(reply)
 
-    def _json(self, found: Any) -> Answer:
-        return 200, JSON, json.dumps(found).encode()
+    def _json(self, reply: Any) -> Answer:
+        return 200, JSON, json.dumps(reply).encode()
 
     def _get(self, owner: str, path: str) -> dict[str, Any]:
         if path == "healthz":
@@ -71,8 +71,8 @@ class Service:
         if path == "get_server_capabilities":
             d = self._base.settings.data
             length = d.max_prompt_length + d.max_response_length
-            one = {"model_name": self._name, "max_context_length": length, "trainable": True, "sampleable": True}
-            return {"supported_models": [one]}
+            model = {"model_name": self._name, "max_context_length": length, "trainable": True, "sampleable": True}
+            return {"supported_models": [model]}
         kind, _, name = path.partition("/")
         if kind == "samplers":
             with self._changed:
@@ -94,18 +94,20 @@ class Service:
 
     def create_session(self, owner: str, body: Body) -> dict[str, Any]:
         """Starts a session."""
-        one = Session(secrets.token_hex(8), owner, time.monotonic())
+        session = Session(secrets.token_hex(8), owner, time.monotonic())
         with self._changed:
             if len(self._sessions) >= self._most:
                 raise BadRequest(
                     f"{len(self._sessions)} sessions are open, and at most --sessions={self._most} may be; wait"
                     f" {self._expiry_s:g} s after a client has gone, or start the server with more"
                 )
-            self._sessions[one.id] = one
-        told = "saved states stay beyond ttl_seconds, since jppo deletes none"
+            self._sessions[session.id] = session
+        warning = "saved states stay beyond ttl_seconds, since jppo deletes none"
         if self._rank:
-            told += "; adapters are on the layers' attention and MLP: train_unembed=True adds none to the output layer"
-        return {"type": "create_session", "session_id": one.id, "warning_message": told}
+            warning += (
+                "; adapters are on the layers' attention and MLP: train_unembed=True adds none to the output layer"
+            )
+        return {"type": "create_session", "session_id": session.id, "warning_message": warning}
 
     def session_heartbeat(self, owner: str, body: Body) -> dict[str, Any]:
         """Keeps a session from expiring."""
@@ -156,8 +158,8 @@ class Service:
         with self._changed:
             _, run = self._run(owner, field(body, "model_id", str))
         data = {"arch": "transformer", "model_name": self._name, "tokenizer_id": self._name}
-        found = {"type": "get_info", "model_id": run.id, "model_name": self._name, "model_data": data}
-        return found | {"is_lora": bool(self._rank), "lora_rank": self._rank or None}
+        description = {"type": "get_info", "model_id": run.id, "model_name": self._name, "model_data": data}
+        return description | {"is_lora": bool(self._rank), "lora_rank": self._rank or None}
 
     def forward_backward(self, owner: str, message: requests.Message) -> dict[str, Any]:
         """Adds a gradient, or with forward_only computes log-probs."""
@@ -168,9 +170,12 @@ class Service:
             inputs, targets, arrays = requests.loss_inputs(asked.data, name)
             batch = model.examples(inputs, targets, **arrays)
             if not asked.forward_only:
-                found = model.forward_backward(batch, name, **options)
-                assert found.logprob is not None
-                logprob, total = found.logprob, found.metrics.get("actor/loss", found.metrics.get("actor/pg_loss"))
+                gradient = model.forward_backward(batch, name, **options)
+                assert gradient.logprob is not None
+                logprob, total = (
+                    gradient.logprob,
+                    gradient.metrics.get("actor/loss", gradient.metrics.get("actor/pg_loss")),
+                )
             elif name == "cross_entropy":
                 logprob = model.logprobs(batch)
                 total = -float((logprob * np.asarray(batch.data.weight)).sum())
@@ -185,8 +190,8 @@ class Service:
         """Applies the accumulated gradient by AdamW with the request's hyperparameters."""
 
         def make(model: Model) -> dict[str, Any]:
-            found = model.optim_step(**requests.adam_options(body))
-            finite = {name: x for name, x in found.items() if math.isfinite(x)}  # JSON has no others
+            metrics = model.optim_step(**requests.adam_options(body))
+            finite = {name: x for name, x in metrics.items() if math.isfinite(x)}  # JSON has no others
             return {"metrics": {name.replace(":", "_") + ":mean": x for name, x in finite.items()}}
 
         return self._of_model(owner, body, make)
@@ -246,7 +251,7 @@ class Service:
         def make(model: Model) -> dict[str, Any]:
             options = {key: value for key, value in body.items() if (key, value) != ("kind", "snapshot")}
             requests.require_known("", options, known)
-            found = dict[str, Any](type="save_weights_for_sampler")
+            reply = dict[str, Any](type="save_weights_for_sampler")
             with self._changed:
                 session, run = self._run(owner, field(body, "model_id", str))
             if "sampling_session_seq_id" in body:
@@ -255,12 +260,12 @@ class Service:
                 run.unnamed.append(sampler)
                 if len(run.unnamed) > UNNAMED:
                     session.samplers[run.unnamed.popleft()] = None
-                return found | {"sampling_session_id": sampler}
+                return reply | {"sampling_session_id": sampler}
             name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
             if name not in run.kept and len(run.kept) >= NAMED:
                 raise BadRequest(f"path={name!r}: {NAMED} sets of weights are kept for sampling; reuse a name")
             run.kept[name] = model.keep()
-            return found | {"path": f"{requests.SCHEME}{run.id}/sampler_weights/{name}"}
+            return reply | {"path": f"{requests.SCHEME}{run.id}/sampler_weights/{name}"}
 
         return self._of_model(owner, body, make)
 
@@ -287,8 +292,9 @@ class Service:
     def asample(self, owner: str, body: Body) -> dict[str, Any]:
         """Samples responses to a prompt and scores it, if asked; an over-long prompt can be scored alone."""
         d, seq_id = self._base.settings.data, field(body, "seq_id", int)
-        how = requests.sampling_options(body, d.max_response_length, self._base.vocab_size)
-        scores = bool(body.get("prompt_logprobs")) and how["n"] == how["max_tokens"] == 1  # as compute_logprobs asks
+        options = requests.sampling_options(body, d.max_response_length, self._base.vocab_size)
+        # as compute_logprobs asks
+        scores = bool(body.get("prompt_logprobs")) and options["n"] == options["max_tokens"] == 1
         longest = d.longest_row if scores else d.max_prompt_length
         prompt = requests.prompt_tokens(body, longest, self._base.vocab_size)
         only = len(prompt) > d.max_prompt_length
@@ -298,21 +304,21 @@ class Service:
             session, kept = self._sampler(owner, sampler)
             id = f"{sampler}:{seq_id}"
             if id not in session.futures:
-                group = (sampler, id if "seed" in how else "", last is None, only, *sorted(how.items()))
-                self._add(session, id, None, SampleRequest(kept, prompt, how, last), group)
+                group = (sampler, id if "seed" in options else "", last is None, only, *sorted(options.items()))
+                self._add(session, id, None, SampleRequest(kept, prompt, options, last), group)
             told = self._told(session.futures[id], None)
-        return told | {"sample_sequence_ids": [] if only else [f"{id}:{i}" for i in range(how["n"])]}
+        return told | {"sample_sequence_ids": [] if only else [f"{id}:{i}" for i in range(options["n"])]}
 
     def retrieve_future(self, owner: str, body: Body) -> Answer:
         """Returns the result of a request, or 408 after a while."""
         id = field(body, "request_id", str)
         with self._changed:
-            found = self._session(owner, id.partition(":")[0]).futures.get(id)
-        if found is None:
+            future = self._session(owner, id.partition(":")[0]).futures.get(id)
+        if future is None:
             raise BadRequest("the request is of no future that is kept", status=410)
-        if not found.done.wait(POLL_S):
+        if not future.done.wait(POLL_S):
             return 408, JSON, json.dumps({"type": "try_again", "request_id": id, "queue_state": "active"}).encode()
-        return 200, found.kind, found.body
+        return 200, future.kind, future.body
 
     def work(self) -> None:
         """Runs requests until `close`; called by the thread that opened the model."""
@@ -336,8 +342,8 @@ class Service:
             if not self._queue and not self._closing:
                 self._changed.wait(1.0)
             now = time.monotonic()
-            for one in [s for s in self._sessions.values() if now - s.seen > self._expiry_s]:
-                self._end(one)
+            for session in [s for s in self._sessions.values() if now - s.seen > self._expiry_s]:
+                self._end(session)
             if self._closing:
                 return None
             if not self._queue:
@@ -345,7 +351,7 @@ class Service:
             first = self._queue.popleft()
             if first.sample is None:
                 return [first]
-            same = [one for one in self._queue if one.sample is not None and one.group == first.group]
+            same = [queued for queued in self._queue if queued.sample is not None and queued.group == first.group]
             for further in same:
                 self._queue.remove(further)
             return [first, *same]
@@ -360,7 +366,7 @@ class Service:
         for future in list(session.futures.values()):
             if not future.done.is_set():
                 future.fail(BadRequest("the session expired; start another"))
-        self._queue = collections.deque(one for one in self._queue if one.session is not session)
+        self._queue = collections.deque(queued for queued in self._queue if queued.session is not session)
 
     def _of_model(self, owner: str, body: Body, make: Callable[[Model], Any]) -> dict[str, Any]:
         return self._ordered(owner, field(body, "model_id", str), field(body, "seq_id", int), make)
@@ -402,11 +408,11 @@ class Service:
         return {"request_id": future.id, "model_id": model_id}
 
     def _session(self, owner: str, id: str) -> Session:
-        found = self._sessions.get(id)
-        if found is None or found.owner != owner:
+        session = self._sessions.get(id)
+        if session is None or session.owner != owner:
             raise BadRequest("the session is of another key, or it expired; start another", status=404)
-        found.seen = time.monotonic()
-        return found
+        session.seen = time.monotonic()
+        return session
 
     def _run(self, owner: str, model_id: str) -> tuple[Session, SessionModel]:
         session = self._session(owner, model_id.partition(":")[0])

@@ -260,8 +260,8 @@ def distilled(setting: str) -> Callable[[Look], Any]:
             return None
         kind = _KINDS.get(look(f"{_DISTILLED}.loss_mode") or "k3")
         if look(f"{_DISTILLED}.use_policy_gradient"):
-            found = {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}
-            return (found | {"algorithm.kl_penalty": kind}).get(setting)
+            reward = {"algorithm.use_kl_in_reward": True, "algorithm.kl_coef": 1.0, "algorithm.gamma": 0.0}
+            return (reward | {"algorithm.kl_penalty": kind}).get(setting)
         coef = off_or(look(f"{_DISTILLED}.distillation_loss_coef"), 1.0) if _rewarded(look) else 1.0
         loss = {"actor.use_kl_loss": True, "actor.kl_loss_coef": coef, "actor.kl_loss_type": kind}
         return loss.get(setting)

@@ -57,11 +57,11 @@ def missing(why: str, keys: str, off: tuple[object, ...] = (), only: str = "") -
 
 def _keys(words: str) -> list[str]:
     """Splits short keys at blanks; BOTH is the policy's model and the critic's."""
-    found = []
+    keys = []
     for word in words.split():
         place, _, rest = word.partition(".")
-        found += [f"{PLACES['M']}.{rest}", f"critic.model.{rest}"] if place == "BOTH" else [key_of(word)]
-    return found
+        keys += [f"{PLACES['M']}.{rest}", f"critic.model.{rest}"] if place == "BOTH" else [key_of(word)]
+    return keys
 
 
 def within(place: str, names: str) -> str:

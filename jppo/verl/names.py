@@ -94,12 +94,12 @@ _OTHER_NAMES = {
 
 def _older() -> dict[str, str]:
     """Returns the key of today by the other name, the longest first."""
-    found = {}
+    keys = {}
     for new, names in _OTHER_NAMES.items():
         for name, engine, section in itertools.product(names.split(), ("veomni", "torchtitan"), ("A", "critic")):
-            old, now = (one.replace("ENGINE", engine).replace("SECTION", section) for one in (name, new))
-            found[key_of(old)] = key_of(now)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
+            old, now = (text.replace("ENGINE", engine).replace("SECTION", section) for text in (name, new))
+            keys[key_of(old)] = key_of(now)
+    return dict(sorted(keys.items(), key=lambda pair: -len(pair[0])))
 
 
 OLDER = _older()
@@ -121,8 +121,8 @@ def find_name(key: str) -> Name | None:
 
 def _room(look: Look) -> int | None:
     """Returns a default that holds the longest sequence if no micro-batch size is set, where verl refuses to run."""
-    said = look("A.use_dynamic_bsz") or any(look(key) for key in MICRO)
-    return None if said else max(16384, on_each(look, 1))
+    sized = look("A.use_dynamic_bsz") or any(look(key) for key in MICRO)
+    return None if sized else max(16384, on_each(look, 1))
 
 
 def _weights(look: Look) -> str | None:

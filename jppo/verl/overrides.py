@@ -62,8 +62,8 @@ def _launched(call: Sequence[str]) -> tuple[str, ...]:
     """Returns the processes of a host and the hosts that torchrun is given, as overrides of verl's."""
     text = " ".join(call).replace("-", "_")
     options = {"trainer.n_gpus_per_node": "nproc_per_node", "trainer.nnodes": "nnodes"}
-    found = {key: re.search(rf"(?<= )__{name}[ =](\d+)(?= )", text) for key, name in options.items()}
-    return tuple(f"{key}={match[1]}" for key, match in found.items() if match)
+    matches = {key: re.search(rf"(?<= )__{name}[ =](\d+)(?= )", text) for key, name in options.items()}
+    return tuple(f"{key}={match[1]}" for key, match in matches.items() if match)
 
 
 def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Script:
@@ -72,17 +72,17 @@ def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, s
         ran = shell.run_script(path, arguments, environment)
     except (NoSandbox, OSError) as e:
         raise UserError(f"{path}: this machine cannot confine a script ({e}); {_BY_HAND}") from e
-    found = [(*one, call[0], _launched(call[1:])) for call in ran.calls if (one := started(call[1:]))]
-    trainers = [one for one in found if not one[0].endswith(_ELSE)] or found
+    starts = [(*start, call[0], _launched(call[1:])) for call in ran.calls if (start := started(call[1:]))]
+    trainers = [start for start in starts if not start[0].endswith(_ELSE)] or starts
     trainers = list(dict.fromkeys(trainers))
     if ran.asks:
         raise UserError(f"{path}: it asks for input; write the answers in the script")
     if not trainers:
-        said = [line.strip() for line in ran.printed.splitlines() if line.strip() and not _NOISE.match(line)]
+        lines = [line.strip() for line in ran.printed.splitlines() if line.strip() and not _NOISE.match(line)]
         ended = f", {ran.why}" if ran.why else f" and ends with exit code {ran.status}" if ran.status else ""
-        raise UserError(f"{path}: under bash it starts no trainer of verl's{ended}{f': {said[-1]}' if said else ''}")
+        raise UserError(f"{path}: under bash it starts no trainer of verl's{ended}{f': {lines[-1]}' if lines else ''}")
     if len(trainers) > 1:
-        mains = ", ".join(one[0] for one in trainers[:4])
+        mains = ", ".join(trainer[0] for trainer in trainers[:4])
         raise UserError(f"{path}: it starts {len(trainers)} trainers ({mains}); leave one of them")
     ((main, words, folder, launched),) = trainers
     modules = {call[2] for call in ran.calls if call[1] == "import"} - {"torch_npu"}
@@ -161,28 +161,28 @@ def read_overrides(
 ) -> tuple[dict[str, Override], dict[str, str]]:
     """Returns the overrides by key, those of the config first, and the words that are none with the reason."""
     options, rest = _options(list(words))
-    found: dict[str, Override] = {}
+    overrides: dict[str, Override] = {}
     kept: dict[str, str] = {}
     for key, value, own in _config(options, main, pathlib.Path(root or "."), pathlib.Path(folder or ".")):
-        found.pop(key, None)
-        found[key] = Override(value, "" if own else f"{key}={value}")
+        overrides.pop(key, None)
+        overrides[key] = Override(value, "" if own else f"{key}={value}")
     for word in rest:
         key, equals, text = word.partition("=")
         bare = key.lstrip("+~")
         if word.startswith("~"):
-            for gone in [name for name in found if name == bare or name.startswith(f"{bare}.")]:
-                del found[gone]
-            found[bare] = Override(None, word)
+            for gone in [name for name in overrides if name == bare or name.startswith(f"{bare}.")]:
+                del overrides[gone]
+            overrides[bare] = Override(None, word)
         elif not equals or not bare or word.startswith("-"):
             kept[word] = "it is no KEY=VALUE"
         elif "@" in bare or "/" in bare:
             kept[word] = "it chooses one of verl's YAML files, which are not read; give its settings as overrides"
         else:
             for name, value in flat(bare, read_value(text)).items():
-                for gone in [old for old in found if old == name or old.startswith(f"{name}.")]:
-                    del found[gone]
-                found[name] = Override(value, f"{key}={text}" if name == bare else f"{name}={value}")
-    return found, kept
+                for gone in [old for old in overrides if old == name or old.startswith(f"{name}.")]:
+                    del overrides[gone]
+                overrides[name] = Override(value, f"{key}={text}" if name == bare else f"{name}={value}")
+    return overrides, kept
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -274,9 +274,9 @@ def interpolated(values: dict[str, Any], look: Any) -> None:
         for mark, kind, named in (
             re.findall(r"(\$\{(?:(oc\.select|oc\.env):)?([\w.]+)[^}]*\})", value) if isinstance(value, str) else ()
         ):
-            found = None if kind == "oc.env" or named == key else look(named)
-            if found is not None and isinstance(values[key], str):
-                values[key] = found if values[key] == mark else values[key].replace(mark, str(found))
+            replacement = None if kind == "oc.env" or named == key else look(named)
+            if replacement is not None and isinstance(values[key], str):
+                values[key] = replacement if values[key] == mark else values[key].replace(mark, str(replacement))
 
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")

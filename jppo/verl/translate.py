@@ -60,17 +60,17 @@ def translate(
     Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
     but those that the overrides change. YAML is read relative to `root`, of the module, or `folder`, where it starts.
     """
-    found, kept = overrides.read_overrides(words, main, root, folder)
+    by_key, kept = overrides.read_overrides(words, main, root, folder)
     lines = [Line(word, "unknown", why) for word, why in kept.items()]
     values: dict[str, Any] = {}
-    said: dict[str, str] = {}
-    for key, one in found.items():
+    as_given: dict[str, str] = {}
+    for key, override in by_key.items():
         now = today(rename(key))
         values.pop(now, None)  # order of the last overrides
-        values[now], said[now] = one.value, one.said
+        values[now], as_given[now] = override.value, override.said
     for key in _DICTS:
-        _gather(values, said, key)
-    _name_teacher(values, said)
+        _gather(values, as_given, key)
+    _name_teacher(values, as_given)
 
     def look(short: str) -> Any:
         key = key_of(short)
@@ -87,9 +87,9 @@ def translate(
     if schedule := _OF_ENGINE.get(derived.training_engine(look)):
         for key in map(key_of, ("A.optim.lr_scheduler_type", "critic.optim.lr_scheduler_type")):
             values.setdefault(key, schedule)
-            said.setdefault(key, "")
+            as_given.setdefault(key, "")
     overrides.interpolated(values, lambda key: look(today(rename(key))))
-    _check(values, said, look)
+    _check(values, as_given, look)
     settings: dict[str, Any] = {}
     for name in KEYS if config is None else ():
         if name.default is not None and name.key not in values and _read(name, name.key, look):
@@ -97,16 +97,18 @@ def translate(
                 settings[name.setting] = CONVERSIONS[name.convert](look(name.key), look)
     given = set()
     for key, value in values.items():
-        line, setting, converted = _account(key, value, said[key] or f"{key}={value}", look)
-        if said[key]:
+        line, setting, converted = _account(key, value, as_given[key] or f"{key}={value}", look)
+        if as_given[key]:
             lines.append(line)
         if setting:
             settings[setting] = converted
             given.add(setting)
     tools = key_of("TURNS.tool_config_path")
     if names := _foreign_tools(settings.get("rollout.multi_turn.tool_config_path", "")):
-        lines.append(Line(said[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS"))
-    decides = {key for key, (_, keys, _) in FOLLOWING.items() if any(key_of(one) in values for one in keys.split())}
+        lines.append(
+            Line(as_given[tools], "missing", f"it names classes of verl's, {names}; write them as PATH.py:CLASS")
+        )
+    decides = {key for key, (_, keys, _) in FOLLOWING.items() if any(key_of(short) in values for short in keys.split())}
     settings = without_server_settings(settings | _following(look, FOLLOWING.keys() if config is None else decides))
     notes = list(_notes(values, look)) if config is None else []
     return Translation(settings, frozenset(given), tuple(lines), tuple(notes))
@@ -114,7 +116,7 @@ def translate(
 
 def _following(look: Look, names: Collection[str]) -> dict[str, Any]:
     """Returns the settings of these names that follow from several keys."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for setting, (follow, keys, _) in FOLLOWING.items():
         if setting not in names or _of_no_critic(setting, look):
             continue
@@ -124,54 +126,54 @@ def _following(look: Look, names: Collection[str]) -> dict[str, Any]:
             except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
                 raise UserError(f"{setting}: one of its keys, {keys}, has a value without a meaning in verl") from e
             if value is not None:
-                found[setting] = value
-    return found
+                settings[setting] = value
+    return settings
 
 
-def _check(values: dict[str, Any], said: dict[str, str], look: Look) -> None:
+def _check(values: dict[str, Any], as_given: dict[str, str], look: Look) -> None:
     """Raises a UserError for what no translation could mean."""
     for key, value in values.items():
         row = find_name(key)
         usual = row.default if row else None
         if row and row.kind == "same" and HIDDEN in str(value):
             raise UserError(
-                f"{said[key]}: the variable of the environment looks like a secret, which a script does not get; give"
-                f" {key}=VALUE behind the file"
+                f"{as_given[key]}: the variable of the environment looks like a secret, which a script does not get;"
+                f" give {key}=VALUE behind the file"
             )
         numeric = isinstance(usual, int | float) and not isinstance(usual, bool)
         if numeric and not isinstance(value, int | float | None):
-            raise UserError(f"{said[key]}: it must be a number, as verl's own {usual} is")
+            raise UserError(f"{as_given[key]}: it must be a number, as verl's own {usual} is")
         for refuses in _REFUSED:
             if why := refuses(key, value, look):
-                raise UserError(f"{said[key]}: not supported: {why}")
+                raise UserError(f"{as_given[key]}: not supported: {why}")
 
 
 _TEACHERS = "distillation.teacher_models."
 
 
-def _name_teacher(values: dict[str, Any], said: dict[str, str]) -> None:
+def _name_teacher(values: dict[str, Any], as_given: dict[str, str]) -> None:
     """Renames the single teacher, if it has a name, to `teacher_model`, as verl does."""
     names = {key.split(".")[2] for key in values if key.startswith(_TEACHERS)} - {"teacher_model"}
     if len(names) == 1:
         place = f"{_TEACHERS}{names.pop()}."
         for key in [key for key in values if key.startswith(place)]:
             new = f"{_TEACHERS}teacher_model.{key.removeprefix(place)}"
-            values[new], said[new] = values.pop(key), said.pop(key)
+            values[new], as_given[new] = values.pop(key), as_given.pop(key)
 
 
-def _gather(values: dict[str, Any], said: dict[str, str], key: str) -> None:
+def _gather(values: dict[str, Any], as_given: dict[str, str], key: str) -> None:
     """Merges overrides of a dict's entries into one value of `key`."""
     entries = [name for name in values if name.startswith(f"{key}.")]
     if entries:
-        said[key] = " ".join(said[name] for name in entries)
+        as_given[key] = " ".join(as_given[name] for name in entries)
         values[key] = {name.removeprefix(f"{key}."): values.pop(name) for name in entries}
 
 
-def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
+def _account(key: str, value: Any, as_given: str, look: Any) -> tuple[Line, str, Any]:
     """Returns an override's line, and its setting and value if there is one."""
     name = find_name(key)
     if name is None:
-        return Line(said, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None
+        return Line(as_given, "unknown", "no name of verl's that jppo knows of; it is left out"), "", None
     kind, why = name.kind, name.why
     if _of_no_critic(key, look):
         kind, why = "needless", f"algorithm.adv_estimator={look('algorithm.adv_estimator')} has no critic"
@@ -179,24 +181,24 @@ def _account(key: str, value: Any, said: str, look: Any) -> tuple[Line, str, Any
         kind, why = "needless", f"read only with {name.only}"
     elif kind == "missing" and value in name.off:
         kind, why = "needless", "it asks for nothing"
-    return _convert(name, value, said, look) if kind == "same" else (Line(said, kind, why), "", None)
+    return _convert(name, value, as_given, look) if kind == "same" else (Line(as_given, kind, why), "", None)
 
 
-def _convert(name: Name, value: Any, said: str, look: Any) -> tuple[Line, str, Any]:
+def _convert(name: Name, value: Any, as_given: str, look: Any) -> tuple[Line, str, Any]:
     try:
         converted = CONVERSIONS[name.convert](value, look)
     except Moot as e:
-        return Line(said, "needless", str(e)), "", None
+        return Line(as_given, "needless", str(e)), "", None
     except Unfit as e:
-        return Line(said, "missing", str(e)), "", None
+        return Line(as_given, "missing", str(e)), "", None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
-        raise UserError(f"{said}: a value of this kind has no meaning in verl; it stands for {name.setting}") from e
+        raise UserError(f"{as_given}: a value of this kind has no meaning in verl; it stands for {name.setting}") from e
     why = f"{name.setting}={converted}"
     if name.convert == "logger_names":
-        given = [one.strip("' ") for one in str(value).strip("[]").split(",")]
-        if left := [one for one in given if one not in (*converted.split(","), "file")]:
+        given = [logger.strip("' ") for logger in str(value).strip("[]").split(",")]
+        if left := [logger for logger in given if logger not in (*converted.split(","), "file")]:
             why += f" (not supported: {', '.join(left)})"
-    return Line(said, "same", why), name.setting, converted
+    return Line(as_given, "same", why), name.setting, converted
 
 
 def _read(name: Name, key: str, look: Any) -> bool:
@@ -221,7 +223,7 @@ def _notes(values: dict[str, Any], look: Any) -> Iterable[str]:
         )
     if look("CORRECTION.bypass_mode") and key_of("trainer.use_v1") not in values:
         asked = ("CORRECTION.loss_type", "CORRECTION.rollout_is", "CORRECTION.rollout_rs")
-        if any(key_of(one) in values for one in asked):
+        if any(key_of(short) in values for short in asked):
             yield (
                 "verl 0.9.1's trainer with use_v1=True reads no other key of rollout_correction in bypass_mode; jppo"
                 " does what verl's documentation and its older trainer do"
@@ -255,10 +257,10 @@ def _sees(key: str, value: Any, _: Look) -> str:
 
 def _lacking(key: str, value: Any, _: Look) -> str:
     """Why a key asks for a family of models that jppo lacks, by a published name, or ''."""
-    found = _LACKING.search(str(value).rstrip("/").rpartition("/")[2])
-    if key != "actor_rollout_ref.model.path" or not found or (expanded(str(value)) / "config.json").is_file():
+    match = _LACKING.search(str(value).rstrip("/").rpartition("/")[2])
+    if key != "actor_rollout_ref.model.path" or not match or (expanded(str(value)) / "config.json").is_file():
         return ""
-    return f"jppo has no {found[0]} models; docs/architecture.md lists its families"
+    return f"jppo has no {match[0]} models; docs/architecture.md lists its families"
 
 
 def _halves(key: str, value: Any, _: Look) -> str:
@@ -276,8 +278,8 @@ _REFUSED: tuple[Callable[[str, Any, Look], str], ...] = (_sees, _lacking, _halve
 def _foreign_tools(path: str) -> str:
     """Returns the classes of verl's in a YAML file of tools, if it can be read."""
     try:
-        found = yaml.safe_load(pathlib.Path(path).expanduser().read_text(encoding="utf-8"))
-        names = [str(tool["class_name"]) for tool in found["tools"]]
+        config = yaml.safe_load(pathlib.Path(path).expanduser().read_text(encoding="utf-8"))
+        names = [str(tool["class_name"]) for tool in config["tools"]]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         return ""
     return ", ".join(name for name in names if name.startswith(("verl.", "recipe.")))
@@ -337,7 +339,7 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
                 return key_of(after.format(engine=place) + key[len(before) :])
         return key
 
-    said = [word for word in words if word.partition("=")[0] not in _GROUPS]
+    ungrouped = [word for word in words if word.partition("=")[0] not in _GROUPS]
     try:
         longest = int(chosen.get("data.max_length", 1024))
     except ValueError as e:
@@ -347,19 +349,19 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     defaults = _DEFAULTS + (_OLD if old else _NEW) + ("" if chats else _PAIRS)
     defaults += "".join(text for choice, text in _OF_CHOICE.items() if choice in words)
     usual = lengths + [word for word in defaults.split() if word.partition("=")[0] not in chosen]
-    found = translate([*usual, *said], main=main, root=root, folder=folder, rename=rename)
+    translation = translate([*usual, *ungrouped], main=main, root=root, folder=folder, rename=rename)
     known = table.by_name(sft_default())
-    values = {_own(name): value for name, value in found.settings.items()}
-    lines = [_line(line, known) for line in found.lines if line.said not in usual or line.kind == "missing"]
+    values = {_own(name): value for name, value in translation.settings.items()}
+    lines = [_line(line, known) for line in translation.lines if line.said not in usual or line.kind == "missing"]
     if chats:  # without pairs of texts
         values = {name: value for name, value in values.items() if name not in ("data.prompt_key", "data.response_key")}
     else:
         values["data.prompt_role"] = "user"
     values["data.learn_turns"] = "all" if chats else "last"
     return dataclasses.replace(
-        found,
+        translation,
         settings={name: value for name, value in values.items() if name in known},
-        given=frozenset(_own(name) for name in found.given),
+        given=frozenset(_own(name) for name in translation.given),
         lines=tuple(lines),
         notes=(),
     )

@@ -31,7 +31,7 @@ def _read_chat(body: Body) -> Request:
     limits = [r.whole_number(body, name) for name in ("max_completion_tokens", "max_tokens")]
     return r.answerable(
         Request(
-            messages=tuple(_chat_message(one) for one in r.required(body, "messages", list)),
+            messages=tuple(_chat_message(message) for message in r.required(body, "messages", list)),
             tools=tuple(r.schema(r.required(tool, "function", dict)) for tool in r.tools_of(body, "function")),
             n=r.whole_number(body, "n", 1, r.MOST_CHOICES) or 1,
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
@@ -45,24 +45,24 @@ def _read_chat(body: Body) -> Request:
     )
 
 
-def _chat_message(said: Any) -> Message:
+def _chat_message(message: Any) -> Message:
     """Normalises a message."""
-    role = r.required(said, "role", str)
-    r.unsupported(said, function_call=None, audio=None)
+    role = r.required(message, "role", str)
+    r.unsupported(message, function_call=None, audio=None)
     if role not in r.ROLES:
         raise BadRequest(f"role={short(role)} must be one of {', '.join(r.ROLES)}")
-    found: Message = {"role": r.ROLES[role], "content": r.text_of(said.get("content"), ["text"])}
+    normalised: Message = {"role": r.ROLES[role], "content": r.text_of(message.get("content"), ["text"])}
     if role == "tool":
-        found["tool_call_id"] = r.optional(said, "tool_call_id", str, "")
-    if calls := r.optional(said, "tool_calls", list, []):
-        found["tool_calls"] = [_chat_call(call) for call in calls]
-    return found
+        normalised["tool_call_id"] = r.optional(message, "tool_call_id", str, "")
+    if calls := r.optional(message, "tool_calls", list, []):
+        normalised["tool_calls"] = [_chat_call(call) for call in calls]
+    return normalised
 
 
 def _chat_call(call: Any) -> Message:
-    made = r.required(call, "function", dict)
-    arguments = r.optional(made, "arguments", (str, dict), "")
-    return r.call_of(r.optional(call, "id", str, ""), r.required(made, "name", str), arguments)
+    function = r.required(call, "function", dict)
+    arguments = r.optional(function, "arguments", (str, dict), "")
+    return r.call_of(r.optional(call, "id", str, ""), r.required(function, "name", str), arguments)
 
 
 def _write_chat(reply: Reply, request: Request) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def _chat_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
 
 def _usage(reply: Reply) -> dict[str, int]:
     """Returns the token counts."""
-    read, made = reply.prompt_tokens, reply.completion_tokens
-    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    prompt, completion = reply.prompt_tokens, reply.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _completion_head(reply: Reply, kind: str, prefix: str = "chatcmpl-") -> dict[str, Any]:
@@ -182,10 +182,10 @@ def _read_messages(body: Body) -> Request:
     r.unsupported(body, output_format=None, mcp_servers=[], container=None)
     r.unsupported(r.optional(body, "output_config", dict, {}), format=None)
     system = r.text_of(body.get("system"), ["text"])
-    said = [one for message in r.required(body, "messages", list) for one in _messages_of(message)]
+    messages = [one for message in r.required(body, "messages", list) for one in _messages_of(message)]
     return r.answerable(
         Request(
-            messages=({"role": "system", "content": system}, *said) if system else tuple(said),
+            messages=({"role": "system", "content": system}, *messages) if system else tuple(messages),
             tools=tuple(r.schema(tool, "input_schema") for tool in r.tools_of(body, "custom")),
             max_tokens=r.whole_number(body, "max_tokens"),
             stop=r.texts(body, "stop_sequences"),
@@ -196,12 +196,12 @@ def _read_messages(body: Body) -> Request:
     )
 
 
-def _messages_of(said: Any) -> Iterator[Message]:
+def _messages_of(message: Any) -> Iterator[Message]:
     """Yields the messages of one: results of tools first, then the text with the calls."""
-    role, content = r.required(said, "role", str), said.get("content")
+    role, content = r.required(message, "role", str), message.get("content")
     if role not in ("user", "assistant"):
         raise BadRequest(f"role={short(role)} must be 'user' or 'assistant'")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else r.required(said, "content", list)
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else r.required(message, "content", list)
     text, calls = "", []
     for part in parts:
         r.require_kind(part, ["text", "tool_use", "tool_result", "thinking", "redacted_thinking"])
@@ -277,16 +277,16 @@ def _read_response(body: Body, earlier: Mapping[str, tuple[Message, ...]]) -> Re
     before = r.optional(body, "previous_response_id", str)
     if before is not None and before.removeprefix(_RESPONSE_ID) not in earlier:
         raise BadRequest(f"previous_response_id={short(before)} is no response of this episode")
-    said = r.required(body, "input", (str, list))
-    items = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    inputs = r.required(body, "input", (str, list))
+    items = [{"role": "user", "content": inputs}] if isinstance(inputs, str) else inputs
     instructions = r.optional(body, "instructions", str, "")
-    found: list[Message] = [] if before is None else list(earlier[before.removeprefix(_RESPONSE_ID)])
+    messages: list[Message] = [] if before is None else list(earlier[before.removeprefix(_RESPONSE_ID)])
     for item in items:
-        _add_item(found, item)
+        _add_item(messages, item)
     head: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     return r.answerable(
         Request(
-            messages=(*head, *found),
+            messages=(*head, *messages),
             tools=tuple(r.schema(tool) for tool in r.tools_of(body, "function")),
             max_tokens=r.whole_number(body, "max_output_tokens"),
             stream=r.optional(body, "stream", bool, False),
@@ -320,29 +320,29 @@ def _write_response(reply: Reply, request: Request) -> dict[str, Any]:
     (choice,) = reply.choices
     cut = choice.finish == "length"
     details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    read, made = reply.prompt_tokens, reply.completion_tokens
+    prompt, completion = reply.prompt_tokens, reply.completion_tokens
     return _response_head(reply) | {
         "status": "incomplete" if cut else "completed",
         "parallel_tool_calls": request.parallel,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": _output_items(reply),
-        "usage": {"input_tokens": read, "output_tokens": made, "total_tokens": read + made} | details,
+        "usage": {"input_tokens": prompt, "output_tokens": completion, "total_tokens": prompt + completion} | details,
     }
 
 
 def _response_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]]:
     done = _write_response(reply, request)
     started = done | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    found: list[dict[str, Any]] = [{"type": "response.created", "response": started}]
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": started}]
     for i, item in enumerate(done["output"]):
         at = {"item_id": item["id"], "output_index": i}
         key = "content" if item["type"] == "message" else "arguments"
         empty = item | {"status": "in_progress", key: [] if key == "content" else ""}
-        found.append({"type": "response.output_item.added", "output_index": i, "item": empty})
+        events.append({"type": "response.output_item.added", "output_index": i, "item": empty})
         if item["type"] == "message":
             part, text = item["content"][0], item["content"][0]["text"]
             at |= {"content_index": 0}
-            found += [
+            events += [
                 {"type": "response.content_part.added", **at, "part": part | {"text": ""}},
                 {"type": "response.output_text.delta", **at, "delta": text, "logprobs": []},
                 {"type": "response.output_text.done", **at, "text": text, "logprobs": []},
@@ -350,11 +350,11 @@ def _response_events(reply: Reply, request: Request) -> Iterator[tuple[str, Any]
             ]
         else:
             name = "response.function_call_arguments"
-            found.append({"type": f"{name}.delta", **at, "delta": item["arguments"]})
-            found.append({"type": f"{name}.done", **at, "name": item["name"], "arguments": item["arguments"]})
-        found.append({"type": "response.output_item.done", "output_index": i, "item": item})
-    found.append({"type": f"response.{done['status']}", "response": done})
-    for number, event in enumerate(found):
+            events.append({"type": f"{name}.delta", **at, "delta": item["arguments"]})
+            events.append({"type": f"{name}.done", **at, "name": item["name"], "arguments": item["arguments"]})
+        events.append({"type": "response.output_item.done", "output_index": i, "item": item})
+    events.append({"type": f"response.{done['status']}", "response": done})
+    for number, event in enumerate(events):
         yield event["type"], event | {"sequence_number": number}
 
 
@@ -366,16 +366,16 @@ def _response_head(reply: Reply) -> dict[str, Any]:
 
 def _output_items(reply: Reply) -> list[dict[str, Any]]:
     (choice,) = reply.choices
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     if choice.text or not choice.calls:
         part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
         status = "incomplete" if choice.finish == "length" else "completed"
-        said = {"type": "message", "role": "assistant", "status": status, "content": [part]}
-        found.append({"id": f"msg_{reply.id}"} | said)
+        message = {"type": "message", "role": "assistant", "status": status, "content": [part]}
+        items.append({"id": f"msg_{reply.id}"} | message)
     for call in choice.calls:
-        made = {"call_id": call.id, "name": call.name, "arguments": call.text, "status": "completed"}
-        found.append({"type": "function_call", "id": f"fc_{call.id}"} | made)
-    return found
+        fields = {"call_id": call.id, "name": call.name, "arguments": call.text, "status": "completed"}
+        items.append({"type": "function_call", "id": f"fc_{call.id}"} | fields)
+    return items
 
 
 CHAT = Api(_read_chat, _write_chat, _chat_events)

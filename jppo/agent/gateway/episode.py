@@ -78,8 +78,8 @@ class Episode:
     def task(self) -> dict[str, Any]:
         """Returns the prompt's row, as the agent gets it."""
         p = self._prompt
-        said = {"uid": p.uid, "prompt": p.messages, "data_source": p.data_source, "ground_truth": p.ground_truth}
-        return said | {"extra": p.extra}
+        row = {"uid": p.uid, "prompt": p.messages, "data_source": p.data_source, "ground_truth": p.ground_truth}
+        return row | {"extra": p.extra}
 
     def keep(self, reply: str, messages: Sequence[Message]) -> None:
         """Remembers the conversation up to a reply."""
@@ -102,10 +102,10 @@ class Episode:
             raise self._too_long(f"{len(ids)} tokens, and the conversation has room for {room} with an answer")
         most = room - len(ids) if request.max_tokens is None else min(room - len(ids), request.max_tokens)
         stop = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
-        how = dataclasses.replace(self._sampling, max_tokens=most, stop=stop)
+        sampling = dataclasses.replace(self._sampling, max_tokens=most, stop=stop)
         numbers = itertools.islice(self._asked, request.n)
         seeds = [self._seed if i == 0 else sample_seed(self._seed, i, 0) for i in numbers]
-        answers = await self._answers([self._ask(ids, sampling=how, seed=seed) for seed in seeds])
+        answers = await self._answers([self._ask(ids, sampling=sampling, seed=seed) for seed in seeds])
         thinks = opened_thought(self._language.spell(ids[-OPENING:]))
         choices = tuple(self._choice(answer, request, thinks) for answer in answers)
         reply = Reply(secrets.token_hex(16), int(time.time()), MODEL, len(ids), choices)
@@ -130,30 +130,30 @@ class Episode:
         """Returns the branch of the episode's answer with the episode's reward and the other branches."""
         posted = sum(amount for _, amount in self._posted)
         reported = _reported(ended.last)
-        said, fault = self._outcome(ended, reported)
+        reward, fault = self._outcome(ended, reported)
         named = reported.get("answer_id")
         if fault is None and named is not None and self._named(named) is None:
             fault = f"the agent reported answer_id={short(named)}, which is no answer of this episode"
         truncated = self._full and bool(self._turns) and ended.code not in (None, 0)
         fault = None if truncated else fault
         about: dict[str, Any] = dict(calls=self._calls, call_errors=self._call_errors, call_s=0.0, fault=fault)
-        about |= dict(score=posted + said, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
+        about |= dict(score=posted + reward, program_s=max(0.0, time.monotonic() - self._began - self._waited_s))
         paths, p = history.branches(self._turns, self._named(named)), self._prompt
         if not paths:
             return history.nothing_said(p.uid, p.ids, Exchange(**about))
-        trained, found = set[int](), []
+        trained, trajectories = set[int](), []
         for path in paths[: self._rules.branches]:
             t = history.trajectory(p.uid, path, trained, self._language.decode)
             earned = history.earned(path, t, self._posted)
             exchange = Exchange(**about, earned=earned, branches_left_out=max(0, len(paths) - self._rules.branches))
-            found.append(dataclasses.replace(t, exchange=exchange, finish="length" if truncated else t.finish))
-        return dataclasses.replace(found[0], branches=tuple(found[1:]))
+            trajectories.append(dataclasses.replace(t, exchange=exchange, finish="length" if truncated else t.finish))
+        return dataclasses.replace(trajectories[0], branches=tuple(trajectories[1:]))
 
     @property
     def _task(self) -> str:
         """Returns the last text of the prompt."""
-        said = self._prompt.messages
-        return said if isinstance(said, str) else said[-1]["content"]
+        messages = self._prompt.messages
+        return messages if isinstance(messages, str) else messages[-1]["content"]
 
     def _named(self, reply: Any) -> Turn | None:
         """Returns the last turn of the reply with this id."""
@@ -173,9 +173,9 @@ class Episode:
             return self._prompt.ids.tolist(), None, history.followed((), request.messages, schemas)[0]
         return history.context(self._turns, request, chat, schemas)
 
-    def _too_long(self, what: str) -> BadRequest:
+    def _too_long(self, size: str) -> BadRequest:
         self._full = True
-        return BadRequest(f"the request has {what}", code="context_length_exceeded")
+        return BadRequest(f"the request has {size}", code="context_length_exceeded")
 
     async def _answers(self, asked: list[Awaitable[Answer]]) -> list[Answer]:
         if not self._waiting:
@@ -191,15 +191,15 @@ class Episode:
     def _choice(self, answer: Answer, request: Request, thinks: str) -> Choice:
         language, tokens = self._language, answer.tokens
         text = language.spell(tokens[:-1] if tokens[-1] in language.ends else tokens)
-        stops = [(text.index(one), one) for one in request.stop if one in text]
+        stops = [(text.index(stop), stop) for stop in request.stop if stop in text]
         at, stopped_by = min(stops, default=(len(text), None))
         text, tail = text[:at], text[at:]
-        found = language.parse(thinks + text, request.tools) if request.tools and request.calls else []
-        valid = [one for one in found if isinstance(one, Call)]
-        calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", one.name, one.arguments) for one in valid)
-        self._calls += len(found)
-        self._call_errors += len(found) - len(calls)
-        if len(calls) < len(found) or (len(calls) > 1 and not request.parallel):  # they are sent as text
+        parsed = language.parse(thinks + text, request.tools) if request.tools and request.calls else []
+        valid = [call for call in parsed if isinstance(call, Call)]
+        calls = tuple(ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments) for call in valid)
+        self._calls += len(parsed)
+        self._call_errors += len(parsed) - len(calls)
+        if len(calls) < len(parsed) or (len(calls) > 1 and not request.parallel):  # they are sent as text
             calls = ()
         return Choice(
             text=without_calls(thinks + text, language.format).removeprefix(thinks) if calls else text,
@@ -233,7 +233,7 @@ class Episode:
 def _reported(last: str) -> dict[str, Any]:
     """Returns the JSON object of the output's last line; empty if it is none."""
     try:
-        said = json.loads(last or "null")
+        report = json.loads(last or "null")
     except (ValueError, RecursionError):
-        said = None
-    return said if isinstance(said, dict) else {}
+        report = None
+    return report if isinstance(report, dict) else {}

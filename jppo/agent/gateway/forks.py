@@ -56,23 +56,23 @@ def _fork_for_each(channel: socket.socket, wakes: int, work: Callable[[], int]) 
             data, files, _, _ = socket.recv_fds(channel, 2**16, 3)
             if not data:
                 return
-            said = json.loads(data)
-            if "env" not in said:
-                for pid in [pid for pid, number in running.items() if number == said["id"]]:
+            message = json.loads(data)
+            if "env" not in message:
+                for pid in [pid for pid, number in running.items() if number == message["id"]]:
                     os.kill(pid, signal.SIGTERM)
                 continue
             if (pid := os.fork()) == 0:
-                _guard(work, said["env"], files, channel)
-            running[pid] = said["id"]
+                _guard(work, message["env"], files, channel)
+            running[pid] = message["id"]
             for file in files:
                 os.close(file)
-            channel.send(json.dumps({"id": said["id"]}).encode())
+            channel.send(json.dumps({"id": message["id"]}).encode())
 
 
 def _ended(running: dict[int, int]) -> list[tuple[int, int]]:
     """Returns the guards that have ended, with the exit codes of their programs."""
-    found = [os.waitpid(pid, os.WNOHANG) for pid in running]
-    return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in found if pid]
+    statuses = [os.waitpid(pid, os.WNOHANG) for pid in running]
+    return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in statuses if pid]
 
 
 def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], channel: socket.socket) -> NoReturn:
@@ -133,10 +133,10 @@ def _become(work: Callable[[], int], env: dict[str, str]) -> NoReturn:
 
 def call_with_task(function: Callable[..., Any]) -> int:
     """Runs the function with the task."""
-    found = function(json.loads(sys.stdin.readline()))
-    found = asyncio.run(found) if inspect.iscoroutine(found) else found
-    if found is not None:
-        print(f"\n{json.dumps(found, default=_plain)}")  # on a line of its own
+    returned = function(json.loads(sys.stdin.readline()))
+    returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+    if returned is not None:
+        print(f"\n{json.dumps(returned, default=_plain)}")  # on a line of its own
     return 0
 
 
@@ -156,10 +156,10 @@ def _execute(command: list[str]) -> int:
         return NOT_FOUND
 
 
-def _serve(channel: socket.socket, kind: str, *what: str) -> None:
-    work = functools.partial(_execute, list(what))
+def _serve(channel: socket.socket, kind: str, *words: str) -> None:
+    work = functools.partial(_execute, list(words))
     if kind == "function":
-        work = functools.partial(call_with_task, resolve(what[0], "rollout.agent"))
+        work = functools.partial(call_with_task, resolve(words[0], "rollout.agent"))
     channel.send(json.dumps({"ready": True}).encode())
     main(channel, work)
 

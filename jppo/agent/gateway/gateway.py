@@ -108,15 +108,15 @@ async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answe
     stays = False
     try:
         call, stays = await _read(reader, writer, admit)
-        found = await _while_there(answer(call), reader, writer)
+        reply = await _while_there(answer(call), reader, writer)
         status = 200
     except BadRequest as e:
         error = {"message": str(e), "type": e.code, "code": e.code, "param": None}
-        status, found = e.status, {"type": "error", "error": error}
-    if isinstance(found, dict):
-        writer.write(_head(status, "application/json", stays, body := json.dumps(found).encode()) + body)
+        status, reply = e.status, {"type": "error", "error": error}
+    if isinstance(reply, dict):
+        writer.write(_head(status, "application/json", stays, body := json.dumps(reply).encode()) + body)
     else:
-        writer.write(_head(status, "text/event-stream", stays, body := _stream(found)) + body)
+        writer.write(_head(status, "text/event-stream", stays, body := _stream(reply)) + body)
     await writer.drain()
     return stays
 
@@ -129,7 +129,7 @@ async def _read(
     except asyncio.LimitOverrunError as e:
         raise BadRequest(f"the head of the request must be at most {MOST_HEAD} bytes") from e
     line, *rest = head.rstrip().split("\r\n")
-    fields = {name.strip().lower(): value.strip() for name, _, value in (one.partition(":") for one in rest)}
+    fields = {name.strip().lower(): value.strip() for name, _, value in (field.partition(":") for field in rest)}
     parts = line.split(" ")
     length, coding = fields.get("content-length", "0"), fields.get("transfer-encoding", "").lower()
     if len(parts) != 3 or not parts[2].startswith("HTTP/1.") or coding not in ("", "chunked"):
@@ -204,9 +204,9 @@ def _head(status: int, kind: str, stays: bool, body: bytes) -> bytes:
 
 def _stream(events: Events) -> bytes:
     """Returns a whole stream: an answer's tokens arrive from the engine together."""
-    found = list(events)
-    lines = [(f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in found]
-    return ("".join(lines) + ("" if all(name for name, _ in found) else "data: [DONE]\n\n")).encode()
+    pairs = list(events)
+    lines = [(f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in pairs]
+    return ("".join(lines) + ("" if all(name for name, _ in pairs) else "data: [DONE]\n\n")).encode()
 
 
 FILES_OF_ONE, OTHER_FILES = 5, 128  # open ones of an episode, with two connections; of the rest of the process
@@ -245,8 +245,8 @@ class Gateway:
             asked = ask(ids, sampling=sampling, seed=seed, near=near)
             return await asyncio.wrap_future(context.run(asyncio.run_coroutine_threadsafe, _whole(asked), engine))
 
-        how = (self._language, self._rules, on_engine, prompt, sampling, seed)
-        future = asyncio.run_coroutine_threadsafe(self._hold(*how), self._running())
+        arguments = (self._language, self._rules, on_engine, prompt, sampling, seed)
+        future = asyncio.run_coroutine_threadsafe(self._hold(*arguments), self._running())
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
@@ -283,9 +283,9 @@ class Gateway:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._program.close()
 
-    async def _hold(self, *how: Any) -> Trajectory:
+    async def _hold(self, *arguments: Any) -> Trajectory:
         async with self._slots:
-            episode, name, secret = Episode(*how), secrets.token_hex(8), secrets.token_urlsafe(32)
+            episode, name, secret = Episode(*arguments), secrets.token_hex(8), secrets.token_urlsafe(32)
             failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._open[name] = _Open(secret, episode, failure, set())
             env = process.episode_variables(self._url, f"{name}.{secret}")
@@ -307,15 +307,15 @@ class Gateway:
 
     def _admit(self, key: str) -> "_Open":
         name, _, secret = key.partition(".")
-        found = self._open.get(name)
-        known = secrets.token_urlsafe(32) if found is None else found.secret
-        if not hmac.compare_digest(known.encode(), secret.encode()) or found is None:
+        running = self._open.get(name)
+        known = secrets.token_urlsafe(32) if running is None else running.secret
+        if not hmac.compare_digest(known.encode(), secret.encode()) or running is None:
             raise BadRequest("the key is of no episode that runs; send OPENAI_API_KEY", "authentication_error", 401)
-        return found
+        return running
 
     async def _answer(self, call: HttpRequest) -> Any:
-        of = self._admit(call.key)
-        episode = of.episode
+        running = self._admit(call.key)
+        episode = running.episode
         if call.method == "GET" and call.path == "/v1/models":
             return {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "jppo", "created": 0}]}
         api = APIS.get(call.path)
@@ -328,31 +328,31 @@ class Gateway:
         request: Request = api.read(body, episode.earlier) if api is RESPONSES else api.read(body)
         answering = asyncio.current_task()
         assert answering is not None
-        of.answering.add(answering)
+        running.answering.add(answering)
         try:
             reply = await episode.answer(request)
         except (BadRequest, asyncio.CancelledError):
             raise
         except Exception as e:  # of the engine: it ends the run
-            if not of.failure.done():
-                of.failure.set_exception(e)
+            if not running.failure.done():
+                running.failure.set_exception(e)
             raise BadRequest("the rollout engine failed", "server_error", 500) from e
         finally:
-            of.answering.discard(answering)
+            running.answering.discard(answering)
         if api is RESPONSES:
-            said = request.messages[1:] if body.get("instructions") else request.messages
-            episode.keep(reply.id, (*said, reply.choices[0].message))
+            messages = request.messages[1:] if body.get("instructions") else request.messages
+            episode.keep(reply.id, (*messages, reply.choices[0].message))
         return api.events(reply, request) if request.stream else api.write(reply, request)
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError) as e:
         raise BadRequest(f"the body is not valid JSON: {e}") from e
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise BadRequest("the body must be a JSON object")
-    return found
+    return parsed
 
 
 async def _whole(asked: Any) -> Answer:

@@ -49,11 +49,11 @@ class Turn:
     @property
     def path(self) -> "list[Turn]":
         """Returns the turns from the root to this one."""
-        found, turn = [], self
+        turns, turn = [], self
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.parent  # type: ignore[assignment]
-        return found[::-1]
+        return turns[::-1]
 
     @property
     def ids(self) -> list[int]:
@@ -105,9 +105,9 @@ def followed(turns: Sequence[Turn], messages: Sequence[Message], schemas: str) -
     state, parent, count = _of_tools(schemas), None, 0
     for i, message in enumerate(messages, 1):
         after = extended(state, message)
-        if message["role"] == "assistant" and (found := _repeated(known.get(state.digest(), []), message, after)):
-            parent, count = found, i
-            after = found.state
+        if message["role"] == "assistant" and (repeated := _repeated(known.get(state.digest(), []), message, after)):
+            parent, count = repeated, i
+            after = repeated.state
         state = after
     return state, parent, count
 
@@ -166,8 +166,8 @@ def context(turns: Sequence[Turn], request: Request, chat: Chat, schemas: str) -
         if parent is None:
             return chat.whole(request.messages), None, state
         own, sampled = parent.choice, len(parent.answer.tokens)
-        said = Spoken(request.messages[: count - 1], own.message, own.raw, parent.ids, sampled)
-        ids, same = chat.follow(said, request.messages[count:])
+        spoken = Spoken(request.messages[: count - 1], own.message, own.raw, parent.ids, sampled)
+        ids, same = chat.follow(spoken, request.messages[count:])
         return (ids[parent.end :], parent, state) if same else (ids, None, state)
     text, known = request.text, {turn.text: turn for turn in turns if turn.text is not None}
     begun, at = hashlib.sha256(), 0
@@ -184,9 +184,9 @@ def context(turns: Sequence[Turn], request: Request, chat: Chat, schemas: str) -
 
 def of_task(turns: Sequence[Turn], request: Request, task: str) -> bool:
     """Whether a request that continues no turn has the task's text, or an answer of a conversation that had it."""
-    said = {(turn.choice.text.strip(), _calls(turn.choice.message)) for turn in turns if turn.of_task}
+    answers = {(turn.choice.text.strip(), _calls(turn.choice.message)) for turn in turns if turn.of_task}
     repeats = any(
-        message["role"] == "assistant" and (message["content"].strip(), _calls(message)) in said
+        message["role"] == "assistant" and (message["content"].strip(), _calls(message)) in answers
         for message in request.messages
     )
     return repeats or any(task in text for text in (request.text or "", *(m["content"] for m in request.messages)))

@@ -52,8 +52,8 @@ def program_of(agent: str) -> "Program":
     except ValueError as e:
         raise UserError(f"rollout.agent={agent!r} is no command line: {e}; mend its quotes") from e
     if not command or shutil.which(command[0]) is None:
-        what = repr(command[0]) if command else "it"
-        raise UserError(f"rollout.agent={agent!r}: {what} is no program; write a command line, or PATH.py:FUNCTION")
+        program = repr(command[0]) if command else "it"
+        raise UserError(f"rollout.agent={agent!r}: {program} is no program; write a command line, or PATH.py:FUNCTION")
     return Program(agent, ("command", *command))
 
 
@@ -92,9 +92,9 @@ class Program:
             if self._process is None:
                 await self._open(loop, timeout_s)
             self._waiting[number] = futures = loop.create_future(), loop.create_future()
-            said = json.dumps({"id": number, "env": dict(env)}).encode()
+            message = json.dumps({"id": number, "env": dict(env)}).encode()
             with contextlib.suppress(ConnectionError):  # the process has just ended: `_read` notices
-                socket.send_fds(self._channel, [said], [file.fileno() for file in files])
+                socket.send_fds(self._channel, [message], [file.fileno() for file in files])
             await futures[0]
             return number, futures[1]
 
@@ -143,14 +143,14 @@ class Program:
         if not data:
             self._lost()
             return
-        said = json.loads(data)
-        if "ready" in said:
+        message = json.loads(data)
+        if "ready" in message:
             self._ready.set_result(None)
-        elif "code" in said:
+        elif "code" in message:
             self._deaths = 0
-            _tell(self._waiting.pop(said["id"])[1], (said["code"], ""))
+            _tell(self._waiting.pop(message["id"])[1], (message["code"], ""))
         else:
-            _tell(self._waiting[said["id"]][0], None)
+            _tell(self._waiting[message["id"]][0], None)
 
     def _lost(self) -> None:
         """Ends the episodes of a process that has ended, and their samples; the next episode starts another one."""

@@ -73,10 +73,10 @@ class Choice:
     @property
     def message(self) -> Message:
         """Returns the answer as a message."""
-        said: Message = {"role": "assistant", "content": self.text}
+        message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
-            said["tool_calls"] = [call_of(call.id, call.name, call.arguments) for call in self.calls]
-        return said
+            message["tool_calls"] = [call_of(call.id, call.name, call.arguments) for call in self.calls]
+        return message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +136,12 @@ def whole_number(body: Body, name: str, least: int = 1, most: int | None = None)
 def texts(body: Body, name: str) -> tuple[str, ...]:
     """Returns an optional text or list of texts, none of them empty."""
     value = optional(body, name, (str, list), [])
-    found = [value] if isinstance(value, str) else value
-    if not all(isinstance(one, str) and one for one in found):
+    strings = [value] if isinstance(value, str) else value
+    if not all(isinstance(text, str) and text for text in strings):
         raise BadRequest(f"{name}={short(value)} must be texts that are not empty")
-    if any("\ud800" <= character <= "\udfff" for one in found for character in one):
+    if any("\ud800" <= character <= "\udfff" for text in strings for character in text):
         raise BadRequest(f"{name}={short(value)} has half a character; send valid Unicode")
-    return tuple(found)
+    return tuple(strings)
 
 
 def text_of(content: Any, kinds: Sequence[str]) -> str:
@@ -162,11 +162,11 @@ def require_kind(part: Any, kinds: Sequence[str]) -> bool:
 
 def tools_of(body: Body, kind: str) -> list[Any]:
     """Returns the tools, all of this kind."""
-    found: list[Any] = optional(body, "tools", list, [])
-    for tool in found:
+    tools: list[Any] = optional(body, "tools", list, [])
+    for tool in tools:
         if (own := optional(tool, "type", str, kind)) != kind:
             raise BadRequest(f"a tool has type={short(own)}; the policy calls tools of type={kind!r} only")
-    return found
+    return tools
 
 
 def may_call(body: Body) -> bool:
@@ -177,12 +177,12 @@ def may_call(body: Body) -> bool:
 
 def schema(function: Any, parameters: str = "parameters") -> Schema:
     """Returns the schema of a tool in OpenAI's chat form."""
-    said = {"name": required(function, "name", str), "description": optional(function, "description", str, "")}
+    head = {"name": required(function, "name", str), "description": optional(function, "description", str, "")}
     given = optional(function, parameters, dict, {})
     if not all(isinstance(name, str) for name in optional(given, "required", list, [])):
-        raise BadRequest(f"required={short(given['required'])} of the tool {short(said['name'])} must be names")
+        raise BadRequest(f"required={short(given['required'])} of the tool {short(head['name'])} must be names")
     optional(given, "properties", dict)
-    return {"type": "function", "function": {**said, "parameters": given}}
+    return {"type": "function", "function": {**head, "parameters": given}}
 
 
 def refuse(body: Body, field: str, allowed: Sequence[Any], why: str) -> None:

@@ -82,7 +82,7 @@ class ServerApi(Protocol):
     def sleep(self, endpoint: Endpoint, level: int) -> None:
         """Frees device memory, with no requests in flight. Level 1 keeps the weights elsewhere, 2 drops them."""
 
-    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+    def wake_up(self, endpoint: Endpoint, tag: str) -> None:
         """Allocates the memory of 'weights' or of the 'kv_cache' again."""
 
 
@@ -317,10 +317,10 @@ class ServedWeights:
             time.sleep(POLL_S)
         raise self._router.fatal
 
-    def _wake_up(self, members: Sequence[Member], what: str) -> list[Member]:
+    def _wake_up(self, members: Sequence[Member], tag: str) -> list[Member]:
         asleep = [member for member in members if member.asleep]
         awake = [member for member in members if not member.asleep]
-        return [*awake, *self._each(asleep, lambda endpoint: self._api.wake_up(endpoint, what))]
+        return [*awake, *self._each(asleep, lambda endpoint: self._api.wake_up(endpoint, tag))]
 
     def _each(self, members: Sequence[Member], do: Step) -> list[Member]:
         """Calls `do` on all members concurrently; broken ones are sent to repair and left out of the result.
@@ -387,6 +387,6 @@ def wants_token(endpoint: Endpoint, api: ServerApi) -> bool:
     except RolloutError as e:
         raise UserError(f"{e}; {api.how}") from e
     if not guarded:
-        said = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
-        print(f"rollout: warning: the server at {endpoint.url} {said}; {api.how}", file=sys.stderr, flush=True)
+        warning = "answers without a token: anyone who reaches it can replace the weights that the run samples from"
+        print(f"rollout: warning: the server at {endpoint.url} {warning}; {api.how}", file=sys.stderr, flush=True)
     return guarded

@@ -199,11 +199,11 @@ class Endpoint:
             raise kind(f"the server at {self.url} {answered}")
         return reply
 
-    def fault(self, what: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
-        """Returns the fault of a server that `what` says, with the reason as far as it is known."""
+    def fault(self, message: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
+        """Returns the fault of a server that `message` says, with the reason as far as it is known."""
         self._proven &= {OPEN}  # another program may have taken the port
         why = self._why()
-        return kind(f"the server at {self.url} {what}" + (f"; {why}" if why else ""))
+        return kind(f"the server at {self.url} {message}" + (f"; {why}" if why else ""))
 
 
 def wait_s(after_s: float, tried: int, most: float) -> float:

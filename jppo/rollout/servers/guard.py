@@ -131,8 +131,8 @@ class Lease:
             return await _refuse(scope, receive, send, 503, why)
         name, _, number = trainer.partition(b"/")
         if not self._free() and name != self._trainer.partition(b"/")[0]:
-            said = f"it is in use by the trainer {self._trainer.partition(b'/')[0].decode('latin-1')}"
-            why = f"{said}; give each its own servers, or end that one: it is free {LEASE_S:g} s later"
+            fault = f"it is in use by the trainer {self._trainer.partition(b'/')[0].decode('latin-1')}"
+            why = f"{fault}; give each its own servers, or end that one: it is free {LEASE_S:g} s later"
             return await _refuse(scope, receive, send, 409, why)
         path, self._trainer = scope["path"].encode(), trainer
         self._renew()

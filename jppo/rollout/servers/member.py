@@ -164,8 +164,8 @@ class Server:
             except OSError:
                 late = time.monotonic() > deadline
                 if late and self._program.port:
-                    said = f"rollout.port: port {port} was taken by another program; 0 takes free ones"
-                    raise RolloutError(said) from None
+                    message = f"rollout.port: port {port} was taken by another program; 0 takes free ones"
+                    raise RolloutError(message) from None
                 port = 0 if late else port
             time.sleep(POLL_S / 4)
         self.url = f"http://{HOST}:{self._port.getsockname()[1]}"

@@ -122,8 +122,8 @@ class Repairs:
             member.give_up()
             while not self.closed:
                 if self.restarts >= self._limits.max_restarts:
-                    said = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
-                    self._router.fail(RolloutError(f"{fault}; {said}"))
+                    reason = f"it is not restarted: rollout.max_restarts={self._limits.max_restarts}"
+                    self._router.fail(RolloutError(f"{fault}; {reason}"))
                     return
                 when = "" if self._weights.may_start.is_set() else " with the next publish"
                 say(f"{fault}; it is {'waited for' if member.server is None else f'restarted{when}'}")
@@ -216,8 +216,8 @@ class Repairs:
                 return
             except RolloutError as e:
                 if time.monotonic() > deadline:
-                    said = f"did not come back within rollout.start_timeout_s={self._start_timeout_s:g}"
-                    raise RolloutError(f"the server at {member.endpoint.url} {said}; {e}") from e
+                    fault = f"did not come back within rollout.start_timeout_s={self._start_timeout_s:g}"
+                    raise RolloutError(f"the server at {member.endpoint.url} {fault}; {e}") from e
             time.sleep(POLL_S)
         raise RolloutError(f"the server at {member.endpoint.url} is not waited for: the run has ended")
 
@@ -256,16 +256,16 @@ class Membership:
 
     async def watch(self) -> None:
         """Follows the look-up until cancelled."""
-        found = time.monotonic()
+        last_up = time.monotonic()
         while True:
             await asyncio.sleep(LOOKUP_S)
             await self.follow()
             if any(member.up or member.blank for member in self._router.members):
-                found = time.monotonic()
-            elif time.monotonic() - found > self._start_timeout_s:
+                last_up = time.monotonic()
+            elif time.monotonic() - last_up > self._start_timeout_s:
                 why = "; ".join(self._told.values()) or "it names none"
-                said = f"no server of rollout.urls works since rollout.start_timeout_s={self._start_timeout_s:g}"
-                self._router.fail(RolloutError(f"{said}; {why}"))
+                fault = f"no server of rollout.urls works since rollout.start_timeout_s={self._start_timeout_s:g}"
+                self._router.fail(RolloutError(f"{fault}; {why}"))
 
     async def follow(self) -> None:
         """Looks up the addresses once; lets servers leave, and lets new ones begin to join."""
@@ -290,8 +290,8 @@ class Membership:
             member = await asyncio.to_thread(self._make, url, url in self._ours)
             shortest = min((other.max_model_len for other in self._router.members), default=0)
             if member.max_model_len < shortest:  # the fleet refuses longer requests than its shortest server takes
-                said = f"has max_model_len={member.max_model_len}, and the others {shortest} or more"
-                raise RolloutError(f"the server at {url} {said}")
+                fault = f"has max_model_len={member.max_model_len}, and the others {shortest} or more"
+                raise RolloutError(f"the server at {url} {fault}")
             self._ours.add(url)
             await self._repairs.admit(member)
         except (RolloutError, UserError) as e:
@@ -328,5 +328,5 @@ def _in_file(path: Path) -> list[str]:
 
 
 def _by_name(name: str, port: int) -> list[str]:
-    found = {str(at[4][0]) for at in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
-    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in sorted(found)]
+    addresses = {str(at[4][0]) for at in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
+    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in sorted(addresses)]

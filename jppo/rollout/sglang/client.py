@@ -77,8 +77,8 @@ class Sglang:
             meta = reply["meta_info"]
             finish, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
             # an answer that was aborted before it began has none
-            said = meta.get("output_token_logprobs", []) if finish == "abort" else meta["output_token_logprobs"]
-            tokens, logprob = [int(each[1]) for each in said], [float(each[0]) for each in said]
+            entries = meta.get("output_token_logprobs", []) if finish == "abort" else meta["output_token_logprobs"]
+            tokens, logprob = [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
             version = [str(meta["weight_version"])] * len(tokens) if tokens else []
             text = str(reply.get("text", ""))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
@@ -141,9 +141,9 @@ class Sglang:
         endpoint.post("/pause_generation", {"mode": "abort"})
         endpoint.tell("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
-    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+    def wake_up(self, endpoint: Endpoint, tag: str) -> None:
         """Allocates memory again, without its content."""
-        endpoint.tell("/resume_memory_occupation", {"tags": [what]})
+        endpoint.tell("/resume_memory_occupation", {"tags": [tag]})
 
     def _require_end(self, matched: Any, tokens: Sequence[int], sampling: Sampling) -> None:
         if matched in sampling.stop:

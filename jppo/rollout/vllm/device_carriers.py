@@ -53,8 +53,8 @@ def find_library(pattern: str) -> str:
     """Returns the path of a library in the `nvidia` wheels, or its name, for the system's search path."""
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = [path for folder in folders for path in sorted(pathlib.Path(folder).glob(f"*/lib/{pattern}"))]
-    return str(found[-1]) if found else pattern.rstrip("*.")
+    paths = [path for folder in folders for path in sorted(pathlib.Path(folder).glob(f"*/lib/{pattern}"))]
+    return str(paths[-1]) if paths else pattern.rstrip("*.")
 
 
 class Communicator:
@@ -82,12 +82,12 @@ class Communicator:
 
     def unique_id(self) -> bytes:
         """Returns the id of a new communicator, for all its ranks."""
-        made = UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(made)
+        unique_id = UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
-    def join(self, unique_id: bytes, ranks: int, one: int) -> None:
-        """Joins with all other ranks, then sums `one`, the address of a float32, as vLLM's workers do first."""
+    def join(self, unique_id: bytes, ranks: int, address: int) -> None:
+        """Joins with all other ranks, then sums the float32 at `address`, as vLLM's workers do first."""
         self._cuda.cudaSetDevice(self._device)
         comm = _P()
         self._call("ncclCommInitRank", ctypes.byref(comm), ranks, UniqueId.from_buffer_copy(unique_id), ROOT)
@@ -96,7 +96,7 @@ class Communicator:
         if left:
             self.abort()
             raise RolloutError("rollout.publish_via='nccl': the servers joined after the trainer had given up")
-        self._call("ncclAllReduce", one, one, 1, FLOAT32, SUM, comm, None)
+        self._call("ncclAllReduce", address, address, 1, FLOAT32, SUM, comm, None)
         self.wait()
 
     def broadcast(self, address: int, nbytes: int) -> None:
@@ -118,8 +118,8 @@ class Communicator:
     def _call(self, name: str, *arguments: Any) -> None:
         self._cuda.cudaSetDevice(self._device)  # it is the thread's
         if error := getattr(self._lib, name)(*arguments):
-            said = (self._lib.ncclGetErrorString(error) or b"").decode()
-            raise RolloutError(f"rollout.publish_via='nccl': {name} failed with {error} ({said})")
+            message = (self._lib.ncclGetErrorString(error) or b"").decode()
+            raise RolloutError(f"rollout.publish_via='nccl': {name} failed with {error} ({message})")
 
 
 @contextlib.contextmanager
@@ -168,29 +168,29 @@ class Nccl:
 
     def joins(self) -> Iterator[Step]:
         """Yields: ask who is there and, if these are others than before, join them."""
-        found: dict[str, tuple[int, set[str]]] = {}
+        present: dict[str, tuple[int, set[str]]] = {}
 
         def ask(endpoint: Endpoint) -> None:
             workers = call_workers(endpoint, "jppo_transfer")
-            found[endpoint.url] = (len(workers), {worker["group"] for worker in workers})
+            present[endpoint.url] = (len(workers), {worker["group"] for worker in workers})
 
         yield ask
-        workers = {url: count for url, (count, _) in sorted(found.items())}
-        if workers == self._joined and all(groups == {self._id} for _, groups in found.values()):
+        workers = {url: count for url, (count, _) in sorted(present.items())}
+        if workers == self._joined and all(groups == {self._id} for _, groups in present.values()):
             return
         self.close()
         self._communicator = communicator = self._make()
-        made, ranks = communicator.unique_id(), 1 + sum(workers.values())
-        unique_id = base64.b64encode(made).decode()
+        raw_id, ranks = communicator.unique_id(), 1 + sum(workers.values())
+        unique_id = base64.b64encode(raw_id).decode()
         first = {url: 1 + sum(list(workers.values())[:i]) for i, url in enumerate(workers)}
-        one = jax.block_until_ready(jax.device_put(jnp.zeros(1, jnp.float32), self._device))
+        buffer = jax.block_until_ready(jax.device_put(jnp.zeros(1, jnp.float32), self._device))
 
         def join(endpoint: Endpoint) -> None:
             about = {"nccl_unique_id_b64": unique_id, "rank_offset": first[endpoint.url], "world_size": ranks}
             endpoint.post("/init_weight_transfer_engine", {"init_info": about})
 
         def enter() -> None:
-            communicator.join(made, ranks, one.unsafe_buffer_pointer())
+            communicator.join(raw_id, ranks, buffer.unsafe_buffer_pointer())
 
         with alongside(enter, timeout_s=WAIT_S, give_up=self.close):
             yield join

@@ -71,8 +71,8 @@ class RoutingWorker(CPUWorker):
         out = super().sample_tokens(grammar_output)
         for name, tokens in zip(out.req_ids, out.sampled_token_ids, strict=True):
             if tokens:  # else a part of a prompt, whose experts the next answer has
-                found = self._outputs[name]
-                self._returned[name] = found.token_start + len(found.rows)
+                output = self._outputs[name]
+                self._returned[name] = output.token_start + len(output.rows)
         out.aux_output_connector_output = self._outputs
         return out
 

@@ -109,8 +109,8 @@ class Staging:
             self._require_open(version)
             entries = [entry for bucket, _ in self.buckets for entry in bucket]
             check_names(entries, self._expected)
-            if self.error is None and (found := digest(entries)) != sent:
-                raise WeightsRefused(f"the tensors have the digest {found}, but {sent} was sent")
+            if self.error is None and (received := digest(entries)) != sent:
+                raise WeightsRefused(f"the tensors have the digest {received}, but {sent} was sent")
             self.complete = self.error is None
         except WeightsRefused as e:
             self._refuse(e)
@@ -159,8 +159,8 @@ def in_order(tensors: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> l
 
 def digest(entries: Sequence[TensorEntry]) -> str:
     """Returns a checksum of the tensors: their names, dtypes, shapes and contents, in order."""
-    said = [[entry.name, entry.dtype, list(entry.shape), entry.crc32] for entry in entries]
-    return f"{zlib.crc32(json.dumps(said).encode()):08x}"
+    rows = [[entry.name, entry.dtype, list(entry.shape), entry.crc32] for entry in entries]
+    return f"{zlib.crc32(json.dumps(rows).encode()):08x}"
 
 
 def check_names(entries: Sequence[TensorEntry], expected: Mapping[str, tuple[int, ...]], *, whole: bool = True) -> None:
@@ -353,12 +353,12 @@ class LoadedWeights:
 
     def _held(self) -> dict[str, tuple[Any, np.ndarray]]:
         """Returns kind and integers of each tensor; transient, since a view keeps memory in use."""
-        found: dict[str, tuple[Any, np.ndarray]] = {}
+        tensors: dict[str, tuple[Any, np.ndarray]] = {}
         for entries, data in self._buckets:
             for e in entries:
                 word = np.dtype(_WORDS[e.dtype])
-                found[e.name] = _kind(e), np.frombuffer(data, word, e.nbytes // word.itemsize, e.offset)
-        return found
+                tensors[e.name] = _kind(e), np.frombuffer(data, word, e.nbytes // word.itemsize, e.offset)
+        return tensors
 
 
 def _positions(codes: np.ndarray) -> np.ndarray:

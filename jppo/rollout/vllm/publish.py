@@ -142,8 +142,8 @@ class Buffers:
             ) from e
         now = self._files[0]
         if now is not file:
-            said = f"no room for the weights in {file.place}: {now.place} is used from now on"
-            print(said, file=sys.stderr, flush=True)
+            message = f"no room for the weights in {file.place}: {now.place} is used from now on"
+            print(message, file=sys.stderr, flush=True)
         return Parcel(entries, now.path)
 
     def renew(self) -> None:

@@ -374,6 +374,6 @@ class CudaDevice:
 
     def _check(self, name: str, *arguments: Any) -> None:
         if error := getattr(self._lib, name)(*arguments):
-            said = ctypes.c_char_p()
-            self._lib.cuGetErrorString(error, ctypes.byref(said))
-            raise CudaError(f"{name} failed with {error} ({(said.value or b'').decode()})")
+            message = ctypes.c_char_p()
+            self._lib.cuGetErrorString(error, ctypes.byref(message))
+            raise CudaError(f"{name} failed with {error} ({(message.value or b'').decode()})")

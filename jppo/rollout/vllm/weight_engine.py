@@ -164,8 +164,8 @@ class StagedEngine(base.WeightTransferEngine[Init, Update]):
         finally:
             late.cancel()
         if gave_up.is_set():
-            said = f"a broadcast by NCCL did not end within {BROADCAST_S:g} s"
-            raise layout.WeightsRefused(f"{said}: the trainer was killed, or another server does not take part")
+            fault = f"a broadcast by NCCL did not end within {BROADCAST_S:g} s"
+            raise layout.WeightsRefused(f"{fault}: the trainer was killed, or another server does not take part")
 
     def _copy(self, handles: Mapping[str, str], data: torch.Tensor) -> None:
         """Copies the trainer's buffer on this GPU and waits for it."""

@@ -101,8 +101,8 @@ def load_weights(
     else:
         reload(weights_iterator=_stream(buckets, tied, modules))
     if unloaded := [name for name, method in experts.items() if method.moe_kernel is None]:
-        said = "keeps its old values: vLLM cannot reload these experts on a CPU; use rollout.name=inprocess, serve"
-        return f"{unloaded[0]} {said} the model on a GPU or, for adapters, set rollout.lora_sync=merge"
+        message = "keeps its old values: vLLM cannot reload these experts on a CPU; use rollout.name=inprocess, serve"
+        return f"{unloaded[0]} {message} the model on a GPU or, for adapters, set rollout.lora_sync=merge"
     return None
 
 
@@ -132,13 +132,13 @@ def _let_experts_be_packed(model: torch.nn.Module) -> dict[str, Any]:
     vLLM 0.32 packs the experts of a layer only while it has no kernel. A later reload puts unpacked tensors where its
     kernel expects packed ones, without an error.
     """
-    found: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and all(p.device.type == "cpu" for p in module.parameters()):
             method.moe_kernel = None
-            found[name] = method
-    return found
+            methods[name] = method
+    return methods
 
 
 # GPT-OSS' tensors of all experts of a layer, and vLLM's names of one expert's.
