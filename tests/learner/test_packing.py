@@ -1,5 +1,7 @@
 """Packing: the alignment rule by hand, every trajectory once, and no shape that the plan does not list."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,6 +53,17 @@ def test_alignment_by_hand():
     np.testing.assert_array_equal(rows.sequence, [[40, 40, 40, 40, 40, 41, -1, -1]])
     kinds = {name: str(getattr(rows, name).dtype) for name in ("inputs", "mask", "sequence", "segment")}
     assert kinds == dict(inputs="int32", mask="bool", sequence="int32", segment="int32")
+
+
+def test_kept_tokens_of_some_trajectories():
+    """Each entry has those of the token that it emits; -1 pads them, and fills the rows of the others."""
+    kept = np.array([[-1, -1], [7, 3], [-1, -1], [9, -1]], np.int32)
+    two = [trajectory([5, 7, 8, 9], [0, 1, 0, 1]), trajectory([1, 2], [0, 1])]
+    two[0] = dataclasses.replace(two[0], kept=kept)
+    sizes = dict(max_tokens_per_row=6, max_length=6, tokens_per_micro=6, sequences=2)
+    (rows,) = packing.pack(two, [0, 1], dataclasses.replace(plan("segments", **sizes), kept=3))
+    np.testing.assert_array_equal(rows.kept[0, :3], [[7, 3, -1], [-1, -1, -1], [9, -1, -1]])
+    assert (rows.kept[0, 3:] == -1).all()
 
 
 @pytest.mark.parametrize("longest, lengths", [(40, (13, 26, 39)), (65, (24, 48, 64)), (1001, (384, 704, 1024))])

@@ -243,7 +243,7 @@ def test_a_run_without_servers_waits_and_then_ends(run, servers):
     servers[0].answers["/health"] = (500, {})
     until(lambda: not urls(sampler))
     write([])
-    with pytest.raises(RolloutError, match=r"no server of rollout.urls works since rollout.start_timeout_s=1"):
+    with pytest.raises(RolloutError, match=r"works since rollout.start_timeout_s=1; rollout.urls cannot be looked up"):
         sampler.generate(PROMPTS, SAMPLING, version=7)
 
 

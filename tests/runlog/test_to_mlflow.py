@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import pytest
 
@@ -87,3 +88,20 @@ def test_a_server_that_is_not_there_is_the_users_to_mend(tmp_path, client, monke
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"MLflow at http://127\.0\.0\.1:9 does not begin"):
         logger(tmp_path / "run")
+
+
+def test_samples_of_a_step_are_a_file_once(tmp_path):
+    """By a stand-in for MLflow's client, which may not be installed."""
+    sink, files = object.__new__(remote_loggers.MLflow), []
+    sink._sent = remote_loggers.Sent(tmp_path, "mlflow", resumed=False)
+    sink._sent.begin("id")
+    sink._client = types.SimpleNamespace(log_dict=lambda run, content, name: files.append((run, content, name)))
+    sink.generations(2, [])
+    assert files == []
+    sink.generations(2, [{"prompt": "1+1=", "response": "2", "score": 1.0, "other": 7}])
+    [(run, content, name)] = files
+    assert (run, name) == ("id", "generations/step_2.json") and "other" not in content["rows"][0]
+    assert content["rows"][0]["response"] == "2"
+    sink._sent.done(2)
+    sink.generations(2, [{"prompt": "1+1=", "response": "2", "score": 1.0}])
+    assert len(files) == 1
