@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.request
 
 import pytest
 
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
+from jppo.rollout.servers.delivery import wants_token
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault, attached_key
 from jppo.rollout.servers.guard import Guard, Key, foreign, new_key
 from jppo.settings import UserError
@@ -89,6 +91,18 @@ def test_without_a_challenge_there_is_no_proof(guarded):
     for headers, proofs in (({"Authorization": f"Bearer {key.token}"}, 0), (key.headers(), 1)):
         with urllib.request.urlopen(urllib.request.Request(f"{url}/health", headers=headers)) as reply:
             assert len(reply.headers.get_all("X-Jppo-Proof", [])) == proofs
+
+
+def test_a_server_without_a_guard_is_warned_of(guarded, capsys):
+    url, key = guarded
+    api = types.SimpleNamespace(how="start it with jppo.serve")
+    assert wants_token(Endpoint(url, timeout_s=10.0, why=str, key=key), api)
+    assert capsys.readouterr().err == ""
+    unguarded = types.SimpleNamespace(url="http://h:1", guarded=lambda: False)
+    assert not wants_token(unguarded, api)
+    said = capsys.readouterr().err
+    assert said.startswith("rollout: warning: the server at http://h:1 answers without a token")
+    assert said.endswith("; start it with jppo.serve\n")
 
 
 class Impostor:
