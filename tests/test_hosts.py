@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from jppo import settings, train
 from jppo.distributed.hosts import Hosts
 from jppo.rollout.make import own_urls
+from jppo.run import start
 from jppo.run.start import require_shareable
 from jppo.settings import UserError, table
 from tests.make import ROOT, changed, read_lines, typed
@@ -181,3 +182,8 @@ def test_servers_that_are_named_are_shared_out():
     assert own_urls(Hosts(1, 2), []) == []
     with pytest.raises(UserError, match=r"rollout.urls names 1 .* each of 2 hosts"):
         own_urls(Hosts(0, 2), ["a"])
+
+
+def test_the_mark_of_a_shared_folder_is_new_in_one_that_is_there(tmp_path):
+    marks = [start._mark(tmp_path / "runs/a") for _ in range(2)]
+    assert len({*marks}) == 2 and {file.name for file in (tmp_path / "runs/a").iterdir()} == {*marks}

@@ -563,3 +563,17 @@ def test_an_object_of_a_program_gives_no_verdict_unless_the_tests_made_it():
     side.given.add(4)
     assert remote.isdigit == ("get", "isdigit")
     assert stranger(trusting=True)[1].isdigit == ("get", "isdigit")
+
+
+@pytest.mark.parametrize(
+    "value", ["text", b"bytes", {1}, frozenset([1]), (1, 2), [1, 2], {1: 2}, 3, 2.5, 1j, bytearray(b"x")]
+)
+def test_the_value_of_a_subclass_is_read_past_its_methods(value):
+    def lies(*_):
+        return "lie"
+
+    names = ("__iter__", "__add__", "__float__", "__str__", "__getitem__", "__int__", "__eq__", "__index__")
+    lying = type("Lying", (type(value),), dict.fromkeys(names, lies) | {"__hash__": lambda _: 0, "items": lies})
+    plain = values.builtin_value(lying(value))
+    assert type(plain) is type(value) and plain == value
+    assert values.builtin_value(object()) is None

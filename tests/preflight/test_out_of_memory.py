@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -44,6 +45,16 @@ def test_an_update_without_room_names_its_stage_and_what_helps(small_run, greedy
     }
     assert str(e.value) == f"update_actor: memory of cpu has no room for 65536.00 GiB; {helps[room]}"
     assert (pathlib.Path(small_run.trainer.run_dir) / "checkpoints/0").is_dir()
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_on_a_gpu_where_the_run_fits_others_may_hold_its_memory(small_run, monkeypatch, on_cpu):
+    sizes = [], types.SimpleNamespace(peak=1, refused=()), [types.SimpleNamespace(verdict="OK")]
+    monkeypatch.setattr(preview, "look_up_sizes", lambda *_: sizes)
+    monkeypatch.setattr(preview, "_fitting", lambda *_, **__: None)
+    monkeypatch.setattr(preview, "_on_cpu", lambda: on_cpu)
+    advice = preview._advice(typed(small_run), hosts=1)
+    assert (advice == "--dry_run estimates that the run fits: end other programs on the device") != on_cpu
 
 
 def test_where_nothing_can_be_compiled_the_first_change_is_said(small_run, greedy, monkeypatch):

@@ -80,6 +80,7 @@ def test_every_cheat_earns_nothing():
         ("assert sum([1, 2]) == 3", {"sum"}, set()),
         ("assert abs(sum([1.5, 2]) - 3.5) < 1e-6", {"sum"}, set()),
         ("assert abs(-1) == 1", {"abs"}, set()),
+        ("assert sum([1]) == 1, ValueError()", {"sum"}, set()),
         ("def check(candidate):\n    assert candidate([1, 2]) == 3\ncheck(sum)", {"sum"}, set()),
         ("try:\n    f(1)\nexcept Wrong as e:\n    assert e.args", {"f", "Wrong"}, set()),
     ],
