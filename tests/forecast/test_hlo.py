@@ -207,12 +207,14 @@ def test_a_backward_kernel_that_has_the_gradient_of_queries_has_a_product_more(q
         ("window={size=8 stride=7 pad=0_0 lhs_dilate=8}, dim_labels=0bf_0io->0bf", 8, 8),
         ("window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=0bf_0io->0bf", 9, 16),
         ("window={size=2 stride=2 pad=1_0}, dim_labels=0bf_0io->0bf", 4, 7),  # the first has one of its two
+        ("window={size=2 stride=2 pad=1_0}, dim_labels=b0f_io0->0fb", 4, 7),
     ],
 )
 def test_a_convolution_counts_the_positions_that_meet_its_input(line, outputs, pairs):
     size = int(line.split("size=")[1][0])
-    spatial, kernel = {"bf0": ("4,16,8", f"32,16,{size}"), "0bf": ("8,4,16", f"{size},16,32")}[line[-3:]]
-    out = {"bf0": f"4,32,{outputs}", "0bf": f"{outputs},4,32"}[line[-3:]]
+    sizes = ({"b": 4, "f": 16, "0": 8}, {"i": 16, "o": 32, "0": size}, {"b": 4, "f": 32, "0": outputs})
+    labels = line.split("dim_labels=")[1].replace("->", "_").split("_")
+    spatial, kernel, out = (",".join(str(of[x]) for x in each) for each, of in zip(labels, sizes, strict=True))
     text = module(
         [
             f"%x = bf16[{spatial}]{{2,1,0}} parameter(0)",
