@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jppo.rollout.vllm import layout, publish
+from jppo.rollout.vllm import client, layout, publish
 from jppo.rollout.vllm.publish import Buffers, FilePublisher
 from jppo.settings import UserError
 
@@ -207,3 +207,19 @@ def test_adapters_that_cannot_be_written_are_an_error_of_the_folder(tmp_path):
 
     with pytest.raises(UserError, match="to a folder with room"):
         FilePublisher(Buffers(str(tmp_path), named=True)).adapter(full, 1)
+
+
+@pytest.mark.parametrize("rank, named", [(0, False), (1, True)])
+def test_only_adapters_need_files_with_names(settings, monkeypatch, rank, named):
+    class Made(Exception):
+        pass
+
+    def recorded(folder, **options):
+        raise Made(folder, options)
+
+    monkeypatch.setattr(client, "Buffers", recorded)
+    with pytest.raises(Made) as e:
+        client.start_vllm(
+            "model", "run", settings=settings(lora_rank=rank), urls=["http://h:1"], limits=None, publish_dir="there"
+        )
+    assert e.value.args == ("there", {"named": named, "spare": []})
