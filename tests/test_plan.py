@@ -135,3 +135,8 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     with pytest.raises(SystemExit) as e:
         plan.main(["--config=mine.py"])
     assert e.value.code == 2 and "--machine is not given" in capsys.readouterr().err
+
+
+def test_every_other_way_to_recompute_is_tried(config):
+    config.model.remat = "dots"
+    assert [changes["model.remat"] for changes in plan._remat(typed(config), None)] == ["none", "attention", "full"]
