@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jppo.algorithms import values
 from jppo.learner import optim, sharding, state
 from jppo.models import config_reader
 from jppo.models.config import pad_vocab
@@ -52,3 +53,19 @@ def test_random_weights_and_moments_are_drawn_in_their_shards(mesh_shape, head):
     made = jax.jit(lambda p: tx.init(optim.in_f32(p)), out_shardings=places).lower(values).compile().memory_analysis()
     assert made.temp_size_in_bytes < largest / 8
     assert all((np.asarray(x.addressable_shards[0].data) == 0).all() for x in jax.tree.leaves(opt))
+
+
+@pytest.mark.parametrize("value_norm", [False, True])
+def test_the_state_before_the_first_step(value_norm):
+    """The statistics of returns are those that `values.updated` makes, so that no step is compiled for others."""
+    mesh = sharding.mesh_of_shape((1, 2, 1, 1))
+    policy = {"w": jax.device_put(jnp.ones(4), sharding.replicated(mesh))}
+    now = state.begin_state(policy, None, None, None, kl_coef=0.25, seed=3, value_norm=value_norm)
+    assert (int(now.step), float(now.kl_coef), int(now.bad_steps), now.value) == (0, 0.25, 0, None)
+    assert now.policy is policy and jax.random.key_data(now.key).tolist() == [0, 3]
+    assert {x.sharding.mesh for x in (now.step, now.kl_coef, now.bad_steps)} == {mesh}
+    if value_norm:
+        later = values.updated(now.value_norm, jnp.ones((1, 2)), jnp.ones((1, 2), bool), decay=0.5)
+        assert now.value_norm.shape == later.shape and not now.value_norm.any()
+    else:
+        assert now.value_norm is None
