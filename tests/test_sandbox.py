@@ -577,3 +577,36 @@ def test_the_value_of_a_subclass_is_read_past_its_methods(value):
     plain = values.builtin_value(lying(value))
     assert type(plain) is type(value) and plain == value
     assert values.builtin_value(object()) is None
+
+
+def test_landlock_alone_refuses_connections_signals_and_files(tmp_path):
+    """The other layers refuse the network and signals, too; here they are off."""
+    abi = confine.landlock_abi()
+    if abi < 4:
+        pytest.skip(f"Landlock of ABI {abi} knows no TCP")
+    program = f"""
+import os, socket
+from jppo.sandbox import confine, kernel
+server = socket.create_server(("127.0.0.1", 0))
+port = server.getsockname()[1]
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+confine.restrict(read=["/usr", "/lib"], write=[{str(tmp_path)!r}], devices=["/dev/null"])
+
+def fault(action):
+    try:
+        action()
+        return ""
+    except OSError as e:
+        return type(e).__name__
+
+print(
+    fault(lambda: socket.create_connection(("127.0.0.1", port))),
+    fault(lambda: socket.create_server(("127.0.0.1", 0))),
+    fault(lambda: os.kill({os.getpid()}, 0)) if {abi} >= 6 else "PermissionError",
+    fault(lambda: open({str(tmp_path.parent / "outside")!r}, "w")),
+    fault(lambda: open("/etc/passwd")),
+    fault(lambda: open({str(tmp_path / "inside")!r}, "w")),
+)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.split(" ") == ["PermissionError"] * 5 + ["\n"], ended.stderr
