@@ -172,23 +172,23 @@ def faults(model: Model) -> Iterator[tuple[str, Fault]]:
         yield f"stale by a step of {rate:g}", functools.partial(stale, rate=rate)
 
 
-def stopped(found: np.ndarray, dtype: str) -> dict[str, bool]:
+def stopped(mismatches: np.ndarray, dtype: str) -> dict[str, bool]:
     """Returns which of a run's two checks end it, by the mismatches of one engine, [RESPONSES, TOKENS]."""
     bound = MismatchLimits.of(TOLERANCE[base(dtype)])
     return {
-        "start": not LogpGap(found).within(bound),
-        "publish": all(not LogpGap(found[:PROBES, :n]).within(bound, part) for n, part in LOOKS),
+        "start": not LogpGap(mismatches).within(bound),
+        "publish": all(not LogpGap(mismatches[:PROBES, :n]).within(bound, part) for n, part in LOOKS),
     }
 
 
-def row(about: dict[str, Any], found: list[np.ndarray], dtype: str) -> dict[str, Any]:
+def row(about: dict[str, Any], mismatches: list[np.ndarray], dtype: str) -> dict[str, Any]:
     """Returns the result of the cases of one kind: their stops and the spread of their statistics."""
-    ends, each = [stopped(one, dtype) for one in found], [LogpGap(one) for one in found]
+    ends, each = [stopped(case, dtype) for case in mismatches], [LogpGap(case) for case in mismatches]
     spread = {
-        name: [float(f([getattr(one, name) for one in each])) for f in (np.min, np.median, np.max)]
+        name: [float(f([getattr(gap, name) for gap in each])) for f in (np.min, np.median, np.max)]
         for name in ("mean", "high", "largest")
     }
-    out = about | {"dtype": dtype, "cases": len(found), **{n: sum(e[n] for e in ends) for n in ends[0]}, **spread}
+    out = about | {"dtype": dtype, "cases": len(mismatches), **{n: sum(e[n] for e in ends) for n in ends[0]}, **spread}
     print(out, flush=True)
     return out
 
@@ -196,15 +196,17 @@ def row(about: dict[str, Any], found: list[np.ndarray], dtype: str) -> dict[str,
 def of_model(name: str, model: Model, cases: int, rights: int) -> Iterator[dict[str, Any]]:
     """Yields the rows of one model."""
     for kind, fault in (("right", right), *faults(model)):
-        made = jax.jit(functools.partial(fault, model))
+        make_weights = jax.jit(functools.partial(fault, model))
         for dtype in DTYPES if kind == "right" else ("float32", "bfloat16"):
-            found = []
+            mismatches = []
             for i in range(rights if (kind, dtype) == ("right", "bfloat16") else cases):
                 rng = np.random.default_rng(SEEDS + i)
                 first, second = jax.random.split(jax.random.key(SEEDS + i))
                 rows = model.rows[rng.choice(POOL, RESPONSES, replace=False)]
-                found.append(np.asarray(gaps(model.logprobs, dtype, *made(model.values, rows, first), rows, second)))
-            yield row({"model": name, "weights": kind}, found, dtype)
+                mismatches.append(
+                    np.asarray(gaps(model.logprobs, dtype, *make_weights(model.values, rows, first), rows, second))
+                )
+            yield row({"model": name, "weights": kind}, mismatches, dtype)
 
 
 # Published mismatches of right engines: huggingface/trl#6789, Qwen2.5-0.5B-Instruct in bfloat16, 3,916 tokens: standard
@@ -225,8 +227,8 @@ def published(rights: int) -> Iterator[dict[str, Any]]:
     """Yields the rows of right engines with the published spreads."""
     for (name, dtype), draw in PUBLISHED.items():
         rng = np.random.default_rng(0)
-        found = [draw(rng, (RESPONSES, TOKENS)) for _ in range(rights)]
-        yield row({"model": f"published spread: {name}", "weights": "right"}, found, dtype)
+        mismatches = [draw(rng, (RESPONSES, TOKENS)) for _ in range(rights)]
+        yield row({"model": f"published spread: {name}", "weights": "right"}, mismatches, dtype)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -83,7 +83,7 @@ def backward(attend: Attend) -> Callable[..., Arrays]:
     return run
 
 
-def difference(found: Arrays, batch: Arrays, needs: fused.Needs) -> float:
+def difference(outputs: Arrays, batch: Arrays, needs: fused.Needs) -> float:
     """Returns the largest deviation from XLA in float32, of output and gradients, in the first row and head."""
     q, k, _, _, segment = batch
     shared = q.shape[2] // k.shape[2]
@@ -92,7 +92,7 @@ def difference(found: Arrays, batch: Arrays, needs: fused.Needs) -> float:
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(backward(fused.make_attention("xla", needs)))(*few, segment[:1])
     worst = 0.0
-    for x, y, n in zip(found, expected, (shared, shared, 1, 1), strict=True):
+    for x, y, n in zip(outputs, expected, (shared, shared, 1, 1), strict=True):
         apart = x[:1, :, :n].astype(jnp.float32) - y
         worst = max(worst, float(jnp.linalg.norm(apart.ravel()) / jnp.linalg.norm(y.ravel())))
     return worst
@@ -209,12 +209,12 @@ def main(argv: list[str] | None = None) -> None:
         # As in training: by default a float32 product is TF32 on GPUs and bfloat16 on TPUs.
         jax.config.update("jax_default_matmul_precision", "highest")
     begun = begin()
-    how = dict(dtype=args.dtype, window=args.window, repeats=args.repeats)
+    options = dict(dtype=args.dtype, window=args.window, repeats=args.repeats)
     result: dict[str, Any] = {
         **begun,
         "dtype": args.dtype,
         "window": args.window,
-        "cases": [measure(shape, trajectories, **how) for shape in shapes for trajectories in (1, 4)],
+        "cases": [measure(shape, trajectories, **options) for shape in shapes for trajectories in (1, 4)],
     }
     write(result, table, args.out, "attention")
     if bad := faults(result):

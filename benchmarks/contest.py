@@ -51,8 +51,8 @@ Contestant = dict[str, Any]
 
 def find_jemalloc(envs: pathlib.Path) -> str | None:
     """Returns the machine's jemalloc, or the one that the set-up installed next to the environments."""
-    if found := ctypes.util.find_library("jemalloc"):
-        return found
+    if library := ctypes.util.find_library("jemalloc"):
+        return library
     return next((str(path) for path in sorted(envs.glob("jemalloc/**/libjemalloc.so*"))), None)
 
 
@@ -60,7 +60,7 @@ def contestants(
     peers: Sequence[str], dtypes: Sequence[str], envs: pathlib.Path, jemalloc: str | None
 ) -> dict[str, Contestant]:
     """Returns peer, precision, allocator and interpreter of each contestant."""
-    found: dict[str, Contestant] = {}
+    entered: dict[str, Contestant] = {}
     more = {"default": {}} | ({"jemalloc": {"LD_PRELOAD": jemalloc}} if jemalloc else {})
     for peer in ("jppo", *peers):
         python = pathlib.Path(sys.executable) if peer == "jppo" else envs / peer / "bin" / "python"
@@ -70,8 +70,8 @@ def contestants(
             for allocator, env in more.items() if peer in OF_TORCH else [("default", {})]:
                 name = f"{peer} {dtype}{'' if allocator == 'default' else f' {allocator}'}"
                 who = {"peer": peer, "dtype": dtype, "allocator": allocator}
-                found[name] = who | {"python": str(python), "env": env}
-    return found
+                entered[name] = who | {"python": str(python), "env": env}
+    return entered
 
 
 def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict[str, Any]:
@@ -94,9 +94,11 @@ def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict
     c = base_config("", "float32")
     own = [f"{part}.lr={LEARNING_RATE}" for part in ("actor", "critic")]
     own += ["actor.calculate_entropy=False", *changes]
-    how = {name: c.actor[name] for name in ("clip_ratio", "clip_ratio_c", "grad_clip", "betas", "weight_decay")}
-    how |= {"lr": LEARNING_RATE, "cliprange_value": c.critic.cliprange_value, "jppo": own}
-    (folder / "work.json").write_text(json.dumps({"prompt": PROMPT, "mini_batch": MINI_BATCH, "how": how}))
+    hyperparameters = {
+        name: c.actor[name] for name in ("clip_ratio", "clip_ratio_c", "grad_clip", "betas", "weight_decay")
+    }
+    hyperparameters |= {"lr": LEARNING_RATE, "cliprange_value": c.critic.cliprange_value, "jppo": own}
+    (folder / "work.json").write_text(json.dumps({"prompt": PROMPT, "mini_batch": MINI_BATCH, "how": hyperparameters}))
     flops = stage_flops(cfg, responses, prompt=PROMPT)
     flops = {"logprobs": flops["old_log_prob"], "actor": flops["update_actor"], "critic": flops["update_critic"]}
     flops["update"] = flops["actor"] + flops["critic"]
@@ -144,12 +146,12 @@ def workers(
 ) -> Iterator[tuple[dict[str, Worker], dict[str, Any], dict[str, str]]]:
     """Starts the contestants one after the other; returns their reports, and why others are left out."""
     with contextlib.ExitStack() as stack:
-        able, said, left_out = {}, {}, {}
+        able, reports, left_out = {}, {}, {}
         for name, who in entered.items():
             worker = Worker(who, folder)
             stack.callback(worker.close)
             try:
-                said[name] = worker.answer()
+                reports[name] = worker.answer()
             except Ended as e:
                 if who["peer"] == "jppo":
                     raise
@@ -157,14 +159,14 @@ def workers(
                 continue
             able[name] = worker
             print(f"{name} is ready", file=sys.stderr)
-        yield able, said, left_out
+        yield able, reports, left_out
 
 
-def agree(entered: dict[str, Contestant], said: dict[str, Any]) -> None:
+def agree(entered: dict[str, Contestant], reports: dict[str, Any]) -> None:
     """Raises if a float32 contestant's mean log-prob differs from the first's."""
-    first = next(name for name in said if entered[name]["dtype"] == "float32")
-    for name, x in said.items():
-        apart = abs(x["logp"] - said[first]["logp"])
+    first = next(name for name in reports if entered[name]["dtype"] == "float32")
+    for name, x in reports.items():
+        apart = abs(x["logp"] - reports[first]["logp"])
         if entered[name]["dtype"] == "float32" and not apart <= CLOSE:
             raise RuntimeError(f"the mean log-prob of {name} is {apart:.1e} from that of {first}: it is other work")
 
@@ -174,12 +176,12 @@ def measure(shape: str, entered: dict[str, Contestant], *, changes: Sequence[str
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         out = write_work(folder, shape, changes)
-        with workers(entered, folder) as (able, said, left_out):
-            if any(entered[name]["dtype"] == "float32" for name in said):
-                agree(entered, said)
+        with workers(entered, folder) as (able, reports, left_out):
+            if any(entered[name]["dtype"] == "float32" for name in reports):
+                agree(entered, reports)
             told = ("peer", "dtype", "allocator")
             results: dict[str, Any] = {
-                name: {k: entered[name][k] for k in told} | {"said": said[name], "seconds": {}, "checks": {}}
+                name: {k: entered[name][k] for k in told} | {"said": reports[name], "seconds": {}, "checks": {}}
                 for name in able
             }
             for number in range(repeats):
@@ -208,7 +210,7 @@ def ratios(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
         pairs = zip(theirs["seconds"][stage], mine["seconds"][stage], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    speeds: dict[str, dict[str, dict[str, Any]]] = {}
     for dtype in (*dict.fromkeys(x["dtype"] for x in everyone.values()), "best"):
         for stage in ("logprobs", "actor", "critic", "update"):
             runs = {n: x for n, x in everyone.items() if stage in x["seconds"] and dtype in (x["dtype"], "best")}
@@ -219,8 +221,8 @@ def ratios(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
             mine = min(own, key=lambda n: statistics.median(own[n]["seconds"][stage]))
             against = {n: over(own[mine], x, stage) for n, x in others.items()}
             nearest = min(against, key=against.__getitem__)
-            found.setdefault(dtype, {})[stage] = {"jppo": mine, "peer": nearest, "ratio": against[nearest]}
-    return found
+            speeds.setdefault(dtype, {})[stage] = {"jppo": mine, "peer": nearest, "ratio": against[nearest]}
+    return speeds
 
 
 def table(result: dict[str, Any]) -> str:

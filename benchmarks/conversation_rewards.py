@@ -17,15 +17,15 @@ def multiply(task):
     """Runs an episode with a calculator; starts in milliseconds, so that weight updates meet requests in flight."""
     messages = [{"role": "user", "content": task["prompt"]}]
     for _ in range(2):
-        said = ask("chat/completions", {"messages": messages, "tools": [TOOL]})["message"]
-        messages.append(said)
-        for call in said.get("tool_calls", []):
+        message = ask("chat/completions", {"messages": messages, "tools": [TOOL]})["message"]
+        messages.append(message)
+        for call in message.get("tool_calls", []):
             a, _, b = json.loads(call["function"]["arguments"])["expression"].partition("*")
             result = str(int(a) * int(b)) if a.isdigit() and b.isdigit() else "error"
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-        if messages[-1] is said:
+        if messages[-1] is message:
             break
-    return {"reward": float((said["content"] or "").strip() == task["ground_truth"])}
+    return {"reward": float((message["content"] or "").strip() == task["ground_truth"])}
 
 
 def continue_sum(task):

@@ -94,15 +94,15 @@ def successors(folder: pathlib.Path, tokenizer: pathlib.Path) -> None:
     """Digits of which a turn must say the next one, of a teacher that mostly skips one."""
     rng = np.random.default_rng(0)
     digits = ["".join(map(str, rng.integers(0, 10, 4))) for _ in range(4096)]
-    rows = [{"prompt": f"{one[0]}\n", "ground_truth": one, "data_source": "successors"} for one in digits]
+    rows = [{"prompt": f"{number[0]}\n", "ground_truth": number, "data_source": "successors"} for number in digits]
     shown = []
-    for one in digits:
+    for number in digits:
         turns: list[dict[str, Any]] = []
-        for i, digit in enumerate(one):
-            said = str((int(digit) + (1 if rng.random() < 0.4 else 2)) % 10)
+        for i, digit in enumerate(number):
+            answer = str((int(digit) + (1 if rng.random() < 0.4 else 2)) % 10)
             turns += [{"text": f"\n{digit}\n", "learn": False}] if i else []
-            turns.append({"text": said, "learn": True})
-        shown.append({"prompt": f"{one[0]}\n", "response": turns})
+            turns.append({"text": answer, "learn": True})
+        shown.append({"prompt": f"{number[0]}\n", "response": turns})
     _write(folder, rows[64:], rows[:64], shown, "0123456789\n", **SMALL)
     _imitate(folder, lengths=(2, 20), steps=200)
 
@@ -331,7 +331,7 @@ def lacks(row: Mapping[str, Any]) -> list[str]:
     """Returns what a run should have done and has not."""
     score, tokens = list(row["printed"]["val/score"].values()), row["tokens"]
     late = "rollout.mode" in row["settings"]
-    found = {
+    checks = {
         f"score {score[0]:.3f} -> {score[-1]:.3f}": score[0] < 0.6 and score[-1] >= LEAST,
         f"{row['printed']['agent/faults']:.0f} faults": row["printed"]["agent/faults"] == 0,
         f"{tokens['wrong']} wrong tokens": tokens["wrong"] == 0,
@@ -341,23 +341,23 @@ def lacks(row: Mapping[str, Any]) -> list[str]:
         "several versions": late or tokens["mixed"] == 0,
         "a log-prob mismatch": late or row["printed"]["rollout/logp_gap_max"] < 1e-3,
     }
-    return [lack for lack, good in found.items() if not good]
+    return [lack for lack, good in checks.items() if not good]
 
 
 def run(name: str, folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
     """Trains a mode from the task in `folder`; returns its line."""
-    how = given(name)
+    changes = given(name)
     c = settings.recipe("agent_calculator", str(folder))
     c.trainer.run_dir = str(out)
     c.rollout.multi_turn.update(settings.default().rollout.multi_turn)
-    c.update_from_flattened_dict(how)
+    c.update_from_flattened_dict(changes)
     tokens, head, began = Tokens(), begin(), time.monotonic()
     with contextlib.chdir(ROOT), tokens.recorded():
         settings.check(c)
         train.train(c)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     learned = [line for line in lines if "critic/score/mean" in line]
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "val/score": {str(line["step"]): line["val/score"] for line in lines if "val/score" in line},
         "critic/score/mean": [round(line["critic/score/mean"], 4) for line in learned],
         "agent/faults": sum(line["agent/faults"] for line in learned),
@@ -374,7 +374,7 @@ def run(name: str, folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
         "machine": machine(),
         "seconds": round(time.monotonic() - began),
     }
-    return about | {"settings": how, "printed": found, "tokens": counted}
+    return about | {"settings": changes, "printed": metrics, "tokens": counted}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

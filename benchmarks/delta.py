@@ -82,7 +82,7 @@ def rates(nbytes: int, share: float = 0.003) -> dict[str, float]:
         checked = timed("verify", lambda e=entries, d=described, x=data: base.check(base.digest, e, d, memoryview(x)))
         base.hold(timed("apply", lambda e=entries, c=checked: base.apply([(e, c)])))
     total = sum(tensor.nbytes for _, tensor in new)
-    return {name: total / found for name, found in seconds.items()} | {
+    return {name: total / took for name, took in seconds.items()} | {
         "share": sum(view.nbytes for view in views) / total
     }
 

@@ -44,8 +44,8 @@ def make_gradient(chunk_tokens: int, vocab: int) -> Any:
         def body(_: Any, targets: jax.Array, logits: jax.Array, ref_logits: jax.Array) -> tuple[jax.Array]:
             return (kl.full(logits, ref_logits),)
 
-        how = dict(temperature=1.0, chunk_tokens=chunk_tokens)
-        return jnp.mean(heads.by_logits(body, [(*states, cfg), (*reference, cfg)], targets, **how)[0])
+        options = dict(temperature=1.0, chunk_tokens=chunk_tokens)
+        return jnp.mean(heads.by_logits(body, [(*states, cfg), (*reference, cfg)], targets, **options)[0])
 
     return jax.jit(jax.grad(loss))
 

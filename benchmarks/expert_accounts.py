@@ -61,8 +61,8 @@ def compiled(case: str) -> dict[str, Any]:
     name, machine = case.split("@")
     described = machines.parse_machine(machine)
     cfg = config_reader.parse_config(MODELS[name], path="config.json")
-    how, D = cfg.experts, cfg.hidden_size
-    assert how is not None
+    mixture, D = cfg.experts, cfg.hidden_size
+    assert mixture is not None
     fsdp = described.devices // EXPERT
     mesh = sharding.mesh_of_shape((1, fsdp, 1, 1, EXPERT), compilers.devices_of(described))
     mix = experts.make_mix(mesh)
@@ -71,13 +71,13 @@ def compiled(case: str) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
     rows = ROWS * described.devices, LENGTH
-    shapes = [(how.count, D, how.width)] * 3
-    if how.names.fused:
-        shapes += [(how.count, 1, how.width)] * 2 + [(how.count, D, 1)]
+    shapes = [(mixture.count, D, mixture.width)] * 3
+    if mixture.names.fused:
+        shapes += [(mixture.count, 1, mixture.width)] * 2 + [(mixture.count, D, 1)]
     kernels = tuple(of(s, jnp.float32, "expert", "fsdp" if s[1] == D else None) for s in shapes)
     x, weight, chosen = (
         of((*rows, n), dtype, ("data", "fsdp", "expert"))
-        for n, dtype in ((D, jnp.bfloat16), (how.active, jnp.float32), (how.active, jnp.int32))
+        for n, dtype in ((D, jnp.bfloat16), (mixture.active, jnp.float32), (mixture.active, jnp.int32))
     )
 
     def forward(kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -86,22 +86,23 @@ def compiled(case: str) -> dict[str, Any]:
     def backward(kernels: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, given: jax.Array) -> Any:
         return jax.vjp(lambda *learned: mix(*learned, chosen, cfg), kernels, x, weight)[1](given)
 
-    found = {}
-    pairs = ROWS * LENGTH * how.active
+    accounts = {}
+    pairs = ROWS * LENGTH * mixture.active
     for direction, fn, more in (("forward", forward, ()), ("backward", backward, (x,))):
-        one = account.of_program(jax.jit(fn).lower(kernels, x, weight, chosen, *more), dict(mesh.shape))
-        useful = 6 * pairs * D * how.width * described.devices * (1 if direction == "forward" else 2)
-        said = forecast.of_account(one, described, mesh, useful)
+        program = account.of_program(jax.jit(fn).lower(kernels, x, weight, chosen, *more), dict(mesh.shape))
+        useful = 6 * pairs * D * mixture.width * described.devices * (1 if direction == "forward" else 2)
+        estimate = forecast.of_account(program, described, mesh, useful)
         sent = dict.fromkeys(("all-to-all", "all-gather", "reduce-scatter"), 0)
-        for part in one.collectives:
+        for part in program.collectives:
             sent[part.kind] = sent.get(part.kind, 0) + part.times * part.bytes
         parameters = sum(x.size for x in kernels) // EXPERT
-        found[direction] = dict(
-            error=one.error, compile_s=one.compile_s, temporaries=one.temporaries, flops=one.total_flops, hbm=one.hbm,
+        accounts[direction] = dict(
+            error=program.error, compile_s=program.compile_s, temporaries=program.temporaries,
+            flops=program.total_flops, hbm=program.hbm,
             sent=sent, tokens_needed=SENDS[direction] * pairs * D * 2, kernels_needed=2 * parameters,
-            forecast=said.as_dict(),
+            forecast=estimate.as_dict(),
         )  # fmt: skip
-    return found
+    return accounts
 
 
 def table(cases: dict[str, Any]) -> str:
@@ -110,15 +111,15 @@ def table(cases: dict[str, Any]) -> str:
         "| model | machine | direction | HBM, GB | tokens sent / needed | temporaries, GiB | MFU at most | bound by |"
     ]
     lines.append("|---|---|---|---:|---:|---:|---:|---|")
-    for case, found in cases.items():
-        for direction, one in found.items():
+    for case, accounts in cases.items():
+        for direction, program in accounts.items():
             where = " | ".join([*case.split("@"), direction])
-            if one["error"]:
-                lines.append(f"| {where} | {one['error'][:90]} | | | | |")
+            if program["error"]:
+                lines.append(f"| {where} | {program['error'][:90]} | | | | |")
                 continue
-            ratio, said = one["sent"]["all-to-all"] / one["tokens_needed"], one["forecast"]
-            figures = f"{one['hbm'] / 1e9:.1f} | {ratio:.2f} | {one['temporaries'] / 2**30:.1f}"
-            lines.append(f"| {where} | {figures} | {said['mfu']:.0%} | {said['bound']} |")
+            ratio, estimate = program["sent"]["all-to-all"] / program["tokens_needed"], program["forecast"]
+            figures = f"{program['hbm'] / 1e9:.1f} | {ratio:.2f} | {program['temporaries'] / 2**30:.1f}"
+            lines.append(f"| {where} | {figures} | {estimate['mfu']:.0%} | {estimate['bound']} |")
     return "\n".join(lines)
 
 

@@ -70,20 +70,20 @@ def of_jppo(config: dict[str, Any], tokens: np.ndarray) -> tuple[Any, Calls]:
     return (cfg, values), dict(zip(STAGES, (lambda f=f: jax.block_until_ready(f(values)) for f in calls), strict=True))
 
 
-def of_transformers(made: Any, config: dict[str, Any], tokens: np.ndarray, kind: str | None) -> Calls:
+def of_transformers(weights: Any, config: dict[str, Any], tokens: np.ndarray, kind: str | None) -> Calls:
     """Returns the same calls of transformers with the same weights, by one of its implementations of experts."""
     import torch
     import transformers
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    cfg, values = made
+    cfg, values = weights
     with tempfile.TemporaryDirectory() as folder:
         source, out = pathlib.Path(folder) / "source", pathlib.Path(folder) / "model"
         source.mkdir()
         (source / "config.json").write_text(json.dumps(config))
         hf_write.save_model(out, values, cfg, source=source, dtype=np.float32)
-        how = {} if kind is None else dict(experts_implementation=kind)
-        model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **how)
+        options = {} if kind is None else dict(experts_implementation=kind)
+        model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **options)
     ids = torch.from_numpy(tokens.astype(np.int64))
 
     def logprob() -> Any:
@@ -141,14 +141,14 @@ def table(result: dict[str, Any]) -> str:
         "| shape | model | log-probs, tokens/s | gradient, tokens/s |",
         "|---|---|---:|---:|",
     ]
-    for shape, found in result["shapes"].items():
-        for name, rate in found["tokens_per_s"].items():
+    for shape, measured in result["shapes"].items():
+        for name, rate in measured["tokens_per_s"].items():
             lines.append(f"| {shape} | {name} | {rate['log-probs']:,.0f} | {rate['gradient']:,.0f} |")
         for key, name in (
             ("of_dense", "mixture / dense"),
             ("of_transformers", "jppo / fastest of transformers, mixture"),
         ):
-            cells = (f"{found['ratios'][stage][key]:.2f}" for stage in STAGES)
+            cells = (f"{measured['ratios'][stage][key]:.2f}" for stage in STAGES)
             lines.append(f"| {shape} | **{name}** | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -48,7 +48,7 @@ def make_batch(B: int, L: int) -> tuple[np.ndarray, ...]:
 
 def by_token(reward, value, mask):
     """A Python loop over tokens."""
-    found = np.zeros_like(reward)
+    advantages = np.zeros_like(reward)
     for row in range(len(reward)):
         r, v, m = (x[row].tolist() for x in (reward, value, mask))
         out, next_a, next_v = [0.0] * len(r), 0.0, 0.0
@@ -56,19 +56,19 @@ def by_token(reward, value, mask):
             if m[t]:
                 next_a = out[t] = r[t] + GAMMA * next_v - v[t] + GAMMA * LAM * next_a
                 next_v = v[t]
-        found[row] = out
-    return found, np.where(mask, found + value, 0.0)
+        advantages[row] = out
+    return advantages, np.where(mask, advantages + value, 0.0)
 
 
 def by_position(reward, value, mask):
     """A Python loop over positions, with numpy over the rows."""
-    found = np.zeros_like(reward)
+    advantages = np.zeros_like(reward)
     next_a, next_v = np.zeros((2, len(reward)), np.float32)
     for t in reversed(range(reward.shape[1])):
         now = reward[:, t] + GAMMA * next_v - value[:, t] + GAMMA * LAM * next_a
         next_a, next_v = np.where(mask[:, t], now, next_a), np.where(mask[:, t], value[:, t], next_v)
-        found[:, t] = np.where(mask[:, t], now, 0.0)
-    return found, np.where(mask, found + value, 0.0)
+        advantages[:, t] = np.where(mask[:, t], now, 0.0)
+    return advantages, np.where(mask, advantages + value, 0.0)
 
 
 def two_numbers(reward, value, mask):
@@ -81,8 +81,8 @@ def two_numbers(reward, value, mask):
         return (jnp.where(m, a, next_a), jnp.where(m, v, next_v)), jnp.where(m, a, 0.0)
 
     nothing = jnp.zeros_like(reward[:, 0])
-    found = jax.lax.scan(step, (nothing, nothing), (reward.T, value.T, mask.T), reverse=True)[1].T
-    return found, jnp.where(mask, found + value, 0.0)
+    advantages = jax.lax.scan(step, (nothing, nothing), (reward.T, value.T, mask.T), reverse=True)[1].T
+    return advantages, jnp.where(mask, advantages + value, 0.0)
 
 
 def recurrence(solve: Callable[[jax.Array, jax.Array], jax.Array], reward, value, mask):
@@ -90,8 +90,8 @@ def recurrence(solve: Callable[[jax.Array, jax.Array], jax.Array], reward, value
     a = jnp.where(mask, GAMMA * LAM, 1.0)
     b = jnp.where(mask, LAM * reward + (1.0 - LAM) * value, 0.0)
     next_c = jnp.pad(solve(a, b)[:, 1:], ((0, 0), (0, 1)))
-    found = jnp.where(mask, reward - value + GAMMA * next_c, 0.0)
-    return found, jnp.where(mask, found + value, 0.0)
+    advantages = jnp.where(mask, reward - value + GAMMA * next_c, 0.0)
+    return advantages, jnp.where(mask, advantages + value, 0.0)
 
 
 def by_scan(a: jax.Array, b: jax.Array, *, unroll: int) -> jax.Array:
@@ -168,10 +168,10 @@ def measure(R: int, T: int, *, repeats: int) -> dict[str, Any]:
     want = jax.device_get(calls["jppo"]())
     scale, forms = float(np.abs(want[0]).max()), {}
     for name, call in calls.items():
-        found = call()  # the warm-up too
+        outputs = call()  # the warm-up too
         forms[name] = {"seconds": [], "scaled_by": R / len(few[0]) if name.startswith("Python") else 1.0}
         if not name.startswith("bytes"):
-            apart = max(float(np.abs(y - w[: len(y)]).max()) for y, w in zip(found, want, strict=True)) / scale
+            apart = max(float(np.abs(y - w[: len(y)]).max()) for y, w in zip(outputs, want, strict=True)) / scale
             assert apart < 1e-5, f"{name} differs from jppo by {apart:.1e} of the largest advantage"
             forms[name]["difference"] = apart
         if name in compilation:

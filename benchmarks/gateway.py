@@ -61,22 +61,22 @@ def measure(tokenizer: Any, agent: str, agents: int, profile: bool) -> dict[str,
         return Answer(tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop")
 
     async def all_of_them() -> tuple[float, float, int]:
-        said = [{"role": "user", "content": "Look around."}]
-        prompt = Prompt("p", "x", said, np.arange(9, dtype=np.int32), "", {})
-        how = dict(sampling=greedy(4096), seed=0, near=0)
+        messages = [{"role": "user", "content": "Look around."}]
+        prompt = Prompt("p", "x", messages, np.arange(9, dtype=np.int32), "", {})
+        options = dict(sampling=greedy(4096), seed=0, near=0)
         loop = gateway._running()
         if profile:
             loop.call_soon_threadsafe(profiler.enable)
         [thread] = [one.ident for one in threading.enumerate() if one.name == "jppo-gateway"]
         clock = time.pthread_getcpuclockid(thread)
         began, used = time.monotonic(), time.clock_gettime(clock)
-        found = await asyncio.gather(*(gateway.talk(ask, prompt, **how) for _ in range(agents)))
+        talks = await asyncio.gather(*(gateway.talk(ask, prompt, **options) for _ in range(agents)))
         used, took = time.clock_gettime(clock) - used, time.monotonic() - began
         if profile:
             loop.call_soon_threadsafe(profiler.disable)
             await asyncio.sleep(0.1)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-        return took, used, sum(t.exchange is None or t.exchange.fault is not None or t.turns != TURNS for t in found)
+        return took, used, sum(t.exchange is None or t.exchange.fault is not None or t.turns != TURNS for t in talks)
 
     try:
         took, used, failed = asyncio.run(all_of_them())
@@ -96,10 +96,10 @@ def measure(tokenizer: Any, agent: str, agents: int, profile: bool) -> dict[str,
 def table(result: dict[str, Any]) -> str:
     """The measurements in Markdown."""
     lines = ["| agents | seconds | processor ms per request | share | failed |", "|---:|---:|---:|---:|---:|"]
-    for one in result["measured"]:
-        agents, took, used = one["agents"], one["seconds"], one["thread_s"]
+    for row in result["measured"]:
+        agents, took, used = row["agents"], row["seconds"], row["thread_s"]
         each = 1e3 * used / (agents * TURNS)
-        lines.append(f"| {agents} | {took:.1f} | {each:.2f} | {used / took:.1%} | {one['failed']} |")
+        lines.append(f"| {agents} | {took:.1f} | {each:.2f} | {used / took:.1%} | {row['failed']} |")
     return "\n".join(lines)
 
 
@@ -116,8 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         agent = pathlib.Path(folder, "agent.py")
         agent.write_text(AGENT)
-        found = [measure(tokenizer, f"{agent}:agent", count, args.profile) for count in args.agents]
-    result["measured"] = [about | one for one in found]
+        measured = [measure(tokenizer, f"{agent}:agent", count, args.profile) for count in args.agents]
+    result["measured"] = [about | row for row in measured]
     write(result, table, args.out, "gateway")
 
 

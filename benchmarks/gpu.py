@@ -49,8 +49,8 @@ def one(name: str, *, sequences: int, length: int, repeats: int, changes: list[s
     if name in IN_BF16:
         sizes |= dict.fromkeys(("model.param_dtype", "actor.master_dtype", "actor.moments_dtype"), "bfloat16")
     c = make_config(name, "bfloat16", [*(f"{k}={v}" for k, v in sizes.items()), *changes])
-    found = measure(name, c, responses, prompt=length // 2, repeats=repeats)
-    return found | {"peak_flops_per_s": sharding.known_peak(machine()["device"], "bfloat16"), "machine": machine()}
+    measured = measure(name, c, responses, prompt=length // 2, repeats=repeats)
+    return measured | {"peak_flops_per_s": sharding.known_peak(machine()["device"], "bfloat16"), "machine": machine()}
 
 
 def in_process(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -76,10 +76,10 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, measured in result["models"].items():
-        for what, x in measured["passes"].items():
+        for stage, x in measured["passes"].items():
             rate = x["flops"] / statistics.median(x["seconds"])
             share = None if measured["peak_flops_per_s"] is None else rate / measured["peak_flops_per_s"]
-            goal = GOALS.get((name, what))
+            goal = GOALS.get((name, stage))
             aim = "" if goal is None or share is None else f"{goal:.0%}, {'met' if share >= goal else 'missed'}"
             cells = (
                 f"{x['tokens_per_s']:,.0f}",
@@ -88,12 +88,12 @@ def table(result: dict[str, Any]) -> str:
                 f"{x['utilisation']:.1%}",
                 "" if x["device_peak"] is None else f"{x['device_peak'] / gib:.1f}",
             )
-            lines.append(f"| {name} | {what} | {' | '.join(cells)} | {aim} |")
+            lines.append(f"| {name} | {stage} | {' | '.join(cells)} | {aim} |")
     for name, measured in result["models"].items():
-        said = {what: f"left out: {why}" for what, why in measured["left_out"].items()}
+        reasons = {stage: f"left out: {why}" for stage, why in measured["left_out"].items()}
         if "failed" in measured:
-            said["every pass"] = f"failed: {measured['failed']}"
-        lines += ["", *(f"{what} of {name} {why}." for what, why in said.items())] if said else []
+            reasons["every pass"] = f"failed: {measured['failed']}"
+        lines += ["", *(f"{stage} of {name} {why}." for stage, why in reasons.items())] if reasons else []
     return "\n".join(lines)
 
 
@@ -114,8 +114,8 @@ def main(argv: list[str] | None = None) -> None:
         if (value := getattr(args, option)) < least:
             raise UserError(f"--{option}={value} must be {least} or more")
     if args.measure:
-        how = dict(sequences=args.sequences, length=args.length, repeats=args.repeats, changes=args.changes)
-        print(json.dumps(one(args.measure, **how)))
+        options = dict(sequences=args.sequences, length=args.length, repeats=args.repeats, changes=args.changes)
+        print(json.dumps(one(args.measure, **options)))
         return
     names = args.models.split(",")
     if unknown := [name for name in names if name not in MODELS]:
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     # This process must not take the device before its children: it asks for the machine when they are done.
     models = {name: in_process(name, args) for name in names}
     others = {"attention": (), "memory": ("--models", names[0], "--set", "model.compute_dtype=bfloat16")}
-    found = run_all(others) if args.others else {}
+    outcomes = run_all(others) if args.others else {}
     about: dict[str, Any] = {
         **begun,
         "machine": next((x["machine"] for x in models.values() if "machine" in x), None) or machine(),
@@ -135,9 +135,9 @@ def main(argv: list[str] | None = None) -> None:
     }
     failed = any("failed" in x for x in models.values())
     passes = {"result": None, "said": table(about), "exit_code": int(failed)}
-    path = write({"models": passes} | found, args.out, about, suffix="-gpu")
+    path = write({"models": passes} | outcomes, args.out, about, suffix="-gpu")
     print(f"{path.with_suffix('.md').read_text()}\n{path}")
-    if failed or any(x["exit_code"] for x in found.values()):
+    if failed or any(x["exit_code"] for x in outcomes.values()):
         sys.exit("something failed: see above")
 
 

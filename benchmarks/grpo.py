@@ -85,11 +85,11 @@ def descendants(root: int) -> set[int]:
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found, new = set(), {root}
+    processes, new = set(), {root}
     while new:
-        found |= new
-        new = {pid for pid, parent in parents.items() if parent in new} - found
-    return found
+        processes |= new
+        new = {pid for pid, parent in parents.items() if parent in new} - processes
+    return processes
 
 
 def memory(root: int) -> int:
@@ -159,14 +159,14 @@ def table(result: dict[str, Any]) -> str:
         f"| {' | '.join(head)} |",
         f"|---|{'---:|' * (len(head) - 1)}",
     ]
-    for name, found in result["contestants"].items():
+    for name, measured in result["contestants"].items():
         seconds = {}
         for stage in SECONDS:
-            values = [step[stage] for step in found["steps"][1:] if stage in step]
+            values = [step[stage] for step in measured["steps"][1:] if stage in step]
             seconds[stage] = statistics.median(values) if values else None
         row = ["" if value is None else f"{value:.1f}" for value in seconds.values()]
-        row += [f"{result['work']['responses'] / seconds['step']:.2f}", f"{found['peak'] / 2**30:.1f}"]
-        lines.append(f"| {name} | {' | '.join(row)} | {statistics.mean(found['rewards']):.3f} |")
+        row += [f"{result['work']['responses'] / seconds['step']:.2f}", f"{measured['peak'] / 2**30:.1f}"]
+        lines.append(f"| {name} | {' | '.join(row)} | {statistics.mean(measured['rewards']):.3f} |")
     return "\n".join(lines)
 
 

@@ -29,11 +29,11 @@ def interval(values: Sequence[float]) -> Interval:
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Interval:
     """The difference of two means with Welch's interval: variances may differ, and seeds are not paired."""
-    found = float(np.mean(a) - np.mean(b))
+    gap = float(np.mean(a) - np.mean(b))
     if min(len(a), len(b)) < 2:
-        return Interval(found, math.nan)
+        return Interval(gap, math.nan)
     va, vb = np.var(a, ddof=1) / len(a), np.var(b, ddof=1) / len(b)
     if va + vb == 0:
-        return Interval(found, 0.0)
+        return Interval(gap, 0.0)
     freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-    return Interval(found, float(scipy.stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)))
+    return Interval(gap, float(scipy.stats.t.ppf(0.975, freedom) * math.sqrt(va + vb)))

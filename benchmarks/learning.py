@@ -92,10 +92,10 @@ def identity(row: Row) -> str:
 
 def checksum(folder: pathlib.Path) -> int:
     """A checksum of a task's prompts and of its models' weights."""
-    found = 0
+    crc = 0
     for path in (folder / "data/train.jsonl", folder / "data/test.jsonl", *sorted(folder.glob("*/hf/*.safetensors"))):
-        found = zlib.crc32(path.read_bytes(), found)
-    return found
+        crc = zlib.crc32(path.read_bytes(), crc)
+    return crc
 
 
 def run_missing(args: argparse.Namespace, path: pathlib.Path) -> None:
@@ -127,18 +127,18 @@ def select(rows: Sequence[Row], task: str, seeds: int) -> dict[str, list[Row]]:
     Empty unless each algorithm has `seeds` of them.
     """
     start = next((row["start"] for row in reversed(rows) if row["task"] == task), None)
-    found: dict[str, list[Row]] = {}
+    selected: dict[str, list[Row]] = {}
     for name in ALGORITHMS:
         mine = (task, name, settings_of(task, name, {}), start)
-        found[name] = [r for r in rows if (r["task"], r["algorithm"], r["settings"], r["start"]) == mine]
-    return found if all(len(runs) >= seeds for runs in found.values()) else {}
+        selected[name] = [r for r in rows if (r["task"], r["algorithm"], r["settings"], r["start"]) == mine]
+    return selected if all(len(runs) >= seeds for runs in selected.values()) else {}
 
 
-def figures(found: Mapping[str, Sequence[Row]]) -> tuple[int, dict[str, dict[str, list[float]]]]:
+def figures(selected: Mapping[str, Sequence[Row]]) -> tuple[int, dict[str, dict[str, list[float]]]]:
     """The budget in tokens, and by algorithm the values of each seed."""
-    budget = min(sum(row["tokens"]) for runs in found.values() for row in runs)
+    budget = min(sum(row["tokens"]) for runs in selected.values() for row in runs)
     values = {}
-    for name, runs in found.items():
+    for name, runs in selected.items():
         scores = [(row["tokens"], row["curves"][SCORE]) for row in runs]
         values[name] = {
             "final": [mean_score(*one, 0.8 * budget, budget) for one in scores],
@@ -158,10 +158,10 @@ def tables(rows: Sequence[Row], tasks: Sequence[str], seeds: int) -> str:
     versus = ["| task | PPO minus | final | mean |", "|---|---|---:|---:|"]
     incomplete = []
     for task in tasks:
-        if not (found := select(rows, task, seeds)):
+        if not (selected := select(rows, task, seeds)):
             incomplete.append(task)
             continue
-        budget, values = figures(found)
+        budget, values = figures(selected)
         for name, v in values.items():
             head = f"{task} ({budget:,})" if name == "PPO" else ""
             explained = str(interval(v["explained"])) if v["explained"] else ""

@@ -89,8 +89,8 @@ def prepare_chain(folder: pathlib.Path, model: pathlib.Path | None) -> None:
             numbers.append(int(rng.integers(100)) if slips else number % 100)
         response = ",".join(f"{number:02d}" for number in numbers[1:])
         demonstrations.append({"prompt": f"{start:02d}+{addend}=", "response": response})
-    made = {"train": rows[TEST:], "test": rows[:TEST], "sft": demonstrations}
-    _start(folder, made, "0123456789+=,", longest=(5, 3 * STEPS), steps=2 * IMITATION_STEPS)
+    sets = {"train": rows[TEST:], "test": rows[:TEST], "sft": demonstrations}
+    _start(folder, sets, "0123456789+=,", longest=(5, 3 * STEPS), steps=2 * IMITATION_STEPS)
 
 
 def prepare_bisection(folder: pathlib.Path, model: pathlib.Path | None) -> None:
@@ -109,16 +109,16 @@ def prepare_bisection(folder: pathlib.Path, model: pathlib.Path | None) -> None:
             turns.append({"text": "<" if number < guess else ">", "learn": False})
             low, high = (low, min(high, guess - 1)) if number < guess else (max(low, guess + 1), high)
         demonstrations.append({"prompt": "?", "response": turns})
-    made = {"train": rows[TEST:], "test": rows[:TEST], "sft": demonstrations}
-    _start(folder, made, f"{NUMBERS}<>?", longest=(1, 3 * GUESSES), steps=IMITATION_STEPS)
+    sets = {"train": rows[TEST:], "test": rows[:TEST], "sft": demonstrations}
+    _start(folder, sets, f"{NUMBERS}<>?", longest=(1, 3 * GUESSES), steps=IMITATION_STEPS)
 
 
 def _start(
-    folder: pathlib.Path, made: Mapping[str, Any], characters: str, *, longest: tuple[int, int], steps: int
+    folder: pathlib.Path, sets: Mapping[str, Any], characters: str, *, longest: tuple[int, int], steps: int
 ) -> None:
     """Writes the rows of each set and fine-tunes a small model on `sft`."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    for name, rows in made.items():
+    for name, rows in sets.items():
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
     arithmetic.write_model(folder / "data/model", characters)
     (folder / "data/model/config.json").write_text(json.dumps(arithmetic.MODEL | SMALL))

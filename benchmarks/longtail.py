@@ -101,8 +101,11 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{head}; {result['date']}; load average before {result['load_average']:.1f}", ""]
     lines += ["| mode | s/step | trainer waits | generated tokens/s | dropped samples |", "|---|---:|---:|---:|---:|"]
     for mode, runs in result["modes"].items():
-        found = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
-        cells = f"{found['step_s']:.2f} | {found['waited']:.0%} | {found['tokens_per_s']:.0f} | {found['dropped']:.0f}"
+        medians = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
+        cells = (
+            f"{medians['step_s']:.2f} | {medians['waited']:.0%} | {medians['tokens_per_s']:.0f}"
+            f" | {medians['dropped']:.0f}"
+        )
         lines.append(f"| {mode} | {cells} |")
     return "\n".join(lines)
 
@@ -127,9 +130,9 @@ def main() -> None:
         task |= {"model.path": folder / "model"}
         for number in range(args.repeats):
             for mode in args.modes:
-                found = run(task, mode, folder / f"{number}-{mode.replace(', ', '-')}")
-                result["modes"][mode].append(found)
-                print(mode, json.dumps(found), flush=True)
+                measured = run(task, mode, folder / f"{number}-{mode.replace(', ', '-')}")
+                result["modes"][mode].append(measured)
+                print(mode, json.dumps(measured), flush=True)
     write(result, table, args.out, "longtail")
 
 

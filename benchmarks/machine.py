@@ -21,8 +21,8 @@ def machine() -> dict[str, Any]:
     """Describes the hardware by its kind."""
     cpu = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
-    if info.is_file() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
-        cpu = found[1]
+    if info.is_file() and (match := re.search(r"model name\s*: (.*)", info.read_text())):
+        cpu = match[1]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": cpu,
@@ -34,16 +34,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def title(found: dict[str, Any]) -> str:
+def title(hardware: dict[str, Any]) -> str:
     """Returns a line with processor and cores, or accelerators."""
-    on_cpu = found["device"] == "cpu"
-    return f"{found['cpu']}, {found['cores']} cores" if on_cpu else f"{found['devices']} × {found['device']}"
+    on_cpu = hardware["device"] == "cpu"
+    return (
+        f"{hardware['cpu']}, {hardware['cores']} cores" if on_cpu else f"{hardware['devices']} × {hardware['device']}"
+    )
 
 
-def slug(found: dict[str, Any]) -> str:
+def slug(hardware: dict[str, Any]) -> str:
     """Returns the machine as part of a file name: accelerators, or processor and cores."""
-    on_cpu = found["device"] == "cpu"
-    name = f"{found['cpu']} {found['cores']} cores" if on_cpu else f"{found['devices']} {found['device']}"
+    on_cpu = hardware["device"] == "cpu"
+    name = f"{hardware['cpu']} {hardware['cores']} cores" if on_cpu else f"{hardware['devices']} {hardware['device']}"
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\([^)]*\)", "", name.lower())).strip("-")
 
 

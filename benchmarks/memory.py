@@ -91,7 +91,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     trajectories = make_batch(inputs.policy, responses)
     plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
     entries = sum(r * t for r, t in (rows.inputs.shape for rows in make_rows(trajectories, plan, mesh)))
-    found = memory.estimate_memory(c, inputs, mesh, entries=entries)
+    estimate = memory.estimate_memory(c, inputs, mesh, entries=entries)
     program = status("VmRSS")
     if CLEAR.is_file():
         with contextlib.suppress(OSError):
@@ -103,9 +103,9 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     jax.block_until_ready(now)
     devices = jax.local_device_count()
     return {
-        "parts": found.parts,
-        "moments": {m.name: [m.gradients, m.temporaries] for m in found.moments},
-        "estimate": found.peak * (devices if jax.default_backend() == "cpu" else 1),
+        "parts": estimate.parts,
+        "moments": {m.name: [m.gradients, m.temporaries] for m in estimate.moments},
+        "estimate": estimate.peak * (devices if jax.default_backend() == "cpu" else 1),
         "program": program,
         "device_peak": device_peak(),
         "resident_peak": status("VmHWM"),
@@ -148,8 +148,8 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|",
     ]
     for name, x in result["models"].items():
-        for of, (said, found) in compared(x).items():
-            lines.append(f"| {name} | {of} | {said / mib:,.0f} | {found / mib:,.0f} | {said / found:.2f} |")
+        for of, (estimate, peak) in compared(x).items():
+            lines.append(f"| {name} | {of} | {estimate / mib:,.0f} | {peak / mib:,.0f} | {estimate / peak:.2f} |")
     return "\n".join(lines)
 
 
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> None:
         "models": {name: in_process(name, args) for name in names},
     }
     write(result, table, args.out, "memory", *names)
-    ratios = [said / found for x in result["models"].values() for said, found in compared(x).values()]
+    ratios = [estimate / peak for x in result["models"].values() for estimate, peak in compared(x).values()]
     if max(abs(ratio - 1) for ratio in ratios) > LIMIT:
         sys.exit(f"an estimate is off by more than {LIMIT:.0%}")
 

@@ -139,13 +139,13 @@ def make_subject(name: str, c: Settings, responses: np.ndarray, *, prompt: int, 
     """The model with random weights, and the batch."""
     mesh = make_mesh(c)
     cfg = pad_vocab(config_reader.parse_config(MODELS[name], path=name), mesh.shape["tensor"])
-    what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-    check_room(size(abstract(what.shapes, what.shardings)))
+    layout = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+    check_room(size(abstract(layout.shapes, layout.shardings)))
     key = jax.random.key(c.trainer.seed)
     trajectories = make_batch(cfg, responses, prompt=prompt)
     mini_batch = min(c.actor.ppo_mini_batch_size, len(trajectories))
-    how = dict[str, Any](steps=10**6, policy=cfg)  # a long run: all row lengths
-    plan = plan_rows(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch, **how)
+    options = dict[str, Any](steps=10**6, policy=cfg)  # a long run: all row lengths
+    plan = plan_rows(c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=mini_batch, **options)
     multiply, product_flops = sharding.make_product(mesh, c.model.compute_dtype)
     return Subject(
         c=c,
@@ -228,22 +228,22 @@ def logprobs(s: Subject) -> dict[str, Any]:
 def _over_rows(s: Subject, fn: Any, *, lm_head: bool) -> dict[str, Any]:
     weights = s.trained.learned
     programs = [account("pass", fn, weights, rows) for rows in _of_each_shape(s.rows).values()]
-    results = sum(one["results"] for one in programs)
-    check_room(results + max(one["temporaries"] for one in programs))
+    results = sum(program["results"] for program in programs)
+    check_room(results + max(program["temporaries"] for program in programs))
     flops = forward_flops(s.cfg, s.responses, prompt=s.prompt, lm_head=lm_head)
     measured = timed(s, lambda: jax.block_until_ready([fn(weights, rows) for rows in s.rows]), flops)
     return measured | memory(programs, weights=size(weights))
 
 
-def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
-    """An update over the batch, of all weights or of the adapters `how`: gradients and optimizer steps."""
+def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
+    """An update over the batch, of all weights or of the `adapters`: gradients and optimizer steps."""
     minis, accumulate = make_minis(s), make_accumulate(s)
     trained, flops = s.trained, 3 * forward_flops(s.cfg, s.responses, prompt=s.prompt, lm_head=True)
-    if how is not None:
-        what = state.adapters(s.cfg, s.mesh, how, head="lm")
+    if adapters is not None:
+        layout = state.adapters(s.cfg, s.mesh, adapters, head="lm")
         key = jax.random.key(s.c.trainer.seed)
-        trained = Trained(what, *state.adapt(what, s.trained.learned, how, key=key))
-        flops = lora_update_flops(s.cfg, how, s.responses, prompt=s.prompt)
+        trained = Trained(layout, *state.adapt(layout, s.trained.learned, adapters, key=key))
+        flops = lora_update_flops(s.cfg, adapters, s.responses, prompt=s.prompt)
     carry = update.abstract_carry(trained.layout.shapes, trained.layout.shardings)
     gradients = size(carry)
     programs = [
@@ -254,7 +254,7 @@ def updated(s: Subject, how: Lora | None) -> dict[str, Any]:
     kept = 2 * gradients * jnp.dtype(s.c.actor.moments_dtype).itemsize // 4
     if s.c.model.param_dtype != "float32" and s.c.actor.master_dtype == "float32":
         kept += gradients
-    check_room(gradients + kept + max(one["results"] + one["temporaries"] for one in programs))
+    check_room(gradients + kept + max(program["results"] + program["temporaries"] for program in programs))
     descent, opt = make_descent(s.c.actor, "actor", accumulate, trained, total_steps=1)
     step = np.zeros((), np.int32)
     programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step, np.True_))
@@ -312,23 +312,23 @@ def size(tree: Any) -> int:
 
 def account(name: str, fn: Any, *args: Any) -> Account:
     """Returns XLA's memory analysis of `fn` compiled for these arguments; a call reuses the program."""
-    found: Any = fn.lower(*args).compile().memory_analysis()
+    analysis: Any = fn.lower(*args).compile().memory_analysis()
     return {
         "program": name,
-        "arguments": found.argument_size_in_bytes,
-        "results": found.output_size_in_bytes - found.alias_size_in_bytes,  # that take no argument's place
-        "temporaries": found.temp_size_in_bytes,
+        "arguments": analysis.argument_size_in_bytes,
+        "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,  # that take no argument's place
+        "temporaries": analysis.temp_size_in_bytes,
     }
 
 
 def memory(programs: list[Account], *, weights: int, optimizer: int = 0, gradients: int = 0) -> dict[str, Any]:
     """Returns the arrays of a pass and the temporaries of its largest program; the peak adds the results."""
-    peak = max(one["results"] + one["temporaries"] for one in programs) + weights + optimizer + gradients
+    peak = max(program["results"] + program["temporaries"] for program in programs) + weights + optimizer + gradients
     return {
         "weights": weights,
         "optimizer": optimizer,
         "gradients": gradients,
-        "temporaries": max(one["temporaries"] for one in programs),
+        "temporaries": max(program["temporaries"] for program in programs),
         "peak": peak,
         "programs": programs,
     }
@@ -340,8 +340,8 @@ def room() -> int | None:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     info = pathlib.Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.is_file() else None
-    return None if found is None else 1024 * int(found[1]) // jax.local_device_count()
+    match = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.is_file() else None
+    return None if match is None else 1024 * int(match[1]) // jax.local_device_count()
 
 
 def check_room(needed: int) -> None:
@@ -357,12 +357,12 @@ def measure(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int = PR
     passes: dict[str, Callable[[Subject], dict[str, Any]]] = {
         "forward": forward,
         "log-probs": logprobs,
-        f"LoRA update, rank {RANK}": functools.partial(updated, how=adapters),
-        "update": functools.partial(updated, how=None),
+        f"LoRA update, rank {RANK}": functools.partial(updated, adapters=adapters),
+        "update": functools.partial(updated, adapters=None),
     }
     out: dict[str, Any] = {"passes": {}, "left_out": {}}
     subject = None
-    for what, run in passes.items():
+    for stage, run in passes.items():
         try:
             if subject is None:
                 subject = make_subject(name, settings.typed(c), responses, prompt=prompt, repeats=repeats)
@@ -370,16 +370,16 @@ def measure(name: str, c: ConfigDict, responses: np.ndarray, *, prompt: int = PR
                 out["sequences"], out["rows"] = len(subject.trajectories), [list(shape) for shape in shapes]
                 real = sum(len(t.tokens) - 1 for t in subject.trajectories)
                 out["filled"] = real / sum(R * T for R, T in shapes)
-            out["passes"][what] = run(subject)
+            out["passes"][stage] = run(subject)
         except TooLarge as e:
-            out["left_out"][what] = str(e)
+            out["left_out"][stage] = str(e)
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
-            out["left_out"][what] = "it ran out of memory"
-        seconds = out["passes"].get(what, {}).get("seconds")
-        said = f"left out: {out['left_out'][what]}" if seconds is None else f"{statistics.median(seconds):.4f} s"
-        print(f"{name}: {what} {said}", file=sys.stderr, flush=True)
+            out["left_out"][stage] = "it ran out of memory"
+        seconds = out["passes"].get(stage, {}).get("seconds")
+        outcome = f"left out: {out['left_out'][stage]}" if seconds is None else f"{statistics.median(seconds):.4f} s"
+        print(f"{name}: {stage} {outcome}", file=sys.stderr, flush=True)
     return out
 
 
@@ -389,8 +389,8 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
     c.data.max_prompt_length = c.data.max_response_length = max(LENGTHS) // 2
     c.model.logprob_chunk_bytes = 2**27  # of about the size of the trunk's own temporaries
     change(c, changes)
-    how = settings.typed(c)
-    mesh, cases = make_mesh(how), []
+    typed = settings.typed(c)
+    mesh, cases = make_mesh(typed), []
     for T in LENGTHS:
         shape = TOKENS // T, T
         if shape[0] % sharding.row_multiple(mesh):
@@ -398,12 +398,12 @@ def vocabulary(dtype: str, changes: Sequence[str]) -> dict[str, Any]:
         temporaries = []
         for vocab in (QWEN["vocab_size"], SMALL):
             cfg = pad_vocab(config_reader.parse_config(QWEN | {"vocab_size": vocab}, path="q05"), mesh.shape["tensor"])
-            what = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
+            layout = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
             empty = packing.empty_rows(shape)
             rows = abstract(empty, jax.tree.map(lambda _: sharding.rows_sharding(mesh), empty))
-            fn = jax.jit(make_logprob(how, cfg, mesh))
-            one = account("log-probs", fn, abstract(what.shapes, what.shardings), rows)
-            temporaries.append(one["temporaries"])
+            fn = jax.jit(make_logprob(typed, cfg, mesh))
+            program = account("log-probs", fn, abstract(layout.shapes, layout.shardings), rows)
+            temporaries.append(program["temporaries"])
         cases.append({"rows": shape, "temporaries": temporaries, "ratio": temporaries[0] / temporaries[1]})
     if not cases:
         raise UserError(f"the vocabulary test has {TOKENS} tokens, and rows of {LENGTHS} do not go into the mesh")
@@ -426,15 +426,15 @@ def table(result: dict[str, Any]) -> str:
         f" {result['date']}; load average before {result['load_average']:.1f}"
     ]
     if models:
-        said = any(x["device_peak"] is not None for m in models.values() for x in m["passes"].values())
+        reported = any(x["device_peak"] is not None for m in models.values() for x in m["passes"].values())
         lines += [
             "",
             "| model | pass | tokens | tokens/s | GFLOP/s | of the matmul rate | weights, MiB | optimizer | gradients"
-            f" | temporaries | peak |{' device peak |' if said else ''}",
-            f"|---|---|{'---:|' * (10 if said else 9)}",
+            f" | temporaries | peak |{' device peak |' if reported else ''}",
+            f"|---|---|{'---:|' * (10 if reported else 9)}",
         ]
     for name, measured in models.items():
-        for what, x in measured["passes"].items():
+        for stage, x in measured["passes"].items():
             sizes = [x[part] for part in ("weights", "optimizer", "gradients", "temporaries", "peak")]
             cells = [
                 f"{x['tokens']:,}",
@@ -442,11 +442,11 @@ def table(result: dict[str, Any]) -> str:
                 f"{x['flops_per_s'] / 1e9:,.0f}",
                 f"{x['utilisation']:.0%}",
                 *(f"{part / mib:,.0f}" if part else "" for part in sizes),
-                *(["" if x["device_peak"] is None else f"{x['device_peak'] / mib:,.0f}"] if said else []),
+                *(["" if x["device_peak"] is None else f"{x['device_peak'] / mib:,.0f}"] if reported else []),
             ]
-            lines.append(f"| {name} | {what} | {' | '.join(cells)} |")
+            lines.append(f"| {name} | {stage} | {' | '.join(cells)} |")
     left_out = [(name, *each) for name, m in models.items() for each in m["left_out"].items()]
-    lines += ["", *(f"Left out: {what} of {name}: {why}." for name, what, why in left_out), ""] if left_out else [""]
+    lines += ["", *(f"Left out: {stage} of {name}: {why}." for name, stage, why in left_out), ""] if left_out else [""]
     v = result["vocabulary"]
     large, small = v["vocabularies"]
     lines += [

@@ -189,10 +189,10 @@ def ended(process: Any, log: pathlib.Path) -> str:
         code = process.wait(LIMIT_S)
     finally:
         process.kill()
-    said = log.read_text()
+    output = log.read_text()
     if code:
-        raise UserError(f"the run ended with exit code {code}: {said.strip()[-1500:]}")
-    return said
+        raise UserError(f"the run ended with exit code {code}: {output.strip()[-1500:]}")
+    return output
 
 
 def reached(step: int, folder: pathlib.Path, process: Any) -> None:
@@ -269,10 +269,10 @@ def stale(k: int, least: int) -> dict[str, Must]:
 
 def asynchronous(on_update: str, k: int, must: Mapping[str, Must], give: Give = to_the_end, **more: Any) -> Mode:
     """A mode of asynchronous training."""
-    how = ASYNC | {"rollout.on_update": on_update, "rollout.max_staleness": k} | more
-    partial = how.get("rollout.partial", False)
+    changes = ASYNC | {"rollout.on_update": on_update, "rollout.max_staleness": k} | more
+    partial = changes.get("rollout.partial", False)
     turns = {"out of turn": Must(out_of_turn, 1e-4) if partial else Must(out_of_turn, 0.0, 0.0)}
-    return Mode(how, stale(k, 1 if partial else k) | dict(must) | turns, give)
+    return Mode(changes, stale(k, 1 if partial else k) | dict(must) | turns, give)
 
 
 CONTINUED = {"kept by a checkpoint": Must(found(r"(\d+) samples that the checkpoint has"), 1)}
@@ -359,17 +359,20 @@ def prepare_reward_model(work: pathlib.Path) -> None:
 def run(name: str, work: pathlib.Path) -> dict[str, Any]:
     """Trains in the mode and returns its line of the results; UserError if the run failed."""
     mode, folder = MODES[name], work / name
-    how = COMMON | mode.settings | {"trainer.run_dir": str(folder), "trainer.compile_cache": str(work / "programs")}
-    if "reward.model.engine" in how:
+    changes = COMMON | mode.settings | {"trainer.run_dir": str(folder), "trainer.compile_cache": str(work / "programs")}
+    if "reward.model.engine" in changes:
         prepare_reward_model(work)
-        how["reward.model.path"] = str(work / "rm/hf")
+        changes["reward.model.path"] = str(work / "rm/hf")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.monotonic()
-    arguments = [f"--config=configs/quickstart.py:{work}", *(f"--config.{key}={value}" for key, value in how.items())]
-    said = mode.give(arguments, folder)
+    arguments = [
+        f"--config=configs/quickstart.py:{work}",
+        *(f"--config.{key}={value}" for key, value in changes.items()),
+    ]
+    output = mode.give(arguments, folder)
     seconds = round(time.monotonic() - began)
-    ran = Ran(how, folder, said, read_metrics(folder))
+    ran = Ran(changes, folder, output, read_metrics(folder))
     seen = {title: round(must.measure(ran), 6) for title, must in (mode.must | ALL_ONCE).items()}
     about = {"mode": name, "settings": dict(mode.settings), "steps": len(ran.steps("critic/score/mean"))}
     return about | {"before": accuracy(ran, 0), "after": accuracy(ran, STEPS), "seconds": seconds, "seen": seen}
@@ -418,7 +421,7 @@ def main(argv: list[str] | None = None) -> None:
         except UserError as e:
             short.append(f"{name}: {e}")
             continue
-        short += [f"{name}: {what}" for what in lacks(row)]
+        short += [f"{name}: {lack}" for lack in lacks(row)]
         print(json.dumps({key: row[key] for key in ("mode", "before", "after", "seconds", "seen")}), flush=True)
         if not lacks(row):
             with path.open("a") as file:

@@ -41,8 +41,8 @@ def commands(page: str) -> list[str]:
     """Returns the commands of the page, each on one line, up to the first PPO run."""
     section = page.partition("\n## Commands\n")[2].partition("\n## ")[0]
     text = "\n".join(re.findall(r"^```\n(.*?)^```", section, re.S | re.M)).replace("\\\n", " ")
-    found = [" ".join(line.split()) for line in text.splitlines() if line]
-    return found[: next(i for i, line in enumerate(found) if "jppo.train " in line) + 1]
+    lines = [" ".join(line.split()) for line in text.splitlines() if line]
+    return lines[: next(i for i, line in enumerate(lines) if "jppo.train " in line) + 1]
 
 
 def changed(line: str, changes: Mapping[str, str]) -> str:
@@ -60,9 +60,9 @@ def run(line: str, folder: pathlib.Path) -> float:
     began = time.monotonic()
     words = shlex.split(line)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
-    with (folder / "said.txt").open("a") as said:
-        print(f"$ {line}", file=said, flush=True)
-        done = subprocess.run([sys.executable, *words[1:]], cwd=folder, env=environment, stdout=said, stderr=said)
+    with (folder / "said.txt").open("a") as log:
+        print(f"$ {line}", file=log, flush=True)
+        done = subprocess.run([sys.executable, *words[1:]], cwd=folder, env=environment, stdout=log, stderr=log)
     if words[0] != "python" or done.returncode:
         raise UserError(f"{line}: exit code {done.returncode}: {(folder / 'said.txt').read_text().strip()[-1500:]}")
     return round(time.monotonic() - began, 1)

@@ -73,10 +73,10 @@ def make_turn(
     c: ConfigDict, cfg: ModelConfig, trajectories: list[Trajectory]
 ) -> tuple[Callable[[], dict[str, tuple[float, float]]], dict[str, Any]]:
     """Makes a function that runs both stages and returns wall and CPU seconds of each; and the fill of rows."""
-    made = settings.typed(c)
-    mesh = make_mesh(made)
+    typed = settings.typed(c)
+    mesh = make_mesh(typed)
     inputs = ModelConfigs(policy=cfg, total_steps=1)
-    learner, now = make_learner(made, inputs, mesh)
+    learner, now = make_learner(typed, inputs, mesh)
     state = [now]
 
     def turn() -> dict[str, tuple[float, float]]:
@@ -85,11 +85,11 @@ def make_turn(
         begin = time.perf_counter(), time.process_time()
         micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)
         data = ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
-        found = {"old_log_prob": since(begin)}
+        seconds = {"old_log_prob": since(begin)}
         data, _ = ppo.with_advantages(learner.passes, data, now.kl_coef, mesh)
         begin = time.perf_counter(), time.process_time()
-        state[0], _ = update_models(made, learner, now, data, trajectories, Timers())
-        return found | {"update_actor": since(begin)}
+        state[0], _ = update_models(typed, learner, now, data, trajectories, Timers())
+        return seconds | {"update_actor": since(begin)}
 
     shapes = [rows.inputs.shape for rows in make_rows(trajectories, learner.plan, mesh)]
     return turn, {"rows": [list(shape) for shape in shapes], "entries": sum(r * t for r, t in shapes)}
@@ -104,12 +104,12 @@ def measure(shape: str, case: str, *, samples: int, sequences: int, repeats: int
     """Measures both packings in turn on one batch."""
     cfg, lengths = config_reader.parse_config(hf_config(*SHAPES[shape]), path=f"shape {shape}"), parse(case)
     trajectories = make_samples(cfg, lengths, samples=samples, sequences=sequences)
-    how = dict(samples=samples, sequences=sequences)
-    made = {packing: make_turn(make_config(packing, lengths, **how), cfg, trajectories) for packing in PACKINGS}
+    options = dict(samples=samples, sequences=sequences)
+    made = {packing: make_turn(make_config(packing, lengths, **options), cfg, trajectories) for packing in PACKINGS}
     for turn, _ in made.values():
         turn()
     turns = [{packing: turn() for packing, (turn, _) in made.items()} for _ in range(repeats)]
-    found = {
+    packings = {
         packing: about
         | {
             stage: {kind: [one[packing][stage][i] for one in turns] for i, kind in enumerate(("wall", "process"))}
@@ -118,7 +118,7 @@ def measure(shape: str, case: str, *, samples: int, sequences: int, repeats: int
         for packing, (_, about) in made.items()
     }
     tokens = sum(len(t.tokens) - 1 for t in trajectories)
-    return {"shape": shape, "case": case, "samples": samples, "tokens": tokens, "packings": found}
+    return {"shape": shape, "case": case, "samples": samples, "tokens": tokens, "packings": packings}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -136,7 +136,7 @@ def table(result: dict[str, Any]) -> str:
         for stage, name in STAGES.items():
             cells = []
             for kind in ("wall", "process"):
-                before, after = (statistics.median(one[stage][kind]) for one in (a, b))
+                before, after = (statistics.median(packing[stage][kind]) for packing in (a, b))
                 cells += [f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}"]
             entries = f"{a['entries']:,}, {b['entries']:,}"
             lines.append(f"| {x['case']} | {x['samples']} | {entries} | {name} | {' | '.join(cells)} |")
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    how = dict(sequences=args.sequences, repeats=args.repeats)
+    options = dict(sequences=args.sequences, repeats=args.repeats)
     result: dict[str, Any] = {
         **begin(),
         "machine": machine(),
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out / f"{result['date']}-{slug(result['machine'])}-prefix.json"
     for case in args.cases:
         for n in args.samples:
-            result["measured"].append(measure(args.shape, case, samples=n, **how))
+            result["measured"].append(measure(args.shape, case, samples=n, **options))
             out.write_text(json.dumps(result, indent=1) + "\n")  # kept if a later case fails
     print(f"{table(result)}\n\n{out}")
 

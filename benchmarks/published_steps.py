@@ -98,17 +98,17 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ROWS), help="rows, separated by commas")
     parser.add_argument("--json", default="", help="file for the figures")
     args = parser.parse_args()
-    found = {}
+    figures = {}
     print("| row | machine | published, s | forecast, s | forecast / published |\n|---|---|---:|---:|---:|")
     for name in args.only.split(","):
         row = ROWS[name]
         with tempfile.TemporaryDirectory() as folder:
             seconds = forecast(row, pathlib.Path(folder))
-        found[name] = dict(published=row.published, forecast=seconds, source=row.source)
+        figures[name] = dict(published=row.published, forecast=seconds, source=row.source)
         ratio = seconds / row.published
         print(f"| {name} | `{row.machine}` | {row.published:.2f} | {seconds:.2f} | {ratio:.2f} |", flush=True)
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        pathlib.Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -62,17 +62,17 @@ def offline(model: str, options: Sequence[str], variables: dict[str, str]) -> It
     """vLLM's engine in a separate process."""
     command = [sys.executable, str(ROOT / "benchmarks" / "offline.py"), "--model", model, *options]
     env = {**os.environ, **variables}
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
         )
         assert process.stdin is not None and process.stdout is not None
 
         def answer() -> Any:
             line = process.stdout.readline()
             if not line:
-                said.seek(0)
-                raise RuntimeError(f"vLLM without a server ended:\n{said.read()[-2000:]}")
+                log.seek(0)
+                raise RuntimeError(f"vLLM without a server ended:\n{log.read()[-2000:]}")
             return json.loads(line)
 
         def ask(question: Any) -> Any:
@@ -95,10 +95,10 @@ def as_one_post(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"model": requests[0]["model"], "prompt": prompts, "return_token_ids": True, **sampling}
 
 
-def timed(what: Callable[[], Any]) -> tuple[float, Any]:
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
-    found = what()
-    return time.perf_counter() - start, found
+    result = call()
+    return time.perf_counter() - start, result
 
 
 def publish(sampler: Fleet, parcel: Parcel, number: int) -> dict[str, float]:
@@ -130,7 +130,7 @@ def sampling(
     ]
     c = copy.deepcopy(c)
     c.rollout.n, c.data.max_response_length = SAMPLES, 16 if small else LONGEST
-    how = step_sampling(settings.typed(c), 0)
+    sampling_settings = step_sampling(settings.typed(c), 0)
     endpoint = sampler.members[0].endpoint
     requests: list[dict[str, Any]] = []
     ask = endpoint.ask
@@ -144,7 +144,7 @@ def sampling(
     own.hold(params, version=0)
     sampler.load(hf_write.hf_tensors(params, cfg, dtype=published_dtype(c)), version=0)
     endpoint.ask = remember  # type: ignore[method-assign]
-    trajectories = sampler.generate(prompts, how, version=0)
+    trajectories = sampler.generate(prompts, sampling_settings, version=0)
     endpoint.ask = ask  # type: ignore[method-assign]
     requests.sort(key=lambda body: body["sampling_params"]["seed"])  # they were sent in any order
     tokens = sorted(t.tokens[PROMPT:].tolist() for t in trajectories)
@@ -157,13 +157,13 @@ def sampling(
         if not (taken := engine({"check": {"version": 0, **parcel.check_args()}}))["ok"]:
             raise RuntimeError(taken["error"])
         for _ in range(1 + repeats):
-            found = engine({"requests": requests})
-            same = sorted(found["tokens"]) == tokens
+            reply = engine({"requests": requests})
+            same = sorted(reply["tokens"]) == tokens
             of_round = {
-                "vLLM's engine": found["seconds"],
+                "vLLM's engine": reply["seconds"],
                 "one POST": timed(lambda: endpoint.post("/v1/completions", as_one_post(requests)))[0],
-                "jppo": timed(lambda: sampler.generate(prompts, how, version=0))[0],
-                "in the trainer": timed(lambda: own.generate(prompts, how, version=0))[0],
+                "jppo": timed(lambda: sampler.generate(prompts, sampling_settings, version=0))[0],
+                "in the trainer": timed(lambda: own.generate(prompts, sampling_settings, version=0))[0],
             }
             for name, took in of_round.items():
                 seconds.setdefault(name, []).append(took)
@@ -188,11 +188,11 @@ def deliver(sampler: Fleet, way: FilePublisher, tensors: Callable[[], Tensors], 
     sampler.weights.deliver(way.whole(Repeatable(tensors), number))
 
 
-def rise(what: Callable[[], Any]) -> int:
+def rise(call: Callable[[], Any]) -> int:
     """Returns by how much resident memory, without shared memory, rises at most during a call."""
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
-    what()
+    call()
     return resident("VmHWM") - before
 
 
@@ -257,12 +257,12 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
             make = jax.jit(lambda key: decoder.init_params(cfg, key, head="lm", param_dtype=c.model.param_dtype))
             params = jax.block_until_ready(make(jax.random.key(0)))
             sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
-            found: dict[str, Any] = {"publishing": publishing(c, cfg, params, sampler, args.repeats)}
+            measured: dict[str, Any] = {"publishing": publishing(c, cfg, params, sampler, args.repeats)}
             if model in args.sample:
-                found["sampling"] = sampling(c, cfg, params, sampler, args.repeats, small=args.small)
+                measured["sampling"] = sampling(c, cfg, params, sampler, args.repeats, small=args.small)
         finally:
             engine.close()
-    return found
+    return measured
 
 
 def table(result: dict[str, Any]) -> str:
@@ -272,10 +272,10 @@ def table(result: dict[str, Any]) -> str:
         f"{title(result['machine'])}; {result['dtype']}; jax {result['jax']}, vLLM {result['vllm']};"
         f" commit {result['commit']}; {load}",
     ]
-    for model, found in result["models"].items():
-        if "sampling" not in found:
+    for model, measured in result["models"].items():
+        if "sampling" not in measured:
             continue
-        at = found["sampling"]
+        at = measured["sampling"]
         alike = "the same tokens" if at["same_tokens"] else "**other tokens**"
         lines += [
             "",
@@ -288,14 +288,14 @@ def table(result: dict[str, Any]) -> str:
             took = statistics.median(x["seconds"])
             lines.append(f"| {name} | {x['tokens_per_s']:,.0f} | {took:.3f} | {x['ratio']:.3f} |")
     lines += ["", "| model | GB | part of a publish | seconds | s/GB |", "|---|---:|---|---:|---:|"]
-    for model, found in result["models"].items():
-        at = found["publishing"]
+    for model, measured in result["models"].items():
+        at = measured["publishing"]
         for name, x in at["parts"].items():
             took = statistics.median(x["seconds"])
             lines.append(f"| {model} | {at['bytes'] / 1e9:.3f} | {name} | {took:.4f} | {x['s_per_gb']:.3f} |")
     lines += ["", "| model | bucket, MiB | resident memory | peak over the start, MiB |", "|---|---:|---|---:|"]
-    for model, found in result["models"].items():
-        at = found["publishing"]
+    for model, measured in result["models"].items():
+        at = measured["publishing"]
         for name, rises in at["memory"].items():
             lines.append(f"| {model} | {at['bucket'] / 2**20:.0f} | {name} | {rises / 2**20:.0f} |")
     return "\n".join(lines)

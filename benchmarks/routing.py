@@ -44,20 +44,20 @@ def tied(values: Params, cfg: ModelConfig, distance: float, dtype: Any) -> Param
     return jax.tree_util.tree_map_with_path(move, values)
 
 
-def mismatch(values: Params, cfg: ModelConfig, found: list[Trajectory]) -> dict[str, float]:
+def mismatch(values: Params, cfg: ModelConfig, trajectories: list[Trajectory]) -> dict[str, float]:
     """Returns the mean and largest |trainer's log-prob - engine's|, with replay and without."""
     assert cfg.experts is not None
     plan = packing.make_plan(
         "none", max_length=LONGEST, row_lengths=1, max_tokens_per_row=-1, tokens_per_micro=10**6,
-        sequences=len(found), row_multiple=1,
+        sequences=len(trajectories), row_multiple=1,
     )  # fmt: skip
     plan = dataclasses.replace(plan, experts=(cfg.num_layers, cfg.experts.active))
-    [rows] = packing.pack(found, range(len(found)), plan)
+    [rows] = packing.pack(trajectories, range(len(trajectories)), plan)
     theirs, mask = np.zeros(rows.inputs.shape, np.float32), np.asarray(rows.mask)
-    for i, t in enumerate(found):
+    for i, t in enumerate(trajectories):
         theirs[rows.sequence == i] = t.logprob[1:]
-    how = dict[str, Any](temperature=1.0, chunk_tokens=4096, with_entropy=False, compare=True)
-    logprob = jax.jit(score.make_logprob(decoder.Decoder(cfg), cfg, **how))
+    options = dict[str, Any](temperature=1.0, chunk_tokens=4096, with_entropy=False, compare=True)
+    logprob = jax.jit(score.make_logprob(decoder.Decoder(cfg), cfg, **options))
     ways = {"replay": logprob(values, rows), "without": logprob(values, dataclasses.replace(rows, experts=None))}
     out = {"tokens": int(mask.sum()), "differs": float(np.asarray(ways["replay"].routing_differs)[mask].mean())}
     for name, scores in ways.items():
@@ -112,8 +112,8 @@ def main() -> None:
                 dtype = jnp.dtype(args.dtype)
                 moved = tied(values, cfg, distance, dtype)
                 sampler.load(hf_write.hf_tensors(moved, cfg, dtype=dtype), version=number)
-                found = sampler.generate(prompts, SAMPLING, version=number)
-                result["rows"].append({"distance": distance, **mismatch(moved, cfg, found)})
+                trajectories = sampler.generate(prompts, SAMPLING, version=number)
+                result["rows"].append({"distance": distance, **mismatch(moved, cfg, trajectories)})
         finally:
             engine.close()
     write(result, table, args.out, "routing")

@@ -70,12 +70,12 @@ def make_case(shape: str, responses: np.ndarray, prompt: int, changes: list[str]
 
 def in_turn(cases: dict[str, tuple[Callable[[], Any], Any]], repeats: int) -> dict[str, Any]:
     """Measures the cases in turn."""
-    found = {name: about | {"seconds": {part: [] for part in TIMED}} for name, (_, about) in cases.items()}
+    measured = {name: about | {"seconds": {part: [] for part in TIMED}} for name, (_, about) in cases.items()}
     for _ in range(repeats):
         for name, (run, _) in cases.items():
             for part, seconds in run().items():
-                found[name]["seconds"][part].append(seconds)
-    return found
+                measured[name]["seconds"][part].append(seconds)
+    return measured
 
 
 def by_batch(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
@@ -104,13 +104,15 @@ def by_devices(shape: str, repeats: int, changes: list[str]) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as place:
         about = write_work(pathlib.Path(place), shape, changes)
-        with workers(entered, pathlib.Path(place)) as (able, said, _):
-            found: dict[str, Any] = {name: about | {"said": said[name], "seconds": {}, "checks": {}} for name in able}
+        with workers(entered, pathlib.Path(place)) as (able, reports, _):
+            measured: dict[str, Any] = {
+                name: about | {"said": reports[name], "seconds": {}, "checks": {}} for name in able
+            }
             for _ in range(repeats):
                 for stage in ("logprobs", "update"):
                     for name, worker in able.items():
-                        note(found[name], stage, worker.go(stage))
-    return found
+                        note(measured[name], stage, worker.go(stage))
+    return measured
 
 
 PARTS = {"batch": by_batch, "lengths": by_length, "devices": by_devices}

@@ -39,8 +39,8 @@ def make_settings(args: argparse.Namespace, threads: int) -> Settings:
     c.model.path, c.data.train_files, c.data.val_files = args.model, "-", "-"
     c.data.max_prompt_length, c.data.max_response_length = args.prompt, args.tokens
     c.rollout.dtype, c.rollout.ignore_eos, c.rollout.omp_threads = args.dtype, True, threads
-    made: Settings = settings.typed(c, Settings, training=False)
-    return made
+    typed: Settings = settings.typed(c, Settings, training=False)
+    return typed
 
 
 def make_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -62,18 +62,18 @@ def work_all_the_time() -> None:
 def neighbours(count: int) -> Iterator[None]:
     """Runs `count` busy processes beside the block."""
     busy = [multiprocessing.get_context("spawn").Process(target=work_all_the_time, daemon=True) for _ in range(count)]
-    for one in busy:
-        one.start()
+    for process in busy:
+        process.start()
     try:
         yield
     finally:
-        for one in busy:
-            one.kill()
+        for process in busy:
+            process.kill()
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measures each number of threads, interleaved."""
-    prompts, servers, found = make_prompts(args), {}, dict[str, Any]()
+    prompts, servers, measured = make_prompts(args), {}, dict[str, Any]()
     _, cfg = hf.read_config(args.model)
     params = hf.load_params(args.model, cfg, head="lm", param_dtype="float32")
     with contextlib.ExitStack() as stack:
@@ -86,28 +86,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             servers[threads] = engine, step_sampling(c, 0)
 
         def sample(threads: int, some: list[Prompt]) -> Samples:
-            engine, how = servers[threads]
-            made = engine.generate(some, how, version=0)
-            return {t.uid: (t.tokens.tolist(), np.asarray(t.logprob).tolist()) for t in made}
+            engine, sampling = servers[threads]
+            trajectories = engine.generate(some, sampling, version=0)
+            return {t.uid: (t.tokens.tolist(), np.asarray(t.logprob).tolist()) for t in trajectories}
 
         firsts = {threads: sample(threads, prompts) for threads in args.threads}
         with neighbours(args.busy):
             for _ in range(args.repeats):
                 for threads in args.threads:
-                    one = found.setdefault(str(threads), {"seconds": [], "other_in_a_repeat": 0})
+                    figures = measured.setdefault(str(threads), {"seconds": [], "other_in_a_repeat": 0})
                     start = time.perf_counter()
                     again = sample(threads, prompts)
-                    one["seconds"].append(time.perf_counter() - start)
-                    one["other_in_a_repeat"] += different(again, firsts[threads])
+                    figures["seconds"].append(time.perf_counter() - start)
+                    figures["other_in_a_repeat"] += different(again, firsts[threads])
         for threads in args.threads:
             part = sample(threads, prompts[: max(1, args.prompts // 4)])
-            found[str(threads)] |= {
-                "median_s": statistics.median(found[str(threads)]["seconds"]),
+            measured[str(threads)] |= {
+                "median_s": statistics.median(measured[str(threads)]["seconds"]),
                 "other_in_a_quarter": different(part, firsts[threads]),
                 "of_a_quarter": len(part),
                 "other_than_the_first": different(firsts[threads], firsts[args.threads[0]]),
             }
-    return found
+    return measured
 
 
 def different(some: Samples, all_of: Samples) -> int:
@@ -125,10 +125,10 @@ def table(result: dict[str, Any]) -> str:
         "| threads | seconds | other samples in repeats | in a quarter of the batch | than with the first |",
         "|---:|---:|---:|---:|---:|",
     ]
-    for threads, one in result["threads"].items():
+    for threads, figures in result["threads"].items():
         lines.append(
-            f"| {threads} | {one['median_s']:.2f} | {one['other_in_a_repeat']} |"
-            f" {one['other_in_a_quarter']} of {one['of_a_quarter']} | {one['other_than_the_first']} |"
+            f"| {threads} | {figures['median_s']:.2f} | {figures['other_in_a_repeat']} |"
+            f" {figures['other_in_a_quarter']} of {figures['of_a_quarter']} | {figures['other_than_the_first']} |"
         )
     return "\n".join(lines)
 

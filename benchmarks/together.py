@@ -49,41 +49,41 @@ def run_script(name: str, argv: Sequence[str], out: pathlib.Path) -> dict[str, A
 
 def run_all(scripts: dict[str, Sequence[str]]) -> Found:
     """Runs the scripts one after the other; a failure does not end the others."""
-    found = {}
+    outcomes = {}
     for name, argv in scripts.items():
         print(f"== {name} {' '.join(argv)}".rstrip(), file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as out:
-            found[name] = run_script(name, argv, pathlib.Path(out))
-    return found
+            outcomes[name] = run_script(name, argv, pathlib.Path(out))
+    return outcomes
 
 
-def page(found: Found) -> str:
+def page(outcomes: Found) -> str:
     """All tables as markdown; a script that failed says so."""
     parts = []
-    for name, x in found.items():
+    for name, x in outcomes.items():
         failed = f"**It ended with exit code {x['exit_code']}.**\n\n" if x["exit_code"] else ""
         parts.append(f"## {name}\n\n{failed}{x['said']}".rstrip())
     return "\n\n".join(parts) + "\n"
 
 
-def arguments(said: Sequence[str], known: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def arguments(pairs: Sequence[str], known: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Parses the scripts' arguments from NAME=ARGUMENTS."""
-    found = {}
-    for one in said:
-        name, equals, text = one.partition("=")
+    parsed = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
         if not equals or name not in known:
-            raise UserError(f"--args {one}: it must be NAME=ARGUMENTS, and a name one of {', '.join(known)}")
-        found[name] = tuple(shlex.split(text))
-    return found
+            raise UserError(f"--args {pair}: it must be NAME=ARGUMENTS, and a name one of {', '.join(known)}")
+        parsed[name] = tuple(shlex.split(text))
+    return parsed
 
 
-def write(found: Found, out: pathlib.Path, about: dict[str, Any], suffix: str = "") -> pathlib.Path:
+def write(outcomes: Found, out: pathlib.Path, about: dict[str, Any], suffix: str = "") -> pathlib.Path:
     """Writes the file and the page; returns the file's path."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{about['date']}-{slug(about['machine'])}{suffix}.json"
-    kept = {name: {"exit_code": x["exit_code"], "result": x["result"]} for name, x in found.items()}
+    kept = {name: {"exit_code": x["exit_code"], "result": x["result"]} for name, x in outcomes.items()}
     path.write_text(json.dumps(about | {"scripts": kept}, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page(found))
+    path.with_suffix(".md").write_text(page(outcomes))
     return path
 
 
@@ -100,13 +100,13 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--only={args.only}: {unknown[0]!r} is not one of {', '.join(SCRIPTS)}")
     given = arguments(args.args, list(SCRIPTS))
     load, at = os.getloadavg()[0], commit()  # before the run: the load of other programs
-    found = run_all({name: given.get(name, SCRIPTS[name]) for name in names})
+    outcomes = run_all({name: given.get(name, SCRIPTS[name]) for name in names})
     date = datetime.date.today().isoformat()
     # Asked for last: who asks for the machine takes its accelerator, which the scripts need.
     about = {"date": date, "machine": machine(), "commit": at, "load_average": load}
-    path = write(found, args.out, about)
-    print(f"{page(found)}\n{path}")
-    if failed := [name for name, x in found.items() if x["exit_code"]]:
+    path = write(outcomes, args.out, about)
+    print(f"{page(outcomes)}\n{path}")
+    if failed := [name for name, x in outcomes.items() if x["exit_code"]]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 

@@ -81,9 +81,9 @@ def forward_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int, lm_head:
     return cost.forward(cfg, whole(responses, prompt=prompt), head_tokens=generated if lm_head else 0)
 
 
-def lora_update_flops(cfg: ModelConfig, how: Lora, responses: Lengths, *, prompt: int) -> int:
+def lora_update_flops(cfg: ModelConfig, adapters: Lora, responses: Lengths, *, prompt: int) -> int:
     """FLOP of an update of adapters alone."""
-    return cost.update(cfg, whole(responses, prompt=prompt), head_tokens=sum(map(int, responses)), adapters=how)
+    return cost.update(cfg, whole(responses, prompt=prompt), head_tokens=sum(map(int, responses)), adapters=adapters)
 
 
 def base_config(path: str, dtype: str) -> ConfigDict:
@@ -102,8 +102,8 @@ def base_config(path: str, dtype: str) -> ConfigDict:
 
 def change(c: ConfigDict, changes: Sequence[str]) -> ConfigDict:
     """Applies `changes`, each SECTION.NAME=VALUE, in place and checks the config."""
-    for said in changes:
-        name, _, text = said.partition("=")
+    for setting in changes:
+        name, _, text = setting.partition("=")
         try:
             value = ast.literal_eval(text)
         except (SyntaxError, ValueError):
@@ -111,7 +111,7 @@ def change(c: ConfigDict, changes: Sequence[str]) -> ConfigDict:
         try:
             c.update_from_flattened_dict({name: value})
         except (AttributeError, KeyError, TypeError, ValueError) as e:
-            raise UserError(f"--set {said}: {e}") from e
+            raise UserError(f"--set {setting}: {e}") from e
     settings.check(c)
     return c
 

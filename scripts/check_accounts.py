@@ -104,15 +104,15 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
         mesh = make_mesh(c, compilers.devices_of(machine))
-        found = memory.estimate_memory(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
+        estimate = memory.estimate_memory(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
     programs = {}
-    for one in found.moments:
-        a = one.account
+    for moment in estimate.moments:
+        a = moment.account
         if a is None:
             continue
         sent = {f"{kind} {'+'.join(axes)}": size for kind, axes, _, size in schedule.totals(a.collectives)}
-        programs[one.name] = dict(
-            error=a.error, temporaries=a.temporaries, peak=sum(found.parts.values()) + one.needs,
+        programs[moment.name] = dict(
+            error=a.error, temporaries=a.temporaries, peak=sum(estimate.parts.values()) + moment.needs,
             flops=a.total_flops, collectives=sent, kernels=a.kernels, warnings=list(a.warnings),
         )  # fmt: skip
     return dict(machine=machine.name, jax=jax.__version__, settings=changes, programs=programs)
@@ -120,27 +120,29 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
 
 def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns a line for each regression of a case's programs."""
-    found = []
+    regressions = []
     for name, old in kept["programs"].items():
         new = now["programs"].get(name)
         if new is None:
-            found.append(f"{name}: is no longer compiled")
+            regressions.append(f"{name}: is no longer compiled")
             continue
         if new["error"] and not old["error"]:
-            found.append(f"{name}: refused by the compiler: {new['error']}")
+            regressions.append(f"{name}: refused by the compiler: {new['error']}")
             continue
-        sizes = {what: (old[what], new[what]) for what in ("temporaries", "peak")}
+        sizes = {figure: (old[figure], new[figure]) for figure in ("temporaries", "peak")}
         for kind in new["collectives"]:
             sizes[f"bytes of {kind}"] = (old["collectives"].get(kind, 0), new["collectives"][kind])
-        for what, (before, after) in sizes.items():
+        for figure, (before, after) in sizes.items():
             if after > GROWTH * before and after - before > SMALL:
                 change = f"{after / before - 1:+.1%}" if before else "new"
-                found.append(f"{name}: {what} {before / SMALL:,.1f} -> {after / SMALL:,.1f} MiB ({change})")
+                regressions.append(f"{name}: {figure} {before / SMALL:,.1f} -> {after / SMALL:,.1f} MiB ({change})")
         for kernel in old["kernels"]:
             if kernel not in new["kernels"]:
-                found.append(f"{name}: lost the fused kernel {kernel}; has {', '.join(new['kernels']) or 'none'}")
-        found += [f"{name}: the partitioner gathers whole: {w}" for w in new["warnings"] if w not in old["warnings"]]
-    return found
+                regressions.append(f"{name}: lost the fused kernel {kernel}; has {', '.join(new['kernels']) or 'none'}")
+        regressions += [
+            f"{name}: the partitioner gathers whole: {w}" for w in new["warnings"] if w not in old["warnings"]
+        ]
+    return regressions
 
 
 def main(argv: list[str]) -> int:
@@ -170,9 +172,9 @@ def main(argv: list[str]) -> int:
             continue
         if not file.is_file():
             raise UserError(f"{file}: no such account; make it with --write --only={name}")
-        found = differences(json.loads(file.read_text()), now)
-        worse += bool(found)
-        print(f"{args.platform}/{name}: {'worse' if found else 'no worse'}", *found, sep="\n  ", flush=True)
+        regressions = differences(json.loads(file.read_text()), now)
+        worse += bool(regressions)
+        print(f"{args.platform}/{name}: {'worse' if regressions else 'no worse'}", *regressions, sep="\n  ", flush=True)
     if worse:
         print(f"if that is meant: python scripts/check_accounts.py --platform={args.platform} --write")
     return 1 if worse else 0

@@ -146,11 +146,11 @@ def compare(args: argparse.Namespace) -> int:
     messages = [prompt_of(row) for row in rows]
     prompts = [np.asarray(ids, np.int32) for ids in tokenise(messages, rows, tokenizer)]
     params = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)
-    how = {"max_tokens": args.max_tokens, "end": end}
+    options = {"max_tokens": args.max_tokens, "end": end}
     answers = {
-        "transformers": by_transformers(args.hf_dir, prompts, **how),
+        "transformers": by_transformers(args.hf_dir, prompts, **options),
         "vLLM": by_vllm(args, params, cfg, prompts, end),
-        "jppo": by_jppo(params, cfg, prompts, **how),
+        "jppo": by_jppo(params, cfg, prompts, **options),
     }
     tokens = sum(map(len, answers["transformers"]))
     print(f"{len(prompts)} prompts of {file}, {tokens} tokens of greedy answers")

@@ -140,10 +140,10 @@ class Lab:
 
 def make_task(folder: pathlib.Path) -> dict[str, Any]:
     """Data, a policy's directory and a reward model's in `folder`; their settings."""
-    made = arithmetic.make(seed=0, test=8, sloppy=0.5, demonstrations=1)
+    splits = arithmetic.make(seed=0, test=8, sloppy=0.5, demonstrations=1)
     (folder / "data").mkdir(parents=True)
     for name in ("train", "test"):
-        lines = "".join(json.dumps(row) + "\n" for row in made[name][:64])
+        lines = "".join(json.dumps(row) + "\n" for row in splits[name][:64])
         (folder / f"data/{name}.jsonl").write_text(lines)
     for name, more in (("model", {}), ("judge", {"architectures": ["Qwen2ForSequenceClassification"]})):
         arithmetic.write_model(folder / name)
@@ -186,15 +186,15 @@ def start(
     )
 
 
-def to_the_end(settings: dict[str, Any], run: pathlib.Path, **how: Any) -> tuple[int, str]:
-    """Gives the command until it ends well: how many starts that took, and all that was said."""
-    said = ""
+def to_the_end(settings: dict[str, Any], run: pathlib.Path, **options: Any) -> tuple[int, str]:
+    """Gives the command until it ends well: how many starts that took, and all the output."""
+    output = ""
     for number in range(1, STARTS + 1):
-        process = start(settings, run, **how)
-        said += process.communicate(timeout=LIMIT_S)[0]
+        process = start(settings, run, **options)
+        output += process.communicate(timeout=LIMIT_S)[0]
         if process.returncode == 0 and (run / "hf").is_dir():
-            return number, said
-    raise SystemExit(f"{run} did not end in {STARTS} starts; the last lines:\n{said[-3000:]}")
+            return number, output
+    raise SystemExit(f"{run} did not end in {STARTS} starts; the last lines:\n{output[-3000:]}")
 
 
 def outcome(run: pathlib.Path) -> dict[str, Any]:
@@ -206,17 +206,17 @@ def outcome(run: pathlib.Path) -> dict[str, Any]:
     return {"metrics": metrics, "files": hashes}
 
 
-def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+def difference(actual: dict[str, Any], expected: dict[str, Any]) -> str:
     """Where two outcomes differ first; '' where they do not."""
-    steps = [line["step"] for line in found["metrics"]]
+    steps = [line["step"] for line in actual["metrics"]]
     if steps != [line["step"] for line in expected["metrics"]]:
         return f"the steps of metrics.jsonl are {steps}"
-    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
+    for one, other in zip(actual["metrics"], expected["metrics"], strict=True):
         for name in sorted(one.keys() | other.keys()):
             if one.get(name) != other.get(name):
                 return f"step {one['step']}: {name} is {one.get(name)}, undisturbed {other.get(name)}"
-    for name in sorted(found["files"].keys() | expected["files"].keys()):
-        if found["files"].get(name) != expected["files"].get(name):
+    for name in sorted(actual["files"].keys() | expected["files"].keys()):
+        if actual["files"].get(name) != expected["files"].get(name):
             return f"{name} differs"
     return ""
 
@@ -227,10 +227,10 @@ def verdict(lab: Lab, fault: str, run: pathlib.Path, starts: int, happened: str)
     return Row(fault, happened + (f"; LOST: {lost}" if lost else "; all the same"), starts, not lost)
 
 
-def telling(said: str, *words: str) -> str:
+def telling(output: str, *words: str) -> str:
     """The first line of the output with one of the words."""
-    found = next((line for line in said.splitlines() if any(word in line for word in words)), "")
-    return found.strip()[:160]
+    first = next((line for line in output.splitlines() if any(word in line for word in words)), "")
+    return first.strip()[:160]
 
 
 def killed_at_random(lab: Lab, *, moments: int, seed: int) -> Iterator[Row]:
@@ -253,8 +253,8 @@ def broken_inside(lab: Lab, patches: dict[str, str] | None = None) -> Iterator[R
     """kill -9 in the worst moments."""
     for fault, patch in (WORST_MOMENTS if patches is None else patches).items():
         run = lab.folder / fault.replace(" ", "-")
-        starts, said = to_the_end(lab.settings, run, patch=patch)
-        yield verdict(lab, fault, run, starts, telling(said, "resuming from"))
+        starts, output = to_the_end(lab.settings, run, patch=patch)
+        yield verdict(lab, fault, run, starts, telling(output, "resuming from"))
 
 
 def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator[Row]:
@@ -264,8 +264,8 @@ def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator
     wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
     process.kill()
     process.wait()
-    starts, said = to_the_end(lab.settings, run)
-    yield verdict(lab, name, run, starts + 1, telling(said, "resuming from"))
+    starts, output = to_the_end(lab.settings, run)
+    yield verdict(lab, name, run, starts + 1, telling(output, "resuming from"))
 
 
 def stuck_stage(lab: Lab) -> Iterator[Row]:
@@ -273,10 +273,10 @@ def stuck_stage(lab: Lab) -> Iterator[Row]:
     run = lab.folder / "stuck"
     limit = "--config.trainer.stage_timeout_s=90"  # the start is a stage, too, which a busy machine takes long for
     process = start(lab.settings, run, patch=STUCK_STAGE, more=[limit])
-    said = process.communicate(timeout=LIMIT_S)[0]
+    output = process.communicate(timeout=LIMIT_S)[0]
     code, stacks = process.returncode, run / "stacks.txt"
     starts, _ = to_the_end(lab.settings, run)
-    row = verdict(lab, "a stage that hangs", run, starts + 1, f"{telling(said, 'has not ended')}; exit code {code}")
+    row = verdict(lab, "a stage that hangs", run, starts + 1, f"{telling(output, 'has not ended')}; exit code {code}")
     yield dataclasses.replace(row, kept=row.kept and code == 1 and "in broken" in stacks.read_text())
 
 
@@ -307,8 +307,8 @@ def cut_checkpoint(lab: Lab) -> Iterator[Row]:
     last = max((p for p in (run / "checkpoints").iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     file = max((p for p in last.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
-    starts, said = to_the_end(lab.settings, run)
-    yield verdict(lab, "a truncated checkpoint file", run, starts + 1, telling(said, "is damaged and skipped"))
+    starts, output = to_the_end(lab.settings, run)
+    yield verdict(lab, "a truncated checkpoint file", run, starts + 1, telling(output, "is damaged and skipped"))
 
 
 def power_cut(lab: Lab) -> Iterator[Row]:
@@ -324,8 +324,8 @@ def power_cut(lab: Lab) -> Iterator[Row]:
                 lines.write(b'{"step": 9, "actor/pg' + bytes(4096))
         elif file.parent.name != "samples" and "checkpoints" not in file.parts:  # those are forced to the disk
             os.truncate(file, max(0, file.stat().st_size - 20))
-    starts, said = to_the_end(lab.settings, run)
-    yield verdict(lab, "a power cut: the end of every file", run, starts + 1, telling(said, "cannot be read"))
+    starts, output = to_the_end(lab.settings, run)
+    yield verdict(lab, "a power cut: the end of every file", run, starts + 1, telling(output, "cannot be read"))
 
 
 def two_owners(lab: Lab) -> Iterator[Row]:
@@ -335,11 +335,13 @@ def two_owners(lab: Lab) -> Iterator[Row]:
     wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
     process.send_signal(signal.SIGSTOP)  # it may not end before the second has begun
     second = start(lab.settings, run)
-    said = second.communicate(timeout=LIMIT_S)[0]
+    output = second.communicate(timeout=LIMIT_S)[0]
     process.send_signal(signal.SIGCONT)
     process.communicate(timeout=LIMIT_S)
-    named = f"belongs to process {process.pid} on" in said
-    happened = f"{telling(said, 'belongs to process')}; exit code {second.returncode}, the first: {process.returncode}"
+    named = f"belongs to process {process.pid} on" in output
+    happened = (
+        f"{telling(output, 'belongs to process')}; exit code {second.returncode}, the first: {process.returncode}"
+    )
     row = verdict(lab, "a second command on the folder", run, 1, happened)
     yield dataclasses.replace(row, kept=row.kept and named and (second.returncode, process.returncode) == (2, 0))
 
@@ -352,9 +354,9 @@ def nan_parameters(lab: Lab) -> Iterator[Row]:
     process.kill()
     process.wait()
     process = start(lab.settings, run, more=["--config.actor.lr=1e30"])
-    said = process.communicate(timeout=LIMIT_S)[0]
+    output = process.communicate(timeout=LIMIT_S)[0]
     starts, _ = to_the_end(lab.settings, run)
-    happened = f"{telling(said, 'not finite numbers')}; exit code {process.returncode}"
+    happened = f"{telling(output, 'not finite numbers')}; exit code {process.returncode}"
     row = verdict(lab, "parameters that are no numbers", run, starts + 2, happened)
     yield dataclasses.replace(row, kept=row.kept and process.returncode == 1)
 
@@ -375,11 +377,11 @@ def full_disk(lab: Lab) -> Iterator[Row]:
             while True:
                 file.write(bytes(1 << 16))
                 file.flush()
-        said = process.communicate(timeout=LIMIT_S)[0]
+        output = process.communicate(timeout=LIMIT_S)[0]
         code = process.returncode
         filler.unlink()
         starts, _ = to_the_end(lab.settings, run)
-        happened = f"{telling(said, 'could not be written')}; the end: exit code {code}"
+        happened = f"{telling(output, 'could not be written')}; the end: exit code {code}"
         yield verdict(lab, "a full disk", run, starts + 1, happened)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -410,18 +412,18 @@ def with_vllm(lab: Lab) -> Iterator[Row]:
     wait_until(lambda: (run / "checkpoints/2").is_dir(), process)
     for pid in servers_of(lab.folder):
         os.kill(pid, signal.SIGKILL)
-    said = process.communicate(timeout=LIMIT_S)[0]
+    output = process.communicate(timeout=LIMIT_S)[0]
     code = process.returncode
     left = servers_of(lab.folder)
     starts, _ = to_the_end(lab.settings, run)
-    happened = f"{telling(said, 'error:')}; exit code {code}, {len(left)} servers left"
+    happened = f"{telling(output, 'error:')}; exit code {code}, {len(left)} servers left"
     row = verdict(lab, "kill -9 of vLLM with rollout.max_restarts=0", run, starts + 1, happened)
     yield dataclasses.replace(row, kept=row.kept and code == 1 and not left)
 
 
 def servers_of(folder: pathlib.Path) -> list[int]:
     """The vLLM servers of the models in the folder."""
-    found = []
+    pids = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
@@ -429,8 +431,8 @@ def servers_of(folder: pathlib.Path) -> list[int]:
             continue
         serves = "vllm.entrypoints.openai.api_server" in words and "jppo.rollout.servers.launch" not in words
         if serves and any(word.startswith(str(folder)) for word in words):
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:

@@ -44,9 +44,9 @@ class Servers:
     def __init__(self, options: list[str], file: pathlib.Path, count: int):
         with contextlib.ExitStack() as held:
             free = [held.enter_context(socket.socket()) for _ in range(count)]
-            for one in free:
-                one.bind(("127.0.0.1", 0))
-            self.ports = [one.getsockname()[1] for one in free]
+            for listener in free:
+                listener.bind(("127.0.0.1", 0))
+            self.ports = [listener.getsockname()[1] for listener in free]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self._options, self._file = options, file
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -104,22 +104,22 @@ def disturb(servers: Servers) -> dict[int, collections.Counter[str]]:
     def happen(moment: str) -> None:
         for event in EVENTS:
             if (event.step, event.moment) == (now[0], moment):
-                began, wanted, found = time.monotonic(), {servers.urls[i] for i in event.then}, set()
+                began, wanted, in_use = time.monotonic(), {servers.urls[i] for i in event.then}, set()
                 event.do(servers)
-                while wanted != found:
+                while wanted != in_use:
                     if time.monotonic() - began > LIMIT_S:
-                        raise RuntimeError(f"{event.name}: the servers in use are {found}, not {wanted}")
+                        raise RuntimeError(f"{event.name}: the servers in use are {in_use}, not {wanted}")
                     time.sleep(0.1)
-                    found = {member.endpoint.url for member in fleet[0].members if member.up}
+                    in_use = {member.endpoint.url for member in fleet[0].members if member.up}
                 print(f"step {event.step}: {event.name}, after {time.monotonic() - began:.1f} s", flush=True)
 
     ask_one, take, whole = Fleet._ask_one, SampleQueue.take, publish.FilePublisher.whole
 
-    async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
+    async def broken_ask_one(self: Fleet, *args: Any, **options: Any) -> Any:
         asked[0] += 1
         if asked[0] == check_rollouts.SENT:  # the requests before and after it are in flight meanwhile
             await asyncio.to_thread(happen, "generation")
-        part = await ask_one(self, *args, **how)
+        part = await ask_one(self, *args, **options)
         answers[now[0]].update(f"{servers.urls.index(part.server)} by {version}" for version in set(part.version))
         return part
 

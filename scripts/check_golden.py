@@ -97,9 +97,9 @@ def reinforce_plus_plus(meta: Meta, x: Inputs) -> dict[str, Found]:
 def remax(meta: Meta, x: Inputs) -> dict[str, Found]:
     """Returns are before the baseline, as in verl."""
     rewards, mask = x["rewards"], x["mask"]
-    found = REMAX(rewards, x["baselines"], mask)
+    advantages = REMAX(rewards, x["baselines"], mask)
     returns = REINFORCE(rewards, mask, gamma=1.0)
-    return {"advantages": Found(found, mask), "returns": Found(returns, mask)}
+    return {"advantages": Found(advantages, mask), "returns": Found(returns, mask)}
 
 
 def by_sequence(
@@ -112,8 +112,8 @@ def by_sequence(
         group = np.unique(x["index"], return_inverse=True)[1].astype(np.int32)
         whole = estimate(meta, score, jnp.sum(mask, axis=1, dtype=score.dtype), group)
         each = masked.at_kept(whole, mask)
-        found = Found(masked.whiten(each, mask) if whiten else each, mask, narrow=narrow)
-        return {"advantages": found, "returns": found}
+        advantages = Found(masked.whiten(each, mask) if whiten else each, mask, narrow=narrow)
+        return {"advantages": advantages, "returns": advantages}
 
     return adapter
 
@@ -124,9 +124,9 @@ def token_baseline(*, by_kept: bool) -> Adapter:
     def adapter(meta: Meta, x: Inputs) -> dict[str, Found]:
         mask, group = x["mask"], np.unique(x["index"], return_inverse=True)[1].astype(np.int32)
         energy = advantage.energy(x["old_logprob"], x["sum_pi_squared"], x.get("is_weights"))
-        found, returns = TOKEN_BASELINE(x["rewards"], energy, mask, group, by_kept=by_kept)
+        advantages, returns = TOKEN_BASELINE(x["rewards"], energy, mask, group, by_kept=by_kept)
         terms = jnp.max(jnp.abs(returns))
-        return {"advantages": Found(found, mask, terms), "returns": Found(returns, mask, terms)}
+        return {"advantages": Found(advantages, mask, terms), "returns": Found(returns, mask, terms)}
 
     return adapter
 
@@ -137,8 +137,8 @@ def gdpo(meta: Meta, x: Inputs) -> dict[str, Found]:
     group = np.unique(x["index"], return_inverse=True)[1].astype(np.int32)
     weights = tuple(meta.get("reward_weights") or [1.0] * parts.shape[1])
     whole = advantage.gdpo(parts, group, weights=weights, norm_adv_by_std=meta["norm_adv_by_std"])
-    found = Found(masked.whiten(masked.at_kept(whole, mask), mask), mask)
-    return {"advantages": found, "returns": found}
+    advantages = Found(masked.whiten(masked.at_kept(whole, mask), mask), mask)
+    return {"advantages": advantages, "returns": advantages}
 
 
 def mean(each: Array, mask: Array, dtype: np.dtype) -> Found:
@@ -388,16 +388,16 @@ ADAPTERS: dict[str, Adapter] = {
 }
 
 
-def error(found: Found, expected: np.ndarray) -> float:
+def error(output: Found, expected: np.ndarray) -> float:
     """The largest |a - b| / max(|b|, FLOOR * largest); infinite where a is NaN, or not 0 outside its mask."""
-    a, b = np.asarray(found.value, np.float64), np.asarray(expected, np.float64)
+    a, b = np.asarray(output.value, np.float64), np.asarray(expected, np.float64)
     if a.shape != b.shape:
         raise ValueError(f"jppo's shape is {a.shape}, not {b.shape}")
-    if found.where is not None:
-        b = np.where(found.where, b, 0.0)
-        if np.any(a[~np.asarray(found.where)] != 0):
+    if output.where is not None:
+        b = np.where(output.where, b, 0.0)
+        if np.any(a[~np.asarray(output.where)] != 0):
             return np.inf
-    largest = max(np.max(np.abs(b[np.isfinite(b)]), initial=0.0), float(found.terms))
+    largest = max(np.max(np.abs(b[np.isfinite(b)]), initial=0.0), float(output.terms))
     with np.errstate(divide="ignore", invalid="ignore"):
         each = np.where(a == b, 0.0, np.abs(a - b) / np.maximum(np.abs(b), FLOOR * largest))
     return float(np.max(np.where(np.isnan(each), np.inf, each), initial=0.0))
@@ -415,10 +415,10 @@ def check(case: Case) -> tuple[list[str], dict[str, float]]:
                 faults.append(f"{precision}: {type(e).__name__}: {' '.join(str(e).split())}")
                 continue
         worst[precision] = max(errors.values())
-        for name, found in errors.items():
+        for name, largest in errors.items():
             most = TOLERANCE["float32"] if pairs[name][0].narrow else tolerance
-            if found > most:
-                faults.append(f"{name}, {precision}: relative error {found:.1e}, of at most {most:.0e}")
+            if largest > most:
+                faults.append(f"{name}, {precision}: relative error {largest:.1e}, of at most {most:.0e}")
     if case.name in KNOWN:
         faults.append(f"verl is wrong: {KNOWN[case.name]}")
     return faults, worst
@@ -429,14 +429,14 @@ def run(case: Case, precision: str) -> dict[str, tuple[Found, np.ndarray]]:
     fn = case.meta.get("fn")
     if fn not in ADAPTERS:
         raise ValueError(f"fn={fn!r} is not known; it is one of {', '.join(ADAPTERS)}")
-    found = ADAPTERS[fn](case.meta, prepared(case, precision))
-    if unknown := case.expected.keys() - found.keys():
+    outputs = ADAPTERS[fn](case.meta, prepared(case, precision))
+    if unknown := case.expected.keys() - outputs.keys():
         raise ValueError(f"no such output of {fn}: {', '.join(sorted(unknown))}")
     for name in case.expected:
-        dtype = np.dtype(found[name].value.dtype)
+        dtype = np.dtype(outputs[name].value.dtype)
         if dtype.kind == "f" and dtype != precision:
             raise TypeError(f"{name} is {dtype}")
-    return {name: (found[name], b) for name, b in case.expected.items()}
+    return {name: (outputs[name], b) for name, b in case.expected.items()}
 
 
 def read(folder: str | pathlib.Path) -> list[Case]:

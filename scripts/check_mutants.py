@@ -155,7 +155,7 @@ class Covered:
         named = named_in(own, mutant.path)
         if chosen := self._quickest(numbers, own, budget_s):
             return [*chosen, *(file for file in named if file.endswith(f"/test_{mutant.path.stem}.py"))]
-        others = {n for found in lines.values() for n in found} or set(range(len(self.tests)))
+        others = {n for tests in lines.values() for n in tests} or set(range(len(self.tests)))
         return [*named, *self._quickest(others, own - {*named}, budget_s)]
 
     def _quickest(self, numbers: set[int], own: set[str], budget_s: float) -> list[str]:
@@ -180,8 +180,8 @@ def room_files(name: str) -> set[str]:
 def named_in(files: set[str], module: pathlib.Path) -> list[str]:
     """Returns the files that name a module, test_MODULE.py first."""
     name = module.parent.name if module.stem == "__init__" else module.stem
-    found = [file for file in files if re.search(rf"\b{name}\b", (ROOT / file).read_text())]
-    return sorted(found, key=lambda file: (not file.endswith(f"/test_{name}.py"), file))
+    matching = [file for file in files if re.search(rf"\b{name}\b", (ROOT / file).read_text())]
+    return sorted(matching, key=lambda file: (not file.endswith(f"/test_{name}.py"), file))
 
 
 def measure(kept: pathlib.Path, jobs: int) -> None:
@@ -281,8 +281,8 @@ def work(drawn: list[Mutant], covered: Covered, args: argparse.Namespace, done: 
             target.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
             caught, by = catches(checkout, tests, args.timeout_s) if tests else (False, "no test of the room")
             target.write_bytes(source)
-            said = f"{'caught' if caught else 'LIVES'} {time.monotonic() - began:.0f} s {mutant} {by or len(tests)}"
-            done.put((mutant, caught, said))
+            line = f"{'caught' if caught else 'LIVES'} {time.monotonic() - began:.0f} s {mutant} {by or len(tests)}"
+            done.put((mutant, caught, line))
 
 
 def main() -> None:
@@ -320,10 +320,10 @@ def main() -> None:
         for worker in workers:
             worker.start()
         for i in range(len(drawn)):
-            mutant, caught, said = done.get()
+            mutant, caught, line = done.get()
             rooms[room(mutant.path)][caught] += 1
             alive += [] if caught else [mutant]
-            print(f"{i + 1}/{len(drawn)} {said}", flush=True)
+            print(f"{i + 1}/{len(drawn)} {line}", flush=True)
     share = 1 - len(alive) / max(len(drawn), 1)
     for name, counts in sorted(rooms.items()):
         print(f"{name}: {counts[True]} of {counts.total()}")

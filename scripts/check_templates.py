@@ -91,17 +91,17 @@ class Hall:
         """Token ids of a text."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def end(self, said: dict[str, Any], new: list[dict[str, Any]], tools: Any) -> list[int]:
+    def end(self, message: dict[str, Any], new: list[dict[str, Any]], tools: Any) -> list[int]:
         """The token that the template has after a turn, which the policy samples."""
-        if (calls := "tool_calls" in said) in self._ends:
+        if (calls := "tool_calls" in message) in self._ends:
             return self._ends[calls]
         before = [{"role": "user", "content": "a"}]
-        said = said | {"content": MARK}
+        message = message | {"content": MARK}
         plain = self.render([*before, {"role": "assistant", "content": MARK}], tools, False)
         text = plain[plain.index(MARK) + len(MARK) :]
         if not text:  # the next turn's head ends this one
-            whole = self.render([*before, said, *(new or [{"role": "user", "content": "b"}])], tools)
-            text = whole[len(self.render([*before, said], tools, False)) :]
+            whole = self.render([*before, message, *(new or [{"role": "user", "content": "b"}])], tools)
+            text = whole[len(self.render([*before, message], tools, False)) :]
         self._ends[calls] = self.encode(text)[:1]
         return self._ends[calls]
 
@@ -109,8 +109,8 @@ class Hall:
 def call_text(format: str, name: str, arguments: dict[str, Any]) -> str:
     """A call as Qwen's templates write it."""
     if format == "hermes":
-        said = json.dumps(arguments, ensure_ascii=False)
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {said}}}\n</tool_call>'
+        encoded = json.dumps(arguments, ensure_ascii=False)
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {encoded}}}\n</tool_call>'
     values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
@@ -133,10 +133,10 @@ def a_turn(rng: random.Random, format: str, tools: bool, thinks: bool, first: in
         arguments = {"what": words(rng)} | ({"most": rng.randint(1, 9)} if rng.random() < 0.5 else {})
         id = f"call{first + i:05d}"
         calls.append({"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}})
-    said = words(rng) if rng.random() < 0.7 or not calls else ""
+    prose = words(rng) if rng.random() < 0.7 or not calls else ""
     texts = [call_text(format, **call["function"]) for call in calls]
-    text = head + "\n".join([*([said] if said else []), *texts])
-    message = {"role": "assistant", "content": (head + said).rstrip() if calls else head + said}
+    text = head + "\n".join([*([prose] if prose else []), *texts])
+    message = {"role": "assistant", "content": (head + prose).rstrip() if calls else head + prose}
     return text, message | ({"tool_calls": calls} if calls else {}), calls
 
 
@@ -162,7 +162,7 @@ class Play:
         messages = [dict(message) for message in self.case.messages]
         return Prompt("p", "x", messages, np.array(self.hall.encode(text), np.int32), "", {})
 
-    async def ask(self, ids: Any, **how: Any) -> Answer:
+    async def ask(self, ids: Any, **options: Any) -> Answer:
         """The policy's turn; first what it is asked is compared."""
         case = self.case
         case.asked.append(list(ids))
@@ -212,12 +212,12 @@ class Play:
         return "", respond
 
 
-async def hold(hall: Hall, kind: str, format: str, seed: int, chat: Any, how: dict[str, Any]) -> tuple[str, int]:
+async def hold(hall: Hall, kind: str, format: str, seed: int, chat: Any, options: dict[str, Any]) -> tuple[str, int]:
     """Holds one conversation; returns what is wrong, and its trajectories."""
     play = Play(hall, kind, format, seed)
-    toolbox = Toolbox([Look()] if play.tools else [], LIMITS, how["user_code"])
+    toolbox = Toolbox([Look()] if play.tools else [], LIMITS, options["user_code"])
     parts = (chat, PARSERS[format], toolbox, play.begin if play.users else None)
-    talk = make_talk(*parts, turns=Turns(play.turns, -1), **{k: v for k, v in how.items() if k != "user_code"})
+    talk = make_talk(*parts, turns=Turns(play.turns, -1), **{k: v for k, v in options.items() if k != "user_code"})
     try:
         t = await talk(play.ask, play.prompt(), sampling=greedy(100_000), seed=seed, near=0)
     except jinja2.TemplateError as e:
@@ -245,18 +245,18 @@ def outcome(
     tokenizer: Any, template: str, kind: str, count: int, history: str, seed: int = 0
 ) -> tuple[str, int, float]:
     """Outcome of a template for a kind of conversation, the exact ones, and the mean number of trajectories."""
-    hall, said = Hall(tokenizer, template), ""
+    hall, refusal = Hall(tokenizer, template), ""
     for format in ("hermes", "qwen3_coder"):
-        how: dict[str, Any] = dict(roles=KINDS[kind], name=format)
+        options: dict[str, Any] = dict(roles=KINDS[kind], name=format)
         if "history" in inspect.signature(turn_tokens.templated).parameters:
-            how |= dict(parse=PARSERS[format], history=history, parallel=3)
+            options |= dict(parse=PARSERS[format], history=history, parallel=3)
         try:
-            chat = turn_tokens.templated(hall.tokenizer, [SCHEMA] if kind != "users" else [], **how)
+            chat = turn_tokens.templated(hall.tokenizer, [SCHEMA] if kind != "users" else [], **options)
             break
         except UserError as e:
-            said = said if said and "the run reads" in str(e) else f"refused: {e}"
+            refusal = refusal if refusal and "the run reads" in str(e) else f"refused: {e}"
     else:
-        return said, 0, 0.0
+        return refusal, 0, 0.0
     asked: dict[str, Any] = dict(
         user_code=UserCodeRunner(),
         decode=lambda ids: decode(hall.tokenizer, ids),
@@ -292,10 +292,10 @@ def main() -> int:
     print("| template | conversations | exact | trajectories | outcome |\n|---|---|---:|---:|---|")
     for file in files:
         for kind in KINDS:
-            said, exact, mean = outcome(tokenizer, file.read_text(), kind, args.count, args.history, args.seed)
-            totals[said.partition(":")[0]] += 1
-            bad += said.startswith("differs")
-            print(f"| {file.stem} | {kind} | {exact}/{args.count} | {mean:.2f} | {said:.180} |", flush=True)
+            verdict, exact, mean = outcome(tokenizer, file.read_text(), kind, args.count, args.history, args.seed)
+            totals[verdict.partition(":")[0]] += 1
+            bad += verdict.startswith("differs")
+            print(f"| {file.stem} | {kind} | {exact}/{args.count} | {mean:.2f} | {verdict:.180} |", flush=True)
     print("; ".join(f"{name}: {n}" for name, n in totals.items()))
     return int(bad > 0 and args.history == "template")
 

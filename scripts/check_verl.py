@@ -91,8 +91,8 @@ def make_programs(work: pathlib.Path) -> None:
         (work / "bin" / name).write_text(RECORD.replace("PYTHON", os.path.realpath(sys.executable)))
         (work / "bin" / name).chmod(0o755)
     for name in TOOLS.split():
-        if found := shutil.which(name):
-            (work / "bin" / name).symlink_to(found)
+        if program := shutil.which(name):
+            (work / "bin" / name).symlink_to(program)
     (work / "home").mkdir()
     (work / "home").chmod(0o777)
 
@@ -110,8 +110,8 @@ def under_bash(script: pathlib.Path, arguments: list[str], root: pathlib.Path, w
             process.wait(TIME_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-    found = sorted(calls.iterdir(), key=lambda file: file.stat().st_mtime_ns)
-    return [file.read_text(errors="replace").split("\0")[:-1] for file in found]
+    files = sorted(calls.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    return [file.read_text(errors="replace").split("\0")[:-1] for file in files]
 
 
 def trainer_of(call: list[str]) -> tuple[str, tuple[str, ...], tuple[str, ...]] | None:
@@ -122,7 +122,7 @@ def trainer_of(call: list[str]) -> tuple[str, tuple[str, ...], tuple[str, ...]] 
             main = main.removesuffix(".py").removeprefix("./").replace("/", ".")
             named = re.search(r"(^|[._])(main\w*|\w*_main\w*|\w*trainer\w*|launch)$", main)
             rest = call[i + (2 if word == "-m" else 1) :]
-            trains = named and any(re.match(r"[+~]*[\w.@]+\.[\w.]+=", one) for one in rest)
+            trains = named and any(re.match(r"[+~]*[\w.@]+\.[\w.]+=", argument) for argument in rest)
             return (main, tuple(rest), tuple(call[:i])) if trains else None
     return None
 
@@ -133,12 +133,12 @@ def scripts_of(root: pathlib.Path, work: pathlib.Path, match: str = "") -> Itera
         if match not in str(file.relative_to(root)):
             continue
         for arguments in USAGES:
-            found = [one for call in under_bash(file, arguments, root, work) if (one := trainer_of(call))]
-            found = list(dict.fromkeys(one for one in found if not one[0].endswith(OTHERS)))
-            if found:
+            trainers = [trainer for call in under_bash(file, arguments, root, work) if (trainer := trainer_of(call))]
+            trainers = list(dict.fromkeys(trainer for trainer in trainers if not trainer[0].endswith(OTHERS)))
+            if trainers:
                 break
-        if len(found) == 1:
-            main, words, launcher = found[0]
+        if len(trainers) == 1:
+            main, words, launcher = trainers[0]
             result = Result(f"{root.name}/{file.relative_to(root)}", main, list(words), list(launcher))
             _translate(result, file, arguments)
             yield result
@@ -147,8 +147,8 @@ def scripts_of(root: pathlib.Path, work: pathlib.Path, match: str = "") -> Itera
 def _translate(result: Result, file: pathlib.Path, arguments: list[str]) -> None:
     try:
         script = from_verl.read_arguments([str(file), *arguments])
-        found = [DATES.sub("#", word) for word in (script.main, *script.words)]
-        result.same = found == [DATES.sub("#", word) for word in (result.main, *result.words)]
+        words = [DATES.sub("#", word) for word in (script.main, *script.words)]
+        result.same = words == [DATES.sub("#", word) for word in (result.main, *result.words)]
         result.command, lacking = from_verl.output_of(script)
         result.code, result.errors = (from_verl.LEFT_OUT if lacking else 0), "\n".join(lacking)
     except UserError as e:
@@ -172,8 +172,8 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
     parts = result.main.split(".")[:-1]
     places = [
         place
-        for one in (root, verl, *sorted(root.parent.iterdir()))
-        for place in (one / "/".join(parts), one / "/".join(parts[1:]))
+        for folder in (root, verl, *sorted(root.parent.iterdir()))
+        for place in (folder / "/".join(parts), folder / "/".join(parts[1:]))
     ]
     usual = {"main_dapo": "dapo_trainer", "fully_async_main": "fully_async_ppo_trainer"}
     usual |= {"sft_trainer": "sft_trainer_engine", "sft_trainer_ray": "sft_trainer_engine"}
@@ -190,7 +190,8 @@ def composed(result: Result, root: pathlib.Path, verl: pathlib.Path) -> Any:
             config = hydra.compose(config_name=name, overrides=[*rest, search])
         except Exception:  # keys of another version, or values that its grammar has quoted
             rest = [
-                re.sub(r"^\+*([\w.]+=)(<.*>)?(?=.*$)", r"++\1'\2'" if "=<" in one else r"++\1", one) for one in rest
+                re.sub(r"^\+*([\w.]+=)(<.*>)?(?=.*$)", r"++\1'\2'" if "=<" in override else r"++\1", override)
+                for override in rest
             ]
             config = hydra.compose(config_name=name, overrides=[*rest, search])
     OmegaConf.set_struct(config, False)
@@ -250,7 +251,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     distils = get("distillation.enabled", False)
     apart = bool(get("rollout.nnodes") or get(f"{r}.nnodes"))
     correction = "algorithm.rollout_correction"
-    corrects = any(get(f"{correction}.{one}") not in (None, "none") for one in ("rollout_is", "rollout_rs"))
+    corrects = any(get(f"{correction}.{kind}") not in (None, "none") for kind in ("rollout_is", "rollout_rs"))
     older = get("async_training.use_rollout_log_probs") and not get("async_training.compute_prox_log_prob")
     bypass = get(f"{correction}.bypass_mode", False) or older
     reinforces = bypass and get(f"{correction}.loss_type") == "reinforce"
@@ -271,7 +272,7 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     if engine in ("megatron", "veomni"):
         names = {"megatron": "expert_model_parallel_size", "veomni": "expert_parallel_size"}
         experts = int(get(f"{a}.{engine}.{names[engine]}", 1))
-    found: dict[str, Any] = {
+    wanted: dict[str, Any] = {
         "data.train_files": text("data.train_files"),
         "data.val_files": text("data.val_files"),
         "data.train_batch_size": batch * meets,
@@ -336,23 +337,23 @@ def expected(config: Any, main: str) -> dict[str, Any]:
         "mesh.expert": math.gcd(experts, max(1, gpus * nodes // sequence
           // (int(get(f"{a}.megatron.tensor_model_parallel_size", 1)) if engine == "megatron" else 1))),
     }  # fmt: skip
-    found |= {
+    wanted |= {
         f"trainer.{key}": max(1, value // (1 if fully else meets)) if value > 0 else -1 for key, value in every.items()
     }
     schedules = ("warmup_style", "lr_scheduler_type", "lr_decay_style", "decay_type")
-    found["actor.lr_scheduler_type"] = next(value for one in schedules if (value := get(f"{a}.optim.{one}")))
+    wanted["actor.lr_scheduler_type"] = next(value for schedule in schedules if (value := get(f"{a}.optim.{schedule}")))
     if tokens:
-        found["actor.max_tokens_per_device"] = tokens
+        wanted["actor.max_tokens_per_device"] = tokens
     if engine == "fsdp_config":
-        found["actor.optimizer_offload"] = bool(get(f"{a}.fsdp_config.optimizer_offload"))
-        found["model.param_dtype"] = _DTYPES.get(
+        wanted["actor.optimizer_offload"] = bool(get(f"{a}.fsdp_config.optimizer_offload"))
+        wanted["model.param_dtype"] = _DTYPES.get(
             get(f"{a}.fsdp_config.model_dtype"), get(f"{a}.fsdp_config.model_dtype")
         )
-        found["mesh.fsdp"] = -1 if size < 0 or size >= gpus * nodes else max(1, size // sequence)
-        found["mesh.data"] = 1 if found["mesh.fsdp"] == -1 else -1
+        wanted["mesh.fsdp"] = -1 if size < 0 or size >= gpus * nodes else max(1, size // sequence)
+        wanted["mesh.data"] = 1 if wanted["mesh.fsdp"] == -1 else -1
     if get(f"{turn}.enable") and get(f"{turn}.tool_config_path"):
-        found["rollout.multi_turn.tool_config_path"] = get(f"{turn}.tool_config_path")
-        found["rollout.multi_turn.max_assistant_turns"] = int(get(f"{turn}.max_assistant_turns", -1))
+        wanted["rollout.multi_turn.tool_config_path"] = get(f"{turn}.tool_config_path")
+        wanted["rollout.multi_turn.max_assistant_turns"] = int(get(f"{turn}.max_assistant_turns", -1))
     for place in ("reward", "reward_model"):
         if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable") or get(f"{place}.overlong_buffer.enable"):
             key = (
@@ -360,26 +361,26 @@ def expected(config: Any, main: str) -> dict[str, Any]:
                 if get(f"{place}.reward_kwargs.overlong_buffer_cfg.enable")
                 else "overlong_buffer"
             )
-            found["reward.overlong_buffer_tokens"] = int(get(f"{place}.{key}.len"))
+            wanted["reward.overlong_buffer_tokens"] = int(get(f"{place}.{key}.len"))
     path = get("custom_reward_function.path") or get("reward.custom_reward_function.path")
     name = get("custom_reward_function.name") or get("reward.custom_reward_function.name", "compute_score")
-    found["reward.function"] = f"{path}:{name}" if path else ""
-    if found["model.lora_rank"] and not found["actor.param_offload"]:
-        del found["ref.param_offload"]  # the reference is the policy's own base
+    wanted["reward.function"] = f"{path}:{name}" if path else ""
+    if wanted["model.lora_rank"] and not wanted["actor.param_offload"]:
+        del wanted["ref.param_offload"]  # the reference is the policy's own base
     if "trainer.default_local_dir" in main and get("trainer.default_local_dir"):
-        found["trainer.run_dir"] = get("trainer.default_local_dir")
+        wanted["trainer.run_dir"] = get("trainer.default_local_dir")
     if "trainer.experiment_name" in main:
-        found["trainer.experiment_name"] = get("trainer.experiment_name")
+        wanted["trainer.experiment_name"] = get("trainer.experiment_name")
     if not apart:
-        found["trainer.nnodes"] = nodes
-    if not apart and found["rollout.name"] != "inprocess":
-        found["rollout.servers"] = max(1, gpus // int(get(f"{r}.tensor_model_parallel_size")))
+        wanted["trainer.nnodes"] = nodes
+    if not apart and wanted["rollout.name"] != "inprocess":
+        wanted["rollout.servers"] = max(1, gpus // int(get(f"{r}.tensor_model_parallel_size")))
     if not greedy:
-        found["rollout.val_kwargs.top_p"] = float(get(f"{r}.val_kwargs.top_p"))
+        wanted["rollout.val_kwargs.top_p"] = float(get(f"{r}.val_kwargs.top_p"))
     if corrects and (reinforces or not bypass):
-        found["algorithm.rollout_is"] = get(f"{correction}.rollout_is") or "none"
+        wanted["algorithm.rollout_is"] = get(f"{correction}.rollout_is") or "none"
     if estimator == "gae":
-        found |= {
+        wanted |= {
             "critic.lr": float(get(f"{c}.optim.lr")),
             "critic.weight_decay": float(get(f"{c}.optim.weight_decay")),
             "critic.ppo_epochs": int(get(f"{c}.ppo_epochs")),
@@ -389,9 +390,9 @@ def expected(config: Any, main: str) -> dict[str, Any]:
     if distils:
         for key in ("algorithm.adv_estimator", "algorithm.gamma", "algorithm.use_kl_in_reward", "algorithm.kl_coef",
           "actor.use_kl_loss", "actor.kl_loss_coef", "actor.kl_loss_type"):  # fmt: skip
-            del found[key]
-        found["ref.path"] = get("distillation.teacher_models.teacher_model.model_path")
-    return found
+            del wanted[key]
+        wanted["ref.path"] = get("distillation.teacher_models.teacher_model.model_path")
+    return wanted
 
 
 def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
@@ -434,7 +435,7 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
       "model.enable_gradient_checkpointing")  # fmt: skip
     modules = get("model.target_modules")
     modules = modules if isinstance(modules, str) else ",".join(modules)
-    found = {
+    wanted = {
         "data.train_files": files if isinstance(files, str) else ",".join(files),
         "data.train_batch_size": int(get("data.train_batch_size")),
         "data.max_prompt_length": longest // 2,
@@ -452,7 +453,7 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         "optim.grad_clip": float(get("optim.clip_grad")),
         "optim.lr_warmup_steps": steps if steps > 0 and not older else -1,
         "optim.lr_warmup_steps_ratio": ratio if steps <= 0 or older else 0.0,
-        "optim.lr_scheduler_type": next(value for one in schedules if (value := get(f"optim.{one}"))),
+        "optim.lr_scheduler_type": next(value for schedule in schedules if (value := get(f"optim.{schedule}"))),
         "optim.min_lr_ratio": float(get("optim.min_lr_ratio", 0.0) or get("optim.min_lr_factor", 0.0))
         or max(of_lr[:2]),
         "optim.init_lr_ratio": float(get("optim.init_lr_ratio", 0.0)) or max(of_lr[2:]),
@@ -473,22 +474,22 @@ def expected_tuning(config: Any, words: str, launcher: str) -> dict[str, Any]:
         "trainer.save_freq": get("trainer.save_freq"),
     }
     if "trainer.default_local_dir" in words:
-        found["trainer.run_dir"] = get("trainer.default_local_dir")
+        wanted["trainer.run_dir"] = get("trainer.default_local_dir")
     if chats:
-        found["data.messages_key"] = get("data.multiturn.messages_key" if older else "data.messages_key", "messages")
+        wanted["data.messages_key"] = get("data.multiturn.messages_key" if older else "data.messages_key", "messages")
     else:
-        found["data.prompt_role"] = "user"
+        wanted["data.prompt_role"] = "user"
         for name in ("prompt", "response"):
             column, entries = get(f"data.{name}_key"), get(f"data.{name}_dict_keys", ())
-            found[f"data.{name}_key"] = ".".join([column if isinstance(column, str) else ",".join(column), *entries])
-    if found["model.lora_rank"]:
-        found["model.lora_alpha"] = int(get("model.lora_alpha"))
-        found["model.target_modules"] = modules
+            wanted[f"data.{name}_key"] = ".".join([column if isinstance(column, str) else ",".join(column), *entries])
+    if wanted["model.lora_rank"]:
+        wanted["model.lora_alpha"] = int(get("model.lora_alpha"))
+        wanted["model.target_modules"] = modules
     if kept is not None:
-        found["trainer.max_ckpt_to_keep"] = int(kept)
+        wanted["trainer.max_ckpt_to_keep"] = int(kept)
     dtype = get("model.fsdp_config.model_dtype") if older else get("engine.model_dtype", "fp32")
-    found["model.param_dtype"] = _DTYPES.get(dtype, dtype)
-    return found
+    wanted["model.param_dtype"] = _DTYPES.get(dtype, dtype)
+    return wanted
 
 
 def judge(result: Result, root: pathlib.Path, verl: pathlib.Path) -> None:
@@ -532,28 +533,34 @@ def rows(results: list[Result]) -> Iterator[tuple[str, str]]:
     """Yields the table."""
 
     def of(test: Callable[[Result], Any], among: list[Result]) -> str:
-        return f"{sum(bool(test(one)) for one in among)} of {len(among)}"
+        return f"{sum(bool(test(result)) for result in among)} of {len(among)}"
 
-    zero = [one for one in results if one.code == 0]
-    judged = [one for one in zero if one.wrong is not None]
-    tuning = [one for one in results if one.tunes]
-    plain = [one for one in results if one.counts and not one.tunes]
-    yield "arguments equal to those under bash", of(lambda one: one.same, results)
+    zero = [result for result in results if result.code == 0]
+    judged = [result for result in zero if result.wrong is not None]
+    tuning = [result for result in results if result.tunes]
+    plain = [result for result in results if result.counts and not result.tunes]
+    yield "arguments equal to those under bash", of(lambda result: result.same, results)
     for code, name in ((0, "the script's run"), (3, "settings left out"), (2, "refused")):
-        yield f"exit code {code}, {name}", of(lambda one, code=code: one.code == code, results)
-    yield "exit code 0 although Hydra's settings differ", of(lambda one: one.wrong, judged)
-    yield "the same, of fine-tuning alone", of(lambda one: one.wrong, [one for one in judged if one.tunes])
+        yield f"exit code {code}, {name}", of(lambda result, code=code: result.code == code, results)
+    yield "exit code 0 although Hydra's settings differ", of(lambda result: result.wrong, judged)
+    yield (
+        "the same, of fine-tuning alone",
+        of(lambda result: result.wrong, [result for result in judged if result.tunes]),
+    )
     yield "exit code 0 that Hydra could not compose", str(len(zero) - len(judged))
-    all_plain = [one for one in results if one.counts]
+    all_plain = [result for result in results if result.counts]
     name = "exit code 0 or 3, without vision and other trainers"
-    yield name, of(lambda one: one.code != 2, all_plain)
-    yield f"{name}, that verl itself could start", of(lambda one: one.code != 2, [o for o in all_plain if o.starts])
-    right = [one for one in plain if one.code == 0 and one.wrong == {}]
+    yield name, of(lambda result: result.code != 2, all_plain)
+    yield (
+        f"{name}, that verl itself could start",
+        of(lambda result: result.code != 2, [o for o in all_plain if o.starts]),
+    )
+    right = [result for result in plain if result.code == 0 and result.wrong == {}]
     yield "exit code 0 and Hydra's settings, without vision and other trainers", f"{len(right)} of {len(plain)}"
-    if dry := [one for one in results if one.dry is not None]:
-        yield "dry runs that end well", of(lambda one: one.dry == "", dry)
-    yield "fine-tuning translated", of(lambda one: one.code in (0, 3), tuning)
-    yield "fine-tuning with exit code 0", of(lambda one: one.code == 0, tuning)
+    if dry := [result for result in results if result.dry is not None]:
+        yield "dry runs that end well", of(lambda result: result.dry == "", dry)
+    yield "fine-tuning translated", of(lambda result: result.code in (0, 3), tuning)
+    yield "fine-tuning with exit code 0", of(lambda result: result.code == 0, tuning)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -601,7 +608,7 @@ def main(argv: list[str] | None = None) -> None:
                     dry = "" if result.dry is None else f"dry run: {result.dry or 'ends well'}; "
                     print(f"{dry}{result.code}", result.name, result.wrong or result.errors.strip()[:2000], flush=True)
         os.chdir("/")
-    left = collections.Counter(one.code for one in results)
+    left = collections.Counter(result.code for result in results)
     print(f"{len(results)} scripts start one trainer; exit codes {dict(left)}\n")
     for name, value in rows(results):
         print(f"| {name} | {value} |")

@@ -84,8 +84,8 @@ def by_source(groups: dict[str, list[Run]]) -> Iterator[str]:
     yield "\n| data source | run | score before | after |\n|---|---|---:|---:|"
     for source in sources:
         for name, runs in groups.items():
-            found = [interval([getattr(r, when)[f"val/{source}/score"] for r in runs]) for when in ("before", "after")]
-            yield f"| {source} | {name} | {found[0]} | {found[1]} |"
+            scores = [interval([getattr(r, when)[f"val/{source}/score"] for r in runs]) for when in ("before", "after")]
+            yield f"| {source} | {name} | {scores[0]} | {scores[1]} |"
 
 
 def samples(run: Run, count: int) -> Iterator[str]:

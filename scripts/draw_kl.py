@@ -34,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of runs")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the file to write")
     args = parser.parse_args(argv)
-    found = {run: read(run) for run in args.runs}
-    lines = {f"reward, {run.name}": [(row["step"], row[REWARD]) for row in rows] for run, rows in found.items()}
+    by_run = {run: read(run) for run in args.runs}
+    lines = {f"reward, {run.name}": [(row["step"], row[REWARD]) for row in rows] for run, rows in by_run.items()}
     by_step: dict[float, list[float]] = {}
-    for rows in found.values():
+    for rows in by_run.values():
         for row in rows:
             by_step.setdefault(row["step"], []).append(row[KL])
     lines["KL, nats a response"] = [(step, statistics.mean(values)) for step, values in sorted(by_step.items())]

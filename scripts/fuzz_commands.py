@@ -135,16 +135,16 @@ def make_setup(folder: pathlib.Path) -> None:
     prompts = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "arithmetic"} for a, b in sums]
     rows = {
         "prompts": prompts,
-        "demos": [{"prompt": one["prompt"], "response": one["ground_truth"]} for one in prompts],
-        "pairs": [{"prompt": one["prompt"], "chosen": one["ground_truth"], "rejected": "1"} for one in prompts],
+        "demos": [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in prompts],
+        "pairs": [{"prompt": row["prompt"], "chosen": row["ground_truth"], "rejected": "1"} for row in prompts],
         "samples": [
-            {"uid": one["prompt"], "prompt": one["prompt"], "response": answer, "score": score, "finish": "stop"}
-            for one in prompts
-            for answer, score in ((one["ground_truth"], 1.0), ("1", 0.0))
+            {"uid": row["prompt"], "prompt": row["prompt"], "response": answer, "score": score, "finish": "stop"}
+            for row in prompts
+            for answer, score in ((row["ground_truth"], 1.0), ("1", 0.0))
         ],
     }
-    for name, made in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    for name, records in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     (folder / "gsm8k").mkdir()
     problem = json.dumps({"question": "How much is 1 + 1?", "answer": "It is 2.\n#### 2"}) + "\n"
     for split in ("train", "test"):
@@ -313,7 +313,7 @@ def odd_settings(rng: random.Random, kind: str) -> list[str]:
     config = getattr(settings, KINDS[kind][0])()
     usual = table.by_name(config) | KINDS[kind][1]
     names = sorted(name for name in usual if not LEFT_OUT.search(name))
-    found = []
+    overrides = []
     for name in rng.choices(names, k=rng.choice((1, 1, 1, 2))):
         was = usual[name]
         if name.endswith(("path", "files", "run_dir", "_dir")) and rng.random() < 0.7:
@@ -330,8 +330,8 @@ def odd_settings(rng: random.Random, kind: str) -> list[str]:
             value = rng.choice((*WORDS, *NUMBERS, *ODD_PATHS))
         if rng.random() < 0.05:
             name = rng.choice((name[:-1], name.split(".")[0], f"{name}.x", name.upper(), "", "é"))
-        found.append(f"--config.{name}={value}")
-    return found
+        overrides.append(f"--config.{name}={value}")
+    return overrides
 
 
 def odd_path(rng: random.Random) -> str:
@@ -343,30 +343,30 @@ def odd_path(rng: random.Random) -> str:
 
 def spoil(rng: random.Random, folder: pathlib.Path, patterns: Sequence[str]) -> str:
     """Breaks one file of the patterns; what was done, for the report."""
-    found = sorted({path for path in folder.glob(rng.choice(patterns)) if path.is_file()})
-    if not found:
+    paths = sorted({path for path in folder.glob(rng.choice(patterns)) if path.is_file()})
+    if not paths:
         return "nothing"
-    path = rng.choice(found)
-    how = rng.choice((*(of_bytes,) * 4, *(of_content,) * 6, of_kind, of_kind, of_encoding))
-    done = how(rng, path)
+    path = rng.choice(paths)
+    damage = rng.choice((*(of_bytes,) * 4, *(of_content,) * 6, of_kind, of_kind, of_encoding))
+    done = damage(rng, path)
     return f"{path.relative_to(folder)}: {done}"
 
 
 def of_bytes(rng: random.Random, path: pathlib.Path) -> str:
     """Bytes that are cut, flipped, doubled, or appended."""
     data = bytearray(path.read_bytes())
-    how = rng.randrange(6)
-    if how == 0:
+    variant = rng.randrange(6)
+    if variant == 0:
         data = data[: rng.randrange(len(data) + 1)]
-    elif how == 1:
+    elif variant == 1:
         data += bytes(rng.randint(1, 100))
-    elif how == 2 and data:
+    elif variant == 2 and data:
         for _ in range(rng.randint(1, 8)):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    elif how == 3 and data:
+    elif variant == 3 and data:
         start = rng.randrange(len(data))
         data[start:start] = data[start : start + rng.randint(1, 200)]
-    elif how == 4 and data:
+    elif variant == 4 and data:
         start = rng.randrange(len(data))
         del data[start : start + rng.randint(1, 50)]
     else:
@@ -374,7 +374,7 @@ def of_bytes(rng: random.Random, path: pathlib.Path) -> str:
             rng.choice((b"", b"[" * 100_000, b"PAR1", b"\xff\xfe", b"null", b"{}\n{}", b"\0" * 64, b"1e999"))
         )
     path.write_bytes(data)
-    return f"bytes, {how}"
+    return f"bytes, {variant}"
 
 
 def of_content(rng: random.Random, path: pathlib.Path) -> str:
@@ -433,29 +433,29 @@ def changed(rng: random.Random, value: Any) -> Any:
 
 def of_kind(rng: random.Random, path: pathlib.Path) -> str:
     """No file but something else of its name."""
-    how = rng.choice(("gone", "folder", "loop", "dangling", "locked", "link to null"))
-    if how == "locked":
+    kind = rng.choice(("gone", "folder", "loop", "dangling", "locked", "link to null"))
+    if kind == "locked":
         path.chmod(0)
-        return how
+        return kind
     path.unlink()
-    if how == "folder":
+    if kind == "folder":
         path.mkdir()
-    elif how == "loop":
+    elif kind == "loop":
         path.symlink_to(path.name)
-    elif how == "dangling":
+    elif kind == "dangling":
         path.symlink_to("nothing-here")
-    elif how == "link to null":
+    elif kind == "link to null":
         path.symlink_to(os.path.relpath(next(p for p in path.parents if (p / "null").exists()) / "null", path.parent))
-    return how
+    return kind
 
 
 def of_encoding(rng: random.Random, path: pathlib.Path) -> str:
     """The text in another encoding or with other ends of lines."""
-    how = rng.choice(("utf-16", "utf-8-sig", "cp1252", "crlf"))
+    encoding = rng.choice(("utf-16", "utf-8-sig", "cp1252", "crlf"))
     text = path.read_bytes().decode("latin-1")
-    text = text.replace("\n", "\r\n") if how == "crlf" else f"{text}é"
-    path.write_bytes(text.encode("latin-1" if how == "crlf" else how, errors="replace"))
-    return how
+    text = text.replace("\n", "\r\n") if encoding == "crlf" else f"{text}é"
+    path.write_bytes(text.encode("latin-1" if encoding == "crlf" else encoding, errors="replace"))
+    return encoding
 
 
 # -- running
@@ -464,29 +464,29 @@ def of_encoding(rng: random.Random, path: pathlib.Path) -> str:
 def run(words: Sequence[str], folder: pathlib.Path, *, typed: str = "", limit_s: float = LIMIT_S) -> Ended:
     """The command in a fork of this process, in `folder`; what is left of its processes is killed at the end."""
     before = time.monotonic()
-    said = {name: folder.parent / f"{folder.name}.{name}" for name in ("in", "out", "err")}
-    said["in"].write_text(typed)
+    streams = {name: folder.parent / f"{folder.name}.{name}" for name in ("in", "out", "err")}
+    streams["in"].write_text(typed)
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        _be(words, folder, said)  # does not return
+        _be(words, folder, streams)  # does not return
     descriptor = os.pidfd_open(pid)
     over = bool(select.select([descriptor], [], [], limit_s)[0])
     os.close(descriptor)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    out, err = (said[name].read_text(errors="replace") for name in ("out", "err"))
+    out, err = (streams[name].read_text(errors="replace") for name in ("out", "err"))
     return Ended(code if over else None, out, err, time.monotonic() - before)
 
 
-def _be(words: Sequence[str], folder: pathlib.Path, said: dict[str, pathlib.Path]) -> None:
+def _be(words: Sequence[str], folder: pathlib.Path, streams: dict[str, pathlib.Path]) -> None:
     """Becomes the command, and ends as the interpreter would."""
     code = 70
     try:
         os.setsid()
         for number, (name, mode) in enumerate((("in", os.O_RDONLY), ("out", os.O_WRONLY), ("err", os.O_WRONLY))):
-            os.dup2(os.open(said[name], mode | os.O_CREAT | os.O_TRUNC * (name != "in"), 0o600), number)
+            os.dup2(os.open(streams[name], mode | os.O_CREAT | os.O_TRUNC * (name != "in"), 0o600), number)
         os.chdir(folder)
         os.environ |= {"HOME": str(folder), "TMPDIR": str(folder)}
         for limit, most in (
@@ -549,8 +549,8 @@ def judge(number: int, setup: pathlib.Path, folder: pathlib.Path, *, limit_s: fl
         wrong = "a device was replaced by a file"
     shutil.rmtree(folder, ignore_errors=True)
     if wrong:
-        said = "".join(f"\n    {line[:300]}" for line in f"{ended.stderr[-4000:]}".splitlines())
-        return f"{wrong} ({ended.seconds:.0f} s): {case.words!r}\n  broken: {done}\n  stderr:{said}"
+        stderr = "".join(f"\n    {line[:300]}" for line in f"{ended.stderr[-4000:]}".splitlines())
+        return f"{wrong} ({ended.seconds:.0f} s): {case.words!r}\n  broken: {done}\n  stderr:{stderr}"
     return {0: "accepted", 1: "stopped"}.get(ended.code or 0, "refused")
 
 

@@ -134,8 +134,10 @@ def of_data(rng: random.Random, folder: pathlib.Path) -> None:
     if kind == "prompts":
         read_prompts(files, tokenizer=tokenizer, max_prompt_length=16, filter_overlong=rng.random() < 0.5)
     elif kind == "demonstrations":
-        how = rng.choice(("last", "all"))
-        read_demonstrations(files, tokenizer=tokenizer, max_length=32, system_prompt="", custom_cls="", learn_turns=how)
+        turns = rng.choice(("last", "all"))
+        read_demonstrations(
+            files, tokenizer=tokenizer, max_length=32, system_prompt="", custom_cls="", learn_turns=turns
+        )
     else:
         read_pairs(
             files,
@@ -175,12 +177,12 @@ def changed(rng: random.Random, value: Any) -> Any:
 def break_bytes(rng: random.Random, file: pathlib.Path) -> None:
     """A file that was cut, has NULs or bits that changed, or is of another kind."""
     data = bytearray(file.read_bytes())
-    how = rng.randrange(4)
-    if how == 0:
+    variant = rng.randrange(4)
+    if variant == 0:
         data = data[: rng.randrange(len(data) + 1)]
-    elif how == 1:
+    elif variant == 1:
         data += bytes(rng.randint(1, 100))
-    elif how == 2:
+    elif variant == 2:
         for _ in range(min(8, len(data))):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     else:

@@ -124,8 +124,8 @@ def advantage(fn: str, x: Arrays, **more: Any) -> Arrays:
     names = dict(rewards="token_level_rewards", mask="response_mask", old_logprob="old_log_probs",
       is_weights="rollout_is_weights")  # fmt: skip
     given = {names.get(name, name): value for name, value in given.items()}
-    found = get_adv_estimator_fn(fn)(index=np.array(GROUPS), **given, **more)
-    return dict(advantages=found[0].numpy().astype(float), returns=found[1].numpy().astype(float))
+    estimate = get_adv_estimator_fn(fn)(index=np.array(GROUPS), **given, **more)
+    return dict(advantages=estimate[0].numpy().astype(float), returns=estimate[1].numpy().astype(float))
 
 
 def estimators() -> Iterator[dict[str, Any]]:
@@ -173,8 +173,8 @@ def gdpo_advantage(x: Arrays, columns: Arrays, prompts: np.ndarray, divide: bool
     settings = dict(gdpo_reward_keys=list(columns), gdpo_reward_weights=weights)
     attention = torch.tensor(np.concatenate([prompts, x["mask"]], axis=1)).long()
     batch = dict(prompts=torch.tensor(prompts), attention_mask=attention)
-    how = dict(config=settings, non_tensor_batch=columns, batch=batch, norm_adv_by_std_in_grpo=divide)
-    return advantage("gdpo", x, **how)
+    options = dict(config=settings, non_tensor_batch=columns, batch=batch, norm_adv_by_std_in_grpo=divide)
+    return advantage("gdpo", x, **options)
 
 
 def distillation() -> Iterator[dict[str, Any]]:
@@ -192,9 +192,9 @@ def distillation() -> Iterator[dict[str, Any]]:
         nested = [torch.nested.nested_tensor([x], layout=torch.jagged) for x in (teacher.values, teacher.indices)]
         loss = types.SimpleNamespace(log_prob_min_clamp=least)
         config = types.SimpleNamespace(distillation_loss=loss)
-        found = compute_forward_kl_topk(student, *nested, config, "thd")["distillation_losses"].clamp_min(0.0)
-        found.sum().backward()
-        out = dict(kl=found[0].detach().numpy().astype(float), grad=student.grad[0].numpy())
+        divergence = compute_forward_kl_topk(student, *nested, config, "thd")["distillation_losses"].clamp_min(0.0)
+        divergence.sum().backward()
+        out = dict(kl=divergence[0].detach().numpy().astype(float), grad=student.grad[0].numpy())
         meta = dict(fn="forward_kl_topk", topk=topk, min_logp=least)
         yield case(f"forward_kl_topk-{seed}", meta, dict(logits=logits, ref_logits=ref_logits), out)
 
@@ -209,9 +209,13 @@ def presets() -> dict[str, dict[str, Any]]:
     """Returns the presets' fields by name."""
     from verl.trainer.config import RolloutCorrectionConfig as Preset
 
-    names = [name for name, one in vars(Preset).items() if isinstance(one, classmethod) and not name.startswith("_")]
-    found = {name: getattr(Preset, name)() for name in names}
-    return {name: {f.name: getattr(one, f.name) for f in dataclasses.fields(one)} for name, one in found.items()}
+    names = [
+        name for name, member in vars(Preset).items() if isinstance(member, classmethod) and not name.startswith("_")
+    ]
+    configs = {name: getattr(Preset, name)() for name in names}
+    return {
+        name: {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} for name, config in configs.items()
+    }
 
 
 def main() -> None:

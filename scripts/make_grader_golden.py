@@ -154,8 +154,8 @@ def load(verl: pathlib.Path, name: str) -> types.ModuleType:
 def score(function: Any, response: str, truth: Any) -> float:
     """Returns the score that verl's `default_compute_score` takes from the function's result."""
     with contextlib.redirect_stdout(io.StringIO()):
-        found = function(response, truth)
-    return float(found["score"] if isinstance(found, dict) else found)
+        grade = function(response, truth)
+    return float(grade["score"] if isinstance(grade, dict) else grade)
 
 
 def main() -> None:
@@ -172,8 +172,8 @@ def main() -> None:
         function = load(verl, module).compute_score
         cases[rule] = [[r, t, score(function, r, t)] for r, t in itertools.product(responses, truths)]
     function = load(verl, "search_r1_like_qa_em").compute_score
-    found = [(r, {"target": t}) for r, t in itertools.product(SEARCH, SEARCH_TRUTHS)]
-    cases["search_r1"] = [[response, json.dumps(truth), score(function, response, truth)] for response, truth in found]
+    pairs = [(r, {"target": t}) for r, t in itertools.product(SEARCH, SEARCH_TRUTHS)]
+    cases["search_r1"] = [[response, json.dumps(truth), score(function, response, truth)] for response, truth in pairs]
     OUT.parent.mkdir(exist_ok=True)
     lines = [f'"{rule}": [\n' + ",\n".join(map(json.dumps, some)) + "\n]" for rule, some in cases.items()]
     OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -23,8 +23,8 @@ def page(package: pathlib.Path) -> str:
     """Joins the modules of a package."""
     parts = [f"# {dotted(package)}\n"]
     init = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
-    if said := ast.get_docstring(init):
-        parts.append(prose(said))
+    if docstring := ast.get_docstring(init):
+        parts.append(prose(docstring))
     for path in modules(package):
         if path.parent == package:
             parts += module(path)
@@ -36,8 +36,8 @@ def module(path: pathlib.Path) -> Iterator[str]:
     source, name = path.read_text(encoding="utf-8"), dotted(path)
     tree, lines = ast.parse(source), source.splitlines()
     yield f"## {name} {{ #{name} }}\n"
-    if said := ast.get_docstring(tree):
-        yield prose(said)
+    if docstring := ast.get_docstring(tree):
+        yield prose(docstring)
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
             yield f"### {node.name} {{ #{name}.{node.name} }}\n"
@@ -46,12 +46,12 @@ def module(path: pathlib.Path) -> Iterator[str]:
 
 def outline(node: Function | ast.ClassDef, lines: list[str]) -> Iterator[str]:
     """Yields the lines of a function up to its docstring's end; for a class also fields and public methods."""
-    said = node.body[0] if ast.get_docstring(node) is not None else None
+    docstring = node.body[0] if ast.get_docstring(node) is not None else None
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    yield from lines[first - 1 : node.body[0].lineno - 1 if said is None else said.end_lineno]
+    yield from lines[first - 1 : node.body[0].lineno - 1 if docstring is None else docstring.end_lineno]
     if isinstance(node, ast.ClassDef):
         fields = [part for part in node.body if isinstance(part, ast.AnnAssign | ast.Assign)]
-        yield from [""] * (bool(fields) and said is not None)
+        yield from [""] * (bool(fields) and docstring is not None)
         for part in node.body:
             if part in fields:
                 yield from lines[part.lineno - 1 : part.end_lineno]

@@ -29,14 +29,20 @@ def main() -> None:
         "`unshare -r`": ([*AS_USER, "unshare", "-r"], NOBODY),
         "container": ([python, str(ROOT / "tests/container.py")], 0),
     }
-    found = {name: _run([*before, python], owner) for name, (before, owner) in modes.items()}
+    reports = {name: _run([*before, python], owner) for name, (before, owner) in modes.items()}
     print("| | " + " | ".join(modes) + " |")
     print("|---" * (len(modes) + 1) + "|")
-    for protection in next(iter(found.values()))["guards"]:
-        print(f"| `{protection}` | " + " | ".join(one["guards"][protection] or "no" for one in found.values()) + " |")
-    print("| `strict` | " + " | ".join("refuses" if one["missing"] else "starts" for one in found.values()) + " |")
+    for protection in next(iter(reports.values()))["guards"]:
+        print(
+            f"| `{protection}` | "
+            + " | ".join(report["guards"][protection] or "no" for report in reports.values())
+            + " |"
+        )
+    print(
+        "| `strict` | " + " | ".join("refuses" if report["missing"] else "starts" for report in reports.values()) + " |"
+    )
     for group in dict.fromkeys(group for group, *_ in PROGRAMS):
-        print(f"| {group} | " + " | ".join(_held(group, one["results"]) for one in found.values()) + " |")
+        print(f"| {group} | " + " | ".join(_held(group, report["results"]) for report in reports.values()) + " |")
 
 
 def _run(python: list[str], owner: int) -> dict:

@@ -71,11 +71,11 @@ def page() -> str:
     for section in dict.fromkeys(name.split(".")[0] for name in same):
         listed = ", ".join(f"`{name}`" for name in same if name.split(".")[0] == section)
         parts.append(f"\n{wrapped(listed, '- ')}")
-    parts += ["\n\n### Further settings\n\n", *(item(one) for name, one in SFT.items() if name not in PPO)]
+    parts += ["\n\n### Further settings\n\n", *(item(setting) for name, setting in SFT.items() if name not in PPO)]
     for head, table in ((PAIRS, REWARD_MODEL), (DPO_HEAD, DPO)):
         without = ", ".join(f"`{name}`" for name in SFT if name not in table)
         parts.append(head.format(without=textwrap.fill(without, WIDTH, break_long_words=False)))
-        parts += [item(one) for name, one in table.items() if name not in {*SFT, *PPO}]
+        parts += [item(setting) for name, setting in table.items() if name not in {*SFT, *PPO}]
     return "".join(parts)
 
 

@@ -96,5 +96,5 @@ def resolve(target: str, source: str) -> str:
 def targets(text: str, source: str) -> set[str]:
     """Returns the repository files outside docs/ that a page links to, except pages."""
     prose = FENCE.sub("", text)
-    found = {resolve(match[2], source) for match in TARGET.finditer(prose) if match[2] and "://" not in match[2]}
-    return {name for name in found if not name.startswith("docs/") and name not in PAGES and (ROOT / name).is_file()}
+    linked = {resolve(match[2], source) for match in TARGET.finditer(prose) if match[2] and "://" not in match[2]}
+    return {name for name in linked if not name.startswith("docs/") and name not in PAGES and (ROOT / name).is_file()}

@@ -117,14 +117,14 @@ class DryRuns:
         told |= {"rollout.n": str(values.get("rollout.n", 1) > 1), "devices": str(devices)}
         return hashlib.sha256(json.dumps(told).replace(str(self.work), "").encode()).hexdigest()[:16]
 
-    def run(self, one: DryRun) -> str:
+    def run(self, dry_run: DryRun) -> str:
         """Returns the last line of a failed dry run, '' if it ends well; one that ended well is not repeated."""
-        if self.results.get(one.key) != "":
-            self._write_data(one)
-            main = sft.main if one.tunes else train.main
-            self.results[one.key] = self._forked(main, [*one.words, "--dry_run"], devices=one.devices)
+        if self.results.get(dry_run.key) != "":
+            self._write_data(dry_run)
+            main = sft.main if dry_run.tunes else train.main
+            self.results[dry_run.key] = self._forked(main, [*dry_run.words, "--dry_run"], devices=dry_run.devices)
             self.file.write_text(json.dumps(self.results, indent=1))
-        return self.results[one.key]
+        return self.results[dry_run.key]
 
     def _changes(self, values: Mapping[str, Any], *, tunes: bool) -> tuple[dict[str, Any], int]:
         """Returns the settings of a small run in place of a command's, and its devices."""
@@ -140,32 +140,32 @@ class DryRuns:
         prompt, response = values["data.max_prompt_length"], values["data.max_response_length"]
         longest = SHORT if prompt + response <= 4 * SHORT else LONG
         ratio = values[f"{learner}.max_tokens_per_device"] * mesh["sequence"] / (prompt + response)
-        found: dict[str, Any] = {f"mesh.{axis}": size for axis, size in small.items()}
-        found |= {"data.max_prompt_length": longest // 2, "data.max_response_length": longest // 2}
+        changes: dict[str, Any] = {f"mesh.{axis}": size for axis, size in small.items()}
+        changes |= {"data.max_prompt_length": longest // 2, "data.max_response_length": longest // 2}
         tokens = min(2, max(1, round(ratio))) * longest // small["sequence"]
         mixture = mesh["expert"] > 1 or (not tunes and values["rollout.routing_replay"])
         model, rows = self.model(mixture), self.folder / "rows.parquet"
-        found |= {f"{learner}.max_tokens_per_device": tokens, "model.path": model, "data.train_files": rows}
-        found |= {"trainer.run_dir": self.folder / "run", "trainer.logger": "console,jsonl"}
-        found["trainer.compile_cache"] = self.folder / "programs"
+        changes |= {f"{learner}.max_tokens_per_device": tokens, "model.path": model, "data.train_files": rows}
+        changes |= {"trainer.run_dir": self.folder / "run", "trainer.logger": "console,jsonl"}
+        changes["trainer.compile_cache"] = self.folder / "programs"
         if tunes:
-            return found, devices
+            return changes, devices
         width = min(2, values["rollout.tensor_model_parallel_size"])
-        found |= {"data.val_files": rows, "trainer.nnodes": 1}
+        changes |= {"data.val_files": rows, "trainer.nnodes": 1}
         if values["rollout.name"] != "inprocess":
-            found |= {"rollout.tensor_model_parallel_size": width, "rollout.servers": max(1, devices // width)}
-        found |= {name: model for name in ("critic.path", "ref.path") if "/" in values[name]}
+            changes |= {"rollout.tensor_model_parallel_size": width, "rollout.servers": max(1, devices // width)}
+        changes |= {name: model for name in ("critic.path", "ref.path") if "/" in values[name]}
         if values["reward.overlong_buffer_tokens"]:
-            found["reward.overlong_buffer_tokens"] = longest // 8
-        return found, devices
+            changes["reward.overlong_buffer_tokens"] = longest // 8
+        return changes, devices
 
-    def _write_data(self, one: DryRun) -> None:
+    def _write_data(self, dry_run: DryRun) -> None:
         """Writes a batch of equal rows, in the columns that the settings name."""
         chat = [{"role": "user", "content": "What is 1 plus 1?"}, {"role": "assistant", "content": "2"}]
-        values = one.values
+        values = dry_run.values
         count = values["data.train_batch_size"]
         row: dict[str, Any] = {}
-        if not one.tunes:
+        if not dry_run.tunes:
             count = max(count, int(values["data.gen_batch_size"] or 0))
             row |= {values["data.prompt_key"]: chat[:1], values["data.reward_fn_key"]: "openai/gsm8k"}
             row["reward_model"] = {"style": "rule", "ground_truth": "2"}

@@ -24,13 +24,15 @@ from jppo.types import Batch, Trajectory
 
 def make_trajectories(work: Work) -> list[Trajectory]:
     """Makes the batch in the form of vLLM's responses."""
-    found = []
+    trajectories = []
     for i, n in enumerate(work.responses):
         sampled = np.repeat([False, True], [work.prompt, n])
         zeros = np.zeros(len(sampled), np.float32)
         version = np.where(sampled, 0, -1).astype(np.int32)
-        found.append(Trajectory(str(i), work.tokens[i, : len(sampled)], sampled, zeros, version, "", "length", 1))
-    return found
+        trajectories.append(
+            Trajectory(str(i), work.tokens[i, : len(sampled)], sampled, zeros, version, "", "length", 1)
+        )
+    return trajectories
 
 
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
@@ -49,8 +51,8 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     def score() -> Batch:
         return ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
 
-    def mean(found: Batch) -> float:
-        return float(np.asarray(found.old_logprob)[found.mask].mean(dtype=np.float64))
+    def mean(scores: Batch) -> float:
+        return float(np.asarray(scores.old_logprob)[scores.mask].mean(dtype=np.float64))
 
     first = score()
     given = {name: getattr(work, name)[:, : data.mask.shape[1]] for name in ("advantage", "returns", "value")}
@@ -69,12 +71,12 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
         return parts, metrics["actor/pg_loss"]
 
     updated()  # compiles
-    said = {
+    report = {
         "versions": {"jax": version("jax"), "flax": version("flax")},
-        "rows": [list(one.host.inputs.shape) for one in micros],
+        "rows": [list(micro.host.inputs.shape) for micro in micros],
         "logp": mean(first),
     }
-    return said, {"logprobs": scored, "update": updated}
+    return report, {"logprobs": scored, "update": updated}
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ from worker import Parts, Stage, Work, best_of, serve, timed
 MICRO_BATCHES = (4, 8, 16, 32)
 
 
-def clipped(logp, old, advantage, how):
+def clipped(logp, old, advantage, hyperparameters):
     """The clipped surrogate of each token, with the bound of the dual clip."""
     ratio = torch.exp(logp - old)
-    low, high = 1.0 - how["clip_ratio"], 1.0 + how["clip_ratio"]
+    low, high = 1.0 - hyperparameters["clip_ratio"], 1.0 + hyperparameters["clip_ratio"]
     held = torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, low, high))
-    bound = torch.where(advantage < 0, -advantage * how["clip_ratio_c"], torch.inf)
+    bound = torch.where(advantage < 0, -advantage * hyperparameters["clip_ratio_c"], torch.inf)
     return torch.minimum(held, bound)
 
 
-def clipped_value(value, old, returns, how):
+def clipped_value(value, old, returns, hyperparameters):
     """Half the squared error of each token, of the value or of the clipped value, whichever is larger."""
-    near = torch.clamp(value, old - how["cliprange_value"], old + how["cliprange_value"])
+    near = torch.clamp(value, old - hyperparameters["cliprange_value"], old + hyperparameters["cliprange_value"])
     return 0.5 * torch.maximum((value - returns) ** 2, (near - returns) ** 2)
 
 
@@ -83,10 +83,14 @@ def descend(model, optimizer, batch: Batch, work: Work, micro: int, loss, *, who
     return total
 
 
-def adamw(model, how) -> torch.optim.Optimizer:
+def adamw(model, hyperparameters) -> torch.optim.Optimizer:
     """The optimizer, in torch's fused form."""
     return torch.optim.AdamW(
-        model.parameters(), lr=how["lr"], betas=how["betas"], weight_decay=how["weight_decay"], fused=True
+        model.parameters(),
+        lr=hyperparameters["lr"],
+        betas=hyperparameters["betas"],
+        weight_decay=hyperparameters["weight_decay"],
+        fused=True,
     )
 
 
@@ -94,12 +98,12 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Prepares and warms up both models."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
-    how, batch = work.how, Batch(work)
+    hyperparameters, batch = work.how, Batch(work)
     load = dict(dtype=torch.float32, attn_implementation="sdpa")
     actor = transformers.AutoModelForCausalLM.from_pretrained(work.model, **load).train()
     described = transformers.AutoConfig.from_pretrained(work.model, num_labels=1, classifier_dropout=0.0)
     critic = transformers.AutoModelForTokenClassification.from_pretrained(work.model, config=described, **load).train()
-    actor_opt, critic_opt = adamw(actor, how), adamw(critic, how)
+    actor_opt, critic_opt = adamw(actor, hyperparameters), adamw(critic, hyperparameters)
 
     @torch.no_grad()
     def score(micro: int, *, whole: bool = True) -> torch.Tensor:
@@ -108,10 +112,10 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
             return torch.cat([logprobs(actor, batch, slice(start, start + micro)) for start in starts])
 
     def actor_loss(model, at: slice) -> torch.Tensor:
-        return clipped(logprobs(model, batch, at), batch.old[at], batch.advantage[at], how)
+        return clipped(logprobs(model, batch, at), batch.old[at], batch.advantage[at], hyperparameters)
 
     def critic_loss(model, at: slice) -> torch.Tensor:
-        return clipped_value(values(model, batch, at), batch.value[at], batch.returns[at], how)
+        return clipped_value(values(model, batch, at), batch.value[at], batch.returns[at], hyperparameters)
 
     first = score(MICRO_BATCHES[0])
     batch.old.copy_(first)
@@ -131,13 +135,13 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
         on_critic, _ = timed(lambda: descend(*of_critic, micro["critic"], critic_loss))
         return {"actor": on_actor, "critic": on_critic}, loss
 
-    said = {
+    report = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "micro_batches": micro,
         "threads": torch.get_num_threads(),
         "logp": batch.mean(first),
     }
-    return said, {"logprobs": scored, "update": updated}
+    return report, {"logprobs": scored, "update": updated}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ MICRO_BATCHES = (4, 8, 16, 32)
 
 def make_trainer(work: Work, folder: str) -> trl.GRPOTrainer:
     """The trainer with jppo's numbers; gradients are not checkpointed, which would cost a forward pass."""
-    how = work.how
+    hyperparameters = work.how
     args = trl.GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -31,14 +31,14 @@ def make_trainer(work: Work, folder: str) -> trl.GRPOTrainer:
         num_generations=2,
         loss_type="dapo",
         beta=0.0,
-        epsilon=how["clip_ratio"],
-        delta=how["clip_ratio_c"],
+        epsilon=hyperparameters["clip_ratio"],
+        delta=hyperparameters["clip_ratio_c"],
         temperature=1.0,
-        learning_rate=how["lr"],
-        adam_beta1=how["betas"][0],
-        adam_beta2=how["betas"][1],
-        weight_decay=how["weight_decay"],
-        max_grad_norm=how["grad_clip"],
+        learning_rate=hyperparameters["lr"],
+        adam_beta1=hyperparameters["betas"][0],
+        adam_beta2=hyperparameters["betas"][1],
+        weight_decay=hyperparameters["weight_decay"],
+        max_grad_norm=hyperparameters["grad_clip"],
         optim="adamw_torch_fused",
         lr_scheduler_type="constant",
         report_to="none",
@@ -110,13 +110,13 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
         seconds, loss = timed(lambda: descend(trainer, batch, work, micro["actor"]))
         return {"actor": seconds}, loss
 
-    said = {
+    report = {
         "versions": {"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "micro_batches": micro,
         "threads": torch.get_num_threads(),
         "logp": batch.mean(first),
     }
-    return said, {"logprobs": scored, "update": updated}
+    return report, {"logprobs": scored, "update": updated}
 
 
 if __name__ == "__main__":

@@ -31,18 +31,18 @@ PAD, END = 0, -1  # no token of the batch is either
 
 def make_actor(work: Work) -> nnx.Module:
     """The policy."""
-    found = json.loads((pathlib.Path(work.model) / "config.json").read_text())
+    described = json.loads((pathlib.Path(work.model) / "config.json").read_text())
     config = qwen2.ModelConfig(
-        num_layers=found["num_hidden_layers"],
-        vocab_size=found["vocab_size"],
-        embed_dim=found["hidden_size"],
-        hidden_dim=found["intermediate_size"],
-        num_heads=found["num_attention_heads"],
-        num_kv_heads=found["num_key_value_heads"],
-        head_dim=found["hidden_size"] // found["num_attention_heads"],
-        rope_theta=int(found["rope_theta"]),
-        norm_eps=found["rms_norm_eps"],
-        use_tied_embedding=found["tie_word_embeddings"],
+        num_layers=described["num_hidden_layers"],
+        vocab_size=described["vocab_size"],
+        embed_dim=described["hidden_size"],
+        hidden_dim=described["intermediate_size"],
+        num_heads=described["num_attention_heads"],
+        num_kv_heads=described["num_key_value_heads"],
+        head_dim=described["hidden_size"] // described["num_attention_heads"],
+        rope_theta=int(described["rope_theta"]),
+        norm_eps=described["rms_norm_eps"],
+        use_tied_embedding=described["tie_word_embeddings"],
         dtype=jnp.dtype(work.dtype),
         param_dtype=jnp.float32,
     )
@@ -67,11 +67,11 @@ def mesh() -> jax.sharding.Mesh:
 
 def make_step(model: nnx.Module, work: Work, micro: int, loss, further: dict):
     """The compiled train step of tunix's trainer."""
-    how, (b1, b2) = work.how, work.how["betas"]
-    adamw = optax.adamw(how["lr"], b1=b1, b2=b2, weight_decay=how["weight_decay"])
+    hyperparameters, (b1, b2) = work.how, work.how["betas"]
+    adamw = optax.adamw(hyperparameters["lr"], b1=b1, b2=b2, weight_decay=hyperparameters["weight_decay"])
     pieces = work.mini_batch // micro
     config = TrainingConfig(eval_every_n_steps=10**9, gradient_accumulation_steps=pieces if pieces > 1 else None)
-    chain = optax.chain(optax.clip_by_global_norm(how["grad_clip"]), adamw)
+    chain = optax.chain(optax.clip_by_global_norm(hyperparameters["grad_clip"]), adamw)
     trainer = Trainer(model, chain, config, custom_checkpoint_metadata_fn=dict)
     trainer.with_loss_fn(loss, has_aux=True)
     trainer.with_gen_model_input_fn(lambda x: {"train_example": x, "pad_id": PAD, "eos_id": END} | further)
@@ -81,7 +81,7 @@ def make_step(model: nnx.Module, work: Work, micro: int, loss, further: dict):
 def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     """Prepares both models and compiles all programs."""
     jax.set_mesh(mesh())
-    P, how = work.prompt, work.how
+    P, hyperparameters = work.prompt, work.how
     actor = make_actor(work)
     critic = make_critic(make_actor(work))
     prompts, responses, mask = work.tokens[:, :P], work.tokens[:, P:], work.mask
@@ -114,15 +114,15 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
 
     def descend(step, micro: int, *, whole: bool = True) -> float:
         starts = range(0, len(mask) if whole else work.mini_batch, micro)
-        found = [step(example(slice(start, start + micro)))[0] for start in starts]
-        return float(np.mean(jax.block_until_ready(found)))
+        losses = [step(example(slice(start, start + micro)))[0] for start in starts]
+        return float(np.mean(jax.block_until_ready(losses)))
 
     first = score(MICRO_BATCHES[0])
     old[:] = first
-    config = PPOConfig(epsilon=how["clip_ratio"], epsilon_c=how["clip_ratio_c"], beta=0.0)
+    config = PPOConfig(epsilon=hyperparameters["clip_ratio"], epsilon_c=hyperparameters["clip_ratio_c"], beta=0.0)
     parts = {
         "actor": (actor, algo_core.ppo_policy_loss_fn, {"algo_config": config}),
-        "critic": (critic, algo_core.ppo_value_loss_fn, {"clip_range_value": how["cliprange_value"]}),
+        "critic": (critic, algo_core.ppo_value_loss_fn, {"clip_range_value": hyperparameters["cliprange_value"]}),
     }
     score(MICRO_BATCHES[-1])
     chosen = {"logprobs": best_of(MICRO_BATCHES, lambda n: score(n, whole=False))}
@@ -142,12 +142,12 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
         taken = {part: timed(functools.partial(descend, step, chosen[part])) for part, step in steps.items()}
         return {part: seconds for part, (seconds, _) in taken.items()}, taken["actor"][1]
 
-    said = {
+    report = {
         "versions": {"tunix": getattr(tunix, "__version__", "?"), "jax": jax.__version__},
         "micro_batches": chosen,
         "logp": mean(first),
     }
-    return said, {"logprobs": scored, "update": updated}
+    return report, {"logprobs": scored, "update": updated}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def reward_function(place: str) -> Callable[..., list[float]]:
 
     def reward(completions, data_source, ground_truth, **_):
         rows = zip(data_source, completions, ground_truth, strict=True)
-        return [score(source, said[0]["content"], truth)["score"] for source, said, truth in rows]
+        return [score(source, messages[0]["content"], truth)["score"] for source, messages, truth in rows]
 
     return reward
 
@@ -59,17 +59,17 @@ class Timed(trl.GRPOTrainer):
                 return function(*args, **kwargs)
             name = {"logprobs": "ref" if args and args[0] is self.ref_model else "old_log_prob"}.get(stage, stage)
             began = time.perf_counter()
-            found = function(*args, **kwargs)
+            output = function(*args, **kwargs)
             self.seconds[name] += time.perf_counter() - began
-            return found
+            return output
 
         return timed
 
     def _generate_and_score_completions(self, inputs):
         self.scoring = True
-        found = super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
         self.scoring = False
-        return found
+        return output
 
 
 class Steps(transformers.TrainerCallback):

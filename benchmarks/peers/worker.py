@@ -52,15 +52,15 @@ class Work:
 def read(folder: pathlib.Path, dtype: str) -> Work:
     """Reads the workload in the folder."""
     batch = np.load(folder / "batch.npz")
-    said = json.loads((folder / "work.json").read_text())
-    return Work(model=str(folder / "model"), dtype=dtype, **{name: batch[name] for name in batch.files}, **said)
+    fields = json.loads((folder / "work.json").read_text())
+    return Work(model=str(folder / "model"), dtype=dtype, **{name: batch[name] for name in batch.files}, **fields)
 
 
-def timed(what: Callable[[], float]) -> tuple[float, float]:
+def timed(call: Callable[[], float]) -> tuple[float, float]:
     """Returns seconds and result."""
     start = time.perf_counter()
-    found = what()
-    return time.perf_counter() - start, found
+    result = call()
+    return time.perf_counter() - start, result
 
 
 def best_of(choices: Iterable[int], run: Callable[[int], Any]) -> int:
@@ -78,8 +78,8 @@ def serve(begin: Callable[[Work], tuple[dict[str, Any], dict[str, Stage]]]) -> N
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    said, stages = begin(read(args.folder, args.dtype))
-    print(json.dumps(said | {"stages": list(stages)}), file=answers, flush=True)
+    report, stages = begin(read(args.folder, args.dtype))
+    print(json.dumps(report | {"stages": list(stages)}), file=answers, flush=True)
     for line in sys.stdin:
         _, name = line.split()
         seconds, check = stages[name]()
