@@ -235,7 +235,7 @@ async def converse(
         seed = sample_seed(sampling.seed, i, j)
         with traces.span("sample", prompt=prompts[i].uid, number=j) as note:
             t = await talk(ask, prompts[i], sampling=sampling, seed=seed, near=i)
-            versions = np.unique(t.version[t.sampled]).tolist()
+            versions = sorted({*t.version[t.sampled].tolist()})
             note(versions=versions, server=t.server, turns=t.turns, tokens=int(t.sampled.sum()), finish=t.finish)
             if done is not None:
                 done(number, t)
