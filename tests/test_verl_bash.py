@@ -206,7 +206,7 @@ def test_yaml_by_hydras_rules(words, capsys):
         assert f"--config.{setting}" in command
     pathlib.Path("run.sh").write_text(f"{PPO} --config-path=$PWD/conf --config-name=absent")
     assert "absent.yaml" in one_line(capsys, from_verl.main, "run.sh")
-    for option in ("--config-name", "-cn", "--config-path="):
+    for option in ("--config-name", "-cn", "--config-path"):
         pathlib.Path("run.sh").write_text(f"{PPO} a.b=1 {option}")
         assert "is not followed by a name or a folder" in one_line(capsys, from_verl.main, "run.sh")
 

@@ -196,9 +196,9 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if name in ("--config-name", "--config-path", "--config-dir"):
             if not equals:
                 at += 1
-                value = words[at] if at < len(words) else ""
-            if not value:
-                raise UserError(f"{name} is not followed by a name or a folder; give {name}=VALUE")
+                if at == len(words):
+                    raise UserError(f"{name} is not followed by a name or a folder; give {name}=VALUE")
+                value = words[at]
             options[name] = value.strip("'\"")
         elif name in ("--multirun", "-m"):
             raise UserError(f"{name} starts several trainings; give the arguments of one")
