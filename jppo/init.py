@@ -89,7 +89,7 @@ def data_choices(files: str, val: str, rows: Sequence[Row], reward: str) -> Iter
         if truth:
             yield Proposal("data.ground_truth_key", truth, "column of the ground truth, which the function gets")
         elif others and not {"ground_truth", "reward_model"} & {*others}:
-            reason += f"; data.ground_truth_key can give it one of {', '.join(others)} as the ground truth"
+            reason += f"; data.ground_truth_key can give it one of {', '.join(map(repr, others))} as the ground truth"
         yield Proposal("reward.function", reward, reason)
         return
     sources = {row.columns.get("data_source") for row in rows}

@@ -70,9 +70,9 @@ def test_a_function_gets_the_column_of_right_answers_and_room_for_more(folder, c
 
 
 def test_columns_that_could_be_the_ground_truth_are_named(folder, capsys):
-    write_rows(folder / "rows.jsonl", *({"question": f"{a}+1=", "reply": a + 1, "id": a} for a in range(5)))
+    write_rows(folder / "rows.jsonl", *({"question": f"{a}+1=", "reply\n": a + 1, "id": a} for a in range(5)))
     written("rows.jsonl", "--reward=reward.py")
-    assert "data.ground_truth_key can give it one of id, reply as the ground truth\n" in capsys.readouterr().out
+    assert "data.ground_truth_key can give it one of 'id', 'reply\\n' as the ground truth\n" in capsys.readouterr().out
 
 
 def test_grpo_has_groups_and_no_critic(folder, capsys):
