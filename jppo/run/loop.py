@@ -66,7 +66,7 @@ class Method:
 
 
 def learn(run: Opened, method: Method, now: Progress) -> Progress:
-    """Runs all remaining steps and logs each once; whatever ends the run, the last complete state is saved."""
+    """Runs all remaining steps and logs each once; at an early end the last complete state is saved."""
     timer = run.timer
     try:
         run.watch.check()  # a signal since the start

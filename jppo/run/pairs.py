@@ -104,7 +104,7 @@ def train_on_pairs(
 
 
 def read_pair_sets(c: Paired, tokenizer: Any, **options: Any) -> tuple[PairSet, PairSet]:
-    """Reads the pairs to train on and the held-out ones; `options` are those of the tokenisation."""
+    """Reads the pairs to train on and the held-out ones; `options` go to the tokenisation."""
     data = c.data
     options |= dict(max_length=c.data.longest_row, system_prompt=data.system_prompt, custom_cls=data.custom_cls)
     sets = (("data.train_files", data.train_files), ("data.val_files", data.val_files))

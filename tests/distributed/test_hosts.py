@@ -198,7 +198,7 @@ def test_bytes_longer_than_a_message_arrive_whole_from_every_host(monkeypatch):
     each = [b"0123456789", b"abc", b""]
     sent = []
 
-    def gathered(piece):  # what this host, the first, sends and what the others would
+    def gathered(piece):  # this host, the first, sends a piece; the others' are added
         at = 4 * len(sent)
         sent.append(bytes(piece[: max(0, len(each[0]) - at)]))
         return np.stack([np.frombuffer(x[at : at + 4].ljust(4, b"\0"), np.uint8) for x in each])

@@ -56,7 +56,7 @@ def test_alignment_by_hand():
 
 
 def test_kept_tokens_of_some_trajectories():
-    """Each entry has those of the token that it emits; -1 pads them, and fills the rows of the others."""
+    """An entry has the kept tokens of the token that it emits, padded with -1; a trajectory without has -1 only."""
     kept = np.array([[-1, -1], [7, 3], [-1, -1], [9, -1]], np.int32)
     two = [trajectory([5, 7, 8, 9], [0, 1, 0, 1]), trajectory([1, 2], [0, 1])]
     two[0] = dataclasses.replace(two[0], kept=kept)

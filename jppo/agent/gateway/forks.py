@@ -136,7 +136,7 @@ def call_with_task(function: Callable[..., Any]) -> int:
     returned = function(json.loads(sys.stdin.readline()))
     returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     if returned is not None:
-        print(f"\n{json.dumps(returned, default=_plain)}")  # on a line of its own
+        print(f"\n{json.dumps(returned, default=_plain)}")  # on a separate line
     return 0
 
 
