@@ -14,7 +14,7 @@ from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
 from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
-from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart
+from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart, refusal
 from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
 from jppo.rewards.judge_client import JudgeClient
 from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
@@ -64,9 +64,8 @@ def make_reward_sum(
 
     def rules() -> Part:
         of_rules = [source for source, parts in used.items() if _RULES in parts]
-        return RulePart(
-            of_rules, override=r.grader, allow_code=r.allow_code, sandbox=c.reward.sandbox_choice, pool=pool()
-        )
+        options = dict[str, Any](override=r.grader, allow_code=r.allow_code, tests_in=r.code.tests)
+        return RulePart(of_rules, **options, sandbox=r.sandbox_choice, pool=pool())
 
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
@@ -108,6 +107,13 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
         TOOLS: tool_rewards,
     }
     return [name for name, there in asked.items() if there]
+
+
+def make_refusal(c: Settings) -> Callable[[str, str], str]:
+    """Makes the function of data source and ground truth that returns why a row is left out, or ''."""
+    if _RULES not in _configured_parts(c, tool_rewards=False):
+        return lambda source, ground_truth: ""
+    return functools.partial(refusal, override=c.reward.grader, tests_in=c.reward.code.tests)
 
 
 def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
