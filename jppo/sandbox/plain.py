@@ -99,13 +99,14 @@ class Plain:
             return ["slice", [self.encode(bound, heap) for bound in (value.start, value.stop, value.step)]]
         if kind in MUTABLE.values():
             return ["@", heap.place(value)]
-        if (tag := _TAGS.get(kind)) in _VIEWS:
+        tag = _TAGS.get(kind, "")
+        if tag in _VIEWS:
             return [tag, [self.encode(item, heap) for item in value]]
-        if tag is not None and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
+        if tag and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
             return [tag, _COPIED[tag][1](value)]
         if value is Ellipsis or value is NotImplemented:
             return ["constant", repr(value)]
-        if kind is type and TYPES.get(value.__name__) is value:
+        if isinstance(value, type) and TYPES.get(value.__name__) is value:
             return ["type", value.__name__]
         if kind.__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "?") in _ARRAYS:
             if isinstance(value, sys.modules["numpy"].generic):

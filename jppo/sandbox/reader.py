@@ -195,7 +195,7 @@ class Reading:
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         match target, value:
-            case (ast.Tuple(elts=ones) | ast.List(elts=ones)), (ast.Tuple(elts=parts) | ast.List(elts=parts)):
+            case ((ast.Tuple(elts=ones) | ast.List(elts=ones)), (ast.Tuple(elts=parts) | ast.List(elts=parts))):
                 if len(ones) == len(parts):
                     for one, part in zip(ones, parts, strict=True):
                         self._assign(one, part)
