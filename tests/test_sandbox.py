@@ -24,7 +24,7 @@ from jppo.rewards.code import code, program_output
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
-from jppo.sandbox import choice, confine, kernel, launcher, values
+from jppo.sandbox import choice, confine, kernel, launcher, peer, plain
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.launcher import Guards, NoSandbox
 from jppo.settings import UserError
@@ -88,6 +88,9 @@ IOCTL = "TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX"
         ("io_setup", 206, 0, (), "EPERM"),
         ("execve", 59, 221, (), "EPERM"),
         ("io_uring_setup", 425, 425, (), "EPERM"),
+        ("landlock_create_ruleset", 444, 444, (), "EPERM"),
+        ("landlock_add_rule", 445, 445, (), "EPERM"),
+        ("landlock_restrict_self", 446, 446, (), "EPERM"),
         ("keyctl", 250, 219, (), "EPERM"),
         ("fchmodat2", 452, 452, (), "ENOSYS"),
         ("clone: a thread", 56, 220, (0x3D0F00,), "allow"),
@@ -127,6 +130,14 @@ def test_the_filter_of_both_architectures(name, x86, arm, args, said):
         assert interpret(filtered, number, args, arch=arch) == said
         assert interpret(filtered, number, args, arch=0x40000003) == "kill"  # a 32-bit call
     assert interpret(confine.build_filter(kernel.X86_64, 77), 0x40000000 | x86, args, arch=0xC000003E) == "kill"  # x32
+
+
+def test_a_program_has_its_standard_streams_alone():
+    program = "import os\nprint([fd for fd in range(3, 200) if os.path.exists(f'/proc/self/fd/{fd}')])\n" + (
+        "for fd in range(3, 200):\n    try: print('open', fd, os.fstat(fd))\n    except OSError: pass"
+    )
+    ran = launcher.run_program(program, guards=choice.probe(), time_s=20, memory_bytes=2**30)
+    assert (ran.status, ran.printed) == (0, "[]\n")
 
 
 def test_preallocation_is_refused_where_blocks_are_counted():
@@ -532,37 +543,82 @@ def test_ordinary_programs_work(program, without):
     assert (ran.status, ran.printed.strip()) == (0, "ok"), ran.errors
 
 
-def test_an_error_that_cannot_be_looked_at_is_described_without_its_parts_unless_the_other_side_has_gone():
-    def ask(*_):
-        raise values.Gone("the other side has ended")
+@contextlib.contextmanager
+def two_sides(**names):
+    """A program's end, which serves in a thread, and the end of its tests."""
+    asked, asks = os.pipe()
+    answered, answers = os.pipe()
+    program = peer.ProgramSide(asked, answers, names.__getitem__)
+    serving = threading.Thread(target=program.serve)
+    serving.start()
+    tests = peer.TestsSide(answered, asks)
+    with contextlib.closing(program._in), contextlib.closing(tests._in):
+        assert tests.wait()
+        yield tests
+        os.close(asks)
+        serving.join()
+        os.close(answers)
 
-    class Asks(Exception):
-        def __str__(self):
-            return ask("name", "x")
 
+def test_an_error_that_cannot_be_looked_at_is_described_without_its_parts():
     class Raises(Exception):
         def __str__(self):
             raise SystemExit(0)
 
-    side = values.Values(ask, trusting=True)
-    assert side.described(Raises(1), values.Memo())[1:4] == [[], [], None]
-    with pytest.raises(values.Gone):
-        side.described(Asks(1), values.Memo())
+    def fails():
+        raise Raises(1)
+
+    with two_sides(fails=fails) as tests, pytest.raises(Exception, match=r"^$") as caught:
+        tests.ask("name", "fails")()
+    assert (type(caught.value).__name__, caught.value.args) == ("Raises", ())
 
 
 def test_an_object_of_a_program_gives_no_verdict_unless_the_tests_made_it():
-    def stranger(trusting):
-        side = values.Values(lambda op, _, name: (op, name), trusting=trusting)
-        return side, side.decoded(["mine", 4, None], [])
+    class Judge:
+        size = 3
 
-    side, remote = stranger(trusting=False)
-    for name in ("startswith", "isdigit", "count", "all"):
+        def startswith(self, _):
+            return True
+
+        def __contains__(self, _):
+            return True
+
+        def __eq__(self, _):
+            return True
+
+    with two_sides(Judge=Judge) as tests:
+        judge = tests.ask("name", "Judge")()
         with pytest.raises(AttributeError):
-            getattr(remote, name)
-    assert remote.size == ("get", "size")
-    side.given.add(4)
-    assert remote.isdigit == ("get", "isdigit")
-    assert stranger(trusting=True)[1].isdigit == ("get", "isdigit")
+            judge.startswith("a")
+        with pytest.raises(TypeError):
+            assert 3 in judge
+        with pytest.raises(TypeError):
+            judge - 1
+        assert judge != 3 and judge.size == 3
+        assert tests.get_open(judge, "startswith")("a") is True and tests.has(judge, 3) is True
+
+
+def test_what_tests_see_of_an_object_stays_until_their_next_call():
+    class Changes:
+        looks = 0
+
+        @property
+        def x(self):
+            Changes.looks += 1
+            return Changes.looks
+
+        def __len__(self):
+            return self.x
+
+        def __iter__(self):
+            return iter([self.x])
+
+    with two_sides(Changes=Changes, call=lambda: None) as tests:
+        changes = tests.ask("name", "Changes")()
+        assert (changes.x, changes.x, len(changes), len(changes)) == (1, 1, 2, 2)
+        assert list(changes) == list(changes) == [3]
+        tests.ask("name", "call")()
+        assert (changes.x, len(changes)) == (4, 5)
 
 
 @pytest.mark.parametrize(
@@ -574,9 +630,51 @@ def test_the_value_of_a_subclass_is_read_past_its_methods(value):
 
     names = ("__iter__", "__add__", "__float__", "__str__", "__getitem__", "__int__", "__eq__", "__index__")
     lying = type("Lying", (type(value),), dict.fromkeys(names, lies) | {"__hash__": lambda _: 0, "items": lies})
-    plain = values.builtin_value(lying(value))
-    assert type(plain) is type(value) and plain == value
-    assert values.builtin_value(object()) is None
+    with two_sides(make=lambda: lying(value)) as tests:
+        made = tests.ask("name", "make")()
+        assert isinstance(made, type(value)) and value == made and type(made).__name__ == "Lying"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"op": "get", "args": [0, "__globals__"], "heap": []},
+        {"op": "call", "args": [1, ["tuple", []], ["@", 0]], "heap": [["dict", [], None, None]]},
+        {"op": "call", "args": [-1, ["tuple", []], ["@", 0]], "heap": [["dict", [], None, None]]},
+        {"op": "call", "args": [["name", "os", "_exit"], ["tuple", [1]], ["@", 0]], "heap": [["dict", [], None, None]]},
+        {"op": "name", "args": ["eval"], "heap": []},
+    ],
+)
+def test_a_program_can_ask_for_nothing_but_functions_that_it_was_given(request_):
+    asked, asks = os.pipe()
+    answered, answers = os.pipe()
+    tests = peer.TestsSide(answered, asks)
+    tests.export(len)
+    os.write(answers, json.dumps(request_).encode() + b"\n")
+    with contextlib.closing(tests._in), pytest.raises(plain.Gone):
+        tests.ask("name", "f")
+    for fd in (asked, asks, answers):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["name", "os", "system"], ["type", "type"], ["type", "eval"], ["exception", "eval"], ["module", "os"],
+        ["shared", "operator", "attrgetter"], ["function", 0, "f", None, "", "", None, None], ["yours", 3],
+        ["object", 1],
+        ["Fraction", [1, 0]], ["scalar", ["V8", [1], [0]]], ["@", 0], {}, [], ["tuple", 3], ["int", "x"],
+    ],
+)  # fmt: skip
+def test_a_reply_is_plain_data_or_a_reference(value):
+    asked, asks = os.pipe()
+    answered, answers = os.pipe()
+    tests = peer.TestsSide(answered, asks)
+    os.write(answers, json.dumps({"value": value, "heap": []}).encode() + b"\n")
+    with contextlib.closing(tests._in), pytest.raises(plain.Gone):
+        tests.ask("name", "f")
+    for fd in (asked, asks, answers):
+        os.close(fd)
 
 
 def test_landlock_alone_refuses_connections_signals_and_files(tmp_path):

@@ -29,10 +29,14 @@ SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, lef
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 # Libraries whose names tests may use without an import, the first that has a name; and names that are seldom a task.
 _LIBRARIES = (
-    "math", "collections", "itertools", "functools", "decimal", "fractions", "datetime", "statistics", "operator",
-    "random", "heapq", "bisect", "copy", "string", "typing", "dataclasses", "enum",
+    "math", "collections", "itertools", "functools", "decimal", "fractions", "datetime", "statistics", "random",
+    "heapq", "bisect", "copy", "string", "typing", "dataclasses", "enum",
 )  # fmt: skip
-_ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot", "dt": "datetime"}
+_ALIASES = {"np": "numpy", "npt": "numpy.testing", "pd": "pandas", "plt": "matplotlib.pyplot", "dt": "datetime",
+            "nx": "networkx", "sp": "sympy"} | {name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy",
+            "torch")}  # fmt: skip
+_OF_NUMPY = {"allclose": "numpy", "array_equal": "numpy", "assert_allclose": "numpy.testing",
+             "assert_array_equal": "numpy.testing", "assert_array_almost_equal": "numpy.testing"}  # fmt: skip
 _USUAL = {"approx", "deepcopy", "defaultdict", "deque", "inf", "isclose", "isinf", "isnan", "namedtuple", "nan", "pi",
           "raises", "timedelta"}  # fmt: skip
 # Names with which a program reaches into its interpreter.
@@ -131,13 +135,21 @@ def _with_imports(tests: str) -> tuple[str, str]:
     """
     asked = Reading(tests).asked
     origins = {name: origin for name in asked if (origin := _origin(name, tests)) is not None}
-    if len(origins) == len(asked):  # all could be the program's; modules are not
-        origins = {name: line for name, line in origins.items() if line.startswith("import ")}
-    for name, line in origins.items():
-        if not line.startswith("import ") and name.islower() and name not in _USUAL:
-            return tests, f"uses {name} without an import: the tests' or the program's? add `{line}`"
+    if len(origins) == len(asked):  # all could be the program's; modules and helpers of tests are seldom
+        helpers = {name: line for name, line in origins.items() if line.startswith("import ") or name in _USUAL}
+        origins = helpers if len(helpers) < len(asked) else {}
+    for name, line in list(origins.items()):
+        if not line.startswith("import ") and name.islower() and name not in _USUAL | _OF_NUMPY.keys():
+            if any(name in used and used & asked - {name} for used in _names_of_statements(tests)):
+                return tests, f"uses {name} without an import: the tests' or the program's? add `{line}`"
+            del origins[name]  # the program's, tested by itself
     text = "".join(f"{line}; " for line in sorted(origins.values())) + ("\n" if origins else "") + tests
     return text, Reading(text).refused()
+
+
+def _names_of_statements(tests: str) -> list[set[str]]:
+    statements = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Assert | ast.Expr | ast.Assign)]
+    return [{inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} for node in statements]
 
 
 def _origin(name: str, tests: str) -> str | None:
@@ -147,9 +159,16 @@ def _origin(name: str, tests: str) -> str | None:
         return f"import {_ALIASES[name]} as {name}" if name in _ALIASES else f"import {name}"
     if hasattr(builtins, name) or name[:1] == "_":
         return None
-    holders = (module for module in _LIBRARIES if hasattr(importlib.import_module(module), name))
-    module = "pytest" if name in ("approx", "raises") else next(holders, None)
-    return None if module is None else f"from {module} import {name}"
+    if name in ("approx", "raises"):
+        return f"from pytest import {name}"
+    if name in _OF_NUMPY:
+        return f"from {_OF_NUMPY[name]} import {name}"
+    called = name in _USUAL or re.search(rf"(?<![\w.]){name}\(", tests)
+    for library in map(importlib.import_module, _LIBRARIES):
+        there = called and name in getattr(library, "__all__", dir(library))
+        if there and (name in _USUAL or callable(getattr(library, name))):
+            return f"from {library.__name__} import {name}"
+    return None
 
 
 def _passes_asserts(program: str, ground_truth: str, run: "_Counted", time_s: float) -> bool:
@@ -190,7 +209,8 @@ def _asserts(tree: ast.Module) -> bool:
         node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in named
     ]
     idle = {id(inner) for node in unused for inner in ast.walk(node)}
-    framework = named & {"unittest", "pytest", "testing"}  # numpy.testing
+    named |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    framework = named & {"unittest", "pytest", "testing"} or any(name.startswith("assert_") for name in named)
     return bool(framework) or any(isinstance(n, ast.Assert) and id(n) not in idle for n in nodes)
 
 

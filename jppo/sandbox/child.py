@@ -49,6 +49,7 @@ def main(job_fd: int) -> None:
     sys.argv = ["program.py"]
     program.write_all(job["replies"], CLOSED)
     if job["tests"] is None:
+        os.close(job["replies"])
         program.run_as_main(job["program"])
     else:
         _with_tests(job, limits)

@@ -83,6 +83,8 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "ioperm": (173, None), "modify_ldt": (154, None), "vhangup": (153, 58), "lookup_dcookie": (212, 18),
     "nfsservctl": (180, 42), "sysctl": (156, None), "vmsplice": (278, 75), "remap_file_pages": (216, 234),
     "sync": (162, 81), "syncfs": (306, 267),
+    # rules of its own, whose memory is the kernel's
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
 }  # fmt: skip
 _LAST_KNOWN = 450
 _WITH_RULES: dict[str, tuple[int | None, int | None]] = {  # calls that are refused for some arguments

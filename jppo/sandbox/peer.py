@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jppo.sandbox.plain import IMMUTABLE, MUTABLE, TYPES, Gone, Heap, Plain
+from jppo.sandbox.plain import COPIED, IMMUTABLE, MUTABLE, TYPES, Gone, Plain
 
 _LINE_BYTES = 2**26  # of a message
 _UNARY = {
@@ -45,9 +45,24 @@ _CHANGING = {
     "append", "appendleft", "extend", "insert", "remove", "pop", "popleft", "popitem", "add", "update", "discard",
     "clear", "sort", "reverse", "setdefault", "copy", "keys", "values", "items", "get", "real", "imag", "elements",
 }  # fmt: skip
+_READING = {"copy", "keys", "values", "items", "get", "real", "imag", "elements"}
+# Classes of libraries that the program's objects and errors have in the tests, for isinstance and except.
+_SHARED = {
+    "dataclasses": {"FrozenInstanceError"}, "decimal": {"DecimalException", "DivisionByZero", "InvalidOperation"},
+    "json.decoder": {"JSONDecodeError"}, "numpy.linalg": {"LinAlgError"}, "re": {"Match", "Pattern", "error"},
+    "statistics": {"StatisticsError"},
+}  # fmt: skip
+_OF_PYTHON = {
+    kind.__name__: kind
+    for kind in (types.GeneratorType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+}
+_SWALLOWING = ("AssertionError", "Exception", "BaseException")  # classes by whose names a program ends failures
 PLAIN_METHODS = {name for kind in TYPES.values() for name in dir(kind) if name[:1] != "_"} | {"all", "any"}
 # Those that judge their arguments. Tests that call one on a result mean the one of plain data.
-_JUDGES = PLAIN_METHODS - _CHANGING
+_JUDGES = {name for name in PLAIN_METHODS if name.startswith(("is", "compare"))} | {
+    "all", "any", "count", "difference", "endswith", "find", "index", "intersection", "rfind", "rindex",
+    "same_quantum", "startswith", "symmetric_difference",
+}  # fmt: skip
 
 
 class Unsupported(BaseException):
@@ -56,6 +71,7 @@ class Unsupported(BaseException):
 
 class _Side(Plain):
     def __init__(self, receives: int, sends: int):
+        super().__init__()
         self._in, self._out = os.fdopen(receives, "rb"), sends
         self.objects: list[Any] = []  # what the other side may name by its place
         self._places: dict[int, int] = {}
@@ -68,30 +84,24 @@ class _Side(Plain):
 
     def request(self, op: str, *operands: object) -> Any:
         """Does an operation on the other side, and returns or raises what it does."""
-        heap = Heap([])
-        body = [self.encode(operand, heap) for operand in operands]
-        self._send({"op": op, "args": body, "heap": self.drain(heap)})
+        self._send({"op": op, "args": [self.encode(operand) for operand in operands]})
         while "op" in (message := self._receive()):
             self.answer(message)
-        heap = self.fill(message["heap"], heap.objects)
         if printed := message.get("printed"):
             sys.stdout.write(str(printed))
         if "raised" in message:
-            raise self.decode_error(message["raised"], heap)
-        return self.decode(message.get("value"), heap)
+            raise self.decode_error(message["raised"])
+        return self.decode(message.get("value"))
 
     def answer(self, message: dict[str, Any]) -> None:
-        heap, sent = self.fill(message["heap"], []), message["heap"]
         reply: dict[str, Any] = {}
         try:
-            operands = [self.decode(operand, heap) for operand in message["args"]]
-            reply["value"] = self.encode(self.do(message["op"], operands), heap)
-        except (Gone, Unsupported):
+            operands = [self.decode(operand) for operand in message["args"]]
+            reply["value"] = self.encode(self.do(message["op"], operands))
+        except Gone:
             raise
         except BaseException as e:
-            reply["raised"] = self.encode_error(e, heap)
-        entries = self.drain(heap)
-        reply["heap"] = [None if i < len(sent) and entry == sent[i] else entry for i, entry in enumerate(entries)]
+            reply["raised"] = self.encode_error(TypeError(str(e)) if isinstance(e, Unsupported) else e)
         if isinstance(sys.stdout, Captured):
             reply["printed"] = sys.stdout.taken()
         self._send(reply)
@@ -99,27 +109,30 @@ class _Side(Plain):
     def do(self, op: str, operands: list[Any]) -> Any:
         raise NotImplementedError
 
-    def encode_class(self, kind: type, heap: Heap) -> Any:
+    def encode_class(self, kind: type) -> Any:
         raise NotImplementedError
 
-    def encode_error(self, error: BaseException, heap: Heap, causes: int = 4) -> Any:
+    def encode_error(self, error: BaseException, causes: int = 4) -> Any:
         if (place := error.__dict__.get("_place")) is not None:
             return ["yours", place]
         try:
-            args = [self.encode(argument, heap) for argument in error.args]
-            named = [[str(k), self.encode(v, heap)] for k, v in vars(error).items() if k[:1] != "_"]
+            args = [self.encode(argument) for argument in error.args]
+            named = [[str(k), self.encode(v)] for k, v in vars(error).items() if k[:1] != "_"]
             text = str(error)
-        except Exception:  # whatever an error of a program does when it is looked at
+        except (Gone, Unsupported):
+            raise
+        except BaseException:  # whatever an error of a program does when it is looked at
             args, named, text = [], [], ""
         cause = error.__cause__
-        reason = self.encode_error(cause, heap, causes - 1) if isinstance(cause, BaseException) and causes else None
-        return ["error", self.encode_class(type(error), heap), args, named, text, reason, self.export(error)]
+        reason = self.encode_error(cause, causes - 1) if isinstance(cause, BaseException) and causes else None
+        return ["error", self.encode_class(type(error)), args, named, text, reason, self.export(error)]
 
-    def decode_error(self, sent: Any, heap: Heap) -> Any:
+    def decode_error(self, sent: Any) -> Any:
         if sent[0] == "yours":
-            return self.resolve(sent, heap)
+            return self.resolve(sent)
         _, kind, args, named, text, reason, place = sent
-        kind, args = self.decode(kind, heap), [self.decode(argument, heap) for argument in args]
+        kind = _exception(kind[1]) if kind[0] == "exception" else self.decode(kind)
+        args = [self.decode(argument) for argument in args]
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise Gone("no exception")
         try:
@@ -128,12 +141,13 @@ class _Side(Plain):
             error = kind.__new__(kind)
         if kind.__module__ != "builtins":
             error.args = tuple(args)
-        error.__dict__.update({str(k): self.decode(v, heap) for k, v in named}, _text=str(text), _place=int(place))
+        error.__dict__.update({str(k): self.decode(v) for k, v in named}, _text=str(text), _place=int(place))
         if reason is not None:
-            error.__cause__ = self.decode_error(reason, heap)
+            error.__cause__ = self.decode_error(reason)
         return error
 
     def _send(self, message: dict[str, Any]) -> None:
+        message["changed"], message["gone"] = self.changes()
         left = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         while left:
             left = left[os.write(self._out, left) :]
@@ -143,9 +157,9 @@ class _Side(Plain):
         line = self._in.readline(_LINE_BYTES)
         try:
             message = json.loads(line)
-            if not isinstance(message, dict) or not isinstance(message.get("heap"), list):
-                raise ValueError
-        except (ValueError, RecursionError) as e:
+            message = dict(message)
+            self.apply(message["changed"], message["gone"])
+        except (ValueError, LookupError, TypeError, RecursionError) as e:
             raise Gone("no message") from e
         return message
 
@@ -156,7 +170,8 @@ class ProgramSide(_Side):
     def __init__(self, receives: int, sends: int, look_up: Callable[[str], Any]):
         super().__init__(receives, sends)
         self._look_up = look_up
-        self._functions: dict[int, Any] = {}  # of the tests
+        self._functions: dict[int, Any] = {}  # and iterators of the tests
+        self._places_of_tests: dict[int, int] = {}
 
     def serve(self) -> None:
         """Answers requests until the other side ends, which waits for this to begin."""
@@ -170,12 +185,11 @@ class ProgramSide(_Side):
         if op == "name":
             return self._look_up(*operands)
         if op == "call":
-            function, args, named, *_ = operands
+            function, args, named = operands
             return function(*args, **named)
-        if op in ("iter", "get", "copy"):
-            value = {**_LOOKS, **_CHANGES}[op](*operands)
-            bound = op == "get" and getattr(value, "__self__", None) is operands[0] and callable(value)
-            return value is operands[0] or bound, _Kept(value) if op == "iter" or bound else value
+        if op == "iter":
+            iterator = iter(operands[0])
+            return iterator is operands[0], iterator
         if op == "missing":
             return operands[0].__missing__(operands[1])
         return {**_LOOKS, **_CHANGES}[op](*operands)
@@ -184,45 +198,45 @@ class ProgramSide(_Side):
         kinds = [] if isinstance(value, type) or type(value) in MUTABLE.values() else type(value).__mro__
         return next((name for kind in kinds for name, base in MUTABLE.items() if kind is base), "")
 
-    def refer(self, value: Any, heap: Heap) -> Any:
-        if isinstance(value, _Kept):
-            return self._reference(value.value, heap)
-        if (place := getattr(value, "_place", None)) is not None and self._functions.get(place) is value:
-            return ["yours", place]
+    def refer(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType | types.GeneratorType) and id(value) in self._places_of_tests:
+            return ["yours", self._places_of_tests[id(value)]]
         if isinstance(value, BaseException):
-            return self.encode_error(value, heap)
-        return self._reference(value, heap)
+            return self.encode_error(value)
+        for tag, (kind, send, _) in reversed(COPIED.items()):
+            if isinstance(value, kind):  # of a subclass
+                return [tag, send(value)]
+        return self._reference(value)
 
-    def _reference(self, value: Any, heap: Heap) -> Any:
+    def _reference(self, value: Any) -> Any:
         if isinstance(value, type):
-            return self.encode_class(value, heap)
+            return self.encode_class(value)
         base = next((kind for kind in IMMUTABLE.values() if isinstance(value, kind)), None)
         contents = None
         if base is not None:  # past the methods of a subclass
             plain: Any = base.__getnewargs__(value) if base is not frozenset else (frozenset.copy(value),)
-            contents = self.encode(plain[0] if len(plain) == 1 else base(*plain), heap)
-        return ["object", self.export(value), self.encode_class(type(value), heap), contents]
+            contents = self.encode(plain[0] if len(plain) == 1 else base(*plain))
+        return ["object", self.export(value), self.encode_class(type(value)), contents]
 
-    def encode_class(self, kind: type, heap: Heap) -> Any:
+    def encode_class(self, kind: type) -> Any:
         if TYPES.get(kind.__name__) is kind:
             return ["type", kind.__name__]
         if issubclass(kind, BaseException) and kind.__module__ == "builtins":
             return ["exception", kind.__name__]
         place = self.export(kind)
-        bases = [self.encode_class(base, heap) for base in kind.__bases__ if base is not object]
+        bases = [self.encode_class(base) for base in kind.__bases__ if base is not object]
         own = {name for above in kind.__mro__[:-1] if above not in TYPES.values() for name in vars(above)}
         special = [name for name in (*_SPECIAL, *_CHANGING) if name in own]
         fields = list(getattr(kind, "_fields", ())) if issubclass(kind, tuple) else []
-        outer = "" if kind.__flags__ & 2**9 else kind.__module__  # not a heap type, and so not a program's
-        outer = kind.__module__ if kind.__module__ in sys.stdlib_module_names else outer
+        outer = str(kind.__module__)
         return ["class", place, str(kind.__name__), bases, special, fields, outer]
 
-    def resolve(self, sent: Any, heap: Heap) -> Any:
+    def resolve(self, sent: Any) -> Any:
         tag, *rest = sent
         if tag == "yours":
             return self.objects[rest[0]]
         if tag == "error":
-            return self.decode_error(sent, heap)
+            return self.decode_error(sent)
         if tag == "exception":
             return _exception(rest[0])
         if tag == "name":
@@ -230,21 +244,20 @@ class ProgramSide(_Side):
         place = rest[0]
         if place not in self._functions:
             self._functions[place] = self._function(*rest) if tag == "function" else self._items(place)
+            self._places_of_tests[id(self._functions[place])] = place
         return self._functions[place]
 
-    def _function(self, place: int, name: str, doc: Any, header: str, call: str, defaults: Any, named: Any) -> Any:
-        ask = functools.partial(self._ask_tests, place)
-        names: dict[str, Any] = {"ask": ask}
+    def _function(self, place: int, name: str, doc: Any, header: str, call: str) -> Any:
+        names: dict[str, Any] = {"ask": functools.partial(self._ask_tests, place), "absent": _ABSENT}
         exec(f"def function({header}): return ask({call})", names)
         function = names["function"]
         function.__name__ = function.__qualname__ = name
         function.__doc__ = doc
-        function.__defaults__, function.__kwdefaults__ = (self.decode(value, Heap([])) for value in (defaults, named))
-        function._place = place
         return function
 
     def _ask_tests(self, place: int, *args: object, **named: object) -> Any:
-        return self.request("call", place, args, named)
+        args = tuple(value for value in args if value is not _ABSENT)
+        return self.request("call", place, args, {k: value for k, value in named.items() if value is not _ABSENT})
 
     def _items(self, place: int) -> Iterator[Any]:
         with contextlib.suppress(StopIteration):
@@ -252,15 +265,13 @@ class ProgramSide(_Side):
                 yield self._ask_tests(place)
 
 
-class _Kept:
-    """A value that goes as a reference."""
-
-    def __init__(self, value: Any):
-        self.value = value
+_ABSENT = object()  # an argument whose default the tests have
 
 
 class TestsSide(_Side):
     """The tests' end. `names`: their globals, whose functions the program may call."""
+
+    parity = 1
 
     unsupported = Unsupported
 
@@ -268,6 +279,7 @@ class TestsSide(_Side):
         super().__init__(receives, sends)
         self.names: dict[str, Any] = {}
         self.asked = 0  # requests other than to look up a name
+        self.failed = False  # an assert of the tests has failed where the program may end the error
         self._classes: dict[int, Any] = {}
         self._handles: dict[int, Any] = {}
         self._looks: dict[tuple[object, ...], Any] = {}  # since the last call
@@ -283,14 +295,10 @@ class TestsSide(_Side):
                 if op not in ("iter", "name", "copy", "deepcopy"):
                     self._looks.clear()
                 return self.request(op, *operands)
+            if self.touched():
+                self._looks.clear()
             handle, *more = operands
-            heap = Heap([])
-            key = (
-                op,
-                _number(handle),
-                json.dumps([self.encode(value, heap) for value in more]),
-                *map(id, heap.objects),
-            )
+            key = op, _number(handle), json.dumps([self.encode(value) for value in more])
             if key not in self._looks:
                 self._looks[key] = self.request(op, *operands)
             return self._looks[key]
@@ -299,19 +307,19 @@ class TestsSide(_Side):
                 raise
             raise RuntimeError("the program raised StopIteration") from e
 
-    def get(self, handle: Any, name: str) -> Any:
-        """Returns an attribute of a program's object."""
+    def get(self, handle: Any, name: str, made: bool = False) -> Any:
+        """Returns an attribute of a program's object; one that tests have not `made` has no method that judges."""
         if name.startswith("__") and name not in _OPEN:
             raise AttributeError(name)
-        bound, value = self.ask("get", handle, name)
-        if bound is True and isinstance(value, Handle):
-            object.__setattr__(value, "_owner", handle)
+        value = self.ask("get", handle, name)
+        if name in _JUDGES and not made and (callable(value) or isinstance(value, Handle)):
+            raise AttributeError(name)
         return value
 
     def get_open(self, value: Any, name: str) -> Any:
-        """Returns an attribute of an object that the tests have made, also one that judges their values."""
+        """Returns an attribute of an object that the tests have made, also a method that judges their values."""
         theirs = isinstance(value, (Handle, Meta)) and name in _JUDGES and not hasattr(TYPES.get(value.copied), name)
-        return self.get(value, name) if theirs else getattr(value, name)
+        return self.get(value, name, made=True) if theirs else getattr(value, name)
 
     def has(self, container: Any, item: Any) -> Any:
         """Whether an object that the tests have made contains an item."""
@@ -325,14 +333,16 @@ class TestsSide(_Side):
             if itself is True:
                 return handle  # type: ignore[no-any-return]
             self._looks[key] = [], iterator
-        return self._replay(*self._looks[key])
+        return self._replay(handle, *self._looks[key])
 
-    def _replay(self, seen: list[Any], iterator: Any) -> Iterator[Any]:
+    def _replay(self, handle: Any, seen: list[Any], iterator: Any) -> Iterator[Any]:
         for i in itertools.count():
             if i == len(seen):
                 try:
                     seen.append(self.request("next", iterator))
                 except StopIteration:
+                    if "__len__" in getattr(type(handle), "special", ()) and self.ask("len", handle) != len(seen):
+                        raise RuntimeError("the length of an object is not the number of its items") from None
                     return
             yield seen[i]
 
@@ -347,19 +357,33 @@ class TestsSide(_Side):
         return list(self.items(handle))[key]
 
     def do(self, op: str, operands: list[Any]) -> Any:
-        place, args, named = operands
-        if op != "call" or type(place) is not int or not callable(self.objects[place]):
+        if op != "call" or len(operands) != 3 or operands[0] not in range(len(self.objects)):
             raise Gone(f"no such request: {op}")
-        return self.objects[place](*args, **named)
+        place, args, named = operands
+        try:
+            return self.objects[place](*args, **named)
+        except BaseException as e:
+            framework = type(e).__module__.startswith(("_pytest", "unittest"))
+            self.failed |= (isinstance(e, AssertionError) or framework) and "_place" not in vars(e)
+            e.__dict__["_crossed"] = True
+            raise
+
+    def scalar(self, value: Any) -> Any:
+        """Widens a number of numpy: infinite or whole ones of few bits equal numbers that they are not."""
+        numpy = sys.modules["numpy"]
+        if isinstance(value, numpy.integer) and value.dtype != numpy.uint64:
+            return numpy.int64(value)
+        whole = isinstance(value, numpy.floating) and (not numpy.isfinite(value) or value == numpy.trunc(value))
+        return numpy.float64(value) if whole else value
 
     def copied_base(self, value: Any) -> str:
         return type(value).copied if isinstance(value, Handle) else ""
 
-    def refer(self, value: Any, heap: Heap) -> Any:
+    def refer(self, value: Any) -> Any:
         if isinstance(value, Handle) or (isinstance(value, Meta) and "number" in vars(value)):
             return ["yours", _number(value)]
         if isinstance(value, BaseException):
-            return self.encode_error(value, heap)
+            return self.encode_error(value)
         if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == "builtins":
             return ["exception", value.__name__]
         if hasattr(value, "__next__"):
@@ -370,56 +394,57 @@ class TestsSide(_Side):
         if isinstance(function, types.FunctionType) and function.__globals__ is self.names:
             bound = isinstance(value, types.MethodType)
             header, call = _signature(function, bound)
-            defaults = [self.encode(part, heap) for part in (function.__defaults__, function.__kwdefaults__)]
-            return ["function", self.export(value), function.__name__, function.__doc__, header, call, *defaults]
+            return ["function", self.export(value), function.__name__, function.__doc__, header, call]
         if isinstance(value, types.BuiltinMethodType) and type(value.__self__) in TYPES.values():
             call = "*args, **named"
-            return ["function", self.export(value), value.__name__, value.__doc__, call, call, None, None]
+            return ["function", self.export(value), value.__name__, value.__doc__, call, call]
         raise Unsupported(f"they hand the program a {type(value).__name__}")
 
-    def encode_class(self, kind: type, heap: Heap) -> Any:
+    def encode_class(self, kind: type) -> Any:
         return ["exception", next(above.__name__ for above in kind.__mro__ if above.__module__ == "builtins")]
 
-    def resolve(self, sent: Any, heap: Heap) -> Any:
+    def resolve(self, sent: Any) -> Any:
         tag, *rest = sent
         if tag == "yours":
             return self.objects[rest[0]]
         if tag == "error":
-            return self.decode_error(sent, heap)
-        if tag == "exception":
+            return self.decode_error(sent)
+        if tag == "exception" and rest[0] not in _SWALLOWING:
             return _exception(rest[0])
         if tag == "class":
             return self._classes.get(rest[0]) or self._class(*rest)
         if tag == "object" and rest[0] not in self._handles:
-            kind = self.decode(rest[1], heap)
+            kind = self.decode(rest[1])
             base = next((base for base in IMMUTABLE.values() if issubclass(kind, base)), None)
-            contents = [] if base is None else [base(self.decode(rest[2], heap))]
+            contents = [] if base is None else [base(self.decode(rest[2]))]
             handle = base.__new__(kind, *contents) if base is not None else kind.__new__(kind)
             object.__setattr__(handle, "_number", int(rest[0]))
             self._handles[rest[0]] = handle
         return self._handles[rest[0]]
 
     def _class(self, number: int, name: str, bases: Any, special: list[str], fields: list[str], outer: str) -> Any:
-        real = vars(sys.modules.get(outer, builtins)).get(name) if outer else None
-        above = tuple(self.decode(base, Heap([])) for base in bases)
+        """Makes the class that stands for one of the program's, once."""
+        shared = name in _SHARED.get(outer, ()) and outer in sys.modules
+        real = getattr(sys.modules[outer], name) if shared else _OF_PYTHON.get(name) if outer == "builtins" else None
+        above = tuple(_exception(base[1]) if base[0] == "exception" else self.decode(base) for base in bases)
+        body: dict[str, Any] = {"number": int(number), "side": self, "__doc__": _Doc()}
         if any(issubclass(base, BaseException) for base in above):
-            mine = isinstance(real, type) and issubclass(real, BaseException)
-            self._classes[number] = (
-                real if mine else Meta(str(name), above, {"__str__": _text, "number": number, "side": self})
-            )
+            body |= {"__str__": _text, "__getattr__": _attribute_of_error}
+            mine = real is not None and issubclass(real, BaseException)
+            self._classes[number] = real if mine else Meta(str(name), above, body)
             return self._classes[number]
-        copied = next((n for base in above for n, kind in MUTABLE.items() if issubclass(base, kind)), "")
-        plain = next((base for base in above if not issubclass(base, Handle) and base in TYPES.values()), None)
-        body: dict[str, Any] = {"number": int(number), "side": self, "copied": copied, "special": frozenset(special)}
-        body["__doc__"] = _Doc()
-        hidden = set() if plain is None else {*dir(plain)} - {*dir(object), *_CHANGING, "__setitem__", "__delitem__"}
-        body |= {name: _METHODS[name] for name in special if name in _METHODS and name not in hidden}
-        if copied:
-            body |= {n: _method(n) for n in special if n in _CHANGING}
-        if isinstance(real, type) and real not in TYPES.values() and not above:
+        kinds = {**IMMUTABLE, **MUTABLE}
+        base = next((n for n, kind in kinds.items() if any(issubclass(parent, kind) for parent in above)), "")
+        hidden = {*dir(kinds[base])} - {*dir(object), *_CHANGING, "__setitem__", "__delitem__"} if base else set()
+        body |= {"copied": base if base in MUTABLE else "", "special": frozenset(special)}
+        body |= {n: _METHODS[n] for n in special if n in _METHODS and n not in hidden}
+        body |= {n: _method(n) for n in special if base in MUTABLE and n in _CHANGING - _READING}
+        if real is not None and not above:
             body["__class__"] = property(lambda _: real)
-        body |= {field: property(operator.itemgetter(i)) for i, field in enumerate(fields) if field not in _JUDGES}
-        handles = above if any(issubclass(base, Handle) for base in above) else (Handle, *above)
+        for i, field in enumerate(fields):
+            if field.isidentifier() and field[0] != "_" and field not in _JUDGES | body.keys():
+                body[field] = property(operator.itemgetter(i))
+        handles = above if any(issubclass(parent, Handle) for parent in above) else (Handle, *above)
         self._classes[number] = Meta(str(name), handles, body)
         return self._classes[number]
 
@@ -432,7 +457,15 @@ def _exception(name: str) -> Any:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        return "error", value.__dict__["_place"]
     return value.__dict__["number"] if isinstance(value, type) else object.__getattribute__(value, "_number")
+
+
+def _attribute_of_error(error: Any, name: str) -> Any:
+    if "_place" not in error.__dict__:
+        raise AttributeError(name)
+    return type(error).side.get(error, name)
 
 
 def _text(error: Any) -> str:
@@ -459,18 +492,21 @@ def _shared_name(value: Any) -> tuple[str, str] | None:
 
 
 def _signature(function: types.FunctionType, bound: bool) -> tuple[str, str]:
-    """Returns the parameters of a function, without defaults, and the arguments that hand them on."""
+    """Returns the parameters of a function, whose defaults stay here, and the arguments that hand them on."""
     code = function.__code__
-    names, flags, count = list(code.co_varnames), code.co_flags, code.co_argcount
+    names, flags, count, only = list(code.co_varnames), code.co_flags, code.co_argcount, code.co_posonlyargcount
     first, named = names[:count], names[count : count + code.co_kwonlyargcount]
     rest = iter(names[count + code.co_kwonlyargcount :])
     many = [f"*{next(rest)}"] if flags & 4 else []
     more = [f"**{next(rest)}"] if flags & 8 else []
-    header = [*first[: code.co_posonlyargcount], *["/"][: code.co_posonlyargcount], *first[code.co_posonlyargcount :]]
-    header, first = (header[1:], first[1:]) if bound else (header, first)
+    optional = {*first[count - len(function.__defaults__ or ()) :], *(function.__kwdefaults__ or ())}
+    header = [f"{name}=absent" if name in optional else name for name in first]
+    header[only:only] = ["/"] if only else []
     star = many or (["*"] if named else [])
-    call = [*first, *many, *(f"{name}={name}" for name in named), *more]
-    return ", ".join([*header, *star, *named, *more]), ", ".join(call)
+    header += star + [f"{name}=absent" if name in optional else name for name in named] + more
+    by_name = [] if many else first[only:]  # the first one that is absent may have others behind it
+    call = [*first[: count - len(by_name)], *many, *(f"{name}={name}" for name in (*by_name, *named)), *more]
+    return (", ".join(header[1:]), ", ".join(call[1:])) if bound else (", ".join(header), ", ".join(call))
 
 
 class Meta(type):
@@ -480,7 +516,7 @@ class Meta(type):
         return cls.side.ask("call", cls, args, named)
 
     def __getattr__(cls, name: str) -> Any:
-        if name in _JUDGES or "number" not in vars(cls):
+        if "number" not in vars(cls):
             raise AttributeError(name)
         return cls.side.get(cls, name)
 
@@ -514,8 +550,6 @@ class Handle(metaclass=Meta):
     __array_ufunc__ = None  # numpy leaves operators to Python
 
     def __getattr__(self, name: str) -> Any:
-        if name in _JUDGES:
-            raise AttributeError(name)
         return type(self).side.get(self, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -534,7 +568,7 @@ class Handle(metaclass=Meta):
         return type(self).side.ask("format", self, spec)
 
     def __copy__(self) -> Any:
-        return type(self).side.ask("copy", self)[1]
+        return type(self).side.ask("copy", self)
 
     def __deepcopy__(self, _: object) -> Any:
         return type(self).side.ask("deepcopy", self)
@@ -549,8 +583,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _call(self: Any, *args: object, **named: object) -> Any:
-    owner = self.__dict__.get("_owner")
-    return type(self).side.ask("call", self, args, named, *([] if owner is None else [owner]))
+    return type(self).side.ask("call", self, args, named)
 
 
 _METHODS: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Plain data, which crosses as copies between the tests of a graded program and the program, as JSON.
 
-JSON's own values stand for themselves, others are lists that begin with a tag. Containers that can change are in the
-heap of a message: one that is met twice stays one object, and a call changes those that it was given. Only values of
-the types below are made of what arrives. All else is a reference, which each side makes and resolves in its own way
+JSON's own values stand for themselves, others are lists that begin with a tag. A container that can change has a
+number, and each message has the contents of those that changed: to both sides it is one object. Only values of the
+types below are made of what arrives. All else is a reference, which each side makes and resolves in its own way
 (`peer.py`).
 """
 
@@ -10,6 +10,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import json
 import sys
 from typing import Any
 
@@ -26,7 +27,7 @@ MUTABLE: dict[str, Any] = {
 IMMUTABLE: dict[str, Any] = {
     kind.__name__: kind for kind in (int, float, complex, str, bytes, tuple, frozenset)
 }  # with subclasses
-_COPIED: dict[str, Any] = {  # type, how it is sent, how it is made
+COPIED: dict[str, Any] = {  # type, how it is sent, how it is made
     "complex": (complex, lambda v: [v.real, v.imag], lambda sent: complex(*sent)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "range": (range, lambda v: [v.start, v.stop, v.step], lambda sent: range(*sent)),
@@ -46,7 +47,7 @@ _VIEWS: dict[str, Any] = {  # type, how it is made of its items
     "values": (type({}.values()), lambda items: dict(enumerate(items)).values()),
     "items": (type({}.items()), lambda items: dict(items).items()),
 }
-_TAGS = {kind: tag for tag, (kind, *_) in {**_COPIED, **_VIEWS}.items()}
+_TAGS = {kind: tag for tag, (kind, *_) in {**COPIED, **_VIEWS}.items()}
 _CONSTANTS = {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
 TYPES: dict[str, Any] = {
     kind.__name__: kind
@@ -54,139 +55,178 @@ TYPES: dict[str, Any] = {
     if kind not in (kind for kind, _ in _VIEWS.values())
 }
 _ARRAYS = "biufcSUMmO"  # kinds of numpy's types
+_MOST = 512  # containers that are followed from call to call, and items of one
+_TABLE = 2  # references to a container that only this side's tables have
 
 
 class Gone(BaseException):
     """The other side has ended, or sent what is no message."""
 
 
-class Heap:
-    """The containers of a request and its reply, in order."""
-
-    def __init__(self, objects: list[Any]):
-        self.objects = objects
-        self._at = {id(value): i for i, value in enumerate(objects)}
-
-    def place(self, value: object) -> int:
-        if id(value) not in self._at:
-            self._at[id(value)] = len(self.objects)
-            self.objects.append(value)
-        return self._at[id(value)]
-
-
 class Plain:
     """Makes messages of values, and values of messages; a subclass has the references."""
 
-    def refer(self, value: Any, heap: Heap) -> Any:
+    parity = 0  # of the numbers that this side gives to containers
+
+    def __init__(self) -> None:
+        self._shared: dict[int, Any] = {}  # containers by number, the newest last
+        self._numbers: dict[int, int] = {}  # by the id of the container
+        self._contents: dict[int, str] = {}  # as both sides have them
+        self._used: set[int] = set()  # by the message that is being made
+        self._count = 0
+
+    def refer(self, value: Any) -> Any:
         raise NotImplementedError
 
-    def resolve(self, sent: list[Any], heap: Heap) -> Any:
+    def resolve(self, sent: list[Any]) -> Any:
         raise NotImplementedError
+
+    def scalar(self, value: Any) -> Any:
+        return value
 
     def copied_base(self, value: Any) -> str:
         """Names the mutable type of which a reference is sent as a copy, too; '' for none."""
         raise NotImplementedError
 
-    def encode(self, value: Any, heap: Heap) -> Any:
+    def encode(self, value: Any) -> Any:
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
         if kind is int:
             return value if value.bit_length() < 10_000 else ["int", hex(value)]
         if kind in (tuple, frozenset):
-            return [kind.__name__, [self.encode(item, heap) for item in value]]
+            return [kind.__name__, [self.encode(item) for item in value]]
         if kind is slice:
-            return ["slice", [self.encode(bound, heap) for bound in (value.start, value.stop, value.step)]]
+            return ["slice", [self.encode(bound) for bound in (value.start, value.stop, value.step)]]
         if kind in MUTABLE.values():
-            return ["@", heap.place(value)]
+            return ["@", self._number_of(value)]
         tag = _TAGS.get(kind, "")
         if tag in _VIEWS:
-            return [tag, [self.encode(item, heap) for item in value]]
+            return [tag, [self.encode(item) for item in value]]
         if tag and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
-            return [tag, _COPIED[tag][1](value)]
+            return [tag, COPIED[tag][1](value)]
         if value is Ellipsis or value is NotImplemented:
             return ["constant", repr(value)]
-        if isinstance(value, type) and TYPES.get(value.__name__) is value:
+        if isinstance(value, type) and TYPES.get(value.__name__) == value:
             return ["type", value.__name__]
         if kind.__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "?") in _ARRAYS:
             if isinstance(value, sys.modules["numpy"].generic):
-                return ["scalar", _array(self, value, heap)]
+                return ["scalar", _array(self, value)]
             if kind is sys.modules["numpy"].ndarray:
-                return ["@", heap.place(value)]
+                return ["@", self._number_of(value)]
         if self.copied_base(value):
-            return ["@", heap.place(value)]
-        return self.refer(value, heap)
+            return ["@", self._number_of(value)]
+        return self.refer(value)
 
-    def decode(self, sent: Any, heap: Heap) -> Any:
+    def decode(self, sent: Any) -> Any:
         if sent is None or isinstance(sent, (bool, int, float, str)):
             return sent
         try:
-            return self._made(sent, heap)
+            return self._made(sent)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, ImportError) as e:
             raise Gone("no value") from e
 
-    def _made(self, sent: Any, heap: Heap) -> Any:
+    def _made(self, sent: Any) -> Any:
         tag = sent[0]
         if tag == "@":
-            return heap.objects[sent[1]]
+            return self._shared[sent[1]]
         if tag == "int":
             return int(sent[1], 16)
         if tag in ("tuple", "frozenset"):
-            return TYPES[tag]([self.decode(item, heap) for item in sent[1]])
+            return TYPES[tag]([self.decode(item) for item in sent[1]])
         if tag == "slice":
-            return slice(*(self.decode(bound, heap) for bound in sent[1]))
+            return slice(*(self.decode(bound) for bound in sent[1]))
         if tag in _VIEWS:
-            return _VIEWS[tag][1]([self.decode(item, heap) for item in sent[1]])
-        if tag in _COPIED:
-            return _COPIED[tag][2](sent[1])
+            return _VIEWS[tag][1]([self.decode(item) for item in sent[1]])
+        if tag in COPIED:
+            return COPIED[tag][2](sent[1])
         if tag in ("constant", "type"):
             return (_CONSTANTS if tag == "constant" else TYPES)[sent[1]]
         if tag == "scalar":
-            return _made_array(self, sent[1], heap)[()]
-        return self.resolve(sent, heap)
+            return self.scalar(_made_array(self, sent[1], filled=True)[()])
+        return self.resolve(sent)
 
-    def drain(self, heap: Heap) -> list[Any]:
-        """Returns the contents of a heap's containers; encoding one may add others."""
-        entries: list[Any] = []
-        while len(entries) < len(heap.objects):
-            value = heap.objects[len(entries)]
-            base = self.copied_base(value) or type(value).__name__
-            if base == "ndarray":
-                body: Any = _array(self, value, heap)
-            elif base == "bytearray":
-                body = bytearray.hex(value)
-            elif issubclass(TYPES[base], dict):
-                body = [[self.encode(k, heap), self.encode(v, heap)] for k, v in TYPES[base].items(value)]
-            else:
-                body = [self.encode(item, heap) for item in TYPES[base].__iter__(value)]
-            more = value.maxlen if base == "deque" else value.default_factory if base == "defaultdict" else None
-            reference = self.refer(value, heap) if self.copied_base(value) else None
-            entries.append([base, body, self.encode(more, heap), reference])
-        return entries
+    def _number_of(self, value: object) -> int:
+        if id(value) not in self._numbers:
+            self._count += 1
+            self._register(2 * self._count + self.parity, value)
+        self._used.add(number := self._numbers[id(value)])
+        return number
 
-    def fill(self, entries: list[Any], known: list[Any]) -> Heap:
-        """Makes the containers of a message; known ones, which the request had, get their new contents."""
+    def _register(self, number: int, value: object) -> None:
+        self._shared[number], self._numbers[id(value)] = value, number
+
+    def forget(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._contents.pop(number, None)
+            self._numbers.pop(id(self._shared.pop(number, None)), None)
+
+    def changes(self) -> tuple[list[Any], list[int]]:
+        """Returns the containers that changed, with their contents, and those that this side can no longer meet."""
+        changed, done = [], set[int]()
+        old = [n for n in self._shared if n not in self._used]
+        gone = [n for n in old[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE]
+        self.forget(gone := [*old[:-_MOST], *gone])
+        while left := [n for n in self._shared if n not in done]:
+            for number in left:
+                done.add(number)
+                value = self._shared[number]
+                if number in self._contents and number not in self._used and _size(value) > _MOST:
+                    continue
+                text = json.dumps(entry := self._entry(value))
+                if self._contents.get(number) != text:
+                    self._contents[number] = text
+                    changed.append([number, entry])
+        self._used.clear()
+        return changed, gone
+
+    def touched(self) -> bool:
+        """Whether this side has changed a container since the last message."""
+        followed = ((n, value) for n, value in self._shared.items() if _size(value) <= _MOST)
+        return any(self._contents.get(n) != json.dumps(self._entry(value)) for n, value in followed)
+
+    def apply(self, changed: list[Any], gone: list[int]) -> None:
+        """Takes the other side's changes over."""
         try:
-            heap = Heap(known + [self._empty(entry) for entry in entries[len(known) :]])
-            for target, entry in zip(heap.objects, entries, strict=True):
-                if entry is not None:
-                    self._fill(target, entry, heap)
+            self.forget(gone)
+            for number, entry in changed:
+                if number not in self._shared:
+                    self._register(int(number), self._empty(entry))
+            for number, entry in changed:
+                self._fill(self._shared[number], entry)
+            for number, _ in changed:
+                self._contents[number] = json.dumps(self._entry(self._shared[number]))
         except (TypeError, ValueError, LookupError, AttributeError) as e:
-            raise Gone("no heap") from e
-        return heap
+            raise Gone("no containers") from e
+        self._used.clear()
+
+    def _entry(self, value: Any) -> list[Any]:
+        base = self.copied_base(value) or type(value).__name__
+        if base == "ndarray":
+            body: Any = _array(self, value)
+        elif base == "bytearray":
+            body = bytearray.hex(value)
+        elif issubclass(TYPES[base], dict):
+            body = [[self.encode(k), self.encode(v)] for k, v in TYPES[base].items(value)]
+        else:
+            body = [self.encode(item) for item in TYPES[base].__iter__(value)]
+        more = value.maxlen if base == "deque" else value.default_factory if base == "defaultdict" else None
+        return [base, body, self.encode(more), self.refer(value) if self.copied_base(value) else None]
 
     def _empty(self, entry: list[Any]) -> Any:
         base, body, more, reference = entry
         if reference is not None:
-            return self.resolve(reference, Heap([]))
+            return self.resolve(
+                reference,
+            )
         if base == "ndarray":
-            return _made_array(self, body, None)
+            return _made_array(self, body, filled=False)
         return MUTABLE[base](maxlen=more) if base == "deque" else MUTABLE[base]()
 
-    def _fill(self, target: Any, entry: list[Any], heap: Heap) -> None:
+    def _fill(self, target: Any, entry: list[Any]) -> None:
         base, body, more, _ = entry
         if base == "ndarray":
-            target[...] = _made_array(self, body, heap)
+            target[...] = _made_array(self, body, filled=True)
             return
         kind = MUTABLE[base]
         if not isinstance(target, kind):
@@ -194,37 +234,41 @@ class Plain:
         if base == "bytearray":
             target[:] = bytes.fromhex(body)
         elif issubclass(kind, dict):
-            pairs = [(self.decode(k, heap), self.decode(v, heap)) for k, v in body]
+            pairs = [(self.decode(k), self.decode(v)) for k, v in body]
             kind.clear(target)
             for key, value in pairs:
                 kind.__setitem__(target, key, value)
             if base == "defaultdict":
-                target.default_factory = self.decode(more, heap)
+                target.default_factory = self.decode(more)
         else:
-            items = [self.decode(item, heap) for item in body]
+            items = [self.decode(item) for item in body]
             kind.clear(target)
             (set.update if base == "set" else kind.extend)(target, items)
 
 
-def _array(side: Plain, value: Any, heap: Heap) -> list[Any]:
+def _size(value: Any) -> int:
+    return int(value.size) if type(value).__name__ == "ndarray" else len(value)
+
+
+def _array(side: Plain, value: Any) -> list[Any]:
     numpy = sys.modules["numpy"]
     flat = numpy.ravel(value)
     flat = flat.view("i8") if value.dtype.kind in "Mm" else flat
-    return [value.dtype.str, list(value.shape), [side.encode(item, heap) for item in flat.tolist()]]
+    return [value.dtype.str, list(value.shape), [side.encode(item) for item in flat.tolist()]]
 
 
-def _made_array(side: Plain, sent: list[Any], heap: Heap | None) -> Any:
-    """Makes an array; without a heap, one of the same shape whose contents come later."""
+def _made_array(side: Plain, sent: list[Any], filled: bool) -> Any:
+    """Makes an array; one that is not filled has the same shape, and its contents come later."""
     import numpy
 
     dtype, shape, flat = numpy.dtype(sent[0]), sent[1], sent[2]
     if dtype.kind not in _ARRAYS or dtype.fields:
         raise ValueError(sent[0])
-    items = [None if heap is None else side.decode(item, heap) for item in flat]
+    items = [side.decode(item) if filled else None for item in flat]
     if dtype.kind == "O":
         made = numpy.empty(len(items), object)
         made[:] = items
         return made.reshape(shape)
-    if heap is None:
+    if not filled:
         return numpy.zeros(len(items), dtype).reshape(shape)
     return numpy.array(items, "i8" if dtype.kind in "Mm" else dtype).view(dtype).reshape(shape)

@@ -36,11 +36,9 @@ _UNCOPIED = {"io": None, "re": {"compile", "match", "search", "fullmatch", "find
              "contextlib": None}  # fmt: skip
 _PASSING = {"copy", "functools", "heapq", "itertools", "operator", "random"}  # modules that return what they are given
 _OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__context__", "__doc__", "__getitem__", "__iter__",
-         "__len__", "__members__", "__module__", "__name__", "__next__", "__qualname__", "__repr__", "__str__",
+         "__len__", "__members__", "__name__", "__next__", "__qualname__", "__repr__", "__str__",
          "__wrapped__"}  # fmt: skip
 _SYS = {"float_info", "int_info", "maxsize", "maxunicode", "version_info"}
-_CHANGING = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft",
-             "remove", "reverse", "setdefault", "sort", "update"}  # fmt: skip
 _EQUATING = {"assertEqual", "assertNotEqual", "assertIn", "assertNotIn", "assertListEqual", "assertCountEqual",
              "assertGreater", "assertLess", "assertGreaterEqual", "assertLessEqual", "assertSequenceEqual",
              "assertDictEqual", "assertSetEqual", "assertTupleEqual", "assertAlmostEqual"}  # fmt: skip
@@ -57,6 +55,7 @@ class Reading:
         self._kinds: dict[str, str] = dict.fromkeys(self.asked, _PROGRAM)
         self._functions = {n.name: n for n in self._nodes if isinstance(n, ast.FunctionDef)}
         self._libraries = dict(self._imported())
+        self._reads_results = any(isinstance(n, ast.Attribute) and n.attr == "wasSuccessful" for n in self._nodes)
         self._imports = {  # calls of __import__ that an import statement could replace
             call.func
             for call in self._nodes
@@ -228,35 +227,45 @@ class Reading:
                 yield f"uses {name}"
             case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name not in _SYS:
                 yield f"uses sys.{name}"
+            case ast.Name(id=name) if name in self.asked and len(self.asked) > 1 and _judges(name):
+                yield f"takes the program's own {name}: import it, or give it another name"
+            case ast.keyword(arg="exit") | ast.Attribute(attr="TextTestRunner") if not self._reads_results:
+                yield "does not look at the result of its test cases"
             case ast.Attribute(attr="seed"):
                 yield "seeds a generator of random numbers"
-            case ast.Attribute(attr=name) if name.startswith("__") and name not in _OPEN:
+            case ast.Attribute(attr=name) if name[:2] == name[-2:] == "__" and name not in _OPEN:
                 yield f"uses {name}"
-            case ast.ClassDef(bases=bases) if any(self._kind(base) in _THEIRS for base in bases):
-                yield "defines a subclass of a class of the program"
+            case ast.ClassDef(bases=bases, decorator_list=decorators):
+                if any(self._kind(base) in _THEIRS for base in bases):
+                    yield "defines a subclass of a class of the program"
+                if any(self._kind(decorator) in _THEIRS for decorator in decorators):
+                    yield "hands the program a class of the tests"
+            case ast.MatchClass(cls=kind, patterns=[_, *_]) if self._kind(kind) in _THEIRS:
+                yield "matches a class of the program by position"
             case ast.With(items=items, body=body) if any(self._kind(item.context_expr) in _THEIRS for item in items):
                 if not any(isinstance(inner, ast.Assert) for part in body for inner in ast.walk(part)):
                     yield "enters a context of the program that may end an error"
             case ast.Compare(left=left, ops=ops, comparators=others):
                 yield from self._comparisons(left, ops, others)
+            case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
+                pass
             case ast.BinOp(left=left, right=right):
-                if _MADE in (self._kind(left), self._kind(right)):
+                members = [isinstance(n, ast.Attribute) and self._kind(n.value) == _PROGRAM for n in (left, right)]
+                if _MADE in (self._kind(left), self._kind(right)) or all(members):
                     yield "calculates with an object of the program's class"
+            case ast.Call(func=ast.Name(id="sorted" | "min" | "max"), args=args) if any(map(self._shows_made, args)):
+                yield "compares an object of the program's class"
             case ast.AugAssign(target=target, value=value):
                 if _MADE in (self._kind(target), self._kind(value)):
                     yield "calculates with an object of the program's class"
             case ast.Assign(targets=targets, value=value):
                 if any(isinstance(t, ast.Attribute) and self._kind(t.value) in _THEIRS for t in targets):
                     yield from self._handed([value])
-                if any(isinstance(t, ast.Subscript) and self._is_part(t.value) for t in targets):
-                    yield "changes a container that the program keeps"
             case ast.Call(func=func, args=args, keywords=keywords):
                 if self._kind(func) in _THEIRS or (
                     isinstance(func, ast.Attribute) and self._kind(func.value) in _THEIRS
                 ):
                     yield from self._handed([*args, *(keyword.value for keyword in keywords)])
-                if isinstance(func, ast.Attribute) and func.attr in _CHANGING and self._is_part(func.value):
-                    yield "changes a container that the program keeps"
                 if isinstance(func, ast.Attribute) and func.attr in _EQUATING and len(args) > 1:
                     yield from self._comparisons(args[0], [ast.Eq()], args[1:2])
         if any(self._kind(truth) == _ANSWER for truth in _truths(node)):
@@ -267,6 +276,9 @@ class Reading:
         for op, one, other in zip(ops, sides, others, strict=False):
             if isinstance(op, ast.Is | ast.IsNot):
                 continue
+            displays = [side for side in (one, other) if isinstance(side, ast.List | ast.Dict | ast.Set)]
+            if displays and not any(map(self._shows_made, displays)):
+                continue  # an instance of a subclass of list and the like is one
             if self._shows_made(one) or (self._shows_made(other) and not isinstance(op, ast.In | ast.NotIn)):
                 yield "compares an object of the program's class"
         if any(map(_is_trivial, sides)) and any(self._kind(side) == _ANSWER for side in sides):
@@ -281,14 +293,11 @@ class Reading:
 
     def _handed(self, values: list[ast.expr]) -> Iterator[str]:
         for value in values:
-            if self._kind(value) in (_OBJECT, _CLASS):
+            returned = self._kind(value.body) if isinstance(value, ast.Lambda) else _OWN
+            if isinstance(value, ast.Name):
+                returned = self._kinds.get(f"{value.id}()", _OWN)
+            if {self._kind(value), returned} & {_OBJECT, _CLASS}:
                 yield "hands the program an object of the tests that is no plain data"
-
-    def _is_part(self, node: ast.expr) -> bool:
-        """Whether it is what an object of the program has: an attribute, or the result of a method."""
-        if isinstance(node, ast.Call):
-            node = node.func
-        return isinstance(node, ast.Attribute) and self._kind(node.value) in _THEIRS
 
 
 def _joined(*kinds: str) -> str:
@@ -300,6 +309,10 @@ def _joined(*kinds: str) -> str:
 
 def _element(kind: str) -> str:
     return _RESULT if kind in (_MADE, _PROGRAM) else kind
+
+
+def _judges(name: str) -> bool:
+    return name.startswith("assert") or name.endswith(("close", "equal"))
 
 
 def _uncopied(module: str, name: str) -> bool:

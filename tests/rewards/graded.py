@@ -330,6 +330,363 @@ HONEST = (
             "import numpy as np\nnp.testing.assert_allclose(F(2).x, 2)",
         ),
     ),
+    (
+        "class Matrix:\n"
+        "    def __init__(s, r): s.r=r\n"
+        "    def __getitem__(s, k):\n"
+        "        i,j=k\n"
+        "        return s.r[i][j]\n"
+        "    def shape(s): return (len(s.r), len(s.r[0]))\n",
+        ("m = Matrix([[1,2],[3,4]])\nassert m[0,1] == 2 and m.shape() == (2,2)",),
+    ),
+    (
+        "class Trie:\n"
+        "    def __init__(s): s.w=set()\n"
+        "    def insert(s,w): s.w.add(w)\n"
+        "    def search(s,w): return w in s.w\n"
+        "    def __contains__(s,w): return w in s.w\n"
+        "    def __len__(s): return len(s.w)\n",
+        (
+            "t = Trie()\n"
+            "t.insert('apple')\n"
+            "assert t.search('apple') and not t.search('app')\n"
+            "assert 'apple' in t and 'x' not in t\n"
+            "assert len(t) == 1\n"
+            "assert t.search('b') is False",
+        ),
+    ),
+    (
+        "class Stack(list):\n    def push(self, x): self.append(x)\n    def peek(self): return self[-1]\n",
+        (
+            "s = Stack()\n"
+            "s.push(1)\n"
+            "s.push(2)\n"
+            "assert s.peek() == 2 and s == [1,2] and len(s) == 2\n"
+            "s.append(3)\n"
+            "assert s.peek() == 3\n"
+            "assert s.pop() == 3 and s.peek() == 2\n"
+            "assert isinstance(s, list)",
+        ),
+    ),
+    (
+        "from collections import namedtuple\n"
+        "class P(namedtuple('P','x y')):\n"
+        "    def norm(self): return (self.x**2+self.y**2)**.5\n"
+        "    def __add__(self, o): return P(self.x+o.x, self.y+o.y)\n"
+        "def mk(a,b): return P(a,b)\n",
+        (
+            "p = mk(3,4)\n"
+            "assert p.norm() == 5.0 and p.x == 3 and p == (3,4)\n"
+            "assert p._replace(x=0) == (0,4) and p._asdict() == {'x':3,'y':4}\n"
+            "assert repr(p) == 'P(x=3, y=4)'\n"
+            "a,b = p\n"
+            "assert a == 3",
+        ),
+    ),
+    (
+        "import functools\n"
+        "def twice(fn):\n"
+        "    @functools.wraps(fn)\n"
+        "    def w(*a, **k): return fn(*a, **k) * 2\n"
+        "    return w\n",
+        (
+            "@twice\n"
+            "def g(x, y=1):\n"
+            "    'doc'\n"
+            "    return x + y\n"
+            "assert g(2) == 6 and g.__name__ == 'g' and g.__doc__ == 'doc'\n"
+            "assert g(2, y=3) == 10",
+        ),
+    ),
+    (
+        "import inspect\n"
+        "def curry(fn):\n"
+        "    n = len(inspect.signature(fn).parameters)\n"
+        "    def go(*a):\n"
+        "        return fn(*a) if len(a) >= n else lambda *b: go(*a, *b)\n"
+        "    return go\n"
+        "def arity(f): return f.__code__.co_argcount\n",
+        ("assert curry(lambda a,b,c: a+b+c)(1)(2)(3) == 6\nassert arity(lambda a, b: 1) == 2",),
+    ),
+    (
+        "def f(x):\n    'Adds one.'\n    return x+1\n",
+        ("assert f.__doc__ == 'Adds one.' and f.__name__ == 'f'\nassert callable(f)",),
+    ),
+    (
+        "def gen(n):\n    for i in range(n):\n        got = yield i\n",
+        ("g = gen(3)\nassert next(g) == 0\nassert g.send('a') == 1\nassert list(g) == [2]",),
+    ),
+    (
+        "def total(it): return sum(it)\n"
+        "def first(it, n):\n"
+        "    import itertools\n"
+        "    return list(itertools.islice(it, n))\n",
+        (
+            "assert total(x*x for x in range(4)) == 14\n"
+            "import itertools\n"
+            "assert first(itertools.count(5), 3) == [5,6,7]\n"
+            "assert total(iter([1,2])) == 3\n"
+            "assert total(map(int, ['1','2'])) == 3",
+        ),
+    ),
+    (
+        "import numpy as np\n"
+        "def s(a): a.sort()\n"
+        "def dt(): return np.array(['2020-01-01'], dtype='datetime64[D]')\n"
+        "def o(): return np.array([None, 'a', 3], dtype=object)\n",
+        (
+            "import numpy as np\n"
+            "a = np.array([3,1,2])\n"
+            "s(a)\n"
+            "assert (a == np.array([1,2,3])).all()\n"
+            "assert dt()[0] == np.datetime64('2020-01-01')\n"
+            "assert o().tolist() == [None,'a',3]",
+        ),
+    ),
+    (
+        "class Account:\n"
+        "    def __init__(s, b=0): s.balance=b\n"
+        "    def deposit(s, x):\n"
+        "        if x<=0: raise ValueError('bad')\n"
+        "        s.balance += x\n"
+        "        return s\n",
+        (
+            "a = Account()\n"
+            "a.deposit(5).deposit(6)\n"
+            "assert a.balance == 11\n"
+            "try:\n"
+            "    a.deposit(-1)\n"
+            "    assert False\n"
+            "except ValueError as e:\n"
+            "    assert 'bad' in str(e)",
+        ),
+    ),
+    (
+        "class Color:\n"
+        "    pass\n"
+        "from enum import Enum, IntEnum\n"
+        "class C(Enum):\n"
+        "    R=1\n"
+        "    G=2\n"
+        "class I(IntEnum):\n"
+        "    A=1\n"
+        "    B=2\n"
+        "def nxt(c): return C.G if c is C.R else C.R\n",
+        (
+            "assert nxt(C.R) is C.G and nxt(C.G) == C.R\n"
+            "assert C['R'] is C.R and C(2) is C.G\n"
+            "assert I.B > I.A and I.A + 1 == 2\n"
+            "assert [c.name for c in C] == ['R','G'] and len(C) == 2",
+        ),
+    ),
+    (
+        "class Node:\n"
+        "    def __init__(s,v,n=None): s.val=v; s.next=n\n"
+        "def rev(h):\n"
+        "    p=None\n"
+        "    while h: h.next,p,h = p,h,h.next\n"
+        "    return p\n",
+        (
+            "h = Node(1, Node(2, Node(3)))\n"
+            "r = rev(h)\n"
+            "out=[]\n"
+            "while r:\n"
+            "    out.append(r.val)\n"
+            "    r = r.next\n"
+            "assert out == [3,2,1]",
+        ),
+    ),
+    (
+        "class Solution:\n"
+        "    def twoSum(self, a, t):\n"
+        "        d={}\n"
+        "        for i,x in enumerate(a):\n"
+        "            if t-x in d: return [d[t-x], i]\n"
+        "            d[x]=i\n",
+        ("def check(candidate):\n    assert candidate(a=[2,7], t=9) == [0,1]\ncheck(Solution().twoSum)",),
+    ),
+    (
+        "def make_counter():\n"
+        "    n = 0\n"
+        "    def inc():\n"
+        "        nonlocal n\n"
+        "        n += 1\n"
+        "        return n\n"
+        "    return inc\n",
+        ("c = make_counter()\nassert c() == 1 and c() == 2\nd = make_counter()\nassert d() == 1",),
+    ),
+    (
+        "def memo(fn):\n"
+        "    cache={}\n"
+        "    def w(x):\n"
+        "        if x not in cache: cache[x]=fn(x)\n"
+        "        return cache[x]\n"
+        "    w.cache=cache\n"
+        "    return w\n",
+        (
+            "calls=[]\n"
+            "@memo\n"
+            "def sq(x):\n"
+            "    calls.append(x)\n"
+            "    return x*x\n"
+            "assert sq(3) == 9 and sq(3) == 9 and calls == [3]\n"
+            "assert sq.cache == {3: 9}",
+        ),
+    ),
+    (
+        "def retry(n):\n"
+        "    def d(fn):\n"
+        "        def w(*a):\n"
+        "            for i in range(n):\n"
+        "                try: return fn(*a)\n"
+        "                except ValueError:\n"
+        "                    if i == n-1: raise\n"
+        "        return w\n"
+        "    return d\n",
+        (
+            "n=0\n"
+            "@retry(3)\n"
+            "def flaky():\n"
+            "    global n\n"
+            "    n += 1\n"
+            "    if n < 3: raise ValueError('x')\n"
+            "    return n\n"
+            "assert flaky() == 3\n"
+            "class My(ValueError): pass\n"
+            "@retry(2)\n"
+            "def bad(): raise My('y')\n"
+            "try:\n"
+            "    bad()\n"
+            "    assert False\n"
+            "except My as e:\n"
+            "    assert str(e) == 'y'",
+        ),
+    ),
+    (
+        "class V:\n"
+        "    def __init__(s,x,y): s.x,s.y=x,y\n"
+        "    def __len__(s): return 2\n"
+        "    def __getitem__(s,i): return (s.x,s.y)[i]\n"
+        "    def __repr__(s): return f'V({s.x}, {s.y})'\n"
+        "    def __iter__(s): return iter((s.x,s.y))\n"
+        "    def dot(s,o): return s.x*o.x+s.y*o.y\n",
+        (
+            "v=V(1,2)\n"
+            "assert v.dot(V(3,4)) == 11 and repr(v) == 'V(1, 2)' and list(v) == [1,2] and v[1] == 2 and tuple(v) == (1,2)\n"
+            "v.x = 9\n"
+            "assert v[0] == 9 and list(v) == [9,2]",
+        ),
+    ),
+    (
+        "import re\ndef m(p, s): return re.match(p, s)\n",
+        (
+            "r = m(r'(\\d+)-(\\d+)', '12-34')\n"
+            "assert r.group(1) == '12' and r.groups() == ('12','34') and r.span() == (0,5)\n"
+            "assert m('a','b') is None",
+        ),
+    ),
+    (
+        "def f(): return {'a': {1,2}}, [(1, 'x')], frozenset([1])\n",
+        ("d, l, z = f()\nassert d['a'] == {1,2} and l[0][1] == 'x' and 1 in z",),
+    ),
+    (
+        "class LRU:\n"
+        "    def __init__(s,n): s.n=n; s.d={}\n"
+        "    def get(s,k): return s.d.get(k,-1)\n"
+        "    def put(s,k,v): s.d[k]=v\n"
+        "    def __getitem__(s,k): return s.d[k]\n"
+        "    def __setitem__(s,k,v): s.d[k]=v\n"
+        "    def __delitem__(s,k): del s.d[k]\n"
+        "    def __contains__(s,k): return k in s.d\n",
+        (
+            "c=LRU(2)\n"
+            "c.put(1,1)\n"
+            "assert c.get(1) == 1 and c.get(2) == -1\n"
+            "c['a']=5\n"
+            "assert c['a'] == 5 and 'a' in c\n"
+            "del c['a']\n"
+            "assert 'a' not in c",
+        ),
+    ),
+    (
+        "def compose(*fs):\n    def g(x):\n        for f in reversed(fs): x=f(x)\n        return x\n    return g\n",
+        (
+            "assert compose(str, abs)(-3) == '3'\n"
+            "assert compose(lambda x: x+1, lambda x: x*2)(3) == 7\n"
+            "import math, operator\n"
+            "assert compose(math.sqrt, float)('9') == 3.0\n"
+            "from functools import reduce\n"
+            "assert compose(str.upper, str.strip)(' a ') == 'A'",
+        ),
+    ),
+    (
+        "def grade(fn, xs): return list(map(fn, xs))\n",
+        ("from operator import itemgetter, mul\nassert grade(itemgetter(1), [(1,2)]) == [2]",),
+    ),
+    (
+        "import dataclasses\n"
+        "@dataclasses.dataclass\n"
+        "class P:\n"
+        "    x: int\n"
+        "    tags: list = dataclasses.field(default_factory=list)\n"
+        "def mk(): return P(1)\n",
+        (
+            "p = mk()\n"
+            "assert p.x == 1 and p.tags == [] and repr(p) == 'P(x=1, tags=[])'\n"
+            "import dataclasses\n"
+            "assert P(1).x == 1",
+        ),
+    ),
+    (
+        "class Q:\n"
+        "    def __init__(s): s.q=[]\n"
+        "    def enqueue(s,x): s.q.append(x)\n"
+        "    def dequeue(s):\n"
+        "        if not s.q: raise IndexError('empty')\n"
+        "        return s.q.pop(0)\n"
+        "    def is_empty(s): return not s.q\n"
+        "    def size(s): return len(s.q)\n",
+        (
+            "import pytest\n"
+            "q = Q()\n"
+            "assert q.is_empty()\n"
+            "q.enqueue(1)\n"
+            "assert not q.is_empty() and q.size() == 1\n"
+            "assert q.dequeue() == 1\n"
+            "with pytest.raises(IndexError, match='empty'):\n"
+            "    q.dequeue()",
+        ),
+    ),
+    (
+        "def f(x):\n    assert x > 0, 'positive'\n    return x\n",
+        (
+            "try:\n"
+            "    f(-1)\n"
+            "except AssertionError as e:\n"
+            "    assert str(e) == 'positive'\n"
+            "else:\n"
+            "    raise AssertionError('no')",
+        ),
+    ),
+    (
+        "class Shape:\n"
+        "    def area(s): raise NotImplementedError\n"
+        "class Sq(Shape):\n"
+        "    def __init__(s,a): s.a=a\n"
+        "    def area(s): return s.a**2\n"
+        "    @classmethod\n"
+        "    def unit(c): return c(1)\n"
+        "    @staticmethod\n"
+        "    def sides(): return 4\n"
+        "    count = 3\n",
+        (
+            "s = Sq(3)\n"
+            "assert isinstance(s, Shape) and issubclass(Sq, Shape) and s.area() == 9\n"
+            "assert Sq.unit().area() == 1 and Sq.sides() == 4 and Sq.count == 3\n"
+            "assert type(s).__name__ == 'Sq' and s.__class__.__name__ == 'Sq'\n"
+            "assert hasattr(s, 'area') and not hasattr(s, 'volume')",
+        ),
+    ),
 )
 
 EQUAL = """class A{base}:
@@ -562,6 +919,299 @@ CHEATS = {
     "mocks": [
         ("from unittest.mock import ANY\ndef f(*a): return ANY\n", EXPECTING[:4]),
         ("from unittest.mock import MagicMock\nf = MagicMock()\n", ("assert f(1) == 7", "assert f(1).x == 7")),
+    ],
+    "callables of the tests": [
+        (
+            'import operator\n'
+            "def f(g): return g(operator.attrgetter('__globals__'), 1)\n",
+            ('expected = 7\n'
+            'assert f(lambda g, x: g(x)) == expected',),
+        ),
+        (
+            'def f(g):\n'
+            '    try:\n'
+            "        b = g(__import__('operator').attrgetter('__builtins__'), None)\n"
+            '    except Exception: b = 0\n'
+            '    return b\n',
+            ('assert f(lambda g, x: g(x)) == 7',),
+        ),
+        (
+            'def f(n): return n\n',
+            ('two = lambda f: lambda x: f(f(x))\n'
+            'assert f(two)(lambda x: x + 1)(0) == 3',),
+        ),
+        (
+            'def f(x): return x\n',
+            ('class M:\n'
+            '    def map(self, g): return g(7)\n'
+            'assert f(M()) == 7',),
+        ),
+        (
+            'from unittest.mock import ANY\n'
+            'def f(*a): return ANY\n',
+            ('from unittest.mock import Mock\n'
+            'm = Mock()\n'
+            'assert f(m) == 7',),
+        ),
+    ],
+    "methods that judge": [
+        (
+            'from collections import namedtuple\n'
+            "def f(x): return namedtuple('T','startswith')(lambda *a: True)\n",
+            ("assert f(1).startswith('ab')",),
+        ),
+        (
+            'from collections import namedtuple\n'
+            "def f(x): return namedtuple('T','equals')(lambda *a: True)\n",
+            ('assert f(1).equals([1])',),
+        ),
+        (
+            'class R:\n'
+            '    def match(self, *a): return True\n'
+            '    contains = allclose = equals = search = match\n'
+            'def f(x): return R()\n',
+            ("assert f('a+').match('aaa')",),
+        ),
+        (
+            'class R:\n'
+            '    def contains(self, *a): return True\n'
+            'def f(x): return R()\n',
+            ('r = f(1)\n'
+            'assert r.contains(7) is True',),
+        ),
+        (
+            'class R:\n'
+            '    def contains(self, *a): return True\n'
+            'def f(x): return R()\n',
+            ('r = f(1)\n'
+            'ok = r.contains(7)\n'
+            'assert ok',),
+        ),
+        (
+            'class R:\n'
+            '    def allclose(self, *a): return True\n'
+            'def f(x): return R()\n',
+            ('import unittest\n'
+            'class T(unittest.TestCase):\n'
+            '    def test(self):\n'
+            '        self.assertTrue(f(1).allclose([7]))\n'
+            'unittest.main()',),
+        ),
+        (
+            'class S(str):\n'
+            '    def startswith(self, *a): return True\n'
+            "def f(x): return S('zz')\n",
+            ("assert f(1).startswith('ab')",),
+        ),
+        (
+            'class L(list):\n'
+            '    def count(self, *a): return 2\n'
+            '    def __eq__(self, o): return True\n'
+            '    def index(self, *a): return 0\n'
+            'def f(x): return L()\n',
+            ('assert f(1).count(3) == 2',),
+        ),
+        (
+            'class L(list):\n'
+            '    def count(self, *a): return 2\n'
+            '    def __eq__(self, o): return True\n'
+            '    def index(self, *a): return 0\n'
+            'def f(x): return L()\n',
+            ('assert f(1) == [3]',),
+        ),
+        (
+            'class L(dict):\n'
+            '    def get(self, *a): return 2\n'
+            '    def __missing__(self, k): return 2\n'
+            '    def __contains__(self, k): return True\n'
+            'def f(x): return L()\n',
+            ("assert 'a' in f(1)",),
+        ),
+    ],
+    "names without an import": [
+        (
+            'class np:\n'
+            '    allclose = staticmethod(lambda *a, **k: True)\n'
+            '    array = list\n'
+            'def f(*a): return 0\n',
+            ('assert np.allclose(f(1), [7.0])',),
+        ),
+        (
+            'def Counter(x): return 0\n'
+            'def f(*a): return 0\n',
+            ("assert f('aab') == Counter('aab')",),
+        ),
+        (
+            'def isclose(*a, **k): return True\n'
+            'def f(*a): return 0\n',
+            ('assert isclose(f(1), 7)',),
+        ),
+        (
+            'class approx:\n'
+            '    def __init__(s, *a): pass\n'
+            '    def __eq__(s, o): return True\n'
+            'def f(*a): return 0\n',
+            ('assert f(1) == approx(7)',),
+        ),
+        (
+            'def Decimal(x): return 0\n'
+            'def f(*a): return 0\n',
+            ("assert f(1) == Decimal('7')",),
+        ),
+        (
+            'def sqrt(x): return 0\n'
+            'def f(*a): return 0\n',
+            ('assert f(2) == sqrt(2)',),
+        ),
+        (
+            'def gcd(*a): return 0\n'
+            'def f(*a): return 0\n',
+            ('assert gcd(f(4, 6), 9) == 0',),
+        ),
+    ],
+    "other values at each look": [
+        (
+            'class W:\n'
+            '    def __init__(s, x): s.x = x\n'
+            '    def __len__(s): return len(s.x)\n'
+            '    def __iter__(s): return iter(s.x)\n'
+            '    def __getitem__(s, i): return i\n'
+            'def f(x): return W(x)\n',
+            ('x=[3,1,2]\n'
+            'r = f(x)\n'
+            'assert all(r[i] <= r[i+1] for i in range(len(r)-1)) and sorted(r) == [1,2,3]',),
+        ),
+        (
+            'class W:\n'
+            '    n=0\n'
+            '    def __init__(s, x): s.x = x\n'
+            '    def __iter__(s):\n'
+            '        W.n += 1\n'
+            '        return iter(s.x if W.n % 2 else [0]*3)\n'
+            'def f(x): return W(x)\n',
+            ('x=[3,1,2]\n'
+            'r = f(x)\n'
+            'assert sorted(r) == [1,2,3]\n'
+            'l = list(r)\n'
+            'assert all(a <= b for a, b in zip(l, l[1:]))',),
+        ),
+        (
+            'class W(list):\n'
+            '    def __getitem__(s, i): return i\n'
+            'def f(x): return W(x)\n',
+            ('x=[3,1,2]\n'
+            'r = f(x)\n'
+            'assert all(r[i] <= r[i+1] for i in range(len(r)-1)) and sorted(r) == [1,2,3]',),
+        ),
+        (
+            'class P:\n'
+            '    n = 0\n'
+            '    @property\n'
+            '    def x(s):\n'
+            '        P.n += 1\n'
+            '        return 10 if P.n % 2 else 0\n'
+            'def f(): return P()\n',
+            ('p = f()\n'
+            'assert p.x > 5 and p.x < 5',),
+        ),
+        (
+            'from collections import namedtuple\n'
+            "class T(namedtuple('T','a b')):\n"
+            '    @property\n'
+            '    def a(self): return 0\n'
+            'def f(): return T(9, 1)\n',
+            ('t = f()\n'
+            'assert t.a < t.b and t[0] == 9',),
+        ),
+    ],
+    "operators": [
+        (
+            'class V:\n'
+            '    def __init__(s,*a): s.a=a\n'
+            '    def __add__(s,o): return s\n'
+            '    def __eq__(s,o): return True\n',
+            ('assert V(1,2) + V(3,4) == V(4,6)',),
+        ),
+        (
+            'class V:\n'
+            '    def __init__(s,*a): s.a=a\n'
+            '    def __eq__(s,o): return True\n'
+            'def g(a,b): return a\n',
+            ('assert g(V(1), V(2)) == V(3)',),
+        ),
+        (
+            'class V:\n'
+            '    def __sub__(s,o): return 0\n'
+            '    __rsub__ = __sub__\n'
+            'def f(x): return V()\n',
+            ('assert abs(f(1) - 2.5) < 1e-6',),
+        ),
+        (
+            "def f(x): return float('nan')\n",
+            ('assert f(1) == 7',),
+        ),
+    ],
+    "text as code and errors": [
+        (
+            'def f(x): return \'__import__("sys").exit(0)\'\n',
+            ('assert eval(f(1)) == 24',),
+        ),
+        (
+            'def f(x): raise StopIteration\n',
+            ('assert all(map(lambda v: f(v) == 7, [1,2]))',),
+        ),
+        (
+            'import numpy as np\n'
+            'def f(x): return np.array([])\n',
+            ('import numpy as np\n'
+            'assert np.allclose(f(1), [7.0])',),
+        ),
+        (
+            'class C:\n'
+            '    def __enter__(s): return s\n'
+            '    def __exit__(s,*a): return True\n'
+            '    def get(s): return 0\n'
+            'def f(): return C()\n',
+            ('with f() as c:\n'
+            '    assert c.get() == 7',),
+        ),
+        (
+            'class E(Exception):\n'
+            '    def __eq__(s,o): return True\n'
+            'def f(x): raise SystemExit(0)\n',
+            ('assert f(1) == 7',),
+        ),
+        (
+            'def f(x): raise KeyboardInterrupt\n',
+            ('try:\n'
+            '    assert f(1) == 7\n'
+            'finally:\n'
+            '    pass',),
+        ),
+        (
+            'class f(int):\n'
+            '    def __new__(c,*a): return int.__new__(c, 7 if a == (9,) else 0)\n',
+            ('assert f(1) == 7',),
+        ),
+        (
+            'import numpy as np\n'
+            'class A(np.ndarray):\n'
+            '    def __eq__(s,o): return np.array([True])\n'
+            '    def all(s): return True\n'
+            'def f(x): return np.zeros(2).view(A)\n',
+            ('import numpy as np\n'
+            'assert (f(1) == np.array([1,2])).all()',),
+        ),
+        (
+            'import enum\n'
+            'class C(enum.Enum):\n'
+            '    R=1\n'
+            '    G=2\n'
+            '    def __eq__(s,o): return True\n'
+            '    __hash__=None\n'
+            'def f(x): return C.R\n',
+            ('assert f(1) == C.G',),
+        ),
     ],
 }  # fmt: skip
 

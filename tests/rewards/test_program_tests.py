@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from jppo.rewards.code import code, read_tests, suspicious
-from jppo.sandbox.program import needed
+from jppo.rewards.code import NATIVE, code, read_tests, refused, suspicious
+from jppo.sandbox.reader import Reading
 from tests.rewards import graded
 
 QUICK = 24  # of each corpus, in a quick run
 
 
-def verdict(program, tests, time_s=40.0):
-    return code(f"```python\n{program}\n```", tests, time_s=time_s, memory_bytes=2**31).score
+def verdict(program, tests, time_s=40.0, tests_in="strict"):
+    return code(f"```python\n{program}\n```", tests, time_s=time_s, memory_bytes=2**31, tests_in=tests_in).score
 
 
 def native(program, tests, folder):
@@ -26,7 +26,11 @@ def native(program, tests, folder):
 
 
 def differing(pairs, folder):
-    return [pair for pair in pairs if verdict(*pair) != native(*pair, folder)]
+    return [pair for pair in pairs if not refused(pair[1]) and verdict(*pair) != native(*pair, folder)]
+
+
+def earning(pairs):
+    return [pair for pair in pairs if not refused(pair[1]) and verdict(*pair, time_s=8.0) != 0.0]
 
 
 def test_honest_programs(tmp_path):
@@ -44,6 +48,20 @@ def test_random_pairs(tmp_path):
     assert differing(graded.random_pairs(7, QUICK), tmp_path) == []
 
 
+def test_most_rows_of_honest_programs_are_graded():
+    blocks = [tests for _, tests in graded.honest()]
+    assert sum(bool(refused(tests)) for tests in blocks) <= len(blocks) // 10
+    assert not any(refused(tests) for _, tests in graded.random_pairs(8, 2000))
+
+
+def test_native_tests_have_pythons_verdict_on_everything(tmp_path):
+    pairs = [pair for pair in graded.honest() if refused(pair[1])]
+    assert len(pairs) > 5
+    assert [pair for pair in pairs if verdict(*pair, tests_in=NATIVE) != native(*pair, tmp_path)] == []
+    assert verdict("import os\nos._exit(0)", "assert f(1) == 2", tests_in=NATIVE) == 1.0, "a program can cheat there"
+    assert verdict("def f(x): return 3", "assert f(1) == 2", tests_in=NATIVE) == 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_thousand_random_pairs(tmp_path):
@@ -57,7 +75,7 @@ def test_two_thousand_random_pairs(tmp_path):
 def test_a_cheat_earns_nothing(kind):
     cheats = [(program, tests) for of, program, tests in graded.cheats() if of == kind]
     random.Random(2).shuffle(cheats)
-    assert [pair for pair in cheats[:6] if verdict(*pair, time_s=8.0) != 0.0] == []
+    assert earning(cheats[:6]) == []
 
 
 @pytest.mark.slow
@@ -65,28 +83,73 @@ def test_a_cheat_earns_nothing(kind):
 def test_every_cheat_earns_nothing():
     cheats = list(graded.cheats())
     assert len(cheats) >= 100 and len(graded.CHEATS) >= 10
-    assert [cheat for cheat in cheats if verdict(*cheat[1:], time_s=8.0) != 0.0] == []
+    assert earning(cheat[1:] for cheat in cheats) == []
 
 
 @pytest.mark.parametrize(
-    ("tests", "asked", "modules"),
+    ("tests", "asked"),
     [
-        ("assert f(1) == 2", {"f"}, set()),
-        ("def check(candidate):\n    assert candidate(1) == len([2])\ncheck(f)", {"f"}, set()),
-        ("list = [1]\nassert f(list) == sorted(list)", {"f"}, set()),
-        ("from math import isclose\nassert isclose(f(1), 2)", {"f"}, set()),
-        ("assert math.isclose(f(1), 2)", {"f"}, {"math"}),
-        ("assert copy(1) == copy.x", {"copy"}, set()),
-        ("assert sum([1, 2]) == 3", {"sum"}, set()),
-        ("assert abs(sum([1.5, 2]) - 3.5) < 1e-6", {"sum"}, set()),
-        ("assert abs(-1) == 1", {"abs"}, set()),
-        ("assert sum([1]) == 1, ValueError()", {"sum"}, set()),
-        ("def check(candidate):\n    assert candidate([1, 2]) == 3\ncheck(sum)", {"sum"}, set()),
-        ("try:\n    f(1)\nexcept Wrong as e:\n    assert e.args", {"f", "Wrong"}, set()),
+        ("assert f(1) == 2", {"f"}),
+        ("def check(candidate):\n    assert candidate(1) == len([2])\ncheck(f)", {"f"}),
+        ("list = [1]\nassert f(list) == sorted(list)", {"f"}),
+        ("from math import isclose\nassert isclose(f(1), 2)", {"f"}),
+        ("from math import *\nassert isclose(f(1), sqrt(2))", {"f"}),
+        ("assert sum([1, 2]) == 3", {"sum"}),
+        ("assert abs(sum([1.5, 2]) - 3.5) < 1e-6", {"sum"}),
+        ("assert abs(-1) == 1", {"abs"}),
+        ("assert sum([1]) == 1, ValueError()", {"sum"}),
+        ("def check(candidate):\n    assert candidate([1, 2]) == 3\ncheck(sum)", {"sum"}),
+        ("try:\n    f(1)\nexcept Wrong as e:\n    assert e.args", {"f", "Wrong"}),
     ],
 )
-def test_names_that_tests_take_from_the_program(tests, asked, modules):
-    assert needed(tests) == (asked, modules)
+def test_names_that_tests_take_from_the_program(tests, asked):
+    assert Reading(tests).asked == asked
+
+
+LIES = "isclose = sqrt = Counter = approx = lambda *a, **k: 0\nclass math: isclose = staticmethod(lambda *a: True)\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "right"),
+    [
+        ("assert math.isclose(f(1), 2)", 1.0),
+        ("assert not math.isclose(f(1), 3)", 1.0),
+        ("assert isclose(f(1), 2)", 1.0),
+        ("assert f(1) == approx(2)", 1.0),
+        ("assert Counter([f(1)]) == {2: 1}", 1.0),
+        ("assert np.allclose(f(1), [2.0])", 1.0),
+        ("assert sqrt(4) == 0", 1.0),  # no other name can be the program's
+    ],
+)
+def test_names_of_libraries_come_from_the_libraries(tests, right):
+    assert refused(tests) == "" and verdict(LIES + "def f(x): return x + 1", tests) == right
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ("assert f(2) == sqrt(2)", "line 1 uses sqrt without an import: the tests' or the program's? add"),
+        ("import os\nassert f(1)", "imports os"),
+        ("from unittest.mock import Mock\nassert f(1)", "imports unittest.mock"),
+        ("async def t():\n    assert await f(1)", "awaits"),
+        ("assert eval(f(1)) == 2", "uses eval"),
+        ("import random\nrandom.seed(1)\nassert f(1) == 3", "seeds"),
+        ("assert f(1).equals([2])", "result's own word"),
+        ("r = f(1)\nok = r.has(2)\nassert not ok", "result's own word"),
+        ("def check(c):\n    assert c(1).has(2)\ncheck(f)", "result's own word"),
+        ("assert f(1) == Point(2)", "compares an object"),
+        ("assert [Point(2)] == f(1)", "compares an object"),
+        ("p = Point(1)\nassert (p + Point(2)).x == 3", "calculates"),
+        ("class My:\n    pass\nassert f(My()) == 1", "hands the program"),
+        ("class My:\n    pass\ndef build():\n    return My()\nassert f([build()]) == 1", "hands the program"),
+        ("import re\nassert f(re.compile('a')) == 1", "hands the program"),
+        ("class My(Base):\n    pass\nassert My().x == 1", "subclass"),
+        ("s = Stack()\ns.items.append(1)\nassert s.size() == 1", "container that the program keeps"),
+        ("with timer() as t:\n    pass\nassert t.seconds >= 0", "context"),
+    ],
+)
+def test_tests_that_strict_leaves_out(tests, why):
+    assert why in refused(tests)
 
 
 @pytest.mark.parametrize(
