@@ -131,25 +131,30 @@ def refused(ground_truth: str) -> str:
 def _with_imports(tests: str) -> tuple[str, str]:
     """Returns asserts with imports of the library's names that they use without one, and why they are refused, or ''.
 
-    Such a name is the program's if the tests ask for no other one. A rarer one beside others could be either's.
+    Such a name is the program's if an assert tests it alone. A rarer one beside others could be either's.
     """
     asked = Reading(tests).asked
     origins = {name: origin for name in asked if (origin := _origin(name, tests)) is not None}
-    if len(origins) == len(asked):  # all could be the program's; modules and helpers of tests are seldom
-        helpers = {name: line for name, line in origins.items() if line.startswith("import ") or name in _USUAL}
-        origins = helpers if len(helpers) < len(asked) else {}
+    statements = _names_of_statements(tests)
     for name, line in list(origins.items()):
-        if not line.startswith("import ") and name.islower() and name not in _USUAL | _OF_NUMPY.keys():
-            if any(name in used and used & asked - {name} for used in _names_of_statements(tests)):
-                return tests, f"uses {name} without an import: the tests' or the program's? add `{line}`"
+        rare = name.islower() and name not in _USUAL | _OF_NUMPY.keys()
+        if line.startswith("import "):
+            continue
+        if {name} in statements or (rare and not any(name in names and len(names) > 1 for names in statements)):
             del origins[name]  # the program's, tested by itself
+        elif rare:
+            return tests, f"uses {name} without an import: the tests' or the program's? add `{line}`"
+    if len(origins) == len(asked):
+        origins = {}
     text = "".join(f"{line}; " for line in sorted(origins.values())) + ("\n" if origins else "") + tests
     return text, Reading(text).refused()
 
 
 def _names_of_statements(tests: str) -> list[set[str]]:
+    """Returns the names of each statement, without builtins."""
     statements = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Assert | ast.Expr | ast.Assign)]
-    return [{inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} for node in statements]
+    names = [{inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} for node in statements]
+    return [{name for name in used if not hasattr(builtins, name)} for used in names]
 
 
 def _origin(name: str, tests: str) -> str | None:

@@ -56,6 +56,7 @@ _OF_PYTHON = {
     kind.__name__: kind
     for kind in (types.GeneratorType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 }
+_OF_FILES = (OSError, FileNotFoundError, FileExistsError, PermissionError)  # whose arguments lack the file's name
 _SWALLOWING = ("AssertionError", "Exception", "BaseException")  # classes by whose names a program ends failures
 PLAIN_METHODS = {name for kind in TYPES.values() for name in dir(kind) if name[:1] != "_"} | {"all", "any"}
 # Those that judge their arguments. Tests that call one on a result mean the one of plain data.
@@ -116,7 +117,7 @@ class _Side(Plain):
         if (place := error.__dict__.get("_place")) is not None:
             return ["yours", place]
         try:
-            args = [self.encode(argument) for argument in error.args]
+            args = [self.encode(v) for v in (error.__reduce__()[1] if type(error) in _OF_FILES else error.args)]
             named = [[str(k), self.encode(v)] for k, v in vars(error).items() if k[:1] != "_"]
             text = str(error)
         except (Gone, Unsupported):
@@ -131,7 +132,7 @@ class _Side(Plain):
         if sent[0] == "yours":
             return self.resolve(sent)
         _, kind, args, named, text, reason, place = sent
-        kind = _exception(kind[1]) if kind[0] == "exception" else self.decode(kind)
+        kind = _exception(*kind[1:]) if kind[0] == "exception" else self.decode(kind)
         args = [self.decode(argument) for argument in args]
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise Gone("no exception")
@@ -238,7 +239,7 @@ class ProgramSide(_Side):
         if tag == "error":
             return self.decode_error(sent)
         if tag == "exception":
-            return _exception(rest[0])
+            return _exception(*rest)
         if tag == "name":
             return functools.reduce(getattr, rest[1].split("."), importlib.import_module(rest[0]))
         place = rest[0]
@@ -312,9 +313,11 @@ class TestsSide(_Side):
         if name.startswith("__") and name not in _OPEN:
             raise AttributeError(name)
         value = self.ask("get", handle, name)
-        if name in _JUDGES and not made and (callable(value) or isinstance(value, Handle)):
+        if name not in _JUDGES or made or not callable(value):
+            return value
+        if name.startswith("is") or name in ("all", "any"):
             raise AttributeError(name)
-        return value
+        return lambda: value()
 
     def get_open(self, value: Any, name: str) -> Any:
         """Returns an attribute of an object that the tests have made, also a method that judges their values."""
@@ -385,7 +388,7 @@ class TestsSide(_Side):
         if isinstance(value, BaseException):
             return self.encode_error(value)
         if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == "builtins":
-            return ["exception", value.__name__]
+            return self.encode_class(value)
         if hasattr(value, "__next__"):
             return ["iterator", self.export(value.__next__)]
         if (name := _shared_name(value)) is not None:
@@ -401,7 +404,8 @@ class TestsSide(_Side):
         raise Unsupported(f"they hand the program a {type(value).__name__}")
 
     def encode_class(self, kind: type) -> Any:
-        return ["exception", next(above.__name__ for above in kind.__mro__ if above.__module__ == "builtins")]
+        builtin = next(above.__name__ for above in kind.__mro__ if above.__module__ == "builtins")
+        return ["exception", builtin, kind.__name__]
 
     def resolve(self, sent: Any) -> Any:
         tag, *rest = sent
@@ -449,11 +453,13 @@ class TestsSide(_Side):
         return self._classes[number]
 
 
-def _exception(name: str) -> Any:
+@functools.cache
+def _exception(name: str, own: str = "") -> Any:
+    """Returns a builtin exception, or the stand-in of a subclass of the tests."""
     kind = getattr(builtins, name)
     if not issubclass(kind, BaseException):
         raise ValueError(name)
-    return kind
+    return kind if own in ("", name) else type(own, (kind,), {"__module__": "builtins"})
 
 
 def _number(value: Any) -> Any:

@@ -164,9 +164,6 @@ class Plain:
     def changes(self) -> tuple[list[Any], list[int]]:
         """Returns the containers that changed, with their contents, and those that this side can no longer meet."""
         changed, done = [], set[int]()
-        old = [n for n in self._shared if n not in self._used]
-        gone = [n for n in old[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE]
-        self.forget(gone := [*old[:-_MOST], *gone])
         while left := [n for n in self._shared if n not in done]:
             for number in left:
                 done.add(number)
@@ -177,6 +174,10 @@ class Plain:
                 if self._contents.get(number) != text:
                     self._contents[number] = text
                     changed.append([number, entry])
+        old = [n for n in self._shared if n not in self._used]
+        value = None
+        gone = [n for n in old[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE]
+        self.forget(gone := [*old[:-_MOST], *gone])
         self._used.clear()
         return changed, gone
 
@@ -188,7 +189,6 @@ class Plain:
     def apply(self, changed: list[Any], gone: list[int]) -> None:
         """Takes the other side's changes over."""
         try:
-            self.forget(gone)
             for number, entry in changed:
                 if number not in self._shared:
                     self._register(int(number), self._empty(entry))
@@ -196,6 +196,7 @@ class Plain:
                 self._fill(self._shared[number], entry)
             for number, _ in changed:
                 self._contents[number] = json.dumps(self._entry(self._shared[number]))
+            self.forget(gone)
         except (TypeError, ValueError, LookupError, AttributeError) as e:
             raise Gone("no containers") from e
         self._used.clear()

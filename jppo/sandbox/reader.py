@@ -35,7 +35,7 @@ _UNCOPIED = {"io": None, "re": {"compile", "match", "search", "fullmatch", "find
              "types": None, "operator": {"attrgetter", "itemgetter", "methodcaller"}, "random": {"Random"},
              "contextlib": None}  # fmt: skip
 _PASSING = {"copy", "functools", "heapq", "itertools", "operator", "random"}  # modules that return what they are given
-_OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__context__", "__doc__", "__getitem__", "__iter__",
+_OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__doc__", "__getitem__", "__iter__",
          "__len__", "__members__", "__name__", "__next__", "__qualname__", "__repr__", "__str__",
          "__wrapped__"}  # fmt: skip
 _SYS = {"float_info", "int_info", "maxsize", "maxunicode", "version_info"}
@@ -107,16 +107,22 @@ class Reading:
     def _asked(self) -> set[str]:
         """Returns the names that the tests take from the program.
 
-        A builtin belongs to the tests unless no other name of theirs can be the program's; then one that they call or
-        hand over is, and of several those that tests seldom use by themselves.
+        A builtin belongs to the tests unless no other name of an assert can be the program's, and none is a variable;
+        then one that is called or handed over is, and of several those that tests seldom use by themselves.
         """
         used = {n.id for n in self._nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - self.bound
-        if asked := {name for name in used if not hasattr(builtins, name)}:
-            return asked
-        calls = [node for node in self._nodes if isinstance(node, ast.Call)]
-        called = {part.id for call in calls for part in (call.func, *call.args) if isinstance(part, ast.Name)} & used
-        called -= {name for name in called if isinstance(getattr(builtins, name, None), type) and name[:1].isupper()}
-        return called - set(_FROM_TESTS) or called
+        asked = {name for name in used if not hasattr(builtins, name)}
+        blocks = [self.tree] if not asked else [node for node in self._nodes if isinstance(node, ast.Assert)]
+        for block in blocks:
+            nodes = list(ast.walk(block))
+            names = {n.id for n in nodes if isinstance(n, ast.Name)}
+            if asked and not all(hasattr(builtins, name) and name not in self.bound for name in names):
+                continue
+            calls = [node for node in nodes if isinstance(node, ast.Call)]
+            called = {part.id for c in calls for part in (c.func, *c.args) if isinstance(part, ast.Name)} & used
+            called -= {name for name in called if isinstance(getattr(builtins, name, None), type) and name.istitle()}
+            asked |= called - set(_FROM_TESTS) or called
+        return asked
 
     def _kind(self, node: ast.AST | None) -> str:
         match node:
@@ -231,6 +237,8 @@ class Reading:
                 yield f"takes the program's own {name}: import it, or give it another name"
             case ast.keyword(arg="exit") | ast.Attribute(attr="TextTestRunner") if not self._reads_results:
                 yield "does not look at the result of its test cases"
+            case ast.Attribute(attr="warns" | "redirect_stderr" | "shares_memory" as name):
+                yield f"uses {name}"
             case ast.Attribute(attr="seed"):
                 yield "seeds a generator of random numbers"
             case ast.Attribute(attr=name) if name[:2] == name[-2:] == "__" and name not in _OPEN:
@@ -253,7 +261,9 @@ class Reading:
                 members = [isinstance(n, ast.Attribute) and self._kind(n.value) == _PROGRAM for n in (left, right)]
                 if _MADE in (self._kind(left), self._kind(right)) or all(members):
                     yield "calculates with an object of the program's class"
-            case ast.Call(func=ast.Name(id="sorted" | "min" | "max"), args=args) if any(map(self._shows_made, args)):
+            case ast.Call(func=ast.Name(id="sorted" | "min" | "max" | "hash"), args=args) if any(
+                map(self._shows_made, args)
+            ):
                 yield "compares an object of the program's class"
             case ast.AugAssign(target=target, value=value):
                 if _MADE in (self._kind(target), self._kind(value)):
