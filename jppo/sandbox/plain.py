@@ -51,7 +51,7 @@ _TAGS = {kind: tag for tag, (kind, *_) in {**COPIED, **_VIEWS}.items()}
 _CONSTANTS = {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
 TYPES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (*MUTABLE.values(), *IMMUTABLE.values(), *_TAGS, bool, type(None), object)
+    for kind in (*MUTABLE.values(), *IMMUTABLE.values(), *_TAGS, bool, type(None))
     if kind not in (kind for kind, _ in _VIEWS.values())
 }
 _ARRAYS = "biufcSUMmO"  # kinds of numpy's types

@@ -118,7 +118,8 @@ class Reading:
             names = {n.id for n in nodes if isinstance(n, ast.Name)}
             if asked and not all(hasattr(builtins, name) and name not in self.bound for name in names):
                 continue
-            calls = [node for node in nodes if isinstance(node, ast.Call)]
+            calls = [n for n in nodes if isinstance(n, ast.Call)]
+            calls = [c for c in calls if sum(isinstance(inner, ast.Call) for inner in ast.walk(c)) == 1] or calls
             called = {part.id for c in calls for part in (c.func, *c.args) if isinstance(part, ast.Name)} & used
             called -= {name for name in called if isinstance(getattr(builtins, name, None), type) and name.istitle()}
             asked |= called - set(_FROM_TESTS) or called
@@ -160,6 +161,8 @@ class Reading:
                 module, attribute = self._libraries.get(name, ("", ""))
                 if _uncopied(module, attribute):
                     return _OBJECT
+                if name in ("map", "filter") and any(map(self._is_method_of_result, parts)):
+                    return _ANSWER
                 return _OWN if name in _TO_PLAIN or (module and module not in _PASSING) else given
             case ast.Attribute(value=owner, attr=name):
                 of = self._kind(owner)
@@ -171,6 +174,11 @@ class Reading:
                 return _OBJECT if _uncopied(module, name) else given if module in _PASSING else _OWN
         of = self._kind(node.func)
         return _OBJECT if of == _CLASS else _RESULT if of in _THEIRS else _OWN
+
+    def _is_method_of_result(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Attribute):
+            return False
+        return self._kind(node.value) in (_RESULT, _ANSWER) and node.attr not in PLAIN_METHODS
 
     def _bind(self, node: ast.AST) -> None:
         match node:
@@ -248,6 +256,9 @@ class Reading:
                     yield "defines a subclass of a class of the program"
                 if any(self._kind(decorator) in _THEIRS for decorator in decorators):
                     yield "hands the program a class of the tests"
+            case ast.FunctionDef(decorator_list=decorators) if any(self._kind(d) in _THEIRS for d in decorators):
+                if _asserts(node):
+                    yield "hands the program a function with asserts"
             case ast.MatchClass(cls=kind, patterns=[_, *_]) if self._kind(kind) in _THEIRS:
                 yield "matches a class of the program by position"
             case ast.With(items=items, body=body) if any(self._kind(item.context_expr) in _THEIRS for item in items):
@@ -306,6 +317,8 @@ class Reading:
             returned = self._kind(value.body) if isinstance(value, ast.Lambda) else _OWN
             if isinstance(value, ast.Name):
                 returned = self._kinds.get(f"{value.id}()", _OWN)
+                if _asserts(self._functions.get(value.id)):
+                    yield "hands the program a function with asserts"
             if {self._kind(value), returned} & {_OBJECT, _CLASS}:
                 yield "hands the program an object of the tests that is no plain data"
 
@@ -319,6 +332,10 @@ def _joined(*kinds: str) -> str:
 
 def _element(kind: str) -> str:
     return _RESULT if kind in (_MADE, _PROGRAM) else kind
+
+
+def _asserts(function: ast.AST | None) -> bool:
+    return function is not None and any(isinstance(inner, ast.Assert) for inner in ast.walk(function))
 
 
 def _judges(name: str) -> bool:
