@@ -18,7 +18,7 @@ from jppo.agent.gateway import gateway
 from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
-from jppo.agent.gateway.request import BadRequest
+from jppo.errors import BadRequest
 from jppo.rollout.protocol import greedy
 from tests.agent.test_gateway import CALCULATOR, RULES, language
 
