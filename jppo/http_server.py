@@ -6,8 +6,8 @@ bodies have bounds, and a client's bytes are read in slices, so that no client w
 """
 
 import asyncio
+import gc
 import http
-import itertools
 import json
 import re
 import socket
@@ -24,7 +24,7 @@ HEAD_S = 10.0  # until a connection must have shown a key, and to read the last 
 MOST_HEAD, MOST_BODY = 2**16, 2**24  # bytes
 _MOST_FIELDS = 100  # of a head
 _MOST_HELD = 2**30  # bytes of unfinished bodies, all together
-_UNKNOWN = 512  # connections without a key yet
+_UNKNOWN = 512  # connections without a key yet, at most
 _AT_ONCE, _BACKLOG = 64, 1024  # connections accepted before any is read, a part of _UNKNOWN; those that wait for that
 _PROBE_S = 0.5  # between two looks whether a client that sends no more still reads
 _READ = 2**14  # bytes
@@ -55,10 +55,13 @@ def json_reply(value: Any, status: int = 200) -> HttpReply:
 
 def json_object(body: bytes) -> dict[str, Any]:
     """Returns a body's JSON object; BadRequest for another body."""
+    gc.disable()  # it would look at millions of new lists again and again
     try:
         parsed = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as e:
         raise BadRequest(f"the body is not valid JSON: {e}") from e
+    finally:
+        gc.enable()
     if not isinstance(parsed, dict):
         raise BadRequest("the body must be a JSON object")
     return parsed
@@ -90,7 +93,8 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listens, and returns the address; port 0 takes a free one."""
-        self._most = allow_files() // 2  # connections
+        files = allow_files()
+        self.most_unknown, self.most_known = min(_UNKNOWN, files // 4), files // 2
         listening = socket.create_server((host, port))
         self.loop = asyncio.get_running_loop()
         self._listener = await self.loop.create_server(lambda: _Connection(self), sock=listening, backlog=_AT_ONCE)
@@ -103,20 +107,16 @@ class HttpServer:
         for connection in (*self.unknown, *self.waiting, *self.answering):
             connection.abort()
 
-    def enter(self, connection: "_Connection") -> None:
-        """Adds a connection that was accepted; the oldest makes room for it."""
-        many = len(self.unknown) + len(self.waiting) + len(self.answering) >= self._most
-        oldest = next(itertools.chain(self.unknown, self.waiting), None)
-        if oldest is not None and (many or len(self.unknown) >= _UNKNOWN):
-            oldest.abort()
-        self.unknown[connection] = None
-
     def move(self, connection: "_Connection", to: "dict[_Connection, None] | None") -> None:
-        """Moves a connection to the end of a group, or out of all."""
+        """Moves a connection to the end of a group, whose first makes room for it, or out of all."""
         for group in (self.unknown, self.waiting, self.answering):
             group.pop(connection, None)
         if to is not None:
             to[connection] = None
+        if len(self.unknown) > self.most_unknown:
+            next(iter(self.unknown)).abort()
+        if self.waiting and len(self.waiting) + len(self.answering) > self.most_known:
+            next(iter(self.waiting)).abort()
 
     def hold(self, count: int) -> None:
         """Counts bytes of unfinished bodies; beyond the bound, the body that has waited longest makes room."""
@@ -145,7 +145,7 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._late = self._loop.call_later(HEAD_S, self.abort)
-        self._server.enter(self)
+        self._server.move(self, self._server.unknown)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.abort()
@@ -258,9 +258,11 @@ class _Connection(asyncio.BufferedProtocol):
         self._server.move(self, self._server.waiting)
         await self._written.wait()
         self._task = None
+        if self.transport.is_closing():
+            return
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
             self._end()
-        elif not self._ended:
+        else:
             self._http.start_next_cycle()
             self._ahead = 0
             self.transport.resume_reading()

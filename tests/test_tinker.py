@@ -18,7 +18,7 @@ import jppo
 from examples import arithmetic
 from jppo.errors import BadRequest
 from jppo.tinker import __main__ as tinker_command
-from jppo.tinker import requests, sessions
+from jppo.tinker import futures, requests, sessions
 from jppo.tinker.requests import FLOAT32, INT64, MESSAGES
 from tests import make
 
@@ -160,6 +160,39 @@ def gradient(model_id, number, forward_only=False):
 
 def step(model_id, number):
     return dict(model_id=model_id, seq_id=number, adam_params=dict(learning_rate=0.1))
+
+
+def test_what_a_session_holds_is_bounded(service, post, model, monkeypatch):
+    session, id = model
+    for place, name, most in ((sessions, "_MOST_MODELS", 3), (futures, "_MOST_SAMPLERS", 3)):
+        monkeypatch.setattr(place, name, most)
+    begin = dict(session_id=session, base_model="small", lora_config=dict(rank=4))
+    made = [post("create_model", begin | dict(model_seq_id=i)) for i in (1, 2, 3)]
+    assert [one.status_code for one in made] == [200, 200, 400] and "has 3 models, the most" in made[2].text
+    again = post("create_model", begin | dict(model_seq_id=2))
+    assert again.json() == made[1].json()
+
+    asked = dict(prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1))
+    names = []
+    for number in range(4):  # the first one is used, so that the second one is forgotten
+        sampler = dict(session_id=session, sampling_session_seq_id=number, base_model="small")
+        names.append(post("create_sampling_session", sampler).json()["sampling_session_id"])
+        assert post("asample", asked | dict(sampling_session_id=names[0], seq_id=number)).status_code == 200
+    assert "not known" in post("asample", asked | dict(sampling_session_id=names[1], seq_id=9)).json()["detail"]
+    assert len(service[0]._sessions[session].samplers) == 3
+
+    until = time.monotonic() + 60
+    while (unfinished := service[0]._sessions[session].unfinished) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert unfinished == service[0]._sessions[session].waiting == 0
+    monkeypatch.setattr(futures, "_MOST_UNFINISHED", 3)
+    late = [post("optim_step", step(id, number)).status_code for number in (9, 8, 7, 6)]  # before 1: none can run
+    assert late == [200, 200, 200, 429]
+    assert post("optim_step", step(id, 9)).status_code == 200  # it was accepted before
+    monkeypatch.setattr(futures, "_MOST_UNFINISHED", 9)
+    monkeypatch.setattr(futures, "_MOST_WAITING", service[0]._sessions[session].waiting + 100)
+    assert post("optim_step", step(id, 5) | dict(type="x" * 100)).status_code == 429
+    assert post("optim_step", step(id, 5)).status_code == 200
 
 
 def test_requests_of_a_model_run_in_order_and_once(post, model):
@@ -411,6 +444,12 @@ def test_wrong_requests_get_one_line(post, model):
         ("optim_step", dict(model_id=id, seq_id=True), "seq_id='True'"),
         ("optim_step", b"[", "not valid JSON"),
         ("forward_backward", b"\x0a\xff", "no protobuf message"),
+        ("forward_backward", b"\x10" + b"\xff" * 10 + b"\x01", "no protobuf message"),
+        ("forward_backward", b"\x4b" * 10**5, "no protobuf message"),  # groups in groups
+        ("forward_backward", b"\x0a\x02\xff\xfe", "no protobuf message"),  # a text that is not UTF-8
+        ("forward_backward", b"\x1a\x00" * 10**6, "1000000 examples and arrays or more"),
+        ("forward_backward", b"\x1a\xc0\x84\x3d" + b"\x0a\x00" * 500_000, "500001 examples and arrays or more"),
+        ("optim_step", b" " * (2**22 + 1), "at most 4194304"),
         ("nothing", {}, "nothing"),
     ):
         found = post(path, body)
@@ -421,6 +460,49 @@ def test_wrong_requests_get_one_line(post, model):
     # The client sends NaN as null.
     failed = dict(model_id=id, seq_id=2, adam_params=dict(learning_rate=None))
     assert "learning_rate='None'" in result(post, post("optim_step", failed).json())["error"]
+
+
+def test_strange_values_in_every_field_are_refused_with_a_line(service, post, model, capfd):
+    """Each path of the API, with one field of a valid request replaced; none is a fault of the server."""
+    session, id = model
+    sampler = dict(session_id=session, sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
+    how = dict(max_tokens=1, temperature=1.0, top_k=3, top_p=0.5, seed=1, stop=["a"])
+    valid = {
+        "create_model": dict(session_id=session, model_seq_id=0, base_model="small", lora_config=dict(rank=4, seed=1)),
+        "load_weights": dict(session_id=session, model_seq_id=0, path="tinker://a/weights/b", optimizer=True),
+        "create_sampling_session": dict(session_id=session, sampling_session_seq_id=0, model_path="tinker://a/b/c"),
+        "asample": dict(sampling_session_id=sampler, seq_id=0, prompt=dict(chunks=[dict(tokens=[3])])),
+        "session_heartbeat": dict(session_id=session),
+        "get_info": dict(model_id=id),
+        "retrieve_future": dict(request_id=f"{id}:0"),
+        "optim_step": dict(model_id=id, seq_id=-1, adam_params={}),
+    }
+    valid["asample"] |= dict(sampling_params=how)
+    checkpoints = [f"tinker://{name}" for name in ("a/weights/" + "a" * 300, "a" * 300 + "/weights/b", "a/weights/a\0")]
+    deep = json.loads("[" * 500 + "]" * 500)
+    strange = (10**400, -(2**70), 1e308, "\ud800", "a" * 300, "a/../b", *checkpoints, [], {}, [[]], deep)
+    raw, marker = ("1e400", "NaN", "9" * 5000), "MARKER"
+    with httpx.Client(headers={"X-API-Key": KEY}, timeout=60) as client:
+
+        def replaced(value, new):
+            """All copies of a JSON value with one leaf replaced."""
+            yield new
+            if isinstance(value, dict | list):
+                for key in value if isinstance(value, dict) else range(len(value)):
+                    for one in replaced(value[key], new):
+                        copy = value.copy()
+                        copy[key] = one
+                        yield copy
+
+        for path, body in valid.items():
+            texts = [json.dumps(one) for new in strange for one in replaced(body, new)]
+            texts += [json.dumps(one).replace(f'"{marker}"', x) for x in raw for one in replaced(body, marker)]
+            for text in texts:
+                found = client.post(service[1] + path, content=text)
+                assert found.status_code < 500, (path, text[:200], found.text)
+                assert found.status_code == 200 or "\n" not in found.json()["detail"]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @contextlib.contextmanager

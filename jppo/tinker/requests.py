@@ -88,7 +88,7 @@ def field(body: Body, name: str, kind: type, default: Any = None) -> Any:
     if kind in _LARGEST:
         right = right and -_LARGEST[kind] <= value <= _LARGEST[kind]
     if not right:
-        within = f", finite and at most {_LARGEST[kind]}" if isinstance(value, int | float) and kind in _LARGEST else ""
+        within = f" and at most {_LARGEST[kind]:g}" if kind in _LARGEST else ""
         raise BadRequest(f"{name}={str(body.get(name))[:60]!r} must be of type {kind.__name__}{within}")
     return value
 

@@ -31,6 +31,7 @@ POLL_S = 20.0  # longest wait of one retrieve_future
 _MOST_HELD = 4096  # requests of a model that wait for an earlier number
 UNNAMED, NAMED = 4, 32  # copies of a model's weights for sampling: the last used ones, and at most
 _MOST_MODELS = 32  # of a session
+_MOST_JSON = 2**22  # bytes
 
 
 class Service:
@@ -59,6 +60,8 @@ class Service:
             return json_reply(self._finish(owner, path.split("/")[1]))
         if path not in (*_POSTS, "retrieve_future"):
             raise BadRequest(f"there is no POST /api/v1/{path[:80]}; see docs/tinker.md", status=404)
+        if len(body) > _MOST_JSON:
+            raise BadRequest(f"the body has {len(body)} bytes; it must have at most {_MOST_JSON}", status=413)
         fields = json_object(body or b"{}")
         if path == "retrieve_future":
             return await self.retrieve_future(owner, fields)
