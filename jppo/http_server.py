@@ -137,7 +137,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.body = bytearray()
         self._request = HttpRequest("", "", "", b"")
         self._task: asyncio.Task[None] | None = None  # of the answer
-        self._ahead = 0  # bytes that arrived since the request
+        self._ahead = 0  # bytes that arrived during answers, and are not yet read
         self._written = asyncio.Event()
         self._written.set()
         self._half = self._ended = False  # the client sends no more; what it sends is dropped
@@ -208,7 +208,9 @@ class _Connection(asyncio.BufferedProtocol):
                 elif isinstance(event, h11.ConnectionClosed):
                     self.transport.close()
                     return
-                else:
+                else:  # more bytes are needed
+                    self._ahead = 0
+                    self.transport.resume_reading()
                     return
         except h11.RemoteProtocolError as e:
             why = f"the request must be HTTP/1.1: {str(e).partition(': bytearray')[0]}"
@@ -264,8 +266,6 @@ class _Connection(asyncio.BufferedProtocol):
             self._end()
         else:
             self._http.start_next_cycle()
-            self._ahead = 0
-            self.transport.resume_reading()
             self._read()
 
     def _send(self, reply: HttpReply) -> None:
@@ -306,7 +306,8 @@ class _Connection(asyncio.BufferedProtocol):
         waits = self._http.our_state is h11.SEND_RESPONSE and self._http.their_http_version == b"1.1"
         if waits and not self.transport.is_closing():
             self._continue()
-            self._loop.call_later(_PROBE_S, self._probe)
+            self._late.cancel()
+            self._late = self._loop.call_later(_PROBE_S, self._probe)
 
     def _take_body(self) -> bytes:
         body, self.body = bytes(self.body), bytearray()
