@@ -132,10 +132,9 @@ class _Connection(asyncio.BufferedProtocol):
 
     def __init__(self, server: HttpServer):
         self._server = server
-        self._loop = server.loop
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD)
         self.body = bytearray()
-        self._request = HttpRequest("", "", "", b"")
+        self._request = HttpRequest("", "", "", b"")  # without its body
         self._task: asyncio.Task[None] | None = None  # of the answer
         self._ahead = 0  # bytes that arrived during answers, and are not yet read
         self._written = asyncio.Event()
@@ -144,7 +143,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._late = self._loop.call_later(HEAD_S, self.abort)
+        self._late = self._server.loop.call_later(HEAD_S, self.abort)
         self._server.move(self, self._server.unknown)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -202,7 +201,8 @@ class _Connection(asyncio.BufferedProtocol):
                     _require_short(len(self.body))
                 elif isinstance(event, h11.EndOfMessage):
                     self._server.move(self, self._server.answering)
-                    self._task = self._loop.create_task(self._answer(self._request._replace(body=self._take_body())))
+                    request = self._request._replace(body=self._take_body())
+                    self._task = self._server.loop.create_task(self._answer(request))
                     if self._half:
                         self._probe()
                 elif isinstance(event, h11.ConnectionClosed):
@@ -223,22 +223,21 @@ class _Connection(asyncio.BufferedProtocol):
     def _begin(self, head: h11.Request) -> None:
         """Reads a head; what follows is read for a known key only."""
         fields = {name.decode(): value.decode("latin-1") for name, value in head.headers}
-        self._request = HttpRequest(head.method.decode(), "", "", b"")
+        key = fields.get("x-api-key") or fields.get("authorization", "").split(" ")[-1]
+        path = _ORIGIN.sub("", head.target.decode()).partition("?")[0]
+        self._request = HttpRequest(head.method.decode(), path, key, b"")
         if head.http_version not in (b"1.1", b"1.0"):
             raise BadRequest("the request must be HTTP/1.1", status=505)
         if len(head.headers) > _MOST_FIELDS:
             raise BadRequest(f"the head of the request must have at most {_MOST_FIELDS} fields", status=431)
         if "transfer-encoding" in fields and ("content-length" in fields or head.http_version == b"1.0"):
             raise BadRequest("the request must have a Content-Length, or be chunked in HTTP/1.1, but not both")
-        key = fields.get("x-api-key") or fields.get("authorization", "").split(" ")[-1]
         self._server.admit(key)
         self._late.cancel()
         self._server.move(self, self._server.waiting)
         if "content-encoding" in fields:
             raise BadRequest("Content-Encoding is not supported; send the body as it is", status=415)
         _require_short(int(fields.get("content-length", "0")))
-        path = _ORIGIN.sub("", head.target.decode()).partition("?")[0]
-        self._request = self._request._replace(path=path, key=key)
         if self._http.they_are_waiting_for_100_continue:
             self._continue()
 
@@ -291,7 +290,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._ended = True
         self._take_body()
         self._late.cancel()
-        self._late = self._loop.call_later(HEAD_S, self.abort)
+        self._late = self._server.loop.call_later(HEAD_S, self.abort)
         self.transport.resume_reading()
         if self._half:
             self.transport.close()
@@ -307,7 +306,7 @@ class _Connection(asyncio.BufferedProtocol):
         if waits and not self.transport.is_closing():
             self._continue()
             self._late.cancel()
-            self._late = self._loop.call_later(_PROBE_S, self._probe)
+            self._late = self._server.loop.call_later(_PROBE_S, self._probe)
 
     def _take_body(self) -> bytes:
         body, self.body = bytes(self.body), bytearray()

@@ -88,7 +88,7 @@ class Gateway:
 
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self._concurrency)
-        self._server = HttpServer(self._answer, self._admit, refusal)
+        self._server = HttpServer(self._answer, self._admit, _refusal)
         _, port = await self._server.start(HOST, 0)
         self._url = f"http://{HOST}:{port}"
 
@@ -163,7 +163,7 @@ class Gateway:
         return _stream(api.events(reply, request)) if request.stream else json_reply(api.write(reply, request))
 
 
-def refusal(error: BadRequest) -> HttpReply:
+def _refusal(error: BadRequest) -> HttpReply:
     """Returns an error in a form that OpenAI's and Anthropic's clients read."""
     about = {"message": str(error), "type": error.code, "code": error.code, "param": None}
     return json_reply({"type": "error", "error": about}, error.status)
