@@ -27,7 +27,7 @@ _MOST_HELD = 2**30  # bytes of unfinished bodies, all together
 _UNKNOWN = 512  # connections without a key yet, at most
 _AT_ONCE, _BACKLOG = 64, 1024  # connections accepted before any is read, a part of _UNKNOWN; those that wait for that
 _PROBE_S = 0.5  # between two looks whether a client that sends no more still reads
-_READ = 2**14  # bytes
+_READ, _READ_CHUNKED = 2**14, 2**12  # bytes that are read at a time; chunks can be single bytes
 _ORIGIN = re.compile("^https?://[^/?]*", re.IGNORECASE)
 
 
@@ -139,6 +139,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._ahead = 0  # bytes that arrived during answers, and are not yet read
         self._written = asyncio.Event()
         self._written.set()
+        self._chunked = False
         self._half = self._ended = False  # the client sends no more; what it sends is dropped
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -160,7 +161,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._server.buffer
+        return self._server.buffer[: _READ_CHUNKED if self._chunked else _READ]
 
     def buffer_updated(self, count: int) -> None:
         if self._ended:
@@ -230,7 +231,8 @@ class _Connection(asyncio.BufferedProtocol):
             raise BadRequest("the request must be HTTP/1.1", status=505)
         if len(head.headers) > _MOST_FIELDS:
             raise BadRequest(f"the head of the request must have at most {_MOST_FIELDS} fields", status=431)
-        if "transfer-encoding" in fields and ("content-length" in fields or head.http_version == b"1.0"):
+        self._chunked = "transfer-encoding" in fields
+        if self._chunked and ("content-length" in fields or head.http_version == b"1.0"):
             raise BadRequest("the request must have a Content-Length, or be chunked in HTTP/1.1, but not both")
         self._server.admit(key)
         self._late.cancel()
