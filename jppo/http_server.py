@@ -309,6 +309,8 @@ class _Connection(asyncio.BufferedProtocol):
             self._continue()
             self._late.cancel()
             self._late = self._server.loop.call_later(_PROBE_S, self._probe)
+            if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
 
     def _take_body(self) -> bytes:
         body, self.body = bytes(self.body), bytearray()

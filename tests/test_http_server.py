@@ -342,6 +342,26 @@ def test_the_work_of_a_client_that_has_gone_is_cancelled(closes):
     assert asked(ASKS, closes=closes)[1] == []
 
 
+def test_the_work_is_cancelled_before_the_client_asks_again(monkeypatch):
+    """Clients repeat a request after half a second; on loopback, the first interim reply is reset at once."""
+    monkeypatch.setattr(http_server, "_PROBE_S", 60)
+    cancelled = threading.Event()
+
+    async def answer(call):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with serving(answer) as (server, port):
+        with socket.create_connection(("127.0.0.1", port), 5) as one:
+            one.sendall(head(TWO) + b"{}")
+            while not server.answering:
+                time.sleep(0.01)
+        assert cancelled.wait(10)
+
+
 def test_a_client_that_only_stops_sending_is_answered():
     found, done = asked(ASKS, closes=lambda writer: writer.write_eof())
     assert done == ["/a"] and found.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
