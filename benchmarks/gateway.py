@@ -50,6 +50,7 @@ def measure(tokenizer: Any, agent: str, agents: int, profile: bool) -> dict[str,
     """Runs one episode per agent, all at once."""
     c = settings.default()
     c.rollout.agent, c.rollout.agent_concurrency, c.rollout.agent_reward = agent, agents, "reported"
+    c.model.path = c.data.train_files = c.data.val_files = "unused"  # a run needs them
     gateway = make_gateway(settings.typed(c), tokenizer, (tokenizer.eos_token_id,))
     rng = np.random.default_rng(0)
     text = rng.integers(300, 20_000, (agents * TURNS, TOKENS - 1)).tolist()

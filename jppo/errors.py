@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_MOST_WHY = 1000  # characters; what a client sent may be in it
 
 
 class UserError(Exception):
@@ -28,6 +29,14 @@ class RunEnded(Exception):
 
     Every host raises it at the same place, so that the last complete state is saved.
     """
+
+
+class BadRequest(Exception):
+    """A request over HTTP that is not answered; the message says why, and `code` is the API's name of the reason."""
+
+    def __init__(self, why: str, code: str = "invalid_request_error", status: int = 400):
+        super().__init__(" ".join(why.split())[:_MOST_WHY])
+        self.code, self.status = code, status
 
 
 def escaped(text: str) -> str:

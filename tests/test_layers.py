@@ -19,7 +19,7 @@ LAYERS = (
     ("registry", "traces"),
     ("types", "settings", "tensorheader", "child_process"),
     ("algorithms", "models", "statistics", "process", "sandbox", "distributed"),
-    ("learner", "data", "runlog"),
+    ("learner", "data", "runlog", "http_server"),
     ("rollout", "forecast"),
     ("rewards",),
     ("agent", "samples", "report", "verl"),
@@ -67,6 +67,8 @@ ONLY_IN = {
     "prometheus_client": ("jppo.runlog.sinks",),
     "orbax": ("jppo.runlog.checkpoint", "jppo.runlog.checkpoint_arrays"),
     "tensorboardX": ("jppo.runlog.sinks",),
+    "h11": ("jppo.http_server",),
+    "google": ("jppo.tinker.requests",),  # protobuf
     "ml_collections": (
         *("configs", "jppo.settings", "jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.from_verl"),
     ),

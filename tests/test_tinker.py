@@ -16,10 +16,10 @@ import pytest
 
 import jppo
 from examples import arithmetic
-from jppo.agent.gateway.request import BadRequest
+from jppo.errors import BadRequest
 from jppo.tinker import __main__ as tinker_command
-from jppo.tinker import requests, sessions
-from jppo.tinker.requests import INT64, read_message, write_message
+from jppo.tinker import futures, requests, sessions
+from jppo.tinker.requests import FLOAT32, INT64, MESSAGES
 from tests import make
 
 KEY, OTHER = "tml-" + "a" * 32, "tml-" + "b" * 32
@@ -43,8 +43,9 @@ SAMPLE = "0a1608011208050000002c0100001a08000080bf000080be"
 
 def test_binary_messages_are_the_clients():
     asked = bytes.fromhex(ASKED.replace("\n", ""))
-    found = requests.read_gradient(read_message(asked))
-    assert requests.read_order(read_message(asked)) == ("s:train:0", 300)
+    message = requests.read_message(asked)
+    found = requests.read_gradient(message)
+    assert (message.model_id, message.seq_id) == ("s:train:0", 300)
     assert (found.loss, found.forward_only) == ("ppo", False)
     assert found.options == {"clip_low_threshold": 0.9}
     (datum,) = found.data
@@ -54,16 +55,12 @@ def test_binary_messages_are_the_clients():
         "logprobs": [0.0, -0.5],
         "advantages": [0.0, 2.0],
     }
-    for message, raw in (((1, 150), "089601"), ((2, "testing"), "120774657374696e67")):  # of protobuf's documentation
-        assert write_message(message) == bytes.fromhex(raw) and read_message(bytes.fromhex(raw)) == {
-            message[0]: [message[1] if isinstance(message[1], int) else message[1].encode()]
-        }
     rows = [np.array([-1.0, -2.0]), np.array([-0.5])]
     assert requests.gradient_message(rows, {"loss:sum": 3.5}) == bytes.fromhex(GRADIENT.replace("\n", ""))
     assert requests.samples_message([(np.array([5, 300]), np.array([-1.0, -0.25]), True)]) == bytes.fromhex(SAMPLE)
     for cut in range(1, len(asked)):
         with contextlib.suppress(BadRequest):  # a shorter message may be whole
-            requests.read_gradient(read_message(asked[:cut]))
+            requests.read_gradient(requests.read_message(asked[:cut]))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +88,13 @@ def service(tmp_path_factory):
     engine = dict(name="inprocess", kv_cache_memory_bytes=2**20)
     with jppo.open(str(folder / "model"), lora=4, engine=engine, data=data, actor=dict(ppo_mini_batch_size=4)) as m:
         made = sessions.Service(m, "small", 4, folder=folder / "states", expiry_s=300, most=100)
-        server = tinker_command.start_server(made, (KEY, OTHER), "127.0.0.1", 0)
+        server, address = tinker_command.start_server(made, (KEY, OTHER), "127.0.0.1", 0)
         worker = threading.Thread(target=made.work)
         worker.start()
-        yield made, f"http://127.0.0.1:{server.server_address[1]}/api/v1/"
+        yield made, f"{address}/api/v1/"
         made.stop()
         worker.join()
-        server.shutdown()
-        server.server_close()
+        server.loop.call_soon_threadsafe(server.close)
 
 
 def test_a_client_learns_what_the_server_trains_and_samples(service):
@@ -145,16 +141,58 @@ def result(post, asked):
     return found.json() if found.headers["content-type"] == "application/json" else found.content
 
 
+def array(x, dtype, number, **shape):
+    return dict(dense=np.array(x, dtype).tobytes(), dtype=number, **shape)
+
+
+def asking(model_id, number, tokens, loss, arrays, **more):
+    """The bytes of a request for a gradient of one example."""
+    chunk = dict(encoded_text=dict(tokens=np.array(tokens, "<i4").tobytes()))
+    datum = dict(chunks=[chunk], inputs=[dict(key=name, value=x) for name, x in arrays.items()])
+    fields = dict(model_id=model_id, seq_id=number, data=[datum], loss=loss, **more)
+    return MESSAGES["ForwardBackwardRequest"](**fields).SerializeToString()
+
+
 def gradient(model_id, number, forward_only=False):
-    tensor = write_message((1, np.array([4, 5], "<i8").tobytes()), (3, INT64))
-    entry = write_message((1, "target_tokens"), (2, tensor))
-    chunk = write_message((1, write_message((1, np.array([3, 4], "<i4").tobytes()))))
-    datum = write_message((1, chunk), (2, entry))
-    return write_message((1, model_id), (2, number), (3, datum), (4, "cross_entropy"), (6, int(forward_only)))
+    targets = dict(target_tokens=array([4, 5], "<i8", INT64))
+    return asking(model_id, number, [3, 4], "cross_entropy", targets, forward_only=forward_only)
 
 
 def step(model_id, number):
     return dict(model_id=model_id, seq_id=number, adam_params=dict(learning_rate=0.1))
+
+
+def test_what_a_session_holds_is_bounded(service, post, model, monkeypatch):
+    session, id = model
+    for place, name, most in ((sessions, "_MOST_MODELS", 3), (futures, "_MOST_SAMPLERS", 3)):
+        monkeypatch.setattr(place, name, most)
+    begin = dict(session_id=session, base_model="small", lora_config=dict(rank=4))
+    made = [post("create_model", begin | dict(model_seq_id=i)) for i in (1, 2, 3)]
+    assert [one.status_code for one in made] == [200, 200, 400] and "has 3 models, the most" in made[2].text
+    again = post("create_model", begin | dict(model_seq_id=2))
+    assert again.json() == made[1].json()
+
+    asked = dict(prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1))
+    names = []
+    for number in range(4):  # the first one is used, so that the second one is forgotten
+        sampler = dict(session_id=session, sampling_session_seq_id=number, base_model="small")
+        names.append(post("create_sampling_session", sampler).json()["sampling_session_id"])
+        assert post("asample", asked | dict(sampling_session_id=names[0], seq_id=number)).status_code == 200
+    assert "not known" in post("asample", asked | dict(sampling_session_id=names[1], seq_id=9)).json()["detail"]
+    assert len(service[0]._sessions[session].samplers) == 3
+
+    until = time.monotonic() + 60
+    while (unfinished := service[0]._sessions[session].unfinished) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert unfinished == service[0]._sessions[session].waiting == 0
+    monkeypatch.setattr(futures, "_MOST_UNFINISHED", 3)
+    late = [post("optim_step", step(id, number)).status_code for number in (9, 8, 7, 6)]  # before 1: none can run
+    assert late == [200, 200, 200, 429]
+    assert post("optim_step", step(id, 9)).status_code == 200  # it was accepted before
+    monkeypatch.setattr(futures, "_MOST_UNFINISHED", 9)
+    monkeypatch.setattr(futures, "_MOST_WAITING", service[0]._sessions[session].waiting + 100)
+    assert post("optim_step", step(id, 5) | dict(type="x" * 100)).status_code == 429
+    assert post("optim_step", step(id, 5)).status_code == 200
 
 
 def test_requests_of_a_model_run_in_order_and_once(post, model):
@@ -177,10 +215,8 @@ def test_requests_of_a_model_run_in_order_and_once(post, model):
 def test_a_refused_request_takes_its_number(post, model):
     """The client counts it, and sends the next one by the next number: two targets a position, then no checkpoint."""
     id = model[1]
-    array = write_message((1, np.zeros(4, "<i8").tobytes()), (3, INT64), (4, 2), (4, 2))
-    chunk = write_message((1, write_message((1, np.array([3, 4], "<i4").tobytes()))))
-    datum = write_message((1, chunk), (2, write_message((1, "target_tokens"), (2, array))))
-    wrong = write_message((1, id), (2, 1), (3, datum), (4, "cross_entropy"))
+    square = dict(target_tokens=array(np.zeros(4), "<i8", INT64, shape=[2, 2]))
+    wrong = asking(id, 1, [3, 4], "cross_entropy", square)
     lost = dict(model_id=id, seq_id=2, path="tinker://none/weights/none", optimizer=False)
     for path, body, text in (("forward_backward", wrong, "shape [2, 2]"), ("load_weights", lost, "no checkpoint")):
         assert text in result(post, post(path, body).json())["error"]
@@ -195,26 +231,17 @@ def test_a_checkpoint_can_be_loaded_by_the_next_request(post, model):
     assert result(post, loaded)["type"] == "load_weights"
 
 
-def token(old_logprob, advantage):
-    """A target of one token, sampled with that log-prob."""
-
-    def one(name, x, dtype, number):
-        return write_message((1, name), (2, write_message((1, np.array([x], dtype).tobytes()), (3, number))))
-
-    arrays = [one("target_tokens", 4, "<i8", INT64)]
-    arrays += [
-        one(name, x, "<f4", requests.FLOAT32) for name, x in (("logprobs", old_logprob), ("advantages", advantage))
-    ]
-    return write_message(
-        (1, write_message((1, write_message((1, np.array([3], "<i4").tobytes()))))),
-        *((2, x) for x in arrays),
-    )
+def of_token(model_id, old_logprob, advantage, loss):
+    """A request with a target of one token, sampled with that log-prob."""
+    arrays = dict(target_tokens=array([4], "<i8", INT64), logprobs=array([old_logprob], "<f4", FLOAT32))
+    arrays |= dict(advantages=array([advantage], "<f4", FLOAT32))
+    return asking(model_id, 1, [3], loss, arrays)
 
 
 @pytest.mark.parametrize("old_logprob, advantage, loss", [(-30.0, 1.0, -1.2), (0.0, -1.0, 0.8), (-30.0, -1.0, None)])
 def test_ppo_is_clipped_as_the_api_says(post, model, old_logprob, advantage, loss):
     """By 0.8 and 1.2 unless the request has others, and not a second time where the ratio is large."""
-    body = write_message((1, model[1]), (2, 1), (3, token(old_logprob, advantage)), (4, "ppo"))
+    body = of_token(model[1], old_logprob, advantage, "ppo")
     raw = result(post, post("forward_backward", body).json())
     at = raw.index(b"loss:sum") + len(b"loss:sum") + 1  # after the tag of a double
     (found,) = struct.unpack("<d", raw[at : at + 8])
@@ -240,7 +267,7 @@ def test_clients_name_the_model_or_its_name(monkeypatch, given, name):
 def test_results_are_json_where_a_gradient_is_not_finite(post, model):
     """NaN is none of RFC 8259's numbers; the ratio overflows at a log-prob of -1e5 in float32."""
     id = model[1]
-    body = write_message((1, id), (2, 1), (3, token(-1e5, 1.0)), (4, "importance_sampling"))
+    body = of_token(id, -1e5, 1.0, "importance_sampling")
     result(post, post("forward_backward", body).json())
     asked = post("optim_step", step(id, 2)).json()
     result(post, asked)
@@ -295,14 +322,14 @@ def test_a_prompt_is_scored_by_its_samplers_weights(post, model):
         asked = dict(sampling_session_id=sampler, seq_id=number, sampling_params=dict(max_tokens=1), **more)
         asked |= dict(prompt=dict(chunks=[dict(tokens=tokens)]), prompt_logprobs=True)
         future = post("asample", asked).json()
-        found = read_message(result(post, future))
-        assert len(future["sample_sequence_ids"]) == len(found.get(1, []))  # as the client requires
-        return np.frombuffer(found[2][0], "<f4"), found.get(1, [])
+        found = MESSAGES["SampleResponse"].FromString(result(post, future))
+        assert len(future["sample_sequence_ids"]) == len(found.sequences)  # as the client requires
+        return np.frombuffer(found.prompt_logprobs, "<f4"), found.sequences
 
     def forward(number):
-        found = read_message(result(post, post("forward_backward", gradient(id, number, forward_only=True)).json()))
-        entry = read_message(read_message(found[2][0])[2][0])
-        return np.frombuffer(read_message(entry[2][0])[1][0], "<f4")
+        raw = result(post, post("forward_backward", gradient(id, number, forward_only=True)).json())
+        (column,) = MESSAGES["ForwardBackwardOutput"].FromString(raw).record.columns
+        return np.frombuffer(column.value.data, "<f4")
 
     before, (first, sequences) = forward(1), scores(0, [3, 4, 5])
     assert len(sequences) == 1 and np.isnan(first[0])
@@ -325,8 +352,8 @@ def test_samples_stop_at_tokens(post, model):
     asked = dict(sampling_session_id=sampler, seq_id=0, num_samples=16, prompt=dict(chunks=[dict(tokens=[3, 4])]))
     stop = {4, 5, 7, 9}
     how = dict(max_tokens=8, stop=sorted(stop), seed=1)
-    found = read_message(result(post, post("asample", asked | dict(sampling_params=how)).json()))
-    rows = [np.frombuffer(read_message(one)[2][0], "<i4").tolist() for one in found[1]]
+    raw = result(post, post("asample", asked | dict(sampling_params=how)).json())
+    rows = [np.frombuffer(one.tokens, "<i4").tolist() for one in MESSAGES["SampleResponse"].FromString(raw).sequences]
     ends = {row[-1] for row in rows if len(row) < 8}
     assert ends & stop and ends <= {1, *stop}
     assert not any(stop & {*row[:-1]} for row in rows)
@@ -417,6 +444,12 @@ def test_wrong_requests_get_one_line(post, model):
         ("optim_step", dict(model_id=id, seq_id=True), "seq_id='True'"),
         ("optim_step", b"[", "not valid JSON"),
         ("forward_backward", b"\x0a\xff", "no protobuf message"),
+        ("forward_backward", b"\x10" + b"\xff" * 10 + b"\x01", "no protobuf message"),
+        ("forward_backward", b"\x4b" * 10**5, "no protobuf message"),  # groups in groups
+        ("forward_backward", b"\x0a\x02\xff\xfe", "no protobuf message"),  # a text that is not UTF-8
+        ("forward_backward", b"\x1a\x00" * 10**6, "1000000 examples and arrays or more"),
+        ("forward_backward", b"\x1a\xc0\x84\x3d" + b"\x0a\x00" * 500_000, "500001 examples and arrays or more"),
+        ("optim_step", b" " * (2**22 + 1), "at most 4194304"),
         ("nothing", {}, "nothing"),
     ):
         found = post(path, body)
@@ -429,14 +462,47 @@ def test_wrong_requests_get_one_line(post, model):
     assert "learning_rate='None'" in result(post, post("optim_step", failed).json())["error"]
 
 
-def test_a_fault_of_the_server_is_an_answer(post, model, capsys):
-    """A number that no float holds: without an answer the client would repeat the request for minutes."""
-    body = dict(session_id=model[0], sampling_session_seq_id=0, base_model="small")
-    sampler = post("create_sampling_session", body).json()["sampling_session_id"]
-    asked = dict(sampling_session_id=sampler, seq_id=0, prompt=dict(chunks=[dict(tokens=[3])]))
-    found = post("asample", asked | dict(sampling_params=dict(temperature=10**400)))
-    assert found.status_code == 500 and found.json()["detail"].startswith("the server failed: OverflowError")
-    assert "Traceback" in capsys.readouterr().err
+def test_strange_values_in_every_field_are_refused_with_a_line(service, post, model, capfd):
+    """Each path of the API, with one field of a valid request replaced; none is a fault of the server."""
+    session, id = model
+    sampler = dict(session_id=session, sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
+    how = dict(max_tokens=1, temperature=1.0, top_k=3, top_p=0.5, seed=1, stop=["a"])
+    valid = {
+        "create_model": dict(session_id=session, model_seq_id=0, base_model="small", lora_config=dict(rank=4, seed=1)),
+        "load_weights": dict(session_id=session, model_seq_id=0, path="tinker://a/weights/b", optimizer=True),
+        "create_sampling_session": dict(session_id=session, sampling_session_seq_id=0, model_path="tinker://a/b/c"),
+        "asample": dict(sampling_session_id=sampler, seq_id=0, prompt=dict(chunks=[dict(tokens=[3])])),
+        "session_heartbeat": dict(session_id=session),
+        "get_info": dict(model_id=id),
+        "retrieve_future": dict(request_id=f"{id}:0"),
+        "optim_step": dict(model_id=id, seq_id=-1, adam_params={}),
+    }
+    valid["asample"] |= dict(sampling_params=how)
+    checkpoints = [f"tinker://{name}" for name in ("a/weights/" + "a" * 300, "a" * 300 + "/weights/b", "a/weights/a\0")]
+    deep = json.loads("[" * 500 + "]" * 500)
+    strange = (10**400, -(2**70), 1e308, "\ud800", "a" * 300, "a/../b", *checkpoints, [], {}, [[]], deep)
+    raw, marker = ("1e400", "NaN", "9" * 5000), "MARKER"
+    with httpx.Client(headers={"X-API-Key": KEY}, timeout=60) as client:
+
+        def replaced(value, new):
+            """All copies of a JSON value with one leaf replaced."""
+            yield new
+            if isinstance(value, dict | list):
+                for key in value if isinstance(value, dict) else range(len(value)):
+                    for one in replaced(value[key], new):
+                        copy = value.copy()
+                        copy[key] = one
+                        yield copy
+
+        for path, body in valid.items():
+            texts = [json.dumps(one) for new in strange for one in replaced(body, new)]
+            texts += [json.dumps(one).replace(f'"{marker}"', x) for x in raw for one in replaced(body, marker)]
+            for text in texts:
+                found = client.post(service[1] + path, content=text)
+                assert found.status_code < 500, (path, text[:200], found.text)
+                assert found.status_code == 200 or "\n" not in found.json()["detail"]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @contextlib.contextmanager

@@ -7,30 +7,26 @@ of jppo.train: --rollout.name=inprocess, --mesh.fsdp=4. See docs/tinker.md.
 """
 
 import ast
+import asyncio
 import hmac
-import http.server
-import json
 import os
 import pathlib
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from jppo import settings
-from jppo.agent.gateway.request import BadRequest
+from jppo.errors import BadRequest
+from jppo.http_server import HttpReply, HttpRequest, HttpServer, json_reply
 from jppo.run.own_loop import open_model
 from jppo.settings import UserError
-from jppo.tinker.futures import JSON
-from jppo.tinker.sessions import Answer, Service
+from jppo.tinker.sessions import Service
 
 KEYS = "JPPO_TINKER_KEYS"
 _ALPHA = 32  # the API's scale of adapters
 _PREFIX = "/api/v1/"
-_MOST_BODY = 2**26  # bytes; the client cuts gradients at 5 MB
-_IDLE_S = 120.0
 _LEAST_KEY = 20  # characters
 
 
@@ -59,11 +55,10 @@ def main(argv: list[str] | None = None) -> None:
         name = args.name or args.model
         bounds = dict(expiry_s=args.expiry_s, most=args.sessions)
         service = Service(model, name, args.lora, folder=args.folder, **bounds)
-        server = start_server(service, keys, args.host, args.port)
+        _, address = start_server(service, keys, args.host, args.port)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.stop())
-        host, port = server.server_address[:2]
-        print(f"the Tinker API of {name} is at http://{host!s}:{port}", flush=True)
+        print(f"the Tinker API of {name} is at {address}", flush=True)
         service.work()
 
 
@@ -97,70 +92,31 @@ def _owner_of(key: str, keys: Sequence[str]) -> str:
     return matches[0]
 
 
-def start_server(service: Service, keys: Sequence[str], host: str, port: int) -> http.server.ThreadingHTTPServer:
-    """Starts the server, which answers in its own threads, and returns it."""
+def start_server(service: Service, keys: Sequence[str], host: str, port: int) -> tuple[HttpServer, str]:
+    """Starts the server on a loop in a thread of its own; returns it and its address."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version, timeout, server_version, sys_version = "HTTP/1.1", _IDLE_S, "jppo", ""
-        disable_nagle_algorithm = True
+    async def answer(request: HttpRequest) -> HttpReply:
+        if not request.path.startswith(_PREFIX):
+            raise BadRequest(f"there is no {request.path[:80]!r}; paths begin with {_PREFIX}", status=404)
+        name = request.path.removeprefix(_PREFIX)
+        name = name if name.startswith(("samplers/", "sessions/")) else name.replace("/", "_")
+        try:
+            return await service.answer(_owner_of(request.key, keys), request.method, name, request.body)
+        except UserError as e:
+            raise BadRequest(str(e)) from e
 
-        def do_GET(self) -> None:
-            self._answer()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="jppo-tinker", daemon=True).start()
+    server = HttpServer(answer, lambda key: _owner_of(key, keys), _refusal)
+    try:
+        host, port = asyncio.run_coroutine_threadsafe(server.start(host, port), loop).result()
+    except OSError as e:
+        raise UserError(f"--host={host} --port={port}: {e.strerror}; give an address that is free") from e
+    return server, f"http://{host}:{port}"
 
-        def do_POST(self) -> None:
-            self._answer()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def _answer(self) -> None:
-            try:
-                status, kind, body = self._found()
-            except (BadRequest, UserError) as e:
-                self.close_connection = self.close_connection or not self._read
-                status, kind, body = getattr(e, "status", 400), JSON, json.dumps({"detail": str(e)}).encode()
-            except (ConnectionError, TimeoutError):
-                raise  # the client has gone
-            except Exception as e:
-                traceback.print_exception(e)
-                detail = f"the server failed: {type(e).__name__}; see its output"
-                status, kind, body = 500, JSON, json.dumps({"detail": detail}).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            if self.close_connection:
-                self.send_header("Connection", "close")
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _found(self) -> Answer:
-            self._read = False
-            owner = _owner_of(self.headers.get("X-API-Key", ""), keys)
-            length = self.headers.get("Content-Length", "0")
-            if "Transfer-Encoding" in self.headers or not (length.isascii() and length.isdecimal()):
-                raise BadRequest("the request needs a Content-Length", status=411)
-            if "Content-Encoding" in self.headers:
-                raise BadRequest("Content-Encoding is not supported; send the body as it is", status=415)
-            if int(length) > _MOST_BODY:
-                raise BadRequest(f"the body has {length} bytes; it must have at most {_MOST_BODY}", status=413)
-            body = self.rfile.read(int(length))
-            self._read = True
-            path = self.path.partition("?")[0]
-            if not path.startswith(_PREFIX):
-                raise BadRequest(f"there is no {path[:80]!r}; paths begin with {_PREFIX}", status=404)
-            name = path.removeprefix(_PREFIX)
-            name = name if name.startswith(("samplers/", "sessions/")) else name.replace("/", "_")
-            return service.answer(owner, self.command, name, body)
-
-    class Server(http.server.ThreadingHTTPServer):
-        daemon_threads, request_queue_size = True, 1024
-
-        def handle_error(self, *_: object) -> None:
-            pass  # the client has gone
-
-    server = Server((host, port), Handler)
-    threading.Thread(target=server.serve_forever, name="jppo-tinker", daemon=True).start()
-    return server
+def _refusal(error: BadRequest) -> HttpReply:
+    return json_reply({"detail": str(error)}, error.status)
 
 
 if __name__ == "__main__":

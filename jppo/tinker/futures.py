@@ -1,24 +1,25 @@
 """A session of the Tinker API with its models, samplers, and the futures of its requests; the results of samples."""
 
+import asyncio
 import collections
 import dataclasses
 import itertools
-import json
-import threading
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jppo.agent.gateway.request import BadRequest
-from jppo.errors import UserError
+from jppo.errors import BadRequest, UserError
+from jppo.http_server import HttpReply, json_reply
 from jppo.run.own_loop import Model
 from jppo.run.own_samples import Kept
 from jppo.tinker.requests import samples_message
 
-JSON, PROTOBUF = "application/json", "application/x-protobuf"
+PROTOBUF = "application/x-protobuf"
 _MOST_RESULTS = 4096  # of a session
+_MOST_SAMPLERS = 4096  # of a session
+_MOST_UNFINISHED, _MOST_WAITING = 4096, 2**28  # futures of a session, and bytes of their requests
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,16 +41,21 @@ class Future:
     run: Callable[[], dict[str, Any] | bytes] | None  # None: of `sample`
     sample: SampleRequest | None = None
     group: Hashable = None  # of samples that one call of the engine makes
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    kind: str = JSON
-    body: bytes = b""
+    size: int = 0  # bytes of the request
+    reply: HttpReply | None = None  # None: not finished
+    done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # of the server's loop
+    loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
 
     def finish(self, result: dict[str, Any] | bytes) -> None:
-        """Sets the result."""
-        self.kind = PROTOBUF if isinstance(result, bytes) else JSON
-        self.body = result if isinstance(result, bytes) else json.dumps(result).encode()
+        """Sets the result, on any thread."""
+        self.reply = HttpReply(result, PROTOBUF) if isinstance(result, bytes) else json_reply(result)
         self.run = self.sample = None
+        self.loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
         self.done.set()
+        self.session.unfinished -= 1
+        self.session.waiting -= self.size
 
     def fail(self, error: Exception) -> None:
         """Sets an error: one line of a mistake in the request; of others the type only, and their trace is printed."""
@@ -82,15 +88,28 @@ class Session:
     runs: dict[str, SessionModel] = dataclasses.field(default_factory=dict)
     samplers: dict[str, Kept | None] = dataclasses.field(default_factory=dict)  # None: expired
     futures: dict[str, Future] = dataclasses.field(default_factory=dict)
+    unfinished: int = 0  # futures
+    waiting: int = 0  # bytes of their requests
     ended: bool = False
 
     def accept(self, future: Future) -> Future:
-        """Adds a future; forgets the oldest results beyond _MOST_RESULTS."""
+        """Adds a future, on the server's loop; forgets the oldest results beyond _MOST_RESULTS."""
+        if self.unfinished >= _MOST_UNFINISHED or self.waiting + future.size > _MOST_WAITING:
+            raise BadRequest(f"{self.unfinished} requests of the session wait; send more after a result", status=429)
+        self.unfinished += 1
+        self.waiting += future.size
         self.futures[future.id] = future
-        if len(self.futures) > _MOST_RESULTS:
-            for old in [one for one in self.futures.values() if one.done.is_set()][: -_MOST_RESULTS // 2]:
+        if len(self.futures) - self.unfinished > _MOST_RESULTS:
+            for old in [one for one in self.futures.values() if one.reply is not None][: -_MOST_RESULTS // 2]:
                 del self.futures[old.id]
         return future
+
+    def name_sampler(self, id: str, kept: Kept | None) -> None:
+        """Adds a sampler, or uses it; forgets the least recently used ones beyond _MOST_SAMPLERS."""
+        self.samplers.pop(id, None)
+        self.samplers[id] = kept
+        while len(self.samplers) > _MOST_SAMPLERS:
+            del self.samplers[next(iter(self.samplers))]
 
 
 def answer_samples(base: Model, jobs: Sequence[Future]) -> None:

@@ -5,15 +5,18 @@ messages. An option that jppo lacks is a BadRequest.
 """
 
 import hashlib
+import math
 import pathlib
 import re
-import struct
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
-from jppo.agent.gateway.request import BadRequest
+from jppo.errors import BadRequest
 from jppo.run.own_inputs import require_sampling
 
 Body = Mapping[str, Any]
@@ -30,9 +33,32 @@ _SAMPLING = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
 _SAMPLE = ("num_samples", "prompt", "sampling_params", "sampling_session_id", "seq_id", "type", "prompt_logprobs",
           "prompt_logprobs_last_n")  # fmt: skip
 _MOST_SAMPLES = 1024
+_LARGEST = {int: 2**63 - 1, float: sys.float_info.max}
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 SCHEME = "tinker://"
 FLOAT32, INT64 = 1, 2
-Message = dict[int, list[Any]]  # the values of each field
+Message = Any  # of MESSAGES
+# Messages of the API with their fields, * for repeated ones and ? for those that may be absent; jppo reads no others.
+_SCHEMA = {
+    "Text": "bytes tokens=1",
+    "Chunk": "Text encoded_text=1",
+    "Sparse": "bytes values=1",
+    "Tensor": "bytes dense=1, Sparse sparse=2, int64 dtype=3, *int64 shape=4",
+    "Input": "string key=1, Tensor value=2",
+    "Datum": "*Chunk chunks=1, *Input inputs=2",
+    "Number": "?double number=1",
+    "Option": "string key=1, Number value=2",
+    "ForwardBackwardRequest": "string model_id=1, int64 seq_id=2, *Datum data=3, string loss=4, bool forward_only=6,"
+    " *Option options=7",
+    "Column": "bytes data=1, bytes offsets=2, int64 dtype=3",
+    "Named": "string key=1, Column value=2",
+    "Record": "*Named columns=2, int64 rows=3",
+    "Metric": "string key=1, double value=2",
+    "ForwardBackwardOutput": "string type=1, Record record=2, *Metric metrics=3",
+    "Sequence": "int64 stop=1, bytes tokens=2, bytes logprobs=3",
+    "SampleResponse": "*Sequence sequences=1, bytes prompt_logprobs=2",
+}
+_MOST_PARTS = 2**16  # examples, chunks and arrays of a request
 _DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 _LOGPROBS = "logprobs"
 
@@ -56,11 +82,14 @@ class GradientRequest(NamedTuple):
 def field(body: Body, name: str, kind: type, default: Any = None) -> Any:
     """Returns a field of this type; without a default it must be there. A null float is the client's NaN."""
     value = body.get(name, default)
-    right = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if name in body and body[name] is None and kind is not float:
-        value, right = default, default is not None
-    if (not right and (name in body or default is None)) or (isinstance(value, bool) and kind is not bool):
-        raise BadRequest(f"{name}={str(body.get(name))[:60]!r} must be of type {kind.__name__}")
+    if value is None and kind is not float:
+        value = default
+    right = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    if kind in _LARGEST:
+        right = right and -_LARGEST[kind] <= value <= _LARGEST[kind]
+    if not right:
+        within = f" and at most {_LARGEST[kind]:g}" if kind in _LARGEST else ""
+        raise BadRequest(f"{name}={str(body.get(name))[:60]!r} must be of type {kind.__name__}{within}")
     return value
 
 
@@ -68,13 +97,13 @@ def require_known(where: str, body: Body, known: Collection[str]) -> None:
     """Raises BadRequest for an option that is set and not supported; None, False, 0 and [] are the API's 'not set'."""
     for name, value in body.items():
         if name not in known and value not in (None, False, 0, []):
-            raise BadRequest(f"{where}{name}={str(value)[:60]} is not supported; leave it out", status=422)
+            raise BadRequest(f"{where}{name[:60]}={str(value)[:60]} is not supported; leave it out", status=422)
 
 
 def name_of(body: Body, default: str) -> str:
     """Returns the name of a checkpoint."""
     name: str = field(body, "path", str, default)
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", name):
+    if not _NAME.fullmatch(name):
         raise BadRequest(f"path={name[:120]!r} must be a name of letters, digits, '.', '_' and '-', at most 100")
     return name
 
@@ -103,7 +132,7 @@ def require_model(body: Body, name: str, rank: int) -> int | None:
     kind = field(body, "optimizer_config", dict, {}).get("type", "adamw")
     if kind != "adamw":
         raise BadRequest(f"optimizer_config.type={str(kind)[:60]!r} is not supported; take 'adamw'", status=422)
-    return lora.get("seed") and int(field(lora, "seed", int)) % 2**31
+    return None if lora.get("seed") is None else field(lora, "seed", int) % 2**31
 
 
 def loss_options(request: GradientRequest) -> tuple[str, dict[str, Any]]:
@@ -197,6 +226,8 @@ def sampling_options(body: Body, longest: int, vocabulary: int) -> dict[str, Any
     elif stop is not None:
         texts = [stop] if isinstance(stop, str) else field(params, "stop", list)
         options["stop"] = tuple(one for one in texts if isinstance(one, str))
+        if re.search("[\ud800-\udfff]", "".join(options["stop"])):
+            raise BadRequest("stop has half a character; send valid Unicode")
         options["stop_ids"] = tuple(one for one in texts if not isinstance(one, str))
     require_sampling(options, {"n": _MOST_SAMPLES, "max_tokens": longest}, vocabulary)
     return options
@@ -205,137 +236,96 @@ def sampling_options(body: Body, longest: int, vocabulary: int) -> dict[str, Any
 def checkpoint_folder(folder: pathlib.Path, owner: str, name: str) -> pathlib.Path:
     """Returns the folder of a checkpoint, which the key `owner` alone reaches."""
     parts = name.split("/")
-    if len(parts) != 3 or parts[1] != "weights" or any(p.startswith(".") or not p for p in parts):
+    if len(parts) != 3 or parts[1] != "weights" or not all(_NAME.fullmatch(p.replace(":", "-")) for p in parts):
         raise BadRequest(f"path={name[:160]!r} must be {SCHEME}MODEL/weights/NAME")
     key = hashlib.sha256(owner.encode()).hexdigest()[:32]
     return folder / key / parts[0].replace(":", "-") / "/".join(parts[1:])
 
 
-def read_message(data: bytes) -> Message:
-    """Returns the values of a message by field number: integers of varints, and bytes."""
-    fields, at = dict[int, list[Any]](), 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        value: Any
-        if kind == 0:
-            value, at = _varint(data, at)
-        else:
-            if kind not in (1, 2, 5):
-                raise BadRequest(f"the body is no protobuf message: wire type {kind}")
-            size, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
-            value, at = data[at : at + size], at + size
-            if at > len(data):
-                raise BadRequest("the body is no protobuf message: it ends within a field")
-        fields.setdefault(tag >> 3, []).append(value)
-    return fields
+def _make_messages() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="jppo_tinker.proto", package="jppo", syntax="proto3")
+    for name, fields in _SCHEMA.items():
+        message = file.message_type.add(name=name)
+        for mark, kind, field_name, number in re.findall(r"(\W?)(\w+) (\w+)=(\d+)", fields):
+            added = message.field.add(name=field_name, number=int(number), label=3 if mark == "*" else 1)
+            if kind.islower():
+                added.type = getattr(descriptor_pb2.FieldDescriptorProto, f"TYPE_{kind.upper()}")
+            else:
+                added.type_name = f".jppo.{kind}"
+            if mark == "?":
+                added.oneof_index = 0
+                message.oneof_decl.add(name="optional")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return dict(message_factory.GetMessageClassesForFiles([file.name], pool))
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            raise BadRequest("the body is no protobuf message: it ends within a number")
-        byte, at = data[at], at + 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-    raise BadRequest("the body is no protobuf message: a number has more than 10 bytes")
+# Classes of protobuf's library by the names of _SCHEMA.
+MESSAGES = {name.removeprefix("jppo."): kind for name, kind in _make_messages().items()}
 
 
-def write_message(*fields: tuple[int, int | float | str | bytes]) -> bytes:
-    """Returns a message of (number, value): integers of at least 0, doubles, texts, and bytes or messages."""
-    out = bytearray()
-    for number, value in fields:
-        if isinstance(value, int):
-            out += _number(number << 3) + _number(value)
-        elif isinstance(value, float):
-            out += _number(number << 3 | 1) + struct.pack("<d", value)
-        else:
-            raw = value.encode() if isinstance(value, str) else value
-            out += _number(number << 3 | 2) + _number(len(raw)) + raw
-    return bytes(out)
-
-
-def _number(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def read_order(message: Message) -> tuple[str, int]:
-    """Returns the model and the number of a ForwardBackwardRequest."""
+def read_message(body: bytes) -> Message:
+    """Returns a ForwardBackwardRequest with a bounded number of parts."""
     try:
-        return message[1][0].decode(), int(message[2][0])
-    except (KeyError, AttributeError, ValueError) as e:
-        raise BadRequest(f"the body is no ForwardBackwardRequest: {type(e).__name__} {e}") from e
+        message = MESSAGES["ForwardBackwardRequest"].FromString(body)
+    except DecodeError as e:
+        raise BadRequest("the body is no protobuf message; send a ForwardBackwardRequest") from e
+    parts = len(message.data) + len(message.options)
+    if parts <= _MOST_PARTS:
+        parts += sum(len(datum.chunks) + len(datum.inputs) for datum in message.data)
+    if parts > _MOST_PARTS:
+        raise BadRequest(f"the request has {parts} examples and arrays or more; send at most {_MOST_PARTS}", status=413)
+    return message
 
 
 def read_gradient(message: Message) -> GradientRequest:
     """Reads a ForwardBackwardRequest; raises BadRequest for contents that jppo does not train on."""
-    try:
-        options = dict[str, float]()
-        for entry in map(read_message, message.get(7, [])):
-            name, value = entry[1][0].decode(), read_message(entry[2][0])
-            if 1 not in value:
-                raise BadRequest(f"loss_fn_config[{name!r}] must be a number")
-            options[name] = struct.unpack("<d", value[1][0])[0]
-        return GradientRequest(
-            [_datum(read_message(one), i) for i, one in enumerate(message.get(3, []))],
-            message[4][0].decode(),
-            options,
-            bool(message.get(6, [0])[0]),
-        )
-    except (KeyError, AttributeError, TypeError, ValueError, struct.error) as e:
-        raise BadRequest(f"the body is no ForwardBackwardRequest: {type(e).__name__} {e}") from e
+    options = {entry.key: entry.value.number for entry in message.options if entry.value.HasField("number")}
+    for entry in message.options:
+        if not math.isfinite(options.get(entry.key, math.nan)):
+            raise BadRequest(f"loss_fn_config[{entry.key[:60]!r}] must be a finite number")
+    data = [_datum(one, row) for row, one in enumerate(message.data)]
+    return GradientRequest(data, message.loss, options, message.forward_only)
 
 
-def _datum(message: Message, row: int) -> Datum:
-    tokens = []
-    for chunk in map(read_message, message.get(1, [])):
-        if 1 not in chunk:
-            raise BadRequest(f"data[{row}].model_input has an image or audio; jppo reads text only: send tokens")
-        tokens.append(np.frombuffer(read_message(chunk[1][0]).get(1, [b""])[0], "<i4"))
+def _datum(datum: Message, row: int) -> Datum:
+    if any(not chunk.HasField("encoded_text") for chunk in datum.chunks):
+        raise BadRequest(f"data[{row}].model_input has an image or audio; jppo reads text only: send tokens")
     inputs = dict[str, np.ndarray]()
-    for entry in map(read_message, message.get(2, [])):
-        name, tensor = entry[1][0].decode(), read_message(entry[2][0])
-        dtype = _DTYPES.get(tensor.get(3, [0])[0])
-        if 2 in tensor or dtype is None:
+    for entry in datum.inputs:
+        name, tensor = entry.key[:60], entry.value
+        dtype = _DTYPES.get(tensor.dtype)
+        if tensor.HasField("sparse") or dtype is None:
             raise BadRequest(f"data[{row}].{name} must be a dense array of float32 or int64")
-        inputs[name] = np.frombuffer(tensor.get(1, [b""])[0], dtype)
-        shape = [n for one in tensor.get(4, []) for n in (_packed(one) if isinstance(one, bytes) else [one])]
-        if len(shape) > 1:
-            raise BadRequest(f"data[{row}].{name} has the shape {shape}; give one number for each token")
-    return Datum(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs)
+        if len(tensor.shape) > 1:
+            raise BadRequest(f"data[{row}].{name} has the shape {tensor.shape[:8]}; give one number for each token")
+        inputs[name] = _array(tensor.dense, dtype)
+    return Datum(_array(b"".join(chunk.encoded_text.tokens for chunk in datum.chunks), np.dtype("<i4")), inputs)
 
 
-def _packed(data: bytes) -> list[int]:
-    numbers, at = list[int](), 0
-    while at < len(data):
-        value, at = _varint(data, at)
-        numbers.append(value)
-    return numbers
+def _array(raw: bytes, dtype: np.dtype[Any]) -> np.ndarray:
+    if len(raw) % dtype.itemsize:
+        raise BadRequest(f"an array has {len(raw)} bytes; it must have {dtype.itemsize} for each number")
+    return np.frombuffer(raw, dtype)
 
 
 def gradient_message(logprobs: Sequence[np.ndarray], metrics: dict[str, float]) -> bytes:
     """Returns a ForwardBackwardOutput with the log-probs of each example's targets."""
     rows = [np.ascontiguousarray(row, "<f4") for row in logprobs]
     offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype("<i8")
-    tensor = write_message((1, b"".join(row.tobytes() for row in rows)), (2, offsets.tobytes()), (3, FLOAT32))
-    record = write_message((2, write_message((1, _LOGPROBS), (2, tensor))), (3, len(rows)))
-    told = [(3, write_message((1, name), (2, float(value)))) for name, value in metrics.items()]
-    return write_message((1, "ArrayRecord"), (2, record), *told)
+    arrays = {"data": b"".join(row.tobytes() for row in rows), "offsets": offsets.tobytes(), "dtype": FLOAT32}
+    record = {"columns": [{"key": _LOGPROBS, "value": arrays}], "rows": len(rows)}
+    told = [{"key": name, "value": float(value)} for name, value in metrics.items()]
+    output = MESSAGES["ForwardBackwardOutput"](type="ArrayRecord", record=record, metrics=told)
+    return bytes(output.SerializeToString())
 
 
 def samples_message(samples: Sequence[tuple[np.ndarray, np.ndarray, bool]], prompt: np.ndarray | None = None) -> bytes:
     """Returns a SampleResponse of (tokens, log-probs, whether the length ended it), and of the prompt's log-probs."""
-    of_prompt = [] if prompt is None else [(2, prompt.astype("<f4").tobytes())]
-    return write_message(
-        *(
-            (1, write_message((1, int(cut)), (2, tokens.astype("<i4").tobytes()), (3, logprob.astype("<f4").tobytes())))
-            for tokens, logprob, cut in samples
-        ),
-        *of_prompt,
-    )
+    sequences = [
+        {"stop": int(cut), "tokens": tokens.astype("<i4").tobytes(), "logprobs": logprob.astype("<f4").tobytes()}
+        for tokens, logprob, cut in samples
+    ]
+    of_prompt = b"" if prompt is None else prompt.astype("<f4").tobytes()
+    output = MESSAGES["SampleResponse"](sequences=sequences, prompt_logprobs=of_prompt)
+    return bytes(output.SerializeToString())

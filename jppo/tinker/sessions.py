@@ -1,11 +1,13 @@
 """Sessions of the Tinker API: their models, samplers and futures, and the queue that one thread works through.
 
-Requests are answered at once with a future; `work` runs them one after another, since a model is not thread-safe.
+Requests are answered at once, on the server's loop, with a future. `work` runs them one after another on a thread of
+its own, since a model is not thread-safe.
 Requests of a model run in the order of their numbers, from 1; a repeated number returns the same future.
 """
 
+import asyncio
 import collections
-import json
+import contextlib
 import math
 import pathlib
 import secrets
@@ -17,17 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from jppo.agent.gateway.request import BadRequest
+from jppo.errors import BadRequest
+from jppo.http_server import HttpReply, json_object, json_reply
 from jppo.run.own_loop import Model
 from jppo.run.own_samples import Kept
 from jppo.tinker import requests
-from jppo.tinker.futures import JSON, Future, SampleRequest, Session, SessionModel, answer_samples
+from jppo.tinker.futures import Future, SampleRequest, Session, SessionModel, answer_samples
 from jppo.tinker.requests import Body, field
 
 POLL_S = 20.0  # longest wait of one retrieve_future
 _MOST_HELD = 4096  # requests of a model that wait for an earlier number
 UNNAMED, NAMED = 4, 32  # copies of a model's weights for sampling: the last used ones, and at most
-Answer = tuple[int, str, bytes]
+_MOST_MODELS = 32  # of a session
+_MOST_JSON = 2**22  # bytes
 
 
 class Service:
@@ -43,27 +47,25 @@ class Service:
         self._changed = threading.Condition()
         self._closing = False
 
-    def answer(self, owner: str, method: str, path: str, body: bytes) -> Answer:
+    async def answer(self, owner: str, method: str, path: str, body: bytes) -> HttpReply:
         """Answers a request of a key; raises BadRequest."""
-        if method == "POST" and path == "forward_backward":
-            return self._json(self.forward_backward(owner, requests.read_message(body)))
+        self._size = len(body)
         if method == "GET":
-            return self._json(self._get(owner, path))
+            return json_reply(self._get(owner, path))
+        if method != "POST":
+            raise BadRequest(f"{method[:16]} is not supported; send GET or POST", status=405)
+        if path == "forward_backward":
+            return json_reply(self.forward_backward(owner, requests.read_message(body)))
         if path.startswith("sessions/") and path.endswith("/finish"):
-            return self._json(self._finish(owner, path.split("/")[1]))
-        if path not in _POSTS:
+            return json_reply(self._finish(owner, path.split("/")[1]))
+        if path not in (*_POSTS, "retrieve_future"):
             raise BadRequest(f"there is no POST /api/v1/{path[:80]}; see docs/tinker.md", status=404)
-        try:
-            fields = json.loads(body or b"{}")
-        except (ValueError, RecursionError) as e:
-            raise BadRequest(f"the body is not valid JSON: {e}") from e
-        if not isinstance(fields, dict):
-            raise BadRequest("the body must be a JSON object")
-        reply = getattr(self, path)(owner, fields)
-        return reply if isinstance(reply, tuple) else self._json(reply)
-
-    def _json(self, reply: Any) -> Answer:
-        return 200, JSON, json.dumps(reply).encode()
+        if len(body) > _MOST_JSON:
+            raise BadRequest(f"the body has {len(body)} bytes; it must have at most {_MOST_JSON}", status=413)
+        fields = json_object(body or b"{}")
+        if path == "retrieve_future":
+            return await self.retrieve_future(owner, fields)
+        return json_reply(getattr(self, path)(owner, fields))
 
     def _get(self, owner: str, path: str) -> dict[str, Any]:
         if path == "healthz":
@@ -142,7 +144,8 @@ class Service:
             run = SessionModel(f"{session.id}:train:{field(body, 'model_seq_id', int)}")
             if run.id in session.runs:
                 return self._told(session.futures.get(f"{run.id}:0"), run.id)
-            session.runs[run.id] = run
+            if len(session.runs) >= _MOST_MODELS:
+                raise BadRequest(f"the session has {_MOST_MODELS} models, the most; start another session")
 
             def make() -> dict[str, Any]:
                 run.model = self._base.another(seed=secrets.randbelow(2**31) if seed is None else seed)
@@ -151,7 +154,9 @@ class Service:
                 kind = "create_model" if source is None else "load_weights"
                 return {"model_id": run.id, "type": kind, "path": None}
 
-            return self._told(self._add(session, f"{run.id}:0", make), run.id)
+            future = self._add(session, f"{run.id}:0", make)
+            session.runs[run.id] = run
+            return self._told(future, run.id)
 
     def get_info(self, owner: str, body: Body) -> dict[str, Any]:
         """Describes a model."""
@@ -184,7 +189,7 @@ class Service:
             rows = [logprob[i, : len(x)] for i, x in enumerate(targets)]
             return requests.gradient_message(rows, {} if total is None else {"loss:sum": total})
 
-        return self._ordered(owner, *requests.read_order(message), make)
+        return self._ordered(owner, message.model_id, message.seq_id, make)
 
     def optim_step(self, owner: str, body: Body) -> dict[str, Any]:
         """Applies the accumulated gradient by AdamW with the request's hyperparameters."""
@@ -256,10 +261,12 @@ class Service:
                 session, run = self._run(owner, field(body, "model_id", str))
             if "sampling_session_seq_id" in body:
                 sampler = f"{session.id}:sample:{field(body, 'sampling_session_seq_id', int)}"
-                session.samplers[sampler] = model.keep()
-                run.unnamed.append(sampler)
-                if len(run.unnamed) > UNNAMED:
-                    session.samplers[run.unnamed.popleft()] = None
+                kept = model.keep()
+                with self._changed:
+                    session.name_sampler(sampler, kept)
+                    run.unnamed.append(sampler)
+                    if len(run.unnamed) > UNNAMED:
+                        session.samplers[run.unnamed.popleft()] = None
                 return reply | {"sampling_session_id": sampler}
             name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
             if name not in run.kept and len(run.kept) >= NAMED:
@@ -286,7 +293,7 @@ class Service:
                     f"{str(asked)[:160]!r} is no model to sample from; save_weights_for_sampler", status=404
                 )
             sampler = f"{session.id}:sample:{field(body, 'sampling_session_seq_id', int)}"
-            session.samplers.setdefault(sampler, kept)
+            session.name_sampler(sampler, session.samplers.get(sampler, kept))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def asample(self, owner: str, body: Body) -> dict[str, Any]:
@@ -309,16 +316,16 @@ class Service:
             told = self._told(session.futures[id], None)
         return told | {"sample_sequence_ids": [] if only else [f"{id}:{i}" for i in range(options["n"])]}
 
-    def retrieve_future(self, owner: str, body: Body) -> Answer:
+    async def retrieve_future(self, owner: str, body: Body) -> HttpReply:
         """Returns the result of a request, or 408 after a while."""
         id = field(body, "request_id", str)
         with self._changed:
             future = self._session(owner, id.partition(":")[0]).futures.get(id)
         if future is None:
             raise BadRequest("the request is of no future that is kept", status=410)
-        if not future.done.wait(POLL_S):
-            return 408, JSON, json.dumps({"type": "try_again", "request_id": id, "queue_state": "active"}).encode()
-        return 200, future.kind, future.body
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(future.done.wait(), POLL_S)
+        return future.reply or json_reply({"type": "try_again", "request_id": id, "queue_state": "active"}, 408)
 
     def work(self) -> None:
         """Runs requests until `close`; called by the thread that opened the model."""
@@ -364,7 +371,7 @@ class Service:
             if run.model is not None:
                 run.model.close()
         for future in list(session.futures.values()):
-            if not future.done.is_set():
+            if future.reply is None:
                 future.fail(BadRequest("the session expired; start another"))
         self._queue = collections.deque(queued for queued in self._queue if queued.session is not session)
 
@@ -387,7 +394,7 @@ class Service:
                 return make(run.model)
 
             if number not in run.held:
-                run.held[number] = session.accept(Future(id, session, on_model))
+                run.held[number] = session.accept(Future(id, session, on_model, size=self._size))
             held = run.held[number]
             while (ready := run.held.pop(run.next, None)) is not None:
                 run.next += 1
@@ -397,7 +404,7 @@ class Service:
 
     def _add(self, session: Session, id: str, run: Any, sample: Any = None, group: Hashable = None) -> Future:
         """Queues a request that waits for no other."""
-        future = session.accept(Future(id, session, run, sample, group))
+        future = session.accept(Future(id, session, run, sample, group, self._size))
         self._queue.append(future)
         self._changed.notify_all()
         return future
@@ -427,6 +434,7 @@ class Service:
             expired = f"expired: the last used {UNNAMED} without a name are kept"
             why = expired if id in session.samplers else "is not known"
             raise BadRequest(f"the sampler {id[:80]!r} {why}; make another", status=404)
+        session.name_sampler(id, kept)
         for run in session.runs.values():
             if id in run.unnamed:  # moves to the end: the least recently used one expires first
                 run.unnamed.remove(id)
@@ -437,5 +445,5 @@ class Service:
 _POSTS = (
     "client_config", "client_dynamic_config", "telemetry", "create_session", "session_heartbeat", "create_model",
     "get_info", "optim_step", "save_weights", "load_weights", "save_weights_for_sampler", "create_sampling_session",
-    "asample", "retrieve_future",
+    "asample",
 )  # fmt: skip

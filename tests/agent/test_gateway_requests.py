@@ -1,24 +1,15 @@
 """Careless requests to the gateway: they are honoured or refused with a line, and never end the run."""
 
 import asyncio
-import contextlib
 import functools
 import json
-import os
-import socket
-import subprocess
-import sys
-import threading
-import time
-from http import client
 
 import pytest
 
-from jppo.agent.gateway import gateway
 from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
-from jppo.agent.gateway.request import BadRequest
+from jppo.errors import BadRequest
 from jppo.rollout.protocol import greedy
 from tests.agent.test_gateway import CALCULATOR, RULES, language
 
@@ -187,55 +178,6 @@ def test_a_text_is_asked_anew_after_an_empty_answer(hermes):
     assert ask.asked[1:] == [ask.asked[0], ask.asked[0] + ask.answers[1]]
 
 
-def asked(*sent, closes=None):
-    """The replies to requests on one connection, and the paths whose work was done; what closes after 0.3 s."""
-    done = []
-
-    async def answer(call):
-        await asyncio.sleep(1.5)
-        done.append(call.path)
-        return {"path": call.path, "key": call.key}
-
-    async def exchange():
-        async with await gateway.start_server(answer, lambda key: None) as server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-            writer.write(b"".join(sent))
-            if closes is not None:
-                await asyncio.sleep(0.3)
-                closes(writer)
-            found = b""
-            while not (found.endswith(b"}") or reader.at_eof()):
-                found += await asyncio.wait_for(reader.read(2**16), 5)
-            while sent[0].startswith(b"HEAD") and not reader.at_eof():
-                found += await asyncio.wait_for(reader.read(2**16), 5)
-            await asyncio.sleep(2)
-            writer.close()
-            return found
-
-    return asyncio.run(exchange()), done
-
-
-@pytest.mark.parametrize("closes", [lambda writer: writer.close(), lambda writer: writer.transport.abort()])
-def test_the_work_of_a_client_that_has_gone_is_cancelled(closes):
-    request = b"POST /a HTTP/1.1\r\nauthorization: bearer right\r\nContent-Length: 2\r\n\r\n{}"
-    found, done = asked(request)
-    assert done == ["/a"] and b'"key": "right"' in found  # the scheme's name has no case
-    assert asked(request, closes=closes)[1] == []
-
-
-def test_a_client_that_only_stops_sending_is_answered():
-    request = b"POST /a HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
-    found, done = asked(request, closes=lambda writer: writer.write_eof())
-    assert done == ["/a"] and found.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
-    assert b"HTTP/1.1 200 OK" in found and found.endswith(b'{"path": "/a", "key": ""}')
-
-
-def test_a_reply_to_head_ends_the_connection():
-    """Its body would be read as the next reply."""
-    found, done = asked(b"HEAD /a HTTP/1.1\r\n\r\n", b"GET /b HTTP/1.1\r\n\r\n")
-    assert b"Connection: close" in found and done == ["/a"]
-
-
 @pytest.mark.parametrize("last", ['{"reward": NaN}', '{"reward": 1e400}', '{"reward": "1"}', '{"reward": [1]}'])
 def test_a_wrong_reported_reward_is_an_error_with_posted_ones_too(hermes, last):
     one, _ = episode(hermes, "yes")
@@ -253,89 +195,3 @@ def test_responses_and_completions_say_what_their_references_do(hermes):
     assert found["status"] == found["output"][0]["status"] == "incomplete"
     logprobs = answered(one, {"logprobs": 0}, COMPLETIONS)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", " b", "<|im_end|>"] and logprobs["text_offset"] == [0, 1, 3]
-
-
-FLOOD = """
-import encodings.idna, os, resource, socket, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-held = []
-while True:
-    try:
-        one = socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5)
-        one.sendall(sys.argv[2].encode())
-    except OSError:
-        continue
-    held = [*held[-3000:], one]
-    if len(held) == 900: print("held", flush=True)
-"""
-HEADS = {"silent": "", "drips": "POST /v1/chat", "no key": "GET /v1/models HTTP/1.1\r\nContent-Length: 9\r\n\r\n"}
-
-
-@pytest.fixture
-def served():
-    """The gateway's HTTP server in a thread, with one key: its port."""
-
-    async def answer(call):
-        return {"read": len(call.body)}
-
-    def admit(key):
-        if key != "right":
-            raise BadRequest("wrong", status=401)
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    server = asyncio.run_coroutine_threadsafe(gateway.start_server(answer, admit), loop).result()
-    yield server.sockets[0].getsockname()[1]
-
-    async def end():
-        server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run_coroutine_threadsafe(end(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
-def requested(port, connection=None):
-    with contextlib.ExitStack() as ends:
-        if connection is None:
-            connection = ends.enter_context(contextlib.closing(client.HTTPConnection("127.0.0.1", port, timeout=10)))
-        connection.request("POST", "/v1/reward", body=b"1234", headers={"Authorization": "Bearer right"})
-        return json.loads(connection.getresponse().read())
-
-
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_agents(served, head):
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    before = len(os.listdir("/proc/self/fd"))
-    with subprocess.Popen([sys.executable, "-c", FLOOD, str(served), head], stdout=subprocess.PIPE, text=True) as flood:
-        assert flood.stdout.readline() == "held\n"
-        try:
-            with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
-                for _ in range(5):
-                    assert requested(served) == requested(served, kept) == {"read": 4}
-            assert len(os.listdir("/proc/self/fd")) - before < 650
-        finally:
-            flood.kill()
-
-
-def test_a_head_without_a_key_has_a_time_and_one_with_a_key_has_not(served, monkeypatch):
-    monkeypatch.setattr(gateway, "HEAD_S", 0.3)
-    with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
-        assert requested(served, kept) == {"read": 4}
-        with socket.create_connection(("127.0.0.1", served)) as slow:
-            slow.settimeout(5)
-            began = time.monotonic()
-            with contextlib.suppress(OSError):
-                for _ in range(50):
-                    slow.sendall(b"G")
-                    time.sleep(0.05)
-            assert time.monotonic() - began < 2
-        assert requested(served, kept) == {"read": 4}

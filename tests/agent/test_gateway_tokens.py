@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jppo.agent.gateway import gateway
 from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
-from jppo.agent.gateway.request import BadRequest
+from jppo.errors import BadRequest
 from jppo.learner import batch
 from jppo.rewards.parts import ConversationPart, PartWeights, RewardSum
 from jppo.rollout.protocol import Answer, greedy
@@ -113,46 +112,6 @@ def test_any_body_is_read_or_refused_with_a_line(api, body, said):
         assert "\n" not in str(e) and len(str(e)) < 400
     else:
         assert request.n >= 1 and all(isinstance(m["content"], str) for m in request.messages)
-
-
-CHUNKED = b"POST / HTTP/1.1\r\nAuthorization: Bearer right\r\nTransfer-Encoding: Chunked\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "sent,status,said",
-    [
-        (b"nonsense\r\n\r\n", 400, "must be HTTP/1.1"),
-        (b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400, "Content-Length"),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 400, "Content-Length, or chunked"),
-        (CHUNKED + b"-1\r\n", 400, "a chunk of the body has the size b'-1'"),
-        (CHUNKED + b'8\r\n{"a": 1}\r\nfffffff\r\n', 413, "at most 16777216"),
-        (CHUNKED + b"1;x=y\r\n{\r\n1\r\n}\r\n0\r\nTrailer: x\r\n\r\n", 404, "no path: b'{}'"),
-        (b"POST / HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413, "at most 16777216"),
-        (b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}", 401, "no key"),
-        (b"POST / HTTP/1.1\r\nAuthorization: Bearer right\r\nContent-Length: 2\r\n\r\n{}", 404, "no path"),
-        (b"A" * 2**17 + b"\r\n\r\n", 400, "at most 65536 bytes"),
-    ],
-)
-def test_what_is_no_request_is_refused(sent, status, said):
-    def admit(key):
-        if key != "right":
-            raise BadRequest("no key", status=401)
-
-    async def answer(call):
-        raise BadRequest(f"no path: {call.body}", status=404)
-
-    async def exchange():
-        server = await gateway.start_server(answer, admit)
-        async with server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-            writer.write(sent)
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            body = await reader.readexactly(int(head.lower().partition("content-length: ")[2].split()[0]))
-            writer.close()
-        return head, json.loads(body)
-
-    head, body = asyncio.run(exchange())
-    assert head.startswith(f"HTTP/1.1 {status} ") and said in body["error"]["message"]
 
 
 def test_a_message_that_the_template_or_the_tokenizer_cannot_take_is_refused(hermes):

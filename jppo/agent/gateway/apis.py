@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jppo.agent.gateway import request as r
-from jppo.agent.gateway.request import BadRequest, Body, Choice, Message, Reply, Request
+from jppo.agent.gateway.request import Body, Choice, Message, Reply, Request
+from jppo.errors import BadRequest
 from jppo.rewards.earned import short
 
 

@@ -15,8 +15,9 @@ from jppo.agent.gateway import history
 from jppo.agent.gateway import request as r
 from jppo.agent.gateway.history import Turn
 from jppo.agent.gateway.process import Ended
-from jppo.agent.gateway.request import BadRequest, Body, Choice, Message, Reply, Request, ToolCall
+from jppo.agent.gateway.request import Body, Choice, Message, Reply, Request, ToolCall
 from jppo.agent.turn_tokens import Chat
+from jppo.errors import BadRequest
 from jppo.rewards.earned import finite, short
 from jppo.rollout.protocol import Answer, sample_seed
 from jppo.settings import UserError

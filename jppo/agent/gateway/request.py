@@ -10,20 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jppo.agent.calls import Schema
+from jppo.errors import BadRequest
 from jppo.rewards.earned import short
 
 Message = dict[str, Any]
 Body = Mapping[str, Any]
 MOST_CHOICES = 128
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
-
-class BadRequest(Exception):
-    """The gateway cannot answer a request; the message says why, and `code` is the API's name of the reason."""
-
-    def __init__(self, why: str, code: str = "invalid_request_error", status: int = 400):
-        super().__init__(" ".join(why.split()))
-        self.code, self.status = code, status
 
 
 @dataclasses.dataclass(frozen=True)
