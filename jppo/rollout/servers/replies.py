@@ -4,6 +4,7 @@ The readers of all kinds of servers use these. Inside `reading` they raise plain
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,7 +71,8 @@ def token_ids(values: Any, vocab_size: int) -> list[int]:
 def log_probs(values: Sequence[Any]) -> list[float]:
     """Returns log-probs; ValueError if one is no number, not finite or above 0."""
     numbers = set(map(type, values)) <= {float, int}
-    if not numbers or not all(LEAST < x <= MOST for x in values):
+    # the order of a NaN is not defined, but their sum would be one
+    if not numbers or (values and not (min(values) > LEAST and max(values) <= MOST and math.isfinite(sum(values)))):
         wrong = next(x for x in values if type(x) not in (float, int) or not LEAST < x <= MOST)
         raise ValueError(f"{brief(wrong)} is no log-prob of a sampled token: a finite number that is at most 0")
     return list(values)
