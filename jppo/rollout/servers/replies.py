@@ -37,6 +37,13 @@ def whole(value: Any, name: str, most: int = LONGEST) -> int:
     return value
 
 
+def number(value: Any) -> float:
+    """Returns a finite number; ValueError for anything else."""
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{brief(value)} is no finite number")
+    return float(value)
+
+
 def text(value: Any, name: str) -> str:
     """Returns a text; ValueError for anything else."""
     if not isinstance(value, str):
