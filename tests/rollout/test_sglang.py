@@ -272,6 +272,8 @@ def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
     ):
         start(urls=[url])
     endpoint.post("/continue_generation", {})
+    with pytest.raises(UserError, match="are addresses of one server; name it once"):
+        start(urls=[url, url.replace("127.0.0.1", "localhost")])
     with pytest.raises(RolloutError, match=r"unknown: .*'temprature'"):  # the stand-in sees misspelt fields
         endpoint.post(GENERATE, {"input_ids": [1], "sampling_params": {"temprature": 1.0}})
     with socket.socket() as closed:

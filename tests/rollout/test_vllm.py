@@ -132,6 +132,11 @@ def test_a_notebook_with_a_running_loop_may_generate(attach):
         (choice([], []), "0 tokens"),
         (choice([5, 2], [-1.0, -2.0]) | {"token_ids": [5, 3, 2]}, "3 tokens"),
         (choice([5], [float("nan")]), "nan"),
+        (choice([999999, 2], [-1.0, -2.0]), "999999 is no token id from 0 to 999"),
+        (choice([-5, 2], [-1.0, -2.0]), "-5 is no token id"),
+        (choice(["7", 2], [-1.0, -2.0]), "'7' is no token id"),
+        (choice([5, 2], [3.5, -2.0]), "3.5 is no log-prob"),
+        (choice([5] * 9, [-1.0] * 9, finish="length"), "9 tokens, 9 log-probs and 9 versions, of at most 8 tokens"),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on(attach, fakes, answer, said):
@@ -281,6 +286,74 @@ def test_a_call_without_a_result_of_a_worker_is_a_fault(fakes, results):
     fakes[0].answers["jppo_info"] = (200, {"results": results})
     with pytest.raises(RolloutError, match="answered jppo_info with"):
         call_workers(Endpoint(fakes[0].url, timeout_s=5.0, why=str), "jppo_info")
+
+
+def test_one_server_at_two_addresses_is_refused_in_one_line(fakes, settings):
+    for fake, process in zip(fakes, ("a", "b"), strict=True):
+        fake.answers["jppo_info"] = (
+            200,
+            {"results": [fake.answers["jppo_info"][1]["results"][0] | {"process": process}]},
+        )
+    other = fakes[0].url.replace("127.0.0.1", "localhost")
+
+    def ready(*urls):
+        limits = ServerLimits(5.0, 5.0, 2)
+        engine = start_vllm("model", "run", settings=settings(), urls=urls, limits=limits, publish_dir="")
+        try:
+            return len(engine.ready(eos_token_ids=[2], decode=str).members)
+        finally:
+            engine.close()
+
+    assert ready(fakes[0].url, fakes[1].url) == 2 and ready(other) == 1
+    with pytest.raises(UserError, match=f"^rollout.urls: {fakes[0].url} and {other} are addresses of one server; name"):
+        ready(fakes[0].url, fakes[1].url, other)
+
+
+ROUTES = ("/v1/models", "/openapi.json", "/is_paused", "/weight_info", "jppo_info", "jppo_working", "/health")
+ANSWERS = (
+    None,
+    1,
+    "text",
+    [],
+    {},
+    [[]],
+    {"data": [{}]},
+    {"data": [{"id": 1}]},
+    {"data": None},
+    {"results": [{}]},
+    {"paths": []},
+    {"is_paused": "false"},
+    {"weight_version": []},
+    json.loads("[" * 900 + "]" * 900),
+)
+INFOS = [(name, x) for name in ("max_model_len", "process", "dtype") for x in (True, -1, 1.5, [], None)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_server_that_answers_with_anything_is_refused_or_asked_in_one_line(fakes, settings, route):
+    def outcome():
+        limits = ServerLimits(5.0, 5.0, 0)
+        engine = start_vllm("model", "run", settings=settings(), urls=[fakes[0].url], limits=limits, publish_dir="")
+        try:
+            member = engine.ready(eos_token_ids=[2], decode=str).members[0]
+            api = engine._speak([2])
+            assert api.version(member.endpoint) is None and api.working(member.endpoint, 1) is False
+        except (RolloutError, UserError) as e:
+            assert str(e).isprintable()
+            return type(e)
+        finally:
+            engine.close()
+
+    fakes[0].answers[GENERATE] = (200, echo)
+    good = fakes[0].answers[route]
+    for answer in ANSWERS:
+        fakes[0].answers[route] = (200, answer)
+        assert outcome() is (None if route in ("/weight_info", "jppo_working", "/health") else UserError)
+    fakes[0].answers[route] = good
+    if route == "jppo_info":
+        for name, value in INFOS:
+            fakes[0].answers[route] = (200, {"results": [good[1]["results"][0] | {name: value}]})
+            assert outcome() is UserError
 
 
 def test_no_model_is_refused_before_any_server(settings, tmp_path):
