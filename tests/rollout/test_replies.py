@@ -126,6 +126,18 @@ def test_a_reply_that_is_no_json_is_a_fault_in_one_line(hostile, name, monkeypat
         assert str(e.value).isprintable() and len(str(e.value)) < 700 and one.url in str(e.value)
 
 
+def test_an_answer_of_a_hundred_megabytes_is_a_fault_before_it_is_read(hostile):
+    whole = json.dumps(vllm_answer()).encode()
+    longest = replies.largest(SAMPLING)
+    assert longest < 2e6 and replies.largest(dataclasses.replace(SAMPLING, kept=2)) is None
+    for fields in (b"Content-Length: %d\r\n\r\n" % 10**8, b"\r\n"):
+        one = hostile(lambda fields=fields: itertools.chain([OK + fields], [b" " * 10**6] * 100, [whole]))
+        with pytest.raises(ServerFault, match=f"(exceeds |not within 0..){longest}"):
+            asyncio.run(one.ask("/generate", {}, most=longest))
+    one = hostile(content(b" " * (longest - len(whole)) + whole))
+    assert asyncio.run(one.ask("/generate", {}, most=longest)) == vllm_answer()
+
+
 @pytest.mark.parametrize(
     "answer",
     [

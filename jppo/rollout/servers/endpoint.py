@@ -101,12 +101,15 @@ class Endpoint:
         """Like `post`, for a route that answers with text."""
         self._sent("POST", route, body)
 
-    async def ask(self, route: str, body: Mapping[str, Any]) -> Any:
-        """Like `post`, concurrently and without a timeout: the caller tracks the server's progress."""
+    async def ask(self, route: str, body: Mapping[str, Any], *, most: int | None = None) -> Any:
+        """Like `post`, concurrently and without a timeout: the caller tracks the server's progress.
+
+        `most`: bytes of the answer.
+        """
         await self._prove()
         own = self._key.headers()
         with self._explained(route):
-            reply = await send("POST", self.url + route, json.dumps(body).encode(), own)
+            reply = await send("POST", self.url + route, json.dumps(body).encode(), own, most=most)
         return self._parsed(route, self._accepted(route, own, reply))
 
     async def look(self, route: str) -> None:
@@ -195,8 +198,8 @@ class Endpoint:
 
     def fault(self, message: str, kind: type[ServerFault] = ServerFault) -> ServerFault:
         """Returns the fault of a server that `message` says, with the reason as far as it is known."""
-        self._proven.clear()  # another program may have taken the port
-        self._proven[OPEN] = ""
+        for key in self._proven.keys() - {OPEN}:  # another program may have taken the port
+            self._proven.pop(key, None)
         why = self._why()
         return kind(f"the server at {self.url} {message}" + (f"; {why}" if why else ""))
 

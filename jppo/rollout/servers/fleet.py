@@ -38,7 +38,7 @@ from jppo.rollout.servers.delivery import Completion, PublishedServers, Publishe
 from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, Taken, attached_key, wait_s
 from jppo.rollout.servers.member import Cut, Member, Router, Server, ServerLimits, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
-from jppo.rollout.servers.replies import reading
+from jppo.rollout.servers.replies import largest, reading
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 
@@ -224,7 +224,7 @@ class Fleet(PublishedServers):
             route, body = self._api.request(ids, sampling, seed, self.weights.model or member.about.model)
             with traces.span("generate", server=member.endpoint.url):
                 working = functools.partial(self._api.working, member.endpoint.within(self._limits.health_timeout_s))
-                answered = await member.ask(route, body, working)
+                answered = await member.ask(route, body, working, most=largest(sampling))
             with reading(f"the server at {member.endpoint.url}", answered):
                 part = self._api.part(answered, sampling)
                 self.weights.require(part.version, oldest, member.endpoint.url)

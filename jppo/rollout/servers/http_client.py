@@ -18,7 +18,7 @@ from jppo.errors import escaped
 
 PORTS = {"http": 80, "https": 443}
 MOST_HEAD = 1 << 16  # bytes of a line, of all header fields, and of all trailing fields
-MOST_CONTENT = 1 << 28  # bytes: the experts or kept tokens of a long response are tens of millions
+MOST_CONTENT = 1 << 28  # bytes: the experts or kept tokens of a long response have tens of millions
 PIECE = 1 << 16
 
 _BRIEF = reprlib.Repr()
@@ -53,8 +53,11 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()  # slow to create, so requests share it
 
 
-async def send(method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-    """Sends a request with a JSON body, or with none for b''; OSError or Broken without a complete reply."""
+async def send(method: str, url: str, body: bytes, headers: Mapping[str, str], *, most: int | None = None) -> Reply:
+    """Sends a request with a JSON body, or with none for b''; OSError or Broken without a complete reply.
+
+    `most`: bytes of the reply's content; None: `MOST_CONTENT`.
+    """
     try:
         at = urllib.parse.urlsplit(url)
         port = PORTS[at.scheme] if at.port is None else at.port
@@ -65,7 +68,7 @@ async def send(method: str, url: str, body: bytes, headers: Mapping[str, str]) -
         raise Broken(f"the address cannot be used: {e}") from e
     try:
         writer.write(head + body)
-        reply = await _reply(reader)
+        reply = await _reply(reader, MOST_CONTENT if most is None else most)
         writer.close()
         with contextlib.suppress(OSError):  # the reply is complete
             await writer.wait_closed()
@@ -73,7 +76,7 @@ async def send(method: str, url: str, body: bytes, headers: Mapping[str, str]) -
     except EOFError as e:
         raise Broken("the connection was closed within the reply") from e
     except ValueError as e:
-        raise Broken(f"the reply is not HTTP: {e}") from e
+        raise Broken(f"the reply cannot be read: {e}") from e
     finally:
         writer.transport.abort()
 
@@ -93,7 +96,7 @@ def _head(method: str, at: urllib.parse.SplitResult, length: int, headers: Mappi
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def _reply(reader: asyncio.StreamReader) -> Reply:
+async def _reply(reader: asyncio.StreamReader, most: int) -> Reply:
     version, status, *_ = (await _line(reader)).split(" ", 2)
     if not version.startswith("HTTP/1."):
         raise ValueError(version[:40])
@@ -102,18 +105,18 @@ async def _reply(reader: asyncio.StreamReader) -> Reply:
         name, _, value = line.partition(":")
         fields[name.strip().lower()] = value.strip()
     if fields.get("transfer-encoding", "identity").lower() != "identity":
-        content = await _chunks(reader)
+        content = await _chunks(reader, most)
     elif "content-length" in fields:
-        content = await _exactly(reader, int(fields["content-length"]), MOST_CONTENT)
+        content = await _exactly(reader, int(fields["content-length"]), most)
     else:
-        content = await _rest(reader)
+        content = await _rest(reader, most)
     return Reply(int(status), fields, content)
 
 
-async def _chunks(reader: asyncio.StreamReader) -> bytes:
+async def _chunks(reader: asyncio.StreamReader, most: int) -> bytes:
     content = bytearray()
     while size := int((await _line(reader)).partition(";")[0], 16):
-        content += await _exactly(reader, size, MOST_CONTENT - len(content))
+        content += await _exactly(reader, size, most - len(content))
         if await _line(reader):
             raise ValueError("a chunk is longer than its size")
     await _lines(reader)  # trailing fields are ignored
@@ -126,12 +129,12 @@ async def _exactly(reader: asyncio.StreamReader, size: int, most: int) -> bytes:
     return await reader.readexactly(size)
 
 
-async def _rest(reader: asyncio.StreamReader) -> bytes:
+async def _rest(reader: asyncio.StreamReader, most: int) -> bytes:
     content = bytearray()
     while piece := await reader.read(PIECE):
         content += piece
-        if len(content) > MOST_CONTENT:
-            raise ValueError(f"its content exceeds {MOST_CONTENT} bytes")
+        if len(content) > most:
+            raise ValueError(f"its content exceeds {most} bytes")
     return bytes(content)
 
 

@@ -282,12 +282,14 @@ class Member:
     answered: float = 0.0  # time of the last answer
     looks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
 
-    async def ask(self, route: str, body: Mapping[str, Any], working: Callable[[int], bool]) -> Any:
+    async def ask(
+        self, route: str, body: Mapping[str, Any], working: Callable[[int], bool], *, most: int | None = None
+    ) -> Any:
         """Returns the route's JSON; ServerFault if it is late, Cut if the server is given up.
 
-        `working` looks whether the server samples for so many requests; it blocks.
+        `working` looks whether the server samples for so many requests; it blocks. `most`: bytes of the answer.
         """
-        request = asyncio.ensure_future(self.endpoint.ask(route, body))
+        request = asyncio.ensure_future(self.endpoint.ask(route, body, most=most))
         self.requests.add(request)
         try:
             await self._wait(request, route, working)
