@@ -106,6 +106,12 @@ def test_a_failed_request_is_repeated_and_counted(fake, tokenizer):
         ((200, lambda body: reply(body | {"prompt": [9, 9, 9, 9]})), "'2' is missing"),
         ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-9999.0"))), "-9999.0 is no log-prob"),
         ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "NaN"))), "nan is no log-prob"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "3.5"))), "3.5 is no log-prob"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", '"-3.0"'))), "'-3.0' is no log-prob"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "true"))), "True is no log-prob"),
+        ((200, lambda body: {"choices": reply(body)["choices"] * 2}), "choices must be a list of one, not of 2"),
+        ((200, {"choices": [{"prompt_logprobs": None}]}), "answered unexpectedly"),
+        ((200, None), "answered unexpectedly"),
     ],
 )
 def test_a_server_that_goes_on_failing_ends_the_run_by_the_prompts_name(fake, tokenizer, answer, said):

@@ -168,7 +168,9 @@ class Endpoint:
             yield
         except TimeoutError as e:
             raise self.late(route) from e
-        except (OSError, Broken) as e:
+        except Broken as e:
+            raise self.fault(f"broke off {route} ({e})") from e
+        except OSError as e:
             raise self.fault(f"broke off {route} ({type(e).__name__} {e})") from e
 
     def _parsed(self, route: str, content: bytes) -> Any:
