@@ -22,6 +22,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments, buckets, publish
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
+from jppo.settings import UserError
 from jppo.types import OVERFLOW, Prompt
 from tests.rollout import nobody
 from tests.rollout.test_publish_changes import published_share
@@ -374,12 +375,14 @@ def test_attaching_by_url(served, settings, monkeypatch):
     url = sampler.members[0].endpoint.url
     monkeypatch.setenv("JPPO_SERVER_TOKEN", sampler.members[0].server.key.token)
 
-    def attach():
-        return start_vllm("model", "run", settings=settings(), urls=[url], limits=LIMITS, publish_dir="").ready(
+    def attach(*more):
+        return start_vllm("model", "run", settings=settings(), urls=[url, *more], limits=LIMITS, publish_dir="").ready(
             eos_token_ids=[2], decode=str
         )
 
     attached = attach()
+    with pytest.raises(UserError, match=f"{url} and .*localhost.* are addresses of one server"):
+        attach(url.replace("127.0.0.1", "localhost"))
     attached.load(random_weights(config, 1)[1].items(), version=1)
     assert gap(model, attached.generate(PROMPTS[:1], SAMPLING, version=1)) < 1e-3
     attached.close()  # ends nothing that it did not start

@@ -16,7 +16,7 @@ from jppo.types import Sampling
 
 LEAST, MOST = -9998.0, 1e-3  # log-probs: vLLM writes -9999 for minus infinity; rounding may exceed 0
 LONGEST = 1 << 31  # tokens
-ROOM, TOKEN = 1 << 20, 1 << 12  # bytes of an answer, and of each token in it: some ten times what servers send
+ROOM, TOKEN = 1 << 20, 1 << 12  # bytes of an answer, and of each token in it: many times what servers send
 
 
 def largest(sampling: Sampling) -> int | None:
