@@ -97,8 +97,8 @@ def main() -> None:
     values = hf.load_params(args.model, cfg, head="lm", param_dtype=jnp.float32)
     settings = ServerSettings(
         python="", servers=1, port=0, dtype=args.dtype, max_model_len=LONGEST, max_num_seqs=PROMPTS * SAMPLES,
-        enforce_eager=True, gpu_memory_utilization=0.4, kv_cache_memory_bytes=1 << 27, omp_threads=1,
-        start_timeout_s=300.0, experts=True,
+        vocab_size=cfg.vocab_size, enforce_eager=True, gpu_memory_utilization=0.4, kv_cache_memory_bytes=1 << 27,
+        omp_threads=1, start_timeout_s=300.0, experts=(cfg.num_layers, cfg.experts.active, cfg.experts.count),
     )  # fmt: skip
     rng = np.random.default_rng(0)
     ids = rng.integers(0, cfg.vocab_size, (PROMPTS, PROMPT)).astype(np.int32)

@@ -97,6 +97,7 @@ def by_vllm(
         port=0,
         dtype="float32",
         max_model_len=max(map(len, prompts)) + args.max_tokens,
+        vocab_size=cfg.vocab_size,
         max_num_seqs=64,
         enforce_eager=True,
         gpu_memory_utilization=0.3,

@@ -171,6 +171,7 @@ def main() -> None:
         port=0,
         dtype=args.dtype,
         max_model_len=PROMPT_TOKENS + SAMPLING.max_tokens,
+        vocab_size=cfg.vocab_size,
         max_num_seqs=64,
         enforce_eager=True,
         gpu_memory_utilization=0.3,

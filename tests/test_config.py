@@ -405,7 +405,8 @@ def test_what_is_none_unless_given_may_be_given(config):
         ),
         *(
             ({"rollout.urls": url}, ["is no address", "http://127.0.0.1:8000"])
-            for url in ("h:8000", "ftp://h", "http://", "http://h:x", "http://[h", "http://h:99999")
+            for url in ("h:8000", "ftp://h", "http://", "http://h:x", "http://[h", "http://h:99999", "http://h:0",
+                        "http://a b", "http://a\nb:1", "http://\x00:1")
         ),
         ({"rollout.urls": "http://h:1,http://i:1,http://h:1/"}, ["a server is given twice", "name it once"]),
         *(

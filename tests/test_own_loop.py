@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -356,6 +357,21 @@ def test_what_is_refused(m, batch, folder, tmp_path):
     with pytest.raises(UserError, match="this model is closed"):
         closed.publish()
     assert not list(tmp_path.iterdir())
+
+
+def broken_engine(c, run, hosts):
+    raise UserError(f"no server starts in {run}: {run.is_dir()}")
+
+
+def test_without_a_run_dir_no_folder_is_left(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(UserError, match=f"no server starts in {tmp_path}/temporary/jppo-.*: True"):
+        jppo.open(str(folder), engine=f"{__file__}:broken_engine", data=DATA)
+    with pytest.raises(UserError, match="no server starts in mine: False"):
+        jppo.open(str(folder), engine=f"{__file__}:broken_engine", data=DATA, trainer=dict(run_dir="mine"))
+    jppo.open(str(folder), data=DATA).close()
+    assert not list((tmp_path / "temporary").glob("jppo-*"))
 
 
 def test_importance_sampling_weighs_by_the_ratio_of_sampled_tokens():

@@ -417,6 +417,12 @@ def test_a_service_that_fails_is_asked_again_and_counted(stand_in, monkeypatch):
         grade(response(RIGHT), ASSERTS)
 
 
+@pytest.mark.parametrize("result", [{"return_code": "x"}, {"return_code": 1e999}, {"stdout": 5}, {"stdout": ["a"]}])
+def test_a_service_that_answers_with_anything_is_asked_again(result):
+    with pytest.raises(choice._Again, match="a reply without"):
+        choice._ran({"status": "Success", "run_result": {"status": "Finished"} | result}, True)
+
+
 def test_programs_are_counted(stand_in):
     part = RulePart(
         ["code"],

@@ -104,11 +104,11 @@ class JudgeClient:
             raise self._refused(e, forms) from e
         except sdk.APIConnectionError as e:
             raise self._error(f"broke off, or cannot be reached ({e.__cause__ or e})", again=True) from e
-        except (sdk.APIError, ValueError) as e:
+        except (sdk.APIError, ValueError, RecursionError) as e:
             raise self._error(f"gave an unreadable answer ({type(e).__name__}: {e})") from e
         try:
             return self._read(reply)
-        except (AttributeError, IndexError, TypeError, ValueError) as e:
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as e:
             raise self._error(f"gave an unreadable answer: {reply}") from e
 
     async def close(self) -> None:

@@ -27,6 +27,8 @@ import httpx
 from jppo.child_process import executable, python_path
 from jppo.rewards.classifier import Classifier, refused, without_padding
 from jppo.rewards.model import ScoringError
+from jppo.rollout.servers import replies
+from jppo.rollout.servers.endpoint import ServerFault
 
 _LOG_LINES = 8
 _STARTS = 2  # of one process: after a crash it is restarted once
@@ -298,10 +300,17 @@ class VllmRewardModel(_ScorerProcess):
                 raise self._failed(f"answered {reply.status_code}: {reply.text[:300]}")
         if reply.status_code != 200:
             raise ScoringError(f"the reward model's vLLM answered {reply.status_code}: {reply.text[:300]}")
-        scores = {item["index"]: item["probs"] for item in reply.json()["data"]}
-        if sorted(scores) != list(range(len(kept))) or any(len(logits) != 1 for logits in scores.values()):
+        try:
+            with replies.reading("the reward model's vLLM", reply.text[:300]):
+                scores = {
+                    replies.whole(item["index"], "index"): replies.number(replies.only(item["probs"], "probs"))
+                    for item in reply.json()["data"]
+                }
+        except ServerFault as e:
+            raise ScoringError(str(e)) from e
+        if sorted(scores) != list(range(len(kept))):
             raise ScoringError("the reward model's vLLM did not answer with one score for each text")
-        return [float(scores[i][0]) for i in range(len(kept))]
+        return [scores[i] for i in range(len(kept))]
 
     def close(self) -> None:
         """Implements Scorer.close."""

@@ -97,12 +97,14 @@ def server_threads(r: Rollout, cfg: ModelConfig) -> int:
 def server_settings(c: Settings) -> ServerSettings:
     """Makes the settings of each server."""
     r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
+    moe = cfg.experts
     return ServerSettings(
         python=r.python,
         servers=r.least_servers,
         port=r.port,
         dtype=r.dtype,
         max_model_len=c.data.longest_row,
+        vocab_size=cfg.vocab_size,
         max_positions=max(c.model.max_position_embeddings, 0),
         max_num_seqs=r.max_num_seqs,
         enforce_eager=r.enforce_eager,
@@ -121,7 +123,7 @@ def server_settings(c: Settings) -> ServerSettings:
         delta=cfg.delta_kind,
         publish_via=publish_via(r),
         publish_delta=r.publish_delta,
-        experts=r.routing_replay,
+        experts=(cfg.num_layers, moe.active, moe.count) if r.routing_replay and moe is not None else None,
         kept=r.mask_replay,
         quantization=r.quantization,
     )

@@ -4,7 +4,6 @@ Settings are those of `jppo.train`, without those of its own loop. A prompt is a
 """
 
 import numbers
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jppo.registry import did_you_mean
 from jppo.settings import Settings, table, template_arguments
 from jppo.types import Prompt
 
-UNUSED = "unused"  # where jppo.train needs a file of prompts
+UNUSED = "unused"  # where jppo.train needs a file of prompts, or a folder
 DATA: tuple[str, ...] = ("max_prompt_length", "max_response_length", "packing", "row_lengths", "max_tokens_per_row")
 DATA += ("system_prompt", "apply_chat_template_kwargs")
 TRAINER = ("seed", "run_dir", "compile_cache", "total_training_steps")
@@ -78,7 +77,7 @@ def make_settings(
     if any(name.startswith("ref.") for name in wanted) and not config.actor.use_kl_loss:
         config.algorithm.use_kl_in_reward = True  # there is a reference, for the loop's own KL
     if "trainer.run_dir" not in wanted:
-        config.trainer.run_dir = tempfile.mkdtemp(prefix="jppo-")  # of the servers' logs
+        config.trainer.run_dir = UNUSED
     c: Settings = settings.typed(config, Settings)
     _require_steps(c)
     return c

@@ -17,6 +17,7 @@ takes tokens, targets and weights of any source in place of samples.
 import contextlib
 import dataclasses
 import pathlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -34,7 +35,7 @@ from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
 from jppo.run.inputs import read_tokenizer, require_publishable
-from jppo.run.own_inputs import PromptLike, make_prompts, make_settings, require_sampling
+from jppo.run.own_inputs import UNUSED, PromptLike, make_prompts, make_settings, require_sampling
 from jppo.run.own_learner import Losses, Trainable, load_state, save_state
 from jppo.run.own_samples import Engine, Kept, Responses, aims, of_samples, trajectory_of
 from jppo.samples.make import step_sampling
@@ -389,7 +390,10 @@ def open_model(
         make.attention_kernel(c, policy, grid)  # raises before a server starts
         served = None
         if engine is not None:
-            served = rollout.open_engine(c, pathlib.Path(c.trainer.run_dir))
+            logs = c.trainer.run_dir
+            if logs == UNUSED:
+                logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-", ignore_cleanup_errors=True))
+            served = rollout.open_engine(c, pathlib.Path(logs))
             stack.callback(served.close)
         learner, begin = make.make_learner(c, inputs, grid)
         losses = Losses(c, inputs, grid, learner.passes)

@@ -256,7 +256,7 @@ def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
         if e.code in _RETRY_STATUS:
             raise _Again(f"HTTP {e.code}") from e
         raise NoSandbox(f"the sandbox service answered HTTP {e.code}: {e.read(200).decode('utf-8', 'replace')}") from e
-    except (OSError, http.client.HTTPException, ValueError) as e:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as e:
         raise _Again(str(e)) from e
 
 
@@ -268,10 +268,10 @@ def _ran(reply: Any, with_replies: bool) -> Ran:
         late = result["status"] == "TimeLimitExceeded"
         printed, errors = result.get("stdout") or "", result.get("stderr") or ""
         code = result.get("return_code")
-    except (KeyError, TypeError, AttributeError) as e:
+        status = None if late else 1 if code is None else int(code)
+        replies = tuple(printed.splitlines()) if with_replies else ()
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
         raise _Again(f"a reply without status, run_result and its status: {str(reply)[:200]}") from e
-    status = None if late else 1 if code is None else int(code)
-    replies = tuple(printed.splitlines()) if with_replies else ()
     return Ran(status, "" if with_replies else printed, errors, replies, TOO_LONG if late else "")
 
 

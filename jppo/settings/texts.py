@@ -239,8 +239,9 @@ def _host(url: str) -> str | None:
 def is_url(url: str) -> bool:
     """Whether `url` is a server's address."""
     try:
-        at = urllib.parse.urlsplit(url)
-        return at.scheme in ("http", "https") and at.hostname is not None and (at.port or 1) > 0
+        at = urllib.parse.urlsplit(url)  # which leaves out tabs and line breaks
+        clean = url.isprintable() and " " not in url
+        return clean and at.scheme in ("http", "https") and at.hostname is not None and at.port != 0
     except ValueError:
         return False
 

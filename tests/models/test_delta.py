@@ -195,7 +195,7 @@ def test_a_row_on_several_devices_is_refused():
 
 def served(name, dtype, python):
     cfg = config_reader.parse_config(config_of(name), path="config.json")
-    server = ServerSettings(python, 1, 0, dtype, 20, 2, True, 0.3, 1 << 26, 1, 9.0, delta=cfg.delta_kind)
+    server = ServerSettings(python, 1, 0, dtype, 20, 99, 2, True, 0.3, 1 << 26, 1, 9.0, delta=cfg.delta_kind)
     require_delta_nets(server, "cpu")
 
 

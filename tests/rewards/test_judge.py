@@ -341,6 +341,13 @@ def test_a_server_that_wants_another_form_gets_it(serve, said, sent):
         ("openai", (200, {}, {"error": "lost"}), "unreadable answer"),
         ("claude", (200, {}, {"content": None}), "unreadable answer"),
         ("claude", (200, {}, "[]"), "unreadable answer"),
+        ("openai", (200, {}, "[" * 100_000), "unreadable answer"),
+        ("claude", (200, {}, "[" * 100_000), "unreadable answer"),
+        (
+            "openai",
+            (200, {}, {"choices": [{"message": {"content": "7"}}], "usage": {"prompt_tokens": 1e999}}),
+            "unreadable answer",
+        ),
     ],
 )
 def test_what_is_no_score_is_an_error_and_never_0(serve, api_type, reply, error):

@@ -667,7 +667,16 @@ def test_the_worker_scores_a_batch_as_one_by_one(tmp_path, pad):
         (200, {"data": [{"index": 1, "probs": [0.5]}, {"index": 0, "probs": [-1.0]}]}, None),
         (400, {"error": "too long"}, "answered 400: .*too long"),
         (200, {"data": [{"index": 1, "probs": [0.5]}]}, "did not answer with one score for each text"),
-        (200, {"data": [{"index": i, "probs": [0.5, 0.5]} for i in range(2)]}, "did not answer with one score"),
+        (200, {"data": [{"index": i, "probs": [0.5, 0.5]} for i in range(2)]}, "must be a list of one, not of 2"),
+        *(
+            (200, {"data": [{"index": i, "probs": [x]} for i in range(2)]}, "no finite number")
+            for x in ("7", True, None)
+        ),
+        (200, {"data": [{"index": str(i), "probs": [0.5]} for i in range(2)]}, "no integer"),
+        (200, {"data": [{"index": 0}, {"index": 1}]}, "'probs' is missing"),
+        *((200, x, "answered unexpectedly") for x in ([], None, {"data": 1}, {}, {"data": [1]})),
+        (200, b'{"data": "\xff"}', "answered unexpectedly"),
+        (200, b"[" * 100_000, "answered unexpectedly"),
     ],
 )
 def test_scores_of_vllm_are_read_in_the_order_of_the_texts(monkeypatch, tmp_path, code, answer, said):
@@ -675,7 +684,8 @@ def test_scores_of_vllm_are_read_in_the_order_of_the_texts(monkeypatch, tmp_path
 
     def handle(request):
         asked.append(json.loads(request.content))
-        return httpx.Response(code, json=answer)
+        raw = isinstance(answer, bytes)
+        return httpx.Response(code, content=answer) if raw else httpx.Response(code, json=answer)
 
     monkeypatch.setattr(VllmRewardModel, "_start", lambda self: None)
     monkeypatch.setattr(VllmRewardModel, "_ensure", lambda self: None)

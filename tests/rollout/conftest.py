@@ -99,6 +99,7 @@ def settings():
         "port": 0,
         "dtype": "float32",
         "max_model_len": 64,
+        "vocab_size": 1000,
         "max_num_seqs": 8,
         "enforce_eager": True,
         "gpu_memory_utilization": 0.4,

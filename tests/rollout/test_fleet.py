@@ -28,7 +28,7 @@ LORA = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def serve(fake, version="default"):
-    """A fake that knows which weights it has, and answers with two tokens: the prompt's first, and the seed's."""
+    """A fake that knows its weights, and answers with three tokens: the prompt's first, the seed's, and an end."""
     fake.version = version
 
     def named(body):
@@ -36,8 +36,8 @@ def serve(fake, version="default"):
         return {}
 
     def answer(body):
-        tokens = [body["token_ids"][0], body["sampling_params"]["seed"] % 1000]
-        return {"choices": [choice(tokens, [-0.5, -1.25], version=fake.version)]}
+        tokens = [body["token_ids"][0], body["sampling_params"]["seed"] % 1000, 2]
+        return {"choices": [choice(tokens, [-0.5, -1.25, -0.25], version=fake.version)]}
 
     fake.answers["/update_weight_version"] = (200, named)
     fake.answers["/weight_info"] = (200, lambda _: {"weight_version": fake.version})
@@ -82,9 +82,9 @@ def made(fakes, settings, monkeypatch):
 
 def whole(trajectories, prompts=PROMPTS):
     """Whether every sample of every prompt is there once, drawn from its own seed."""
-    found = [(t.uid, t.tokens[-2:].tolist()) for t in trajectories]
+    found = [(t.uid, t.tokens[-3:].tolist()) for t in trajectories]
     return found == [
-        (p.uid, [p.ids[0], sample_seed(5, i, j) % 1000]) for i, p in enumerate(prompts) for j in range(SAMPLING.n)
+        (p.uid, [p.ids[0], sample_seed(5, i, j) % 1000, 2]) for i, p in enumerate(prompts) for j in range(SAMPLING.n)
     ]
 
 
@@ -381,9 +381,9 @@ def test_a_response_that_an_update_cuts_goes_on_by_the_new_weights(made, fakes):
     sampler.load(TENSORS.items(), version=8, mode="abort")
     for j, t in enumerate(future.result()):
         seed = sample_seed(sample_seed(5, 0, j), 0, 1)
-        assert t.tokens.tolist() == [10, 3, 4, 77, 10, seed % 1000]
-        assert t.version.tolist() == [-1, -1, -1, 7, 8, 8] and t.finish == "stop"
-        assert t.logprob.tolist() == [0, 0, 0, -3.0, -0.5, -1.25]
+        assert t.tokens.tolist() == [10, 3, 4, 77, 10, seed % 1000, 2]
+        assert t.version.tolist() == [-1, -1, -1, 7, 8, 8, 8] and t.finish == "stop"
+        assert t.logprob.tolist() == [0, 0, 0, -3.0, -0.5, -1.25, -0.25]
     rest = [b for b in fakes[0].bodies if b and b.get("token_ids") == [10, 3, 4, 77]]
     assert [b["sampling_params"]["max_tokens"] for b in rest] == [7, 7]
 

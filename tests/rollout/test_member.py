@@ -499,7 +499,9 @@ def test_a_port_that_is_stolen_meanwhile_is_given_up(fake_vllm, monkeypatch):
 def test_a_request_has_a_whole_timeout_from_its_turn_on(monkeypatch, answered, ended, looked):
     """It is asked at 100 s, with a timeout of 10 s; its turn comes when both connections have answered others."""
     now, found = [100.0], []
-    one = member.Member(types.SimpleNamespace(timeout_s=10.0, late=LookupError), None, "policy", 99, connections=2)
+    one = member.Member(
+        types.SimpleNamespace(timeout_s=10.0, late=LookupError), None, member.Inspected("policy", 99, ""), connections=2
+    )
     one.requests = {"a", "b", "c"}
 
     async def wait(requests, timeout):

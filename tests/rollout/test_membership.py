@@ -196,6 +196,18 @@ def test_an_address_that_no_server_can_have_is_told_and_the_others_continue(run,
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
 
 
+def test_a_second_address_of_a_server_does_not_join(run, servers, said):
+    servers[0].answers["jppo_info"] = (200, {"results": [INFO | {"process": "a"}]})
+    sampler, write = run(servers[:1])
+    other = SimpleNamespace(url=servers[0].url.replace("127.0.0.1", "localhost"))
+    write([servers[0], other, servers[1]])
+    until(lambda: len(urls(sampler)) == 2 and "are addresses of one server" in said())
+    assert other.url not in urls(sampler)
+    assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
+    sampler.load(TENSORS.items(), version=8)
+    assert servers[0].asked.count("jppo_load") == 2
+
+
 def test_a_server_that_takes_shorter_requests_does_not_join(run, servers, said):
     sampler, write = run(servers[:1])
     servers[1].answers["jppo_info"] = (200, {"results": [INFO | {"max_model_len": 8}]})

@@ -208,6 +208,16 @@ def test_a_fault_is_caught_and_all_weights_are_sent_to_that_server(run, fault, m
     assert (run.publish() < 0.1) == (fault != "older") and run.equal()
 
 
+def test_each_server_that_refuses_changes_is_named(run, capfd):
+    for fake in run.fakes:
+        (_, data), *_ = fake.engines[-1].base._buckets
+        data[5] ^= 1
+    run.publish()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "instead of their changes" in line]
+    assert len(lines) == 2 and all(sum(fake.url in line for line in lines) == 1 for fake in run.fakes)
+    assert run.equal()
+
+
 def test_a_refused_publish_changes_no_server_and_the_next_one_is_whole(run):
     run.publish()
     before = [{n: x.numpy().copy() for n, x in worker.loaded.items()} for f in run.fakes for worker in f.engines]

@@ -22,6 +22,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments, buckets, publish
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
+from jppo.settings import UserError
 from jppo.types import OVERFLOW, Prompt
 from tests.rollout import nobody
 from tests.rollout.test_publish_changes import published_share
@@ -173,7 +174,7 @@ def served(request, settings, tmp_path_factory):
             start_timeout_s=180.0,
             publish_via="file" if request.param == "untied" else "tcp",
             latent=latent,
-            experts=request.param == "experts",
+            experts=(2, 2, 4) if request.param == "experts" else None,
             kept=True,
         ),
         urls=[],
@@ -374,12 +375,14 @@ def test_attaching_by_url(served, settings, monkeypatch):
     url = sampler.members[0].endpoint.url
     monkeypatch.setenv("JPPO_SERVER_TOKEN", sampler.members[0].server.key.token)
 
-    def attach():
-        return start_vllm("model", "run", settings=settings(), urls=[url], limits=LIMITS, publish_dir="").ready(
+    def attach(*more):
+        return start_vllm("model", "run", settings=settings(), urls=[url, *more], limits=LIMITS, publish_dir="").ready(
             eos_token_ids=[2], decode=str
         )
 
     attached = attach()
+    with pytest.raises(UserError, match=f"{url} and .*localhost.* are addresses of one server"):
+        attach(url.replace("127.0.0.1", "localhost"))
     attached.load(random_weights(config, 1)[1].items(), version=1)
     assert gap(model, attached.generate(PROMPTS[:1], SAMPLING, version=1)) < 1e-3
     attached.close()  # ends nothing that it did not start
@@ -469,7 +472,7 @@ def test_a_request_whose_caller_has_gone_ends_in_the_server(served):
     how = dataclasses.replace(greedy(360), ignore_eos=True)
 
     def made() -> float:
-        metrics = member.endpoint._sent("GET", "/metrics").text.splitlines()
+        metrics = member.endpoint._sent("GET", "/metrics").decode().splitlines()
         return sum(float(line.split()[-1]) for line in metrics if line.startswith("vllm:generation_tokens_total"))
 
     async def ask_and_go() -> None:
@@ -554,7 +557,7 @@ def test_speculated_samples_have_the_policys_distribution_and_its_log_probs(tmp_
                         excess += np.log(p[t.tokens[at]]) - mean
                         variance += (p[p > 0] * logp**2).sum() - mean**2
                 assert abs(excess) < 4 * variance**0.5, cut
-        said = sampler.members[0].endpoint._sent("GET", "/metrics").text.splitlines()
+        said = sampler.members[0].endpoint._sent("GET", "/metrics").decode().splitlines()
         counted = [float(line.split()[-1]) for line in said if "num_accepted_tokens_total" in line and line[0] != "#"]
         assert counted[0] > 200
     finally:

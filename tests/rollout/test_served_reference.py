@@ -102,10 +102,16 @@ def test_a_failed_request_is_repeated_and_counted(fake, tokenizer):
     "answer,said",
     [
         ((500, {"error": "out of memory"}), "out of memory"),
-        ((200, {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -1.0}}]}]}), "of each of 4 tokens"),
-        ((200, lambda body: reply(body | {"prompt": [9, 9, 9, 9]})), "of each of 4 tokens"),
-        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-9999.0"))), "from -9999.0"),
-        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "NaN"))), "from nan"),
+        ((200, {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -1.0}}]}]}), "2 of 4 tokens have log-probs"),
+        ((200, lambda body: reply(body | {"prompt": [9, 9, 9, 9]})), "'2' is missing"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-9999.0"))), "-9999.0 is no log-prob"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "NaN"))), "nan is no log-prob"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "3.5"))), "3.5 is no log-prob"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", '"-3.0"'))), "'-3.0' is no log-prob"),
+        ((200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "true"))), "True is no log-prob"),
+        ((200, lambda body: {"choices": reply(body)["choices"] * 2}), "choices must be a list of one, not of 2"),
+        ((200, {"choices": [{"prompt_logprobs": None}]}), "answered unexpectedly"),
+        ((200, None), "answered unexpectedly"),
     ],
 )
 def test_a_server_that_goes_on_failing_ends_the_run_by_the_prompts_name(fake, tokenizer, answer, said):
@@ -123,7 +129,7 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(fake, tokenizer):
     with pytest.raises(UserError, match="serve a model with that tokenizer"):
         attach(fake, tokenizer)
     fake.answers["/v1/models"] = (200, {"data": []})
-    with pytest.raises(RolloutError, match="does not answer as vLLM would"):
+    with pytest.raises(RolloutError, match=r"list index out of range, in .* correct the address"):
         attach(fake, tokenizer)
     fake.answers["/v1/models"] = (404, {})
     with pytest.raises(RolloutError, match=r"^ref\.url: .* start vLLM there, or correct the address"):

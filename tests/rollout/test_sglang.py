@@ -17,6 +17,7 @@ import pytest
 from jppo import train
 from jppo.models import hf
 from jppo.rollout.protocol import RolloutError, greedy
+from jppo.rollout.servers import replies
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import client
@@ -271,6 +272,8 @@ def test_a_server_is_attached_to_when_it_is_fit(start, monkeypatch):
     ):
         start(urls=[url])
     endpoint.post("/continue_generation", {})
+    with pytest.raises(UserError, match="are addresses of one server; name it once"):
+        start(urls=[url, url.replace("127.0.0.1", "localhost")])
     with pytest.raises(RolloutError, match=r"unknown: .*'temprature'"):  # the stand-in sees misspelt fields
         endpoint.post(GENERATE, {"input_ids": [1], "sampling_params": {"temprature": 1.0}})
     with socket.socket() as closed:
@@ -301,8 +304,13 @@ def reply(tokens, finish, **meta):
     return {"meta_info": {"finish_reason": finish, "output_token_logprobs": said, "weight_version": "3"} | meta}
 
 
+def read(speaks, answer):
+    with replies.reading("SGLang", answer):
+        return speaks.part(answer, SAMPLING)
+
+
 def test_answers_that_cannot_be():
-    speaks = Sglang([END], "how")
+    speaks = Sglang([END], VOCAB, "how")
     part = speaks.part(reply([4, END], {"type": "stop", "matched": END}), SAMPLING)
     assert (part.tokens, part.version, part.finish) == ([4, END], ["3", "3"], "stop")
     unbegun = {"meta_info": {"finish_reason": {"type": "abort", "message": "Abort before prefill"}}}
@@ -319,7 +327,7 @@ def test_answers_that_cannot_be():
         reply([4], {"type": "length"}, output_token_logprobs=[[float("-inf"), 4, None]]),
     ):
         with pytest.raises(ServerFault):
-            speaks.part(wrong, SAMPLING)
+            read(speaks, wrong)
     with pytest.raises(UserError, match="at token 4, which is no end token here; add it to eos_token_id"):
         speaks.part(reply([4], {"type": "stop", "matched": 4}), SAMPLING)
     further = dataclasses.replace(SAMPLING, stop_ids=(4,))

@@ -74,7 +74,7 @@ def test_a_sample_has_its_requests_and_its_reward(recorded, fakes_that_know_thei
     for sample in samples:
         assert sample.parent.span_id == gen.context.span_id
         told = {name.removeprefix("jppo."): value for name, value in sample.attributes.items()}
-        assert (told["versions"], told["turns"], told["tokens"], told["finish"]) == ((7,), 1, 2, "stop")
+        assert (told["versions"], told["turns"], told["tokens"], told["finish"]) == ((7,), 1, 3, "stop")
         inner = children(spans, sample)
         assert {span.name for span in inner} == {"queue", "generate", "length"}
         [reward] = named(inner, "length")

@@ -34,9 +34,9 @@ def choice(tokens, logprobs, finish="stop", version="7"):
 
 
 def echo(body):
-    """Two tokens: the prompt's first, and one that tells the seed."""
-    tokens = [body["token_ids"][0], body["sampling_params"]["seed"] % 1000]
-    return {"choices": [choice(tokens, [-0.5, -1.25])]}
+    """Three tokens: the prompt's first, one that tells the seed, and an end token."""
+    tokens = [body["token_ids"][0], body["sampling_params"]["seed"] % 1000, 2]
+    return {"choices": [choice(tokens, [-0.5, -1.25, -0.25])]}
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def test_trajectories_come_prompt_by_prompt_and_sample_by_sample(attach):
     assert [t.uid for t in trajectories] == ["p0", "p0", "p1", "p1", "p2", "p2"]
     for k, t in enumerate(trajectories):
         i, j = divmod(k, 2)
-        assert t.tokens.tolist() == [10 + i, 3, 4, 10 + i, sample_seed(5, i, j) % 1000]
-        assert t.sampled.tolist() == [False, False, False, True, True]
-        assert t.logprob.tolist() == [0.0, 0.0, 0.0, -0.5, -1.25]
-        assert t.version.tolist() == [-1, -1, -1, 7, 7]
+        assert t.tokens.tolist() == [10 + i, 3, 4, 10 + i, sample_seed(5, i, j) % 1000, 2]
+        assert t.sampled.tolist() == [False, False, False, True, True, True]
+        assert t.logprob.tolist() == [0.0, 0.0, 0.0, -0.5, -1.25, -0.25]
+        assert t.version.tolist() == [-1, -1, -1, 7, 7, 7]
         assert t.text == f"<{t.tokens[3:].tolist()}>"
         assert (t.finish, t.turns) == ("stop", 1)
         assert (t.tokens.dtype, t.logprob.dtype, t.version.dtype) == (np.int32, np.float32, np.int32)
@@ -130,8 +130,13 @@ def test_a_notebook_with_a_running_loop_may_generate(attach):
         (choice([5, 2], [-1.0, -2.0], version="default"), "restarted"),
         (choice([], [], finish="abort"), "did another client pause it"),
         (choice([], []), "0 tokens"),
-        (choice([5, 2], [-1.0, -2.0]) | {"token_ids": [5, 2, 3]}, "3 tokens"),
+        (choice([5, 2], [-1.0, -2.0]) | {"token_ids": [5, 3, 2]}, "3 tokens"),
         (choice([5], [float("nan")]), "nan"),
+        (choice([999999, 2], [-1.0, -2.0]), "999999 is no token id from 0 to 999"),
+        (choice([-5, 2], [-1.0, -2.0]), "-5 is no token id"),
+        (choice(["7", 2], [-1.0, -2.0]), "'7' is no token id"),
+        (choice([5, 2], [3.5, -2.0]), "3.5 is no log-prob"),
+        (choice([5] * 9, [-1.0] * 9, finish="length"), "9 tokens, 9 log-probs and 9 versions, of at most 8 tokens"),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on(attach, fakes, answer, said):
@@ -161,12 +166,12 @@ def test_the_experts_of_an_answer_in_parts_are_those_of_the_first_that_read_a_to
             held.append(body)
             sampler.weights.updates += 1
             return {"choices": [choice([], [], finish="abort") if len(held) == 2 else with_experts([5, 6], 4)]}
-        later = with_experts([7], len(body["token_ids"]), first=100)
+        later = with_experts([9], len(body["token_ids"]), first=100)
         return {"choices": [later]}
 
     fakes[0].answers[GENERATE] = (200, answer)
     [t] = sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, experts=True), version=7)
-    assert t.tokens.tolist() == [10, 3, 4, 5, 6, 7] and t.experts.dtype == np.int16
+    assert t.tokens.tolist() == [10, 3, 4, 5, 6, 9] and t.experts.dtype == np.int16
     assert len(held) == 1 + empty
     np.testing.assert_array_equal(t.experts[:5, 0, 0], [0, 1, 2, 3, 104])
     assert (t.experts[5] == -1).all()
@@ -193,26 +198,26 @@ def test_the_kept_tokens_of_an_answer_in_parts_are_those_of_its_tokens(attach, f
 
     def answer(body):
         asked.append(body["sampling_params"].get("extra_args"))
-        first, last = [5, 6], [[6, 9], [], [1, 2, 7]]
+        first, last = [5, 6], [[6, 7], [], [1, 2, 9]]
         if len(asked) == 1:
             sampler.weights.updates += 1
             return {"choices": [choice(first, [-1.0] * 2, finish="abort") | {"sampling_mask": [[4, 5], [6]]}]}
-        return {"choices": [choice([9, 8, 7], [-1.0] * 3) | {"sampling_mask": last}]}
+        return {"choices": [choice([7, 8, 9], [-1.0] * 3) | {"sampling_mask": last}]}
 
     fakes[0].answers[GENERATE] = (200, answer)
     [t] = sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, kept=2), version=7)
-    assert t.tokens.tolist()[3:] == [5, 6, 9, 8, 7] and asked == [{"kept": 2}] * 2
-    rows = [[-1, -1]] * 3 + [[4, 5], [6, -1], [6, 9], [-1, -1], [OVERFLOW, -1]]
+    assert t.tokens.tolist()[3:] == [5, 6, 7, 8, 9] and asked == [{"kept": 2}] * 2
+    rows = [[-1, -1]] * 3 + [[4, 5], [6, -1], [6, 7], [-1, -1], [OVERFLOW, -1]]
     assert t.kept.tolist() == rows and t.kept.dtype == np.int32
     for mask, said in (
         (None, "kept tokens of none samples in place of 3"),
         ([[9]], "kept tokens of 1 samples in place of 3"),
-        ([[9], [9], [7]], "sampled token 8, which is not among its 1 kept tokens"),
-        ([[9], ["x"], [7]], "sampling mask cannot be read"),
+        ([[7], [7], [9]], "sampled token 8, which is not among its 1 kept tokens"),
+        ([[7], ["x"], [9]], "'x' is no token id from 0 to 999"),
     ):
-        fakes[0].answers[GENERATE] = (200, {"choices": [choice([9, 8, 7], [-1.0] * 3) | {"sampling_mask": mask}]})
+        fakes[0].answers[GENERATE] = (200, {"choices": [choice([7, 8, 9], [-1.0] * 3) | {"sampling_mask": mask}]})
         with pytest.raises(RolloutError, match=said):
-            sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, kept=2), version=7)
+            attach(1).generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1, kept=2), version=7)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +286,74 @@ def test_a_call_without_a_result_of_a_worker_is_a_fault(fakes, results):
     fakes[0].answers["jppo_info"] = (200, {"results": results})
     with pytest.raises(RolloutError, match="answered jppo_info with"):
         call_workers(Endpoint(fakes[0].url, timeout_s=5.0, why=str), "jppo_info")
+
+
+def test_one_server_at_two_addresses_is_refused_in_one_line(fakes, settings):
+    for fake, process in zip(fakes, ("a", "b"), strict=True):
+        fake.answers["jppo_info"] = (
+            200,
+            {"results": [fake.answers["jppo_info"][1]["results"][0] | {"process": process}]},
+        )
+    other = fakes[0].url.replace("127.0.0.1", "localhost")
+
+    def ready(*urls):
+        limits = ServerLimits(5.0, 5.0, 2)
+        engine = start_vllm("model", "run", settings=settings(), urls=urls, limits=limits, publish_dir="")
+        try:
+            return len(engine.ready(eos_token_ids=[2], decode=str).members)
+        finally:
+            engine.close()
+
+    assert ready(fakes[0].url, fakes[1].url) == 2 and ready(other) == 1
+    with pytest.raises(UserError, match=f"^rollout.urls: {fakes[0].url} and {other} are addresses of one server; name"):
+        ready(fakes[0].url, fakes[1].url, other)
+
+
+ROUTES = ("/v1/models", "/openapi.json", "/is_paused", "/weight_info", "jppo_info", "jppo_working", "/health")
+ANSWERS = (
+    None,
+    1,
+    "text",
+    [],
+    {},
+    [[]],
+    {"data": [{}]},
+    {"data": [{"id": 1}]},
+    {"data": None},
+    {"results": [{}]},
+    {"paths": []},
+    {"is_paused": "false"},
+    {"weight_version": []},
+    json.loads("[" * 900 + "]" * 900),
+)
+INFOS = [(name, x) for name in ("max_model_len", "process", "dtype") for x in (True, -1, 1.5, [], None)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_server_that_answers_with_anything_is_refused_or_asked_in_one_line(fakes, settings, route):
+    def outcome():
+        limits = ServerLimits(5.0, 5.0, 0)
+        engine = start_vllm("model", "run", settings=settings(), urls=[fakes[0].url], limits=limits, publish_dir="")
+        try:
+            member = engine.ready(eos_token_ids=[2], decode=str).members[0]
+            api = engine._speak([2])
+            assert api.version(member.endpoint) is None and api.working(member.endpoint, 1) is False
+        except (RolloutError, UserError) as e:
+            assert str(e).isprintable()
+            return type(e)
+        finally:
+            engine.close()
+
+    fakes[0].answers[GENERATE] = (200, echo)
+    good = fakes[0].answers[route]
+    for answer in ANSWERS:
+        fakes[0].answers[route] = (200, answer)
+        assert outcome() is (None if route in ("/weight_info", "jppo_working", "/health") else UserError)
+    fakes[0].answers[route] = good
+    if route == "jppo_info":
+        for name, value in INFOS:
+            fakes[0].answers[route] = (200, {"results": [good[1]["results"][0] | {name: value}]})
+            assert outcome() is UserError
 
 
 def test_no_model_is_refused_before_any_server(settings, tmp_path):

@@ -23,7 +23,7 @@ import numpy as np
 
 from jppo.rollout.protocol import Kept, RolloutError, Served
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.rollout.servers.member import Member, Router
+from jppo.rollout.servers.member import Inspected, Member, Router
 from jppo.settings import UserError
 from jppo.types import Sampling
 
@@ -56,10 +56,10 @@ class ServerApi(Protocol):
         """Returns the route and the body of a request for one answer."""
 
     def part(self, reply: Any, sampling: Sampling) -> Completion:
-        """Parses the reply to a request with this `sampling`."""
+        """Parses the reply to a request with this `sampling`, inside `replies.reading`."""
 
-    def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
-        """Returns the served model's name and length; UserError if the server is unsuitable for training."""
+    def inspect(self, endpoint: Endpoint) -> Inspected:
+        """Asks the server about itself; UserError if it is unsuitable for training."""
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait."""

@@ -38,6 +38,7 @@ from jppo.rollout.servers.delivery import Completion, PublishedServers, Publishe
 from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, Taken, attached_key, wait_s
 from jppo.rollout.servers.member import Cut, Member, Router, Server, ServerLimits, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
+from jppo.rollout.servers.replies import largest, reading
 from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 
@@ -165,7 +166,7 @@ class Fleet(PublishedServers):
     ) -> Answer:
         """Returns one answer from any server; see `protocol.Ask`. Urgent requests do not wait for others to end."""
         needed = len(ids) + sampling.max_tokens
-        longest = min((member.max_model_len for member in self.members), default=needed)
+        longest = min((member.about.max_model_len for member in self.members), default=needed)
         if needed > longest:
             raise UserError(
                 f"a prompt of {len(ids)} tokens and max_tokens={sampling.max_tokens} must fit the server's"
@@ -220,17 +221,19 @@ class Fleet(PublishedServers):
             member = await self._router.take(near, urgent=urgent)
         try:
             oldest = self.weights.version
-            route, body = self._api.request(ids, sampling, seed, self.weights.model or member.model)
+            route, body = self._api.request(ids, sampling, seed, self.weights.model or member.about.model)
             with traces.span("generate", server=member.endpoint.url):
                 working = functools.partial(self._api.working, member.endpoint.within(self._limits.health_timeout_s))
-                part = self._api.part(await member.ask(route, body, working), sampling)
-            self.weights.require(part.version, oldest, member.endpoint.url)
-            read = len(ids) + len(part.tokens) - 1
-            if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
-                count = "none" if part.experts is None else len(part.experts)
-                raise ServerFault(f"{member.endpoint.url} returned the experts of {count} tokens in place of {read}")
-            if sampling.kept:
-                require_kept(part.tokens, part.kept, sampling.kept, member.endpoint.url)
+                answered = await member.ask(route, body, working, most=largest(sampling))
+            with reading(f"the server at {member.endpoint.url}", answered):
+                part = self._api.part(answered, sampling)
+                self.weights.require(part.version, oldest, member.endpoint.url)
+                read = len(ids) + len(part.tokens) - 1
+                if sampling.experts and part.tokens and (part.experts is None or len(part.experts) != read):
+                    count = "none" if part.experts is None else len(part.experts)
+                    raise ValueError(f"it has the experts of {count} tokens in place of {read}")
+                if sampling.kept:
+                    require_kept(part.tokens, part.kept, sampling.kept, "it")
             return dataclasses.replace(part, server=member.endpoint.url)
         except ServerFault as e:
             if not isinstance(e, Cut | Busy):
@@ -288,13 +291,15 @@ class ServerEngine:
         api, timeout_s = self._speak(eos_token_ids), self._limits.request_timeout_s
         attach = functools.partial(self._attach, attached_key(), api)
         joining = None if self._lookup is None else (self._lookup, attach)
+        members: list[Member] = []
         if self.servers:
             own = [(s, Endpoint(s.url, timeout_s=timeout_s, why=s.why, key=s.key)) for s in self.servers]
             members = [self._member(server, endpoint, api) for server, endpoint in own]
         elif joining:
             members = self._first(*joining)
         else:
-            members = [attach(url) for url in self._urls]
+            for url in self._urls:
+                _add(members, attach(url))
         self._fleet = Fleet(
             members,
             api,
@@ -309,7 +314,7 @@ class ServerEngine:
 
     def _member(self, server: Server | None, endpoint: Endpoint, api: ServerApi) -> Member:
         try:
-            return Member(endpoint, server, *api.inspect(endpoint), self._limits.connections)
+            return Member(endpoint, server, api.inspect(endpoint), self._limits.connections)
         except RolloutError as e:
             raise UserError(f"{e}; {api.how}") from e
 
@@ -324,11 +329,11 @@ class ServerEngine:
         """Waits for the first servers of a look-up; others join later."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
-            members, why = [], "it names none"
+            members, why = list[Member](), "it names none"
             try:
                 for url in lookup():
                     try:
-                        members.append(attach(url))
+                        _add(members, attach(url))
                     except (RolloutError, UserError) as e:
                         why = str(e)
             except (OSError, ValueError) as e:
@@ -347,6 +352,11 @@ class ServerEngine:
             return
         stop_all(self.servers)
         self._publisher.close()
+
+
+def _add(members: list[Member], member: Member) -> None:
+    member.require_apart(members)
+    members.append(member)
 
 
 def _require_awake(endpoint: Endpoint, api: ServerApi, *, ours: bool) -> None:

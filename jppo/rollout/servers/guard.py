@@ -21,12 +21,13 @@ from typing import Any
 
 TOKEN = "JPPO_SERVER_TOKEN"  # a variable of the environment
 CHALLENGE_HEADER, PROOF_HEADER = "x-jppo-challenge", "x-jppo-proof"
+PROCESS_HEADER = "x-jppo-process"  # a random id of the server's process
 TRAINER_HEADER = "x-jppo-trainer"  # who it is, '/' and the number of its lease; a lease of '/end' is given back
 MIDDLEWARE = "jppo.rollout.servers.guard.Guard"
 LEASE_S = 30.0  # without a request of the trainer, until its lease ends
 TICK_S = 0.5
 RESUMED_BY = {b"/pause": b"/resume", b"/pause_generation": b"/continue_generation"}  # of vLLM and SGLang
-OURS = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process as a trainer
+OURS = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process, as a trainer or a server
 NUMBERS = itertools.count(1)
 
 Message = MutableMapping[str, Any]
@@ -96,7 +97,7 @@ class Guard:
         async def prove(message: Message) -> None:
             if nonce and message["type"] == "http.response.start":
                 proved = (PROOF_HEADER.encode(), proof(self._token, nonce).encode())
-                message["headers"] = [*message.get("headers", ()), proved]
+                message["headers"] = [*message.get("headers", ()), proved, (PROCESS_HEADER.encode(), OURS.encode())]
             await send(message)
 
         if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):

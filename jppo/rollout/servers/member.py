@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -180,7 +180,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            served = Endpoint(self.url, timeout_s=5.0, why=str, key=self.key).get_field("/v1/models", "data")
+            served = Endpoint(self.url, timeout_s=5.0, why=str, key=self.key).get_field("/v1/models", "data", list)
             return self.name in [model["id"] for model in served]
         except (RolloutError, KeyError, TypeError):  # or another program on a stolen port
             return False
@@ -246,6 +246,15 @@ class ServerLimits:
     connections: int = CONNECTIONS  # requests in flight at one server
 
 
+@dataclasses.dataclass(frozen=True)
+class Inspected:
+    """Facts that a server reports."""
+
+    model: str  # name for requests
+    max_model_len: int
+    process: str  # random id of its process; '': unknown
+
+
 class Cut(ServerFault):
     """The server was given up while the request was in flight: not the request's fault."""
 
@@ -261,8 +270,7 @@ class Member:
 
     endpoint: Endpoint
     server: Server | None  # None: attached
-    model: str
-    max_model_len: int
+    about: Inspected
     connections: int = CONNECTIONS  # requests in flight
     up: bool = True
     mending: bool = False
@@ -274,12 +282,14 @@ class Member:
     answered: float = 0.0  # time of the last answer
     looks: dict[int, asyncio.Task[bool]] = dataclasses.field(default_factory=dict)  # late requests share them
 
-    async def ask(self, route: str, body: Mapping[str, Any], working: Callable[[int], bool]) -> Any:
+    async def ask(
+        self, route: str, body: Mapping[str, Any], working: Callable[[int], bool], *, most: int | None = None
+    ) -> Any:
         """Returns the route's JSON; ServerFault if it is late, Cut if the server is given up.
 
-        `working` looks whether the server samples for so many requests; it blocks.
+        `working` looks whether the server samples for so many requests; it blocks. `most`: bytes of the answer.
         """
-        request = asyncio.ensure_future(self.endpoint.ask(route, body))
+        request = asyncio.ensure_future(self.endpoint.ask(route, body, most=most))
         self.requests.add(request)
         try:
             await self._wait(request, route, working)
@@ -291,6 +301,13 @@ class Member:
         finally:
             request.cancel()
             self.requests.discard(request)
+
+    def require_apart(self, others: Iterable["Member"]) -> None:
+        """Raises UserError if one of the others is the same server, at another address."""
+        for other in others:
+            if self.about.process and self.about.process == other.about.process:
+                urls = f"{other.endpoint.url} and {self.endpoint.url}"
+                raise UserError(f"rollout.urls: {urls} are addresses of one server; name it once")
 
     def resumed(self) -> None:
         """Resets the timeout: requests in flight have waited for an update or for others."""

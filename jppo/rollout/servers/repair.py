@@ -187,7 +187,7 @@ class Repairs:
             member.server.restart()
             member.server.wait_ready()
             member.endpoint.move(member.server.url, member.server.key)
-            member.model, member.max_model_len = self._api.inspect(member.endpoint)
+            member.about = self._api.inspect(member.endpoint)
         self._weights.catch_up(member)
 
     def _add(self, member: Member) -> None:
@@ -212,7 +212,7 @@ class Repairs:
         while not self.closed:
             try:
                 member.endpoint.within(self._limits.health_timeout_s).see("/health")
-                member.model, member.max_model_len = self._api.inspect(member.endpoint)
+                member.about = self._api.inspect(member.endpoint)
                 return
             except RolloutError as e:
                 if time.monotonic() > deadline:
@@ -288,9 +288,11 @@ class Membership:
         began = time.monotonic()
         try:
             member = await asyncio.to_thread(self._make, url, url in self._ours)
-            shortest = min((other.max_model_len for other in self._router.members), default=0)
-            if member.max_model_len < shortest:  # the fleet refuses longer requests than its shortest server takes
-                fault = f"has max_model_len={member.max_model_len}, and the others {shortest} or more"
+            member.require_apart(self._router.members)
+            length = member.about.max_model_len
+            shortest = min((other.about.max_model_len for other in self._router.members), default=0)
+            if length < shortest:  # the fleet refuses longer requests than its shortest server takes
+                fault = f"has max_model_len={length}, and the others {shortest} or more"
                 raise RolloutError(f"the server at {url} {fault}")
             self._ours.add(url)
             await self._repairs.admit(member)

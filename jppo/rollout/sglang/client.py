@@ -12,7 +12,6 @@ checks every publish. Two directories are written alternately, like the files of
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -24,11 +23,12 @@ import numpy as np
 
 from jppo import child_process, tensorheader
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.servers import guard
-from jppo.rollout.servers.delivery import Completion, Offers, end_ids, sampling_params
+from jppo.rollout.servers import guard, replies
+from jppo.rollout.servers.delivery import Completion, Offers, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import Server, ServerLimits, ServerProgram, check_ports
+from jppo.rollout.servers.http_client import brief
+from jppo.rollout.servers.member import Inspected, Server, ServerLimits, ServerProgram, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton, visible_devices
@@ -46,6 +46,7 @@ class Sglang:
     """SGLang's `ServerApi`."""
 
     eos_token_ids: Sequence[int]
+    vocab_size: int
     how: str  # command that starts a suitable server
     resume_route: str = "/continue_generation -H 'Content-Type: application/json' -d '{}'"
 
@@ -73,40 +74,42 @@ class Sglang:
 
     def part(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the tokens with their log-probs, all of one weight version."""
-        try:
-            meta = reply["meta_info"]
-            finish, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
-            # an answer that was aborted before it began has none
-            entries = meta.get("output_token_logprobs", []) if finish == "abort" else meta["output_token_logprobs"]
-            tokens, logprob = [int(entry[1]) for entry in entries], [float(entry[0]) for entry in entries]
-            version = [str(meta["weight_version"])] * len(tokens) if tokens else []
-            text = str(reply.get("text", ""))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as e:
-            raise ServerFault(f"SGLang's answer has no {e}: {str(reply)[:200]}") from e
-        if finish not in ("stop", "length", "abort") or not (tokens or finish == "abort"):
-            raise ServerFault(f"SGLang ended a response of {len(tokens)} tokens with {finish!r}")
-        if not all(map(math.isfinite, logprob)):
-            raise ServerFault(f"SGLang gave the log-probs {logprob[:8]}...")
-        if finish == "stop":
+        meta = reply["meta_info"]
+        finish, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
+        # an answer that was aborted before it began has none
+        entries = meta.get("output_token_logprobs", []) if finish == "abort" else meta["output_token_logprobs"]
+        tokens, logprob = [entry[1] for entry in entries], [entry[0] for entry in entries]
+        version = [replies.text(meta["weight_version"], "weight_version")] * len(tokens) if tokens else []
+        if finish == "stop" and tokens:
             self._require_end(matched, tokens, sampling)
-        ends = tokens[-1:] and tokens[-1] in end_ids(sampling, self.eos_token_ids)
-        if finish == "length" and (ends or any(stop in text for stop in sampling.stop)):
-            finish = "stop"  # SGLang checks the length first
-        return Completion(tokens, logprob, version, finish)
+        part = replies.completion(
+            tokens,
+            logprob,
+            version,
+            finish,
+            sampling=sampling,
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=self.vocab_size,
+        )
+        text = replies.text(reply.get("text", ""), "text")
+        if part.finish == "length" and any(stop in text for stop in sampling.stop):
+            return dataclasses.replace(part, finish="stop")  # SGLang checks the length first
+        return part
 
-    def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
+    def inspect(self, endpoint: Endpoint) -> Inspected:
         """Checks support for seeds, and returns the context length."""
-        try:
-            model = endpoint.get("/v1/models")["data"][0]
-            info = endpoint.get("/server_info")
-            name, longest = model["id"], min(model["max_model_len"], info["max_total_num_tokens"])
+        models, info = endpoint.get("/v1/models"), endpoint.get("/server_info")
+        with replies.reading(f"the server at {endpoint.url}", [models, info]):
+            name = replies.text(models["data"][0]["id"], "id")
+            longest = min(
+                replies.whole(models["data"][0]["max_model_len"], "max_model_len"),
+                replies.whole(info["max_total_num_tokens"], "max_total_num_tokens"),
+            )
             heeds = info["enable_deterministic_inference"]
-            weights_name(endpoint)
-        except (KeyError, IndexError, TypeError) as e:
-            raise ServerFault(f"the server at {endpoint.url} does not answer as SGLang would: no {e}") from e
-        if not heeds:
+        weights_name(endpoint)
+        if heeds is not True:
             raise UserError(f"the server at {endpoint.url} ignores seeds; {self.how}")
-        return name, longest - ROOM
+        return Inspected(name, longest - ROOM, endpoint.process)
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait: no route reports it, but one samples a token and gives up."""
@@ -119,8 +122,7 @@ class Sglang:
 
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version that it loaded last."""
-        has = weights_name(endpoint)
-        return int(has) if has.isdecimal() else None
+        return replies.version(weights_name(endpoint))
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
         """Says nothing: a token that another request gets does not show that this one is not lost."""
@@ -149,7 +151,7 @@ class Sglang:
         if matched in sampling.stop:
             return
         if not isinstance(matched, int) or tokens[-1] != matched:
-            raise ServerFault(f"SGLang ended a response at {matched!r}, but its last tokens are {tokens[-8:]}")
+            raise ValueError(f"a response ended at {brief(matched)}, but its last tokens are {brief(tokens[-8:])}")
         if matched not in (*self.eos_token_ids, *sampling.stop_ids):
             raise UserError(
                 f"SGLang ended a response at token {matched}, which is no end token here; add it to eos_token_id in the"
@@ -180,7 +182,7 @@ def start_sglang(
         check_ports(settings.port, settings.servers)
 
     def speak(eos_token_ids: Sequence[int]) -> Sglang:
-        return Sglang(eos_token_ids, how_to_start(model_dir, settings))
+        return Sglang(eos_token_ids, settings.vocab_size, how_to_start(model_dir, settings))
 
     publisher = DirectoryPublisher(publish_dir, config)
     servers = [
@@ -304,7 +306,7 @@ class Directory:
         }
         answered = endpoint.post(LOAD, body)
         if not isinstance(answered, dict) or answered.get("success") is not True:
-            raise RolloutError(f"the server at {endpoint.url} did not load version {self.version}: {answered}")
+            raise RolloutError(f"the server at {endpoint.url} did not load version {self.version}: {brief(answered)}")
         if (has := weights_name(endpoint)) != str(self.version):
             raise ServerFault(f"the server at {endpoint.url} was given version {self.version} but reports {has!r}")
 
@@ -372,7 +374,7 @@ class DirectoryPublisher:
 
 def weights_name(endpoint: Endpoint) -> str:
     """Returns the name of a server's weights."""
-    return str(endpoint.get_field(INFO, "weight_version"))
+    return endpoint.get_field(INFO, "weight_version", str)
 
 
 def _said(shape: tuple[int, ...] | None) -> str:

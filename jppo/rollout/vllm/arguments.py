@@ -81,6 +81,7 @@ class ServerSettings:
     port: int  # of the first; 0 takes free ones
     dtype: str
     max_model_len: int  # prompt and response together
+    vocab_size: int  # answers have ids below it
     max_num_seqs: int
     enforce_eager: bool
     gpu_memory_utilization: float  # on a GPU
@@ -99,7 +100,7 @@ class ServerSettings:
     publish_via: str = "file"  # otherwise by vLLM's routes of weight transfer
     publish_delta: bool = False  # by tcp: only what has changed, to servers that have the last publish
     cache_given: bool = False  # kv_cache_memory_bytes on a GPU too, in place of what gpu_memory_utilization leaves
-    experts: bool = False  # answers have the experts of each token
+    experts: tuple[int, int, int] | None = None  # layers, active and all experts, if answers have each token's
     quantization: str = "none"  # of linear layers
     kept: bool = False  # answers have the kept tokens of each sample
 
@@ -196,7 +197,7 @@ def _replay(settings: ServerSettings) -> Sequence[str]:
         return ("--worker-cls", f"{REPLAY}.SpeculationWorker")
     named = {
         (True, False): "Routing", (False, True): "Kept", (True, True): "KeptRouting",
-    }.get((settings.experts, settings.kept))  # fmt: skip
+    }.get((bool(settings.experts), settings.kept))  # fmt: skip
     return () if named is None else (
         "--worker-cls", f"{REPLAY}.{named}Worker", "--scheduler-cls", f"{REPLAY}.{named}Scheduler",
     )  # fmt: skip

@@ -91,7 +91,7 @@ class Pass:
 
     def ask(self, endpoint: Endpoint) -> None:
         """Notes whether all workers of a server have the base; those of an older jppo do not answer with theirs."""
-        if {worker.get("base") for worker in call_workers(endpoint, "jppo_transfer")} == {self.base}:
+        if all(worker.get("base") == self.base for worker in call_workers(endpoint, "jppo_transfer")):
             self.based.add(endpoint.url)
 
     def begin(self, endpoint: Endpoint) -> None:
@@ -137,10 +137,12 @@ class Streamed:
             yield first.ask
         yield from self._send(source, copy, first)
         if first.refused:
-            error = next(iter(first.refused.values()))
-            if once:
-                raise error
-            print(f"{error}; all weights are sent instead of their changes", file=sys.stderr, flush=True)
+            last = first.refused.popitem()[1] if once else None
+            for error in first.refused.values():
+                after = "" if once else "; all weights are sent instead of their changes"
+                print(f"{error}{after}", file=sys.stderr, flush=True)
+            if last is not None:
+                raise last
             again = Pass(only=frozenset(first.refused))
             yield again.begin
             yield from self._send(iter(self.tensors), None, again)

@@ -13,7 +13,6 @@ of one prompt, which vLLM answers with a log-prob per token, always at temperatu
 import base64
 import dataclasses
 import io
-import math
 import pathlib
 import shlex
 import tempfile
@@ -25,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from jppo.rollout.protocol import Kept, RolloutError
-from jppo.rollout.servers import guard
+from jppo.rollout.servers import guard, replies
 from jppo.rollout.servers.delivery import Completion, sampling_params
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.fleet import ServerEngine
-from jppo.rollout.servers.member import Server, ServerLimits, check_ports
+from jppo.rollout.servers.member import Inspected, Server, ServerLimits, check_ports
 from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import arguments, buckets, device_carriers
 from jppo.rollout.vllm.arguments import ServerSettings
@@ -46,11 +45,12 @@ class Vllm:
     """vLLM's `ServerApi`."""
 
     eos_token_ids: Sequence[int]
+    vocab_size: int
     how: str  # command that starts a suitable server
     needed: Sequence[str]  # routes
     dtype: str  # compute dtype, and the dtype of published weights
     publish_via: str = "file"
-    experts: bool = False  # answers must have the experts of each token
+    experts: tuple[int, int, int] | None = None  # layers, active and all experts, if answers must have each token's
     kept: bool = False  # answers must have the kept tokens of each sample
     resume_route: str = "/resume"
 
@@ -75,38 +75,31 @@ class Vllm:
 
     def part(self, reply: Any, sampling: Sampling) -> Completion:
         """Parses the tokens with their log-probs and weight versions."""
-        try:
-            choice = reply["choices"][0]
-            tokens, finish = choice["token_ids"], choice["finish_reason"]
-            logprob = [float(position["logprob"]) for position in choice["logprobs"]["content"]]
-            spans = [(span["start"], span["end"], str(span["version"])) for span in choice["weight_versions"]]
-            version = [name for start, end, name in spans for _ in range(start, end)]
-        except (KeyError, IndexError, TypeError, ValueError) as e:
-            raise ServerFault(f"vLLM's answer has no {e}: {str(reply)[:200]}") from e
-        cut = finish == "abort"
-        experts = _experts(choice.get("routed_experts")) if sampling.experts else None
-        if finish not in ("stop", "length", "abort") or not (tokens or cut):
-            raise ServerFault(f"vLLM ended a response of {len(tokens)} tokens with {finish!r}")
-        if not (len(tokens) == len(logprob) == len(version)) or not all(map(math.isfinite, logprob)):
-            raise ServerFault(
-                f"vLLM gave {len(tokens)} tokens with {len(version)} versions and the log-probs {logprob[:8]}..."
-            )
-        kept = _kept(choice.get("sampling_mask"), tokens, sampling.kept) if sampling.kept else None
-        return Completion(tokens, logprob, version, finish, experts=experts, kept=kept)
+        choice = replies.only(reply["choices"], "choices")
+        logprob = [position["logprob"] for position in choice["logprobs"]["content"]]
+        part = replies.completion(
+            choice["token_ids"],
+            logprob,
+            replies.span_versions(choice["weight_versions"], len(logprob)),
+            choice["finish_reason"],
+            sampling=sampling,
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=self.vocab_size,
+        )
+        experts = _experts(choice.get("routed_experts"), self.experts) if sampling.experts else None
+        kept = _kept(choice.get("sampling_mask"), part.tokens, sampling.kept, self.vocab_size)
+        return dataclasses.replace(part, experts=experts, kept=kept)
 
-    def inspect(self, endpoint: Endpoint) -> tuple[str, int]:
+    def inspect(self, endpoint: Endpoint) -> Inspected:
         """Checks the routes, the worker and the settings that training needs."""
-        try:
-            model = endpoint.get("/v1/models")["data"][0]["id"]
-            info = call_workers(endpoint, "jppo_info")[0]
-            routes = endpoint.get("/openapi.json")["paths"]
-            reported = [
-                info[name]
-                for name in ("logprobs_mode", "device", "chunked_prefill", "max_model_len", "dtype", "experts", "kept")
-            ]
-        except (KeyError, IndexError, TypeError) as e:
-            raise ServerFault(f"the server at {endpoint.url} does not answer as vLLM would: no {e}") from e
-        mode, device, chunked, length, dtype, experts, kept = reported
+        info: dict[str, Any] = call_workers(endpoint, "jppo_info")[0]
+        models, routes = endpoint.get("/v1/models"), endpoint.get_field("/openapi.json", "paths", dict)
+        with replies.reading(f"the server at {endpoint.url}", [models, info]):
+            model = replies.text(models["data"][0]["id"], "id")
+            length = replies.whole(info["max_model_len"], "max_model_len")
+            process = replies.text(info.get("process", ""), "process")
+            names = ("logprobs_mode", "device", "chunked_prefill", "dtype", "experts", "kept")
+            mode, device, chunked, dtype, experts, kept = [info[name] for name in names]
         for fit, fault in (
             *((route in routes, f"has no {route}") for route in self.needed),
             (dtype == self.dtype, f"computes in {dtype}, rollout.dtype is {self.dtype}"),
@@ -121,23 +114,24 @@ class Vllm:
         ):
             if not fit:
                 raise UserError(f"the server at {endpoint.url} {fault}; {self.how}")
-        return model, length
+        return Inspected(model, length, process)
 
     def paused(self, endpoint: Endpoint) -> bool:
         """Whether requests would wait."""
-        return bool(endpoint.get_field("/is_paused", "is_paused"))
+        return endpoint.get_field("/is_paused", "is_paused", bool)
 
     def version(self, endpoint: Endpoint) -> int | None:
         """Returns the version that its worker loaded last, or of the adapters added after it."""
         answered = endpoint.get("/weight_info")
-        named = str(answered.get("weight_version")) if isinstance(answered, dict) else ""
-        return int(named) if named.isdecimal() else None
+        return replies.version(answered.get("weight_version")) if isinstance(answered, dict) else None
 
     def working(self, endpoint: Endpoint, requests: int) -> bool:
         """Asks its workers, which answer between two steps of sampling."""
         try:
-            return any(has["requests"] >= min(requests, has["most"]) for has in call_workers(endpoint, "jppo_working"))
-        except (RolloutError, KeyError, TypeError):
+            workers = call_workers(endpoint, "jppo_working")
+            with replies.reading(f"the server at {endpoint.url}", workers):
+                return any(has["requests"] >= min(requests, has["most"]) for has in workers)
+        except RolloutError:
             return False
 
     def pause(self, endpoint: Endpoint, mode: str) -> None:
@@ -157,27 +151,34 @@ class Vllm:
         endpoint.post(f"/wake_up?tags={tag}")
 
 
-def _experts(encoded: str | None) -> np.ndarray | None:
-    """Decodes the experts in an answer."""
+def _experts(encoded: Any, shape: tuple[int, int, int] | None) -> np.ndarray | None:
+    """Decodes the experts in an answer; `shape`: layers, active and all experts of the model."""
     if encoded is None:
         return None
+    numpy_format: Any = np.lib.format  # untyped
+    file = io.BytesIO(base64.b64decode(replies.text(encoded, "routed_experts"), validate=True))
     try:
-        experts: np.ndarray = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    except (ValueError, EOFError, TypeError) as e:
-        raise ServerFault(f"vLLM's experts cannot be read: {e}") from e
-    if experts.ndim != 3:
-        raise ServerFault(f"vLLM's experts have the shape {experts.shape}, not one of tokens, layers and experts")
+        numpy_format.read_magic(file)
+        sizes, by_columns, dtype = numpy_format.read_array_header_1_0(file)
+        experts = np.frombuffer(file.read(), dtype).reshape(sizes, order="F" if by_columns else "C")
+    except Exception as e:  # numpy's parser of the header raises those of Python's tokenizer, too
+        raise ValueError(f"the experts cannot be read: {e}") from e
+    if experts.ndim != 3 or dtype.kind not in "iu":
+        raise ValueError(f"the experts are of type {dtype} and shape {sizes}, not integers by token, layer and rank")
+    layers, active, count = shape or (*experts.shape[1:], np.iinfo(np.int16).max)
+    if experts.shape[1:] != (layers, active) or not np.all((experts >= 0) & (experts < count)):
+        raise ValueError(f"the experts of shape {sizes} are not {active} of {count} in each of {layers} layers")
     return experts.astype(np.int16)
 
 
-def _kept(ids: Any, tokens: Sequence[int], most: int) -> Kept | None:
+def _kept(ids: Any, tokens: Sequence[int], most: int, vocab_size: int) -> Kept | None:
     """Reads up to `most` kept tokens of each sample in an answer; an interrupted one without tokens has none."""
+    if not most:
+        return None
     if ids is None:
         return None if tokens else []
-    try:
-        return [np.array(kept if len(kept) <= most else [OVERFLOW], np.int32) for kept in ids]
-    except (ValueError, TypeError, OverflowError) as e:
-        raise ServerFault(f"vLLM's sampling mask cannot be read: {e}") from e
+    checked = [replies.token_ids(kept, vocab_size) for kept in ids]
+    return [np.array(kept if len(kept) <= most else [OVERFLOW], np.int32) for kept in checked]
 
 
 def start_vllm(
@@ -197,7 +198,14 @@ def start_vllm(
     def speak(eos_token_ids: Sequence[int]) -> Vllm:
         command = how_to_start(model, settings)
         return Vllm(
-            eos_token_ids, command, routes, settings.dtype, settings.publish_via, settings.experts, settings.kept
+            eos_token_ids,
+            settings.vocab_size,
+            command,
+            routes,
+            settings.dtype,
+            settings.publish_via,
+            settings.experts,
+            settings.kept,
         )
 
     servers: list[Server] = []
@@ -243,7 +251,6 @@ def how_to_start(model: Sequence[str], settings: ServerSettings) -> str:
 SCORE_ROUTE = "/v1/completions"
 CONCURRENT = 64  # requests
 TRIES, PAUSE_S = 3, 1.0  # the pause doubles after each try
-LOWEST = -9998.0  # vLLM writes -9999 for minus infinity
 
 
 class ServedReferences:
@@ -283,11 +290,13 @@ class ServedReference:
         self._endpoint = Endpoint(url, timeout_s=timeout_s, why=lambda: "")
         ids = sorted(tokenizer.get_vocab().values())
         try:
-            model = self._endpoint.get("/v1/models")["data"][0]
-            self.model, most = str(model["id"]), int(model["max_model_len"])
-            text = self._endpoint.post("/detokenize", {"model": self.model, "tokens": ids})["prompt"]
-        except (KeyError, IndexError, TypeError, ValueError) as e:
-            raise ServerFault(f"ref.url={url} does not answer as vLLM would: no {e}") from e
+            models = self._endpoint.get("/v1/models")
+            with replies.reading(f"the server at {url}", models):
+                self.model = replies.text(models["data"][0]["id"], "id")
+                most = replies.whole(models["data"][0]["max_model_len"], "max_model_len")
+            text = self._endpoint.post("/detokenize", {"model": self.model, "tokens": ids})
+            with replies.reading(f"the server at {url}", text):
+                text = replies.text(text["prompt"], "prompt")
         except RolloutError as e:
             raise RolloutError(f"ref.url: {e}; start vLLM there, or correct the address") from e
         if most <= longest:
@@ -306,7 +315,9 @@ class ServedReference:
         body = {"model": self.model, "prompt": t.tokens.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
         for tries in range(TRIES):
             try:
-                return _scored(self._endpoint.post(SCORE_ROUTE, body), t), tries
+                reply = self._endpoint.post(SCORE_ROUTE, body)
+                with replies.reading(f"the server at {self.url}", reply):
+                    return _scored(reply, t), tries
             except ServerFault as e:
                 if tries + 1 == TRIES:
                     raise RolloutError(
@@ -319,12 +330,8 @@ class ServedReference:
 
 def _scored(reply: Any, t: Trajectory) -> np.ndarray:
     """Reads the log-probs of the tokens that were sent."""
-    try:
-        _, *others = reply["choices"][0]["prompt_logprobs"]
-        rest = [candidates[str(token)]["logprob"] for token, candidates in zip(t.tokens[1:], others, strict=True)]
-        logprob = np.array([0.0, *rest], np.float32)
-    except (KeyError, IndexError, TypeError, ValueError) as e:
-        raise ServerFault(f"vLLM's answer has no log-prob of each of {len(t.tokens)} tokens ({e!r})") from e
-    if not np.all((logprob > LOWEST) & (logprob <= 0)):
-        raise ServerFault(f"vLLM's log-probs are from {logprob.min()} to {logprob.max()}, which none should be")
-    return logprob
+    _, *others = replies.only(reply["choices"], "choices")["prompt_logprobs"]
+    if len(others) + 1 != len(t.tokens):
+        raise ValueError(f"{len(others) + 1} of {len(t.tokens)} tokens have log-probs")
+    rest = [candidates[str(token)]["logprob"] for token, candidates in zip(t.tokens[1:], others, strict=True)]
+    return np.array([0.0, *replies.log_probs(rest)], np.float32)

@@ -172,7 +172,7 @@ class Nccl:
 
         def ask(endpoint: Endpoint) -> None:
             workers = call_workers(endpoint, "jppo_transfer")
-            present[endpoint.url] = (len(workers), {worker["group"] for worker in workers})
+            present[endpoint.url] = (len(workers), {str(worker.get("group")) for worker in workers})
 
         yield ask
         workers = {url: count for url, (count, _) in sorted(present.items())}

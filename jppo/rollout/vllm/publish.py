@@ -26,6 +26,8 @@ import numpy as np
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Delivery, Offers
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
+from jppo.rollout.servers.http_client import brief, quoted
+from jppo.rollout.servers.replies import reading
 from jppo.rollout.vllm import layout
 from jppo.settings import UserError
 
@@ -296,30 +298,28 @@ class FilePublisher:
 def accept(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> None:
     """Calls a method of the worker extension; RolloutError if a worker refuses these weights."""
     for result in call_workers(endpoint, method, **kwargs):
-        if not isinstance(result, dict) or "ok" not in result:
-            raise ServerFault(f"the server at {endpoint.url} answered {method} with {str(result)[:300]}")
+        if not isinstance(result.get("ok"), bool):
+            raise ServerFault(f"the server at {endpoint.url} answered {method} with {brief(result)}")
         if not result["ok"]:
-            raise RolloutError(
-                f"the vLLM server at {endpoint.url} refused version {version} of the weights: {result['error']}"
-            )
+            why = quoted(str(result.get("error")).encode(errors="replace"), 2000)
+            raise RolloutError(f"the vLLM server at {endpoint.url} refused version {version} of the weights: {why}")
 
 
-def call_workers(endpoint: Endpoint, method: str, /, **kwargs: Any) -> list[Any]:
-    """Calls a method of the worker extension; returns one result per worker."""
+def call_workers(endpoint: Endpoint, method: str, /, **kwargs: Any) -> list[dict[str, Any]]:
+    """Calls a method of the worker extension; returns one result per worker, by name."""
     body = {"method": method, "kwargs": kwargs, "timeout": endpoint.timeout_s}
     answered = endpoint.post("/collective_rpc", body)
     results = answered.get("results") if isinstance(answered, dict) else None
-    if not isinstance(results, list) or not results:
-        raise endpoint.fault(f"answered {method} with {str(answered)[:300]}")
+    if not isinstance(results, list) or not results or not all(isinstance(result, dict) for result in results):
+        raise endpoint.fault(f"answered {method} with {brief(answered)}")
     return results
 
 
 def _unload(endpoint: Endpoint, adapter: str) -> None:
     """Removes adapters if the server has them."""
-    try:
-        served = [model["id"] for model in endpoint.get("/v1/models")["data"]]
-    except (KeyError, TypeError) as e:
-        raise ServerFault(f"the server at {endpoint.url} answered /v1/models with no list of models") from e
+    models = endpoint.get_field("/v1/models", "data", list)
+    with reading(f"the server at {endpoint.url}", models):
+        served = [model["id"] for model in models]
     if adapter in served:
         endpoint.tell("/v1/unload_lora_adapter", {"lora_name": adapter})
 

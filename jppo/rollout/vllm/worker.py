@@ -7,6 +7,7 @@ refusal is a value (`ok: False` with the reason), never an exception, which woul
 
 import contextlib
 import mmap
+import secrets
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.layout import Bucket
+
+PROCESS = secrets.token_hex(8)  # tells the server from others, whatever its address
 
 
 class WeightLoader:
@@ -33,6 +36,7 @@ class WeightLoader:
         """Returns what the trainer must know about an attached server."""
         return {
             "version": self._jppo_version,
+            "process": PROCESS,
             "logprobs_mode": str(self.model_config.logprobs_mode),
             "max_model_len": int(self.model_config.max_model_len),
             "chunked_prefill": bool(self.vllm_config.scheduler_config.enable_chunked_prefill),
