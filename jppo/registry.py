@@ -137,6 +137,17 @@ def user_module(path: pathlib.Path, said_as: str) -> ModuleType:
         raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
 
 
+def require_name(text: str, path: pathlib.Path, name: str, said_as: str) -> None:
+    """Raises a UserError if the user's file, with this text, cannot define the name; does not run it."""
+    try:
+        there = user_files.names_in(text, str(path))
+    except (SyntaxError, ValueError) as e:  # ValueError: a NUL byte
+        raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
+    if there is not None and name not in there:
+        has = ", ".join(known for known in there if not known.startswith("_")) or "none"
+        raise UserError(f"{said_as}: {path} defines no {name!r}; it has {has}{did_you_mean(name, there)}")
+
+
 def _import(name: str, said_as: str) -> ModuleType:
     try:
         return importlib.import_module(name)

@@ -11,6 +11,8 @@ import functools
 import importlib
 import importlib.util
 import pathlib
+import re
+import symtable
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -21,6 +23,8 @@ from typing import Any, NoReturn
 _FOLDER = "file:"
 _DOT = "\N{ONE DOT LEADER}"  # stands for a dot of a path, which in a module's name begins a submodule
 _NOT_OF_FOLDERS = {*sys.stdlib_module_names, "__main__", "jppo"}
+_DEFINING = ("exec", "globals", "locals", "vars", "setattr", "eval")
+_STAR = re.compile(r"import\s*\(?\s*\*")
 _plain: dict[str, str] = {}  # files that Python finds by their plain names, by those
 _loaded: dict[str, int | str] = {}  # by module: the file's time of change, or the text that was run
 _sources: dict[str, str] = {}  # by file: texts that are run in place of the file's
@@ -46,6 +50,23 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
         _loaded[name] = version
     _of_folder.cache_clear()
     return importlib.import_module(name)
+
+
+def names_in(text: str, path: str) -> list[str] | None:
+    """Returns the names that a file defines, without running it; None if it may define others when it runs.
+
+    Raises SyntaxError.
+    """
+    top = symtable.symtable(text, path, "exec")
+    there, tables = {}, [top]
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and symbol.get_name() in _DEFINING:
+                return None
+            if (table is top or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
+                there[symbol.get_name()] = True
+    return None if "__getattr__" in there or _STAR.search(text) else list(there)
 
 
 def _package(folder: pathlib.Path) -> str:

@@ -137,3 +137,27 @@ def test_functions_of_users_files_reach_a_spawned_process(folders):
     )
     ran = subprocess.run([sys.executable, "-P", program], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "['one', 'run.2']\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("def f(): x = 1\nclass C: y = 2\nz = w = 3", "f C z w"),
+        ("import os.path, json as j\nfrom sys import path as p", "os j p"),
+        ("if 1:\n    try:\n        import a\n    except ImportError:\n        a = None", "a"),
+        ("for b in (): pass\nwith open() as c: d = 1", "b c d"),
+        ("def f():\n    global g\n    g = 1\nf()", "f g"),
+        ("x: int\n(y := 1)\nprint(z)", "x y"),
+        ("", ""),
+        ("from os import *", None),
+        ("globals()['f'] = 1", None),
+        ("def __getattr__(name): return 1", None),
+        ("def f(): exec('g = 1', vars())", None),
+    ],
+)  # fmt: skip
+def test_the_names_of_a_file_are_known_without_a_run(text, names):
+    found = user_files.names_in(text, "part.py")
+    assert (found if found is None else set(found)) == (names if names is None else set(names.split()))
+    if names is not None:
+        with pytest.raises(SyntaxError):
+            user_files.names_in(text + "\ndef f(:", "part.py")

@@ -15,7 +15,7 @@ from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
 from jppo.registry import did_you_mean
 from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
-from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart, graders_for
+from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart, graders_for, require_function
 from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
 from jppo.rewards.judge_client import JudgeClient
 from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
@@ -99,6 +99,8 @@ def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[st
     """
     _, _, used = _plan(c, sources, tool_rewards)
     graders_for(_of_rules(used), **_choice(c))
+    if any(_FUNCTION in weighted for weighted in used.values()):
+        require_function(c.reward.function)
     values = {"judge_score": ("judge_raw",), "rm_score": ("steps" if c.reward.model.step_aggregation else "rm_raw",)}
     for source in sorted(trained):
         for setting, name in _parts_of_estimator(c):
