@@ -108,6 +108,8 @@ class _Finder(MetaPathFinder):
             return spec
         here = pathlib.Path(path[0], name.replace(_DOT, "."))
         for file, inside in ((here / "__init__.py", [str(here)]), (here.with_name(f"{here.name}.py"), None)):
+            if getattr(sys.modules.get(name), "__file__", None) == str(file):  # Python has found it
+                return ModuleSpec(fullname, _Alias(name), origin=str(file))
             if file.is_file() or str(file) in _sources:
                 loader = _UserFile(fullname, str(file))
                 return importlib.util.spec_from_file_location(

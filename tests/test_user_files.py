@@ -109,7 +109,9 @@ def test_files_change_within_a_second(tmp_path):
     assert not (tmp_path / "__pycache__").exists()
 
 
-def test_objects_of_users_files_reach_a_worker(folders):
+def test_objects_of_users_files_reach_a_worker(folders, monkeypatch):
+    """It starts in a folder with a file json.py, which is none of Python's."""
+    monkeypatch.chdir(folders[0])
     function = folders[0] / "reward.py"
     function.write_text(
         "import part\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

@@ -396,4 +396,5 @@ def _send(replies: int, reply: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # last: started with -P, a file json.py in it is not Python's own
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -68,6 +68,14 @@ def ends(tmp_path, program, tasks):
     return asyncio.run(all_of_them())
 
 
+def test_a_function_runs_in_a_folder_with_files_of_pythons_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "math", "socket", "helper"):
+        (tmp_path / f"{name}.py").write_text("NAME = 'mine'\n")
+    (ended,) = ends(tmp_path, "import json, helper\ndef agent(task): return json.loads('[1]') + [helper.NAME]\n", [{}])
+    assert (ended.code, ended.last) == (0, '[1, "mine"]')
+
+
 def test_a_function_that_closes_its_output_ends_no_other(tmp_path):
     program = """
     import sys, time

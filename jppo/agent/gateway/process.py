@@ -67,7 +67,7 @@ def program_of(agent: str) -> "Program":
 def _module_file(name: str, agent: str) -> pathlib.Path | None:
     """Returns the file of a module without a package, as the agents' process finds it; imports nothing."""
     top, dot, _ = name.partition(".")
-    spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
     if spec is None:
         raise UserError(f"rollout.agent={agent!r}: there is no module {top}; install it, or write PATH.py:FUNCTION")
     return pathlib.Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not dot else None
@@ -141,7 +141,7 @@ class Program:
         self._ready = loop.create_future()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "jppo.agent.gateway.forks", str(theirs.fileno()), *self._work),
+                *(sys.executable, "-P", "-m", "jppo.agent.gateway.forks", str(theirs.fileno()), *self._work),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=_inherited(),
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
