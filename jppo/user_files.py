@@ -28,7 +28,7 @@ _STAR = re.compile(r"import\s*\(?\s*\*")
 _plain: dict[str, str] = {}  # files that Python finds by their plain names, by those
 _loaded: dict[str, int | str] = {}  # by module: the file's time of change, or the text that was run
 _sources: dict[str, str] = {}  # by file: texts that are run in place of the file's
-_packages: list[str] = []  # whose modules have plain names, too
+_packages: dict[str, None] = {}  # whose modules have plain names, too; in order
 
 
 def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
@@ -37,13 +37,14 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
     With a `source`, as in a process of its own, this text runs, and libraries find the folder's files by plain names.
     """
     path = path.resolve()
-    name = f"{_package(path.parent)}.{_escaped(path.stem)}"
+    package = _package(path.parent)
+    name = f"{package}.{_escaped(path.stem)}"
     if name not in sys.modules and _found(path.stem) == str(path):
         name = path.stem
         _plain[name] = str(path)
     if source is not None:
         _sources[str(path)] = source
-        _packages.append(_package(path.parent))
+        _packages[package] = None
     version = path.stat().st_mtime_ns if source is None else source
     if _loaded.setdefault(name, version) != version:
         sys.modules.pop(name, None)
