@@ -139,7 +139,8 @@ def math_verify(response: str, ground_truth: str) -> Verdict:
     return Verdict(float(same), {"exact": float(same), "answered": 1.0}, plain)
 
 
-_BOX = re.compile(r"\\boxed(?![A-Za-z])\s*+(?:(\{)|((?!\{)(?:\\\$|[^\n$])+?)(?:\$|\\[)\]])|([^\s{$]+))")
+_WORD = r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+"
+_BOX = re.compile(rf"\\boxed(?![A-Za-z])\s*+(?:(\{{)|((?:\\\$|[^\n$])+?)(?:\$|\\[)\]])|({_WORD}))")
 
 
 def boxed(text: str) -> str | None:
