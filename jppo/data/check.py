@@ -10,7 +10,7 @@ model reads it. Exit code 0 with a line OK or WARN for each; 2 if the data canno
 import collections
 import dataclasses
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,9 +77,17 @@ def look(
 
 
 def data_findings(
-    seen: Looked, *, max_prompt_length: int | None, graders: dict[str, str], needed: Collection[str] = NEEDED
+    seen: Looked,
+    *,
+    max_prompt_length: int | None,
+    graders: dict[str, str],
+    refuse: Callable[[str, str], str],
+    needed: Collection[str] = NEEDED,
 ) -> list[DataNote]:
-    """Returns the findings about one set; `graders` maps known data sources to graders, `needed` as in training."""
+    """Returns the findings about one set; `graders` maps known data sources to graders, `needed` as in training.
+
+    `refuse` returns why a row of a source with a ground truth cannot be graded, or ''.
+    """
     out = []
     for source in seen.sources:
         columns = collections.Counter(column for row in source.rows for column in row.columns)
@@ -94,6 +102,10 @@ def data_findings(
     empty = [row for row in seen.rows if not _has_answer(row)]
     if "ground_truth" in needed:
         out.append(_counted("answers", "without an answer", empty, len(seen.rows)))
+    reasons = {id(row): refuse(data_source(row), ground_truth(row)) for row in seen.rows if _has_answer(row)}
+    if refused := [row for row in seen.rows if reasons.get(id(row))]:
+        why = reasons[id(refused[0])]
+        out.append(_counted("asserts", f"with asserts that are left out ({why})", refused, len(seen.rows)))
     first: dict[str, Row] = {}
     again = [
         row
@@ -194,13 +206,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--system-prompt", default="", help="as data.system_prompt")
     parser.add_argument("--custom-cls", default="", help="as data.custom_cls")
     args = parser.parse_args(argv)
+    from jppo.rewards.graders import refusal
+
     if args.max_prompt_length is not None and not args.tokenizer:
         raise UserError(f"--max-prompt-length={args.max_prompt_length} is in tokens; give --tokenizer to count them")
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     read = dict(tokenizer=tokenizer, system_prompt=args.system_prompt, custom_cls=args.custom_cls)
     train = look(",".join(args.files), "FILES", **read)
     val = look(args.val, "--val", **read) if args.val else None
-    options = dict(max_prompt_length=args.max_prompt_length, graders=_graders(train, val))
+    options = dict[str, Any](max_prompt_length=args.max_prompt_length, graders=_graders(train, val), refuse=refusal)
     lines = _report(train, data_findings(train, **options), "training set", tokenizer)
     if val is not None:
         lines += _report(val, [*data_findings(val, **options), overlap(train, val)], "test set", tokenizer)

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class PromptSet:
     prompts: list[Prompt]
     overlong: int  # rows left out because their prompt is too long
     truncated: int = 0  # prompts that were truncated
+    refused: tuple[str, ...] = ()  # why rows were left out that the reward cannot grade
     parts: tuple[MixPart, ...] = ()  # the prompts of each source
     order_of: Order | Curriculum | None = None  # user-defined
 
@@ -58,12 +59,14 @@ def read_prompts(
     template_arguments: Mapping[str, Any] = types.MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
     needed: Collection[str] = NEEDED,
+    refuse: Callable[[str, str], str] = lambda source, ground_truth: "",
     setting: str = "data.train_files",
 ) -> PromptSet:
     """Reads, checks and tokenises the first `max_samples` rows (-1: all) of comma-separated sources.
 
     `columns` are the files' names for prompt and data_source; `needed` are those of `NEEDED` that every row must have.
-    Chat templates get `template_arguments`, and show `tools` to the model, by their schemas.
+    Chat templates get `template_arguments`, and show `tools` to the model, by their schemas. `refuse` returns why the
+    reward cannot grade a row by its source and truth, or ''; such rows are left out.
     """
     if max_samples != -1 and max_samples < 1:
         raise UserError(f"{setting.replace('files', 'max_samples')}={max_samples} must be -1 (all rows) or 1 or more")
@@ -82,20 +85,31 @@ def read_prompts(
     most = max_prompt_length if truncation == "error" else None
     ids = tokenise(messages, rows, tokenizer, tools, template_arguments, max_length=most)
     prompts, members, truncated = [], {source.name: [] for source in sources}, 0  # type: ignore[var-annotated]
+    refused: list[str] = []
     for (source, row), message, tokens in zip(numbered, messages, ids, strict=True):
         if len(tokens) > max_prompt_length:
             if filter_overlong:
                 continue
             tokens, truncated = truncate(tokens, max_prompt_length, truncation, row), truncated + 1
+        prompt = make_prompt(row, message, tokens, source.name, needed)
+        if why := refuse(prompt.data_source, prompt.ground_truth):
+            refused.append(f"{row.place}: {why}")
+            continue
         members[source.name].append(len(prompts))
-        prompts.append(make_prompt(row, message, tokens, source.name, needed))
+        prompts.append(prompt)
+    if refused and not prompts:
+        raise UserError(
+            f"{setting}={files}: no row is left: {len(refused)} have asserts that reward.code.tests=strict cannot"
+            f" grade; the first, {refused[0]}; change them, or set reward.code.tests=native, where a program can cheat"
+        )
     if not prompts:
         raise UserError(
             f"{setting}={files}: all {len(rows)} prompts are longer than data.max_prompt_length={max_prompt_length} "
             f"tokens (the shortest has {min(map(len, ids))}); raise it"
         )
     parts = tuple(MixPart(name, np.array(indices, np.int64)) for name, indices in members.items())
-    return PromptSet(prompts, overlong=len(rows) - len(prompts), truncated=truncated, parts=parts)
+    overlong = len(rows) - len(prompts) - len(refused)
+    return PromptSet(prompts, overlong=overlong, truncated=truncated, refused=tuple(refused), parts=parts)
 
 
 def prompt_of(row: Row) -> Messages:

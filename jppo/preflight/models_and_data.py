@@ -25,7 +25,7 @@ from jppo.preflight.preview import describe_sampling, sampling_warnings
 from jppo.rewards import check as reward_check
 from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
-from jppo.rewards.make import make_judge, make_reward_sum, needed_columns, require_values
+from jppo.rewards.make import make_judge, make_refusal, make_reward_sum, needed_columns, require_values
 from jppo.rollout.make import served_reference
 from jppo.run.inputs import Inputs, columns_of, read_tokenizer
 from jppo.settings import Settings, UserError, template_arguments
@@ -91,6 +91,7 @@ def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     options = dict[str, Any](
         max_prompt_length=c.data.max_prompt_length,
         graders=graders,
+        refuse=make_refusal(c),
         needed=needed_columns(c, bool(inputs.graded()["tool_rewards"])),
     )
     train = data_check.look(c.data.train_files, "data.train_files", **read)
@@ -127,6 +128,7 @@ def _remedy(about: str) -> str:
         "source": "name a rule by data_source, or set reward.grader or reward.function",
         "answers": "give them a ground_truth, or remove them",
         "duplicates": "remove them, unless they should count more",
+        "asserts": "change them, or set reward.code.tests=native, where a program can cheat",
         "over-long": "raise data.max_prompt_length, or see data.filter_overlong_prompts and data.truncation",
     }[about]
 

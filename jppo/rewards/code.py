@@ -1,15 +1,19 @@
 """The rule `code`: runs the program in a response against the row's tests, in a sandbox (`jppo/sandbox/`).
 
 The program's process has neither expected values nor a verdict. It receives the input of a test, whose output is
-compared here, or the calls of asserts, which run in another process (`jppo/sandbox/program.py`). Runs in a
-worker process; standard library only.
+compared here, or the calls of asserts, which run in another process (`jppo/sandbox/program.py`). Asserts that this
+cannot grade are refused before training (`refused`); with `native` tests they run in the program's own process. Runs
+in a worker process; standard library only.
 """
 
 import ast
+import builtins
 import dataclasses
 import functools
+import importlib
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +21,20 @@ from typing import Any
 from jppo.rewards.rules import Verdict
 from jppo.sandbox.choice import Runner, make_runner
 from jppo.sandbox.launcher import TOO_LONG, Ran
-from jppo.sandbox.program import IDLE, PASSED
+from jppo.sandbox.program import FAILED, IDLE, PASSED
+from jppo.sandbox.reader import Reading
 
+STRICT, NATIVE = "strict", "native"  # reward.code.tests
 SUSPICIOUS, RETRIES = "suspicious", "sandbox_retries"  # parts of a verdict, left out if 0
 _BLOCK = re.compile(r"```(?:python|py)[0-9.]*[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# Libraries whose names tests may use without an import, the first that has a name; and names that are seldom a task.
+_LIBRARIES = (
+    "math", "collections", "itertools", "functools", "decimal", "fractions", "datetime", "statistics", "operator",
+    "random", "heapq", "bisect", "copy", "string", "typing", "dataclasses", "enum",
+)  # fmt: skip
+_ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot", "dt": "datetime"}
+_USUAL = {"approx", "deepcopy", "defaultdict", "deque", "inf", "isclose", "isinf", "isnan", "namedtuple", "nan", "pi",
+          "raises", "timedelta"}  # fmt: skip
 # Names with which a program reaches into its interpreter.
 _REACHING_MODULES = {
     "__main__", "_ctypes", "_posixsubprocess", "builtins", "ctypes", "faulthandler", "gc", "inspect", "mmap",
@@ -41,14 +55,20 @@ class Tests:
 
 
 def code(
-    response: str, ground_truth: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None
+    response: str,
+    ground_truth: str,
+    *,
+    time_s: float,
+    memory_bytes: int,
+    tests_in: str = STRICT,
+    runner: Runner | None = None,
 ) -> Verdict:
     """1 if the last ```python block of the response passes all tests; stops at the first failure.
 
     The truth is assert statements, or JSON: a list of {input, output}, the same as {inputs, outputs}, or a list of
     assert statements. Inputs are given on stdin; outputs are compared with stdout except white space at the ends of
     lines. A test that takes over half of `time_s` fails. If all tests together take over `time_s`, the sample is an
-    error.
+    error. Asserts run in a process of their own, or for `native` in the program's.
     """
     tests = read_tests(ground_truth)
     blocks = _BLOCK.findall(response)
@@ -56,13 +76,10 @@ def code(
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0})
     reaching = suspicious(blocks[-1])
     run = _Counted(runner or make_runner(), memory_bytes)
-    if tests.asserts:
-        replies = run(blocks[-1], tests=tests.asserts, time_s=time_s / 2).replies
-        if replies == (IDLE,):
-            raise ValueError(
-                f"ground_truth={_shown(ground_truth)!r} has no assert that runs; give it assert statements"
-            )
-        passed = replies == (PASSED,)
+    if tests.asserts and tests_in == NATIVE:
+        passed = run(f"{blocks[-1]}\n{tests.asserts}", time_s=time_s / 2).status == 0
+    elif tests.asserts:
+        passed = _passes_asserts(blocks[-1], ground_truth, run, time_s)
     else:
         passed = _passes_io(blocks[-1], tests.io, run, time_s)
     counts = {SUSPICIOUS: float(bool(reaching)), RETRIES: float(run.retries)}
@@ -95,6 +112,57 @@ def read_tests(ground_truth: str) -> Tests:
             f"ground_truth={shown!r} must be a list, not empty, of {{input, output}} texts or of assert statements"
         )
     return Tests(io=tuple((row["input"], row["output"]) for row in rows))
+
+
+def refused(ground_truth: str) -> str:
+    """Returns why the asserts of a ground truth need `native` tests, or ''; '' also for what `read_tests` refuses."""
+    try:
+        tests = read_tests(ground_truth)
+    except ValueError:
+        return ""
+    return _with_imports(tests.asserts)[1] if tests.asserts else ""
+
+
+@functools.lru_cache(maxsize=256)  # a group's samples have the same tests
+def _with_imports(tests: str) -> tuple[str, str]:
+    """Returns asserts with imports of the library's names that they use without one, and why they are refused, or ''.
+
+    Such a name is the program's if the tests ask for no other one. A rarer one beside others could be either's.
+    """
+    asked = Reading(tests).asked
+    origins = {name: origin for name in asked if (origin := _origin(name, tests)) is not None}
+    if len(origins) == len(asked):  # all could be the program's; modules are not
+        origins = {name: line for name, line in origins.items() if line.startswith("import ")}
+    for name, line in origins.items():
+        if not line.startswith("import ") and name.islower() and name not in _USUAL:
+            return tests, f"uses {name} without an import: the tests' or the program's? add `{line}`"
+    text = "".join(f"{line}; " for line in sorted(origins.values())) + ("\n" if origins else "") + tests
+    return text, Reading(text).refused()
+
+
+def _origin(name: str, tests: str) -> str | None:
+    """Returns the import statement of a name of the libraries that tests use; None for others and for builtins."""
+    owners = rf"(?<![\w.]){name}(?!\w)(?!\s*\.)"
+    if (name in sys.stdlib_module_names or name in _ALIASES) and not re.search(owners, tests):
+        return f"import {_ALIASES[name]} as {name}" if name in _ALIASES else f"import {name}"
+    if hasattr(builtins, name) or name[:1] == "_":
+        return None
+    holders = (module for module in _LIBRARIES if hasattr(importlib.import_module(module), name))
+    module = "pytest" if name in ("approx", "raises") else next(holders, None)
+    return None if module is None else f"from {module} import {name}"
+
+
+def _passes_asserts(program: str, ground_truth: str, run: "_Counted", time_s: float) -> bool:
+    tests, why = _with_imports(read_tests(ground_truth).asserts)
+    reply = "" if why else next(iter(run(program, tests=tests, time_s=time_s / 2).replies), FAILED)
+    if reply == IDLE:
+        raise ValueError(f"ground_truth={_shown(ground_truth)!r} has no assert that runs; give it assert statements")
+    if reply not in (PASSED, FAILED):
+        raise ValueError(
+            f"ground_truth={_shown(ground_truth)!r} cannot be graded across two processes: {why or reply}; leave the"
+            " row out, or set reward.code.tests=native, where a program can cheat"
+        )
+    return reply == PASSED
 
 
 def _shown(text: str) -> str:

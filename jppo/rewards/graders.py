@@ -92,10 +92,13 @@ class RulePart(Part):
         override: str = "",
         allow_code: bool = False,
         sandbox: tuple[str, ...] = (STRICT,),  # reward.sandbox and reward.sandbox_url
+        tests_in: str = code.STRICT,  # reward.code.tests
         pool: Pool,
     ):
         self._graders = graders_for(data_sources, override=override, allow_code=allow_code)
-        self._targets = {source: self._target(grader, pool, sandbox) for source, grader in self._graders.items()}
+        self._targets = {
+            source: self._target(grader, pool, tests_in, sandbox) for source, grader in self._graders.items()
+        }
         self._pool = pool
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
@@ -103,9 +106,9 @@ class RulePart(Part):
             ready(pool, target, f"the rule {target[1] if target[0] == 'rule' else target[0]!r}")
 
     @staticmethod
-    def _target(grader: Grader, pool: Pool, sandbox: tuple[str, ...]) -> Target | None:
+    def _target(grader: Grader, pool: Pool, tests_in: str, sandbox: tuple[str, ...]) -> Target | None:
         if grader is _CODE:
-            return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), *sandbox)
+            return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), tests_in, *sandbox)
         return ("rule", _MAY_HANG[grader]) if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
@@ -168,6 +171,12 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
             " what you want, set reward.allow_code=True"
         )
     return grader
+
+
+def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str = code.STRICT) -> str:
+    """Returns why a row cannot be graded and is left out of a run, or ''."""
+    runs_code = grader_of(override or source) in RUNS_CODE
+    return code.refused(ground_truth) if runs_code and tests_in == code.STRICT else ""
 
 
 def grader_of(source: str) -> Grader | None:

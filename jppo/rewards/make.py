@@ -15,7 +15,15 @@ from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
 from jppo.registry import did_you_mean
 from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
-from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart, graders_for, require_function
+from jppo.rewards.graders import (
+    FormatPart,
+    FunctionPart,
+    OverlongPart,
+    RulePart,
+    graders_for,
+    refusal,
+    require_function,
+)
 from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
 from jppo.rewards.judge_client import JudgeClient
 from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
@@ -67,7 +75,8 @@ def make_reward_sum(
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
     def rules() -> Part:
-        return RulePart(_of_rules(used), **_choice(c), sandbox=c.reward.sandbox_choice, pool=pool())
+        options = dict[str, Any](**_choice(c), tests_in=r.code.tests)
+        return RulePart(_of_rules(used), **options, sandbox=r.sandbox_choice, pool=pool())
 
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
@@ -185,6 +194,13 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
         TOOLS: tool_rewards,
     }
     return [name for name, there in asked.items() if there]
+
+
+def make_refusal(c: Settings) -> Callable[[str, str], str]:
+    """Makes the function of data source and ground truth that returns why a row is left out, or ''."""
+    if _RULES not in _configured_parts(c, tool_rewards=False):
+        return lambda source, ground_truth: ""
+    return functools.partial(refusal, override=c.reward.grader, tests_in=c.reward.code.tests)
 
 
 def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:

@@ -239,10 +239,10 @@ def _rule(name: str) -> Prepared:
     return _each(lambda sample: rule(sample["text"], sample["truth"]))
 
 
-def _code(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:
-    runner = make_runner(*sandbox)
-    rule = functools.partial(code.code, time_s=float(time_s), memory_bytes=int(memory_bytes), runner=runner)
-    return _each(lambda sample: rule(sample["text"], sample["truth"]))
+def _code(time_s: str, memory_bytes: str, tests_in: str, *sandbox: str) -> Prepared:
+    options = dict[str, Any](tests_in=tests_in, runner=make_runner(*sandbox))
+    options |= dict(time_s=float(time_s), memory_bytes=int(memory_bytes))
+    return _each(lambda sample: code.code(sample["text"], sample["truth"], **options))
 
 
 def _program(time_s: str, memory_bytes: str, *sandbox: str) -> Prepared:

@@ -15,7 +15,7 @@ from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models
 from jppo.learner.recipe import require_optimizers
 from jppo.models import hf
 from jppo.models.config import ModelConfig
-from jppo.rewards.make import needed_columns, require_parts
+from jppo.rewards.make import make_refusal, needed_columns, require_parts
 from jppo.samples.make import prompts_per_batch
 from jppo.settings import Common, Settings, UserError, template_arguments
 from jppo.settings.texts import by_source
@@ -162,6 +162,7 @@ def _reading(c: Settings, tokenizer: Any, agent: Agent | None) -> dict[str, Any]
         template_arguments=template_arguments(c.data.apply_chat_template_kwargs),
         tools=() if agent is None else agent.schemas,
         needed=needed_columns(c, _tool_rewards(agent)),
+        refuse=make_refusal(c),
     )
 
 

@@ -10,7 +10,7 @@ import pathlib
 import sys
 import uuid
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
@@ -335,10 +335,21 @@ def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -
     return [
         f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
         f" ({left_out} over-long ones left out, {cut} cut)",
+        describe_refused((*inputs.train.refused, *inputs.val.refused)),
         f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
         f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
         "a new run" if resumed is None else f"resuming from the checkpoint of step {resumed}",
     ]
+
+
+def describe_refused(refused: Sequence[str]) -> str:
+    """Returns the line on rows that the reward cannot grade; '' without any."""
+    if not refused:
+        return ""
+    return (
+        f"{len(refused)} rows left out, whose asserts reward.code.tests=strict cannot grade; the first, {refused[0]};"
+        " native grades all, and a program can cheat there"
+    )
 
 
 def introduce_sandbox(c: Settings, sources: Iterable[str], toolbox: Toolbox | None) -> str:

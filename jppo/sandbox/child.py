@@ -32,7 +32,7 @@ def main(job_fd: int) -> None:
     parent = os.getppid()
     limits = job["limits"]
     if job["tests"] is not None:  # before the sandbox is closed; its imports cost as much as the rest of the start
-        from jppo.sandbox import peer
+        from jppo.sandbox import peer, reader  # noqa: F401
     try:
         home = _close(limits, parent)
         if job["tests"] is None and "command" not in job:
@@ -51,7 +51,7 @@ def main(job_fd: int) -> None:
     if job["tests"] is None:
         program.run_as_main(job["program"])
     else:
-        _with_tests(job, limits, peer.Peer, peer.Captured)
+        _with_tests(job, limits)
 
 
 def _command(job: "dict[str, Any]", home: str) -> None:
@@ -90,8 +90,10 @@ def _command(job: "dict[str, Any]", home: str) -> None:
             code = os.waitstatus_to_exitcode(status) & 0xFF
 
 
-def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, captured: type) -> None:
+def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]") -> None:
     """Runs the program in this process and its tests in a child; only the child has the tests and can reply."""
+    from jppo.sandbox import peer
+
     asked, asks = os.pipe()
     answered, answers = os.pipe()
     own = os.getpid()
@@ -104,7 +106,7 @@ def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, cap
             tests = f.read()
         _seal(limits)
         os.write(asks, b"\n")
-        program.write_all(job["replies"], program.run_tests(tests, peer(answered, asks, trusting=False)))
+        program.write_all(job["replies"], program.run_tests(tests, peer.TestsSide(answered, asks)))
         os._exit(0)
     for fd in (asks, answered, job["tests"], job["replies"]):
         os.close(fd)
@@ -112,9 +114,7 @@ def _with_tests(job: "dict[str, Any]", limits: "dict[str, Any]", peer: type, cap
     _seal(limits)
     for name in [module for module in sys.modules if module.partition(".")[0] == "jppo"]:
         del sys.modules[name]  # a program that changes all modules changes none of the sandbox's
-    program.answer_tests(
-        job["program"], lambda look_up: peer(asked, answers, trusting=True, look_up=look_up), captured()
-    )
+    program.answer_tests(job["program"], lambda look_up: peer.ProgramSide(asked, answers, look_up), peer.Captured())
 
 
 def _seal(limits: "dict[str, Any]") -> None:

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from jppo.sandbox import confine, kernel, launcher, peer, program, remote, values
+from jppo.sandbox import confine, kernel, launcher, peer, plain, program, reader
 from jppo.sandbox.launcher import TOO_LONG, Guards, NoSandbox, Ran
 
 STRICT, BASIC, CONTAINER = "strict", "basic", "container"
@@ -141,7 +141,7 @@ def lacks(guards: Guards) -> str:
 _RETRIES = 4
 FIRST_WAIT_S, MARGIN_S = 0.5, 10.0  # before the first retry; time of a request on top of the program's
 _RETRY_STATUS = (408, 429, 500, 502, 503, 504)
-_SIDES = (kernel, remote, values, peer, program)  # each imports only those before it
+_SIDES = (kernel, plain, peer, reader, program)  # each imports only those before it
 # Makes modules of their texts, in the process of the tests and in the program's.
 _MODULES = """
 import json, sys, types
@@ -159,7 +159,7 @@ _TESTS = """
 import os
 import subprocess
 from jppo.sandbox import kernel
-from jppo.sandbox.peer import Peer
+from jppo.sandbox.peer import TestsSide
 from jppo.sandbox.program import run_tests, write_all
 
 text, tests, other = json.loads({job!r})
@@ -180,14 +180,14 @@ os.close(asked)
 os.close(answers)
 out = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-verdict = run_tests(tests, Peer(answered, asks, trusting=False))
+verdict = run_tests(tests, TestsSide(answered, asks))
 running.kill()
 write_all(out, verdict)
 os._exit(0)
 """
 _PROGRAM = """
 from jppo.sandbox import kernel
-from jppo.sandbox.peer import Captured, Peer
+from jppo.sandbox.peer import Captured, ProgramSide
 from jppo.sandbox.program import answer_tests
 
 asked, answers = map(int, sys.argv[1:])
@@ -195,7 +195,7 @@ text = sys.stdin.read()
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 kernel.drop_capabilities()
 kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)  # a service that ends the tests for their time may not know of this process
-answer_tests(text, lambda look_up: Peer(asked, answers, trusting=True, look_up=look_up), Captured())
+answer_tests(text, lambda look_up: ProgramSide(asked, answers, look_up), Captured())
 """
 
 

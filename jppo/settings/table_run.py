@@ -235,6 +235,16 @@ class RewardModel(Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class GradedCode(Section):
+    """The rule `code`."""
+
+    # fmt: off
+    tests: str = setting("strict", "Process of asserts. strict: their own, and rows whose asserts need the program's"
+        " are left out. native: the program's, which can cheat", choices=("strict", "native"))
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
 class RewardSection(Section):
     """The reward of a response."""
 
@@ -256,6 +266,7 @@ class RewardSection(Section):
     overlong_buffer_tokens: int = setting(0, "Length of length_score's slope, from 0 down to -1 at max_response_length",
         unit="tokens", bounds="[0,")
     format_regex: str = setting("", "Pattern of format_score: 1 where a whole response matches")
+    code: GradedCode = dataclasses.field(default_factory=GradedCode)
     judge: Judge = dataclasses.field(default_factory=Judge)
     model: RewardModel = dataclasses.field(default_factory=RewardModel)
     # fmt: on

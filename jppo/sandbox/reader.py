@@ -1,0 +1,346 @@
+"""Reads the asserts of a row before any program runs: what they ask of the program, and what they may not do.
+
+The program and its tests run in two processes, between which plain data and references cross (`peer.py`). `Reading`
+follows, by names and without an order, which expressions are the program's, and refuses tests whose verdict would not
+be Python's, or would be the program's. Standard library only, as `program.py`.
+"""
+
+import ast
+import builtins
+import importlib
+from collections.abc import Iterator
+
+from jppo.sandbox.peer import PLAIN_METHODS
+
+# Of whom a value is. Objects of the tests' classes cannot be handed over; a MADE one is of a class of the program that
+# the tests name; an ANSWER is what a method of a result said of the tests' values.
+_OWN, _OBJECT, _CLASS, _PROGRAM, _MADE, _RESULT, _ANSWER = "", "object", "class", "program", "made", "result", "answer"
+_THEIRS = (_PROGRAM, _MADE, _RESULT, _ANSWER)
+_FROM_TESTS = (
+    "abs", "all", "any", "bool", "callable", "dict", "enumerate", "float", "frozenset", "hasattr", "int",
+    "isinstance", "issubclass", "len", "list", "map", "print", "range", "repr", "round", "set", "sorted",
+    "str", "tuple", "type", "zip",
+)  # fmt: skip
+_TO_PLAIN = {"abs", "bool", "callable", "float", "hasattr", "hash", "int", "isinstance", "issubclass", "len", "print",
+             "repr", "round", "str", "sum", "type"}  # fmt: skip
+_REFUSED = {"__builtins__", "__import__", "breakpoint", "compile", "delattr", "dir", "eval", "exec", "globals", "help",
+            "input", "locals", "memoryview", "open", "setattr", "vars"}  # fmt: skip
+_MODULES = {
+    "__future__", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "dataclasses", "datetime",
+    "decimal", "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "numpy",
+    "operator", "pytest", "random", "re", "statistics", "string", "sys", "textwrap", "time", "types", "typing",
+    "unittest",
+}  # fmt: skip
+_UNCOPIED = {"io": None, "re": {"compile", "match", "search", "fullmatch", "finditer"}, "functools": {"partial"},
+             "types": None, "operator": {"attrgetter", "itemgetter", "methodcaller"}, "random": {"Random"},
+             "contextlib": None}  # fmt: skip
+_PASSING = {"copy", "functools", "heapq", "itertools", "operator", "random"}  # modules that return what they are given
+_OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__context__", "__doc__", "__getitem__", "__iter__",
+         "__len__", "__members__", "__module__", "__name__", "__next__", "__qualname__", "__repr__", "__str__",
+         "__wrapped__"}  # fmt: skip
+_SYS = {"float_info", "int_info", "maxsize", "maxunicode", "version_info"}
+_CHANGING = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft",
+             "remove", "reverse", "setdefault", "sort", "update"}  # fmt: skip
+_EQUATING = {"assertEqual", "assertNotEqual", "assertIn", "assertNotIn", "assertListEqual", "assertCountEqual",
+             "assertGreater", "assertLess", "assertGreaterEqual", "assertLessEqual", "assertSequenceEqual",
+             "assertDictEqual", "assertSetEqual", "assertTupleEqual", "assertAlmostEqual"}  # fmt: skip
+
+
+class Reading:
+    """The tests' tree; the names that they take from the program; expressions of its objects that they made."""
+
+    def __init__(self, tests: str):
+        self.tree = ast.parse(tests)
+        self._nodes = list(ast.walk(self.tree))
+        self.bound = set(self._bound())
+        self.asked = frozenset(self._asked())
+        self._kinds: dict[str, str] = dict.fromkeys(self.asked, _PROGRAM)
+        self._functions = {n.name: n for n in self._nodes if isinstance(n, ast.FunctionDef)}
+        self._libraries = dict(self._imported())
+        self._imports = {  # calls of __import__ that an import statement could replace
+            call.func
+            for call in self._nodes
+            if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant)
+            if _allowed(str(call.args[0].value))
+        }
+        for node in self._nodes:
+            if isinstance(node, ast.ClassDef) and not any("Test" in ast.unparse(base) for base in node.bases):
+                self._kinds[node.name] = _CLASS
+        before: dict[str, str] = {}
+        while before != self._kinds:
+            before = dict(self._kinds)
+            for node in self._nodes:
+                self._bind(node)
+        self.made = {
+            node for node in self._nodes if isinstance(node, ast.expr) and self._kind(node) in (_MADE, _PROGRAM)
+        }
+
+    def refused(self) -> str:
+        """Returns why these tests cannot be graded across two processes, or ''."""
+        return next(
+            (f"line {getattr(node, 'lineno', 1)} {why}" for node in self._nodes for why in self._refusals(node)), ""
+        )
+
+    def _bound(self) -> Iterator[str]:
+        for node in self._nodes:
+            match node:
+                case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+                    yield name
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    yield name
+                case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                    yield name
+                case ast.ImportFrom(module=str(module), names=[ast.alias(name="*")]):
+                    if module.partition(".")[0] in _MODULES:
+                        yield from (name for name in dir(importlib.import_module(module)) if name[:1] != "_")
+                case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                    yield from ((alias.asname or alias.name).split(".")[0] for alias in aliases)
+
+    def _imported(self) -> Iterator[tuple[str, tuple[str, str]]]:
+        """Yields names of modules and of what is imported from them, with (module, name or '')."""
+        for node in self._nodes:
+            match node:
+                case ast.Import(names=aliases):
+                    yield from ((a.asname or a.name.split(".")[0], (a.name.split(".")[0], "")) for a in aliases)
+                case ast.ImportFrom(module=str(module), names=aliases):
+                    yield from ((a.asname or a.name, (module.split(".")[0], a.name)) for a in aliases)
+
+    def _asked(self) -> set[str]:
+        """Returns the names that the tests take from the program.
+
+        A builtin belongs to the tests unless no other name of theirs can be the program's; then one that they call or
+        hand over is, and of several those that tests seldom use by themselves.
+        """
+        used = {n.id for n in self._nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - self.bound
+        if asked := {name for name in used if not hasattr(builtins, name)}:
+            return asked
+        calls = [node for node in self._nodes if isinstance(node, ast.Call)]
+        called = {part.id for call in calls for part in (call.func, *call.args) if isinstance(part, ast.Name)} & used
+        called -= {name for name in called if isinstance(getattr(builtins, name, None), type) and name[:1].isupper()}
+        return called - set(_FROM_TESTS) or called
+
+    def _kind(self, node: ast.AST | None) -> str:
+        match node:
+            case ast.Name(id=name):
+                return self._kinds.get(name, _OWN)
+            case ast.Call():
+                return self._kind_of_call(node)
+            case ast.Attribute(value=owner):
+                if self._kind(owner) in _THEIRS:
+                    return _RESULT
+                return self._kinds.get(ast.unparse(node), _OWN)
+            case ast.Subscript(value=owner):
+                return _RESULT if self._kind(owner) in _THEIRS else self._kind(owner)
+            case ast.Starred(value=value) | ast.NamedExpr(value=value):
+                return self._kind(value)
+            case ast.IfExp(body=one, orelse=other):
+                return _joined(self._kind(one), self._kind(other))
+            case ast.BoolOp(values=parts):
+                return _joined(*map(self._kind, parts))
+            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts) | ast.Dict(values=parts):
+                return _element(_joined(*map(self._kind, parts)))
+            case ast.ListComp(elt=part) | ast.SetComp(elt=part) | ast.GeneratorExp(elt=part) | ast.DictComp(value=part):
+                return _element(self._kind(part))
+        return _OWN
+
+    def _kind_of_call(self, node: ast.Call) -> str:
+        parts = [*node.args, *(keyword.value for keyword in node.keywords)]
+        given = _element(_joined(*map(self._kind, parts)))
+        match node.func:
+            case ast.Name(id=name) if self._kind(node.func) == _PROGRAM:
+                return _MADE if name[:1].isupper() else _RESULT
+            case ast.Name(id=name) if name in self._functions:
+                return self._kinds.get(f"{name}()", _OWN)
+            case ast.Name(id=name) if self._kind(node.func) == _OWN:
+                module, attribute = self._libraries.get(name, ("", ""))
+                if _uncopied(module, attribute):
+                    return _OBJECT
+                return _OWN if name in _TO_PLAIN or (module and module not in _PASSING) else given
+            case ast.Attribute(value=owner, attr=name):
+                of = self._kind(owner)
+                if of in (_RESULT, _ANSWER):
+                    return _ANSWER if parts and name not in PLAIN_METHODS else _RESULT
+                if of in (_PROGRAM, _MADE):
+                    return _RESULT
+                module = self._libraries.get(owner.id, ("", ""))[0] if isinstance(owner, ast.Name) else ""
+                return _OBJECT if _uncopied(module, name) else given if module in _PASSING else _OWN
+        of = self._kind(node.func)
+        return _OBJECT if of == _CLASS else _RESULT if of in _THEIRS else _OWN
+
+    def _bind(self, node: ast.AST) -> None:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._assign(target, value)
+            case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
+                self._assign(target, value)
+            case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
+                self._set(target, _element(self._kind(value)))
+            case ast.withitem(context_expr=value, optional_vars=ast.expr() as target):
+                self._set(target, _element(self._kind(value)))
+            case ast.FunctionDef(name=name):
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.Return | ast.Yield):
+                        self._join(f"{name}()", self._kind(inner.value))
+            case ast.Call(func=func, args=args):
+                if isinstance(func, ast.Name) and func.id in self._functions:
+                    for parameter, value in zip(_parameters(self._functions[func.id]), args, strict=False):
+                        self._join(parameter, self._kind(value))
+                elif self._kind(func) in _THEIRS:
+                    for value in args:  # the program calls them
+                        function = self._functions.get(value.id) if isinstance(value, ast.Name) else value
+                        if isinstance(function, ast.FunctionDef | ast.Lambda):
+                            for parameter in _parameters(function):
+                                self._join(parameter, _RESULT)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        match target, value:
+            case ((ast.Tuple(elts=ones) | ast.List(elts=ones)), (ast.Tuple(elts=parts) | ast.List(elts=parts))):
+                if len(ones) == len(parts):
+                    for one, part in zip(ones, parts, strict=True):
+                        self._assign(one, part)
+                    return
+        self._set(target, self._kind(value))
+
+    def _set(self, target: ast.expr, kind: str) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for part in target.elts:
+                self._set(part, _element(kind))
+        elif isinstance(target, ast.Starred):
+            self._set(target.value, _element(kind))
+        elif isinstance(target, ast.Name | ast.Attribute):
+            self._join(ast.unparse(target), kind)
+
+    def _join(self, name: str, kind: str) -> None:
+        if kind:
+            self._kinds[name] = _joined(self._kinds.get(name, _OWN), kind)
+
+    def _refusals(self, node: ast.AST) -> Iterator[str]:
+        match node:
+            case ast.AsyncFunctionDef() | ast.Await() | ast.AsyncFor() | ast.AsyncWith():
+                yield "awaits"
+            case ast.Import(names=aliases):
+                yield from (f"imports {a.name}" for a in aliases if not _allowed(a.name))
+            case ast.ImportFrom(module=module, level=level):
+                if level or not _allowed(module or ""):
+                    yield f"imports {module}"
+            case ast.Name(id=name, ctx=ast.Load()) if name in _REFUSED - self.bound and node not in self._imports:
+                yield f"uses {name}"
+            case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name not in _SYS:
+                yield f"uses sys.{name}"
+            case ast.Attribute(attr="seed"):
+                yield "seeds a generator of random numbers"
+            case ast.Attribute(attr=name) if name.startswith("__") and name not in _OPEN:
+                yield f"uses {name}"
+            case ast.ClassDef(bases=bases) if any(self._kind(base) in _THEIRS for base in bases):
+                yield "defines a subclass of a class of the program"
+            case ast.With(items=items, body=body) if any(self._kind(item.context_expr) in _THEIRS for item in items):
+                if not any(isinstance(inner, ast.Assert) for part in body for inner in ast.walk(part)):
+                    yield "enters a context of the program that may end an error"
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                yield from self._comparisons(left, ops, others)
+            case ast.BinOp(left=left, right=right):
+                if _MADE in (self._kind(left), self._kind(right)):
+                    yield "calculates with an object of the program's class"
+            case ast.AugAssign(target=target, value=value):
+                if _MADE in (self._kind(target), self._kind(value)):
+                    yield "calculates with an object of the program's class"
+            case ast.Assign(targets=targets, value=value):
+                if any(isinstance(t, ast.Attribute) and self._kind(t.value) in _THEIRS for t in targets):
+                    yield from self._handed([value])
+                if any(isinstance(t, ast.Subscript) and self._is_part(t.value) for t in targets):
+                    yield "changes a container that the program keeps"
+            case ast.Call(func=func, args=args, keywords=keywords):
+                if self._kind(func) in _THEIRS or (
+                    isinstance(func, ast.Attribute) and self._kind(func.value) in _THEIRS
+                ):
+                    yield from self._handed([*args, *(keyword.value for keyword in keywords)])
+                if isinstance(func, ast.Attribute) and func.attr in _CHANGING and self._is_part(func.value):
+                    yield "changes a container that the program keeps"
+                if isinstance(func, ast.Attribute) and func.attr in _EQUATING and len(args) > 1:
+                    yield from self._comparisons(args[0], [ast.Eq()], args[1:2])
+        if any(self._kind(truth) == _ANSWER for truth in _truths(node)):
+            yield "takes a result's own word: a method of it judges the tests' values"
+
+    def _comparisons(self, left: ast.expr, ops: list[ast.cmpop], others: list[ast.expr]) -> Iterator[str]:
+        sides = [left, *others]
+        for op, one, other in zip(ops, sides, others, strict=False):
+            if isinstance(op, ast.Is | ast.IsNot):
+                continue
+            if self._shows_made(one) or (self._shows_made(other) and not isinstance(op, ast.In | ast.NotIn)):
+                yield "compares an object of the program's class"
+        if any(map(_is_trivial, sides)) and any(self._kind(side) == _ANSWER for side in sides):
+            yield "takes a result's own word: a method of it judges the tests' values"
+
+    def _shows_made(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            return any(map(self._shows_made, node.elts))
+        if isinstance(node, ast.Dict):
+            return any(map(self._shows_made, [*node.values, *(key for key in node.keys if key is not None)]))
+        return self._kind(node) == _MADE
+
+    def _handed(self, values: list[ast.expr]) -> Iterator[str]:
+        for value in values:
+            if self._kind(value) in (_OBJECT, _CLASS):
+                yield "hands the program an object of the tests that is no plain data"
+
+    def _is_part(self, node: ast.expr) -> bool:
+        """Whether it is what an object of the program has: an attribute, or the result of a method."""
+        if isinstance(node, ast.Call):
+            node = node.func
+        return isinstance(node, ast.Attribute) and self._kind(node.value) in _THEIRS
+
+
+def _joined(*kinds: str) -> str:
+    rest = {kind for kind in kinds if kind}
+    if len(rest) < 2:
+        return rest.pop() if rest else _OWN
+    return next(kind for kind in (_OBJECT, _CLASS, _ANSWER, _RESULT) if kind in rest or kind == _RESULT)
+
+
+def _element(kind: str) -> str:
+    return _RESULT if kind in (_MADE, _PROGRAM) else kind
+
+
+def _uncopied(module: str, name: str) -> bool:
+    """Whether a function of a module returns what cannot be handed to the program."""
+    names = _UNCOPIED.get(module, set())
+    return names is None or name in names
+
+
+def _allowed(module: str) -> bool:
+    return module.partition(".")[0] in _MODULES and module not in ("unittest.mock", "numpy.random")
+
+
+def _parameters(function: ast.FunctionDef | ast.Lambda) -> list[str]:
+    return [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+
+
+def _is_trivial(node: ast.expr) -> bool:
+    """Whether it is a value that a program guesses: True, None, 0, '' or an empty container."""
+    match node:
+        case ast.Constant(value=value):
+            return value is True or not value
+        case (
+            ast.List(elts=[]) | ast.Tuple(elts=[]) | ast.Dict(keys=[]) | ast.Call(args=[], keywords=[], func=ast.Name())
+        ):
+            return True
+        case ast.UnaryOp(operand=operand):
+            return _is_trivial(operand)
+    return False
+
+
+def _truths(node: ast.AST) -> list[ast.expr]:
+    """Returns the expressions whose truth a node takes."""
+    match node:
+        case ast.Assert(test=test) | ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            return [test]
+        case ast.BoolOp(values=values) | ast.comprehension(ifs=values):
+            return values
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return [operand]
+        case ast.Call(func=ast.Name(id="bool" | "all" | "any"), args=args):
+            return [arg.elt if isinstance(arg, ast.GeneratorExp | ast.ListComp) else arg for arg in args]
+        case ast.Call(func=ast.Attribute(attr="assertTrue" | "assertFalse" | "assertIsNone"), args=args):
+            return args
+    return []
