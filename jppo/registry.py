@@ -8,14 +8,13 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import pathlib
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from jppo import user_files
 from jppo.errors import UserError, expanded, first_line
 
 T = TypeVar("T")
@@ -129,28 +128,30 @@ def resolve(spec: str, setting: str) -> Any:
 
 
 def user_module(path: pathlib.Path, said_as: str) -> ModuleType:
-    """Imports the user's file as a module, once, and again after a change. `said_as` begins the error."""
+    """Imports the user's file (`user_files.py`). `said_as` begins the error."""
     if not path.is_file():
         raise UserError(f"{said_as}: no file {path}; give the path of a Python file")
     try:
-        return _run(path.resolve(), path.stat().st_mtime_ns)
-    except Exception as e:  # a user's file may raise anything
+        return user_files.load(path)
+    except (Exception, SystemExit) as e:  # a user's file may raise anything
         raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
 
 
-@functools.cache
-def _run(path: pathlib.Path, _changed: int) -> ModuleType:
-    described = importlib.util.spec_from_file_location(f"_custom_{path.stem}", path)
-    assert described is not None and described.loader is not None
-    module = sys.modules[described.name] = importlib.util.module_from_spec(described)
-    described.loader.exec_module(module)
-    return module
+def require_name(text: str, path: pathlib.Path, name: str, said_as: str) -> None:
+    """Raises a UserError if the user's file, with this text, cannot define the name; does not run it."""
+    try:
+        there = user_files.names_in(text, str(path))
+    except (SyntaxError, ValueError) as e:  # ValueError: a NUL byte
+        raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
+    if there is not None and name not in there:
+        has = ", ".join(known for known in there if not known.startswith("_")) or "none"
+        raise UserError(f"{said_as}: {path} defines no {name!r}; it has {has}{did_you_mean(name, there)}")
 
 
 def _import(name: str, said_as: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as e:  # a user's module may raise anything
+    except (Exception, SystemExit) as e:  # a user's module may raise anything
         raise UserError(f"{said_as}: the module {name} cannot be imported ({said(e)}); install or correct it") from e
 
 

@@ -120,7 +120,8 @@ while IFS='|' read -r option _ kind _; do
 done <<<"$TABLE"
 
 declare -A given=() direct=() # by option; by setting, where --config.SETTING names it
-handed=()
+handed=() # --config.SETTING=VALUE
+dry_run=()
 overrides=() # in verl's names
 own_config=
 while (($#)); do
@@ -132,7 +133,10 @@ while (($#)); do
             usage
             exit 0
             ;;
-        --dry_run) handed+=("$word") && continue ;;
+        --dry_run)
+            dry_run=("$word")
+            continue
+            ;;
         --config=?*)
             [[ -z $own_config ]] || fail "--config is given twice; leave one of them out"
             own_config=${word#*=}
@@ -307,7 +311,7 @@ command=("$python" -m jppo.train "--config=${own_config:-$RECIPE}")
 while IFS='|' read -r _ _ _ setting _; do
     if [[ $setting != - && -n ${chosen[$setting]+set} ]]; then command+=("--config.$setting=${chosen[$setting]}"); fi
 done <<<"$TABLE"
-command+=("${more[@]}" "${handed[@]}")
+command+=("${more[@]}" "${handed[@]}" "${dry_run[@]}")
 
 printf -v line '%q ' "${environment[@]}" "${command[@]}"
 echo "${line% }"

@@ -2,12 +2,11 @@
 
 import asyncio
 import re
-import sys
 
 import numpy as np
 import pytest
 
-from jppo import evaluate, settings, statistics
+from jppo import evaluate, settings, statistics, user_files
 from jppo.__main__ import command_of
 from jppo.agent import tools
 from jppo.data.rows import read_sources
@@ -152,7 +151,7 @@ def test_functions_of_the_algorithms_exist():
 def test_the_tree_and_the_stages_of_a_step_are_current():
     """If it fails: python scripts/source_tree.py."""
     page = script("scripts/source_tree.py").page()
-    assert page == text("docs/architecture.md") and " train, types\n" in page
+    assert page == text("docs/architecture.md") and " train, types, user_files\n" in page
     step = re.search(r"## A step\n(.*?)\n## ", page, re.S)[1]
     assert re.findall(r"^\| `(\w+)` \|", step, re.M) == [stage for stage in STAGES if stage != "step"]
 
@@ -237,7 +236,7 @@ def test_the_classes_of_agents_that_are_shown_work():
 
 
 def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # which grows by the folder of the file
+    monkeypatch.setattr(user_files, "_packages", {})  # which grows by the folder of the file
     shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
     sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}, "turns": 1}
     sample |= {"prompt": "2+2", "columns": {}}

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # A place may import the places of the rows above its own.
 LAYERS = (
-    ("errors",),
+    ("errors", "user_files"),
     ("registry", "traces"),
     ("types", "settings", "tensorheader", "child_process"),
     ("algorithms", "models", "statistics", "process", "sandbox", "distributed"),
@@ -110,6 +110,7 @@ NO_MORE_THAN = {
     # what runs in the processes of the pool
     "jppo.rewards.pool_worker": {*sys.stdlib_module_names},
     "jppo.child_process": {*sys.stdlib_module_names},
+    "jppo.user_files": {*sys.stdlib_module_names},
     "jppo.rewards.earned": {*sys.stdlib_module_names},
     "jppo.rewards.code": {*sys.stdlib_module_names},
     "jppo.sandbox": {*sys.stdlib_module_names},
@@ -142,7 +143,9 @@ OF_JPPO = {
         "jppo.rewards.earned",
         "jppo.rewards.rules",
         "jppo.sandbox.choice",
+        "jppo.user_files",
     ),
+    "jppo.user_files": (),
     "jppo.rewards.earned": (),
     "jppo.rewards.code": ("jppo.rewards.rules", "jppo.sandbox"),
     "jppo.sandbox": ("jppo.sandbox",),

@@ -18,6 +18,7 @@ from jppo.learner.make import make_learner
 from jppo.learner.model_configs import make_adapters
 from jppo.models import hf, hf_write, lora
 from jppo.rewards import graders
+from jppo.run import start
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples import make as prefetch
 from jppo.types import Reward
@@ -372,7 +373,58 @@ def test_verls_latest_methods_train(learn, small_run, changes):
         assert all(0 < line["actor/pg_clipfrac"] <= 0.5 for line in lines)
 
 
-def test_a_part_that_no_reward_has_ends_the_run_in_one_line(learn, small_run):
+ESTIMATOR = """
+from jppo.learner.estimate import Estimator, spread
+def styled():
+    return Estimator(spread, lambda parts, length, group: parts[:, 0], parts=("style",))
+"""
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "style": 0.5}
+"""
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"algorithm.gdpo_reward_keys": "rule_score,style"},
+         r"gdpo_reward_keys='rule_score,style': 'style' is no part of a reward, whose parts are rule_score for"),
+        ({"algorithm.gdpo_reward_keys": "rule_scor"}, "'rule_scor' is no part of .* did you mean 'rule_score'"),
+        ({"algorithm.gdpo_reward_keys": "rule_score/exat", "reward.grader": "exact"},
+         "'rule_score/exat' is no part of .* are rule_score, rule_score/exact .* did you mean 'rule_score/exact'"),
+        ({"algorithm.gdpo_reward_keys": "length_score/x", "reward.overlong_buffer_tokens": 4},
+         "'length_score/x' is no part of a reward, whose parts are rule_score, length_score for"),
+        ({"algorithm.gdpo_reward_keys": "function_score/stile", "reward.function": "function.py"},
+         "'function_score/stile' is no part of .* did you mean 'function_score/style'"),
+        ({"algorithm.adv_estimator": "estimator.py:styled"}, r"adv_estimator='.*estimator.py:styled': 'style' is no"),
+        ({"algorithm.adv_estimator": "grpo", "algorithm.filter_groups": True,
+          "algorithm.filter_groups_metric": "format_score"}, "filter_groups_metric='format_score' is no part of"),
+        ({"algorithm.adv_estimator": "grpo", "reward.weights": "rule_scor=1"}, "'rule_scor=1' must be PART=NUMBER"),
+        ({"algorithm.adv_estimator": "grpo", "reward.grader": "gsm8"}, "reward.grader='gsm8' has no grader"),
+        ({"algorithm.adv_estimator": "grpo", "reward.function": "function.py:score"}, r"\.py:score': .* no 'score'"),
+    ],
+)  # fmt: skip
+def test_a_name_that_the_reward_lacks_ends_the_run_before_anything_starts(
+    learn, small_run, tmp_path, monkeypatch, changes, said
+):
+    """Each is one line that blames the setting with the name."""
+    (tmp_path / "estimator.py").write_text(ESTIMATOR)
+    (tmp_path / "function.py").write_text(FUNCTION)
+    started = []
+    monkeypatch.setattr(start, "open_engine", lambda *_: started.append("a server"))
+    monkeypatch.setattr(start, "compile_passes", lambda *_: started.append("a compilation"))
+    small_run.rollout.n, small_run.algorithm.adv_estimator = 2, "gdpo"
+    placed = {name: f"{tmp_path}/{value}" if ".py" in str(value) else value for name, value in changes.items()}
+    with pytest.raises(settings.UserError, match=said) as e:
+        learn(placed)
+    assert started == [] and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("keys", ["rule_score,rule_score/exact", "function_score,function_score/style"])
+def test_values_of_a_rule_and_of_a_function_are_parts(learn, small_run, tmp_path, keys):
+    (tmp_path / "function.py").write_text(FUNCTION)
     small_run.rollout.n = 2
-    with pytest.raises(settings.UserError, match="'style' is no part of a reward, whose parts are rule_score"):
-        learn({"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": "rule_score,style"})
+    small_run.reward.grader, small_run.reward.function = (
+        ("exact", "") if "rule" in keys else ("", f"{tmp_path}/function.py")
+    )
+    assert len(learn({"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": keys})) == 3

@@ -1,6 +1,8 @@
 """scripts/train.sh: where each option and variable lands, and what is refused."""
 
+import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -195,6 +197,40 @@ def translated(folder, *words, **env):
     done, _ = run(folder, "--print_only", *words, **{"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **env})
     named = [word.removeprefix("--config.").split("=", 1) for word in shlex.split(done.stdout)]
     return done, {pair[0]: pair[1] for pair in named if len(pair) == 2 and "." in pair[0]}
+
+
+def forms():
+    """The commands of the script's page and of its own comment."""
+    for file in (ROOT / "docs/quickstart.md", SCRIPT):
+        found = re.findall(r"^(?:#   )?scripts/train\.sh (--model .*)", file.read_text(), re.MULTILINE)
+        assert len(found) >= 3
+        yield from found
+
+
+@pytest.mark.parametrize("form", sorted(set(forms())))
+def test_each_form_of_the_page_runs_alone_and_with_dry_run_a_config_and_an_override(folder, form):
+    """The printed command names what the words name, once, and settings that pass the checks."""
+    for name in ("train.jsonl", "test.jsonl"):
+        (folder / name).write_text("{}\n")
+    (folder / "own.py").write_text(
+        "def get_config():\n    return __import__('jppo.settings').settings.recipe('gsm8k')\n"
+    )
+    (folder / "DIR").mkdir()
+    (folder / "DIR/config.json").write_text("{}")
+    (folder / "reward.py").write_text("def compute_score(completions, **kwargs): return [1.0] * len(completions)\n")
+    for use in itertools.product((False, True), repeat=3):
+        more = list(itertools.compress(("--dry_run", "--config=own.py", "trainer.save_freq=7"), use))
+        done, named = translated(folder, *form.split(), *more)
+        assert done.returncode == 0, (more, done.stderr)
+        words = shlex.split(done.stdout)
+        assert words.count("--dry_run") == ("--dry_run" in more)
+        assert ("--config=own.py" if "--config=own.py" in more else "--config=jppo://gsm8k") in words
+        assert named.get("trainer.save_freq") == ("7" if "trainer.save_freq=7" in more else None)
+        assert named.get("model.lora_rank") == ("8" if "lora_rank=8" in form else None)
+        assert named["model.path"] == "DIR" and named["data.train_files"] == "train.jsonl"
+        words = [word.replace("own.py", str(folder / "own.py")) for word in words]
+        config, _ = configfile.parse(words[words.index("jppo.train") + 1 :], "", settings.default())
+        settings.check(config)
 
 
 def test_overrides_in_verls_names_are_translated(folder):

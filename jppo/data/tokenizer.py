@@ -289,7 +289,7 @@ class _Worker:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jppo.data.template_worker"],
+            [sys.executable, "-P", "-m", "jppo.data.template_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": python_path()},

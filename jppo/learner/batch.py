@@ -120,7 +120,8 @@ def part_of(reward: Reward, name: str) -> float:
     if name not in reward.parts:
         known = ", ".join(reward.parts) or "none"
         raise UserError(
-            f"algorithm.gdpo_reward_keys: {name!r} is no part of a reward, whose parts are {known}; name those"
+            f"a reward lacks the part {name!r} that the estimator reads (algorithm.gdpo_reward_keys or its `parts`); it"
+            f" has {known}; return it for every response"
         )
     return reward.parts[name]
 

@@ -24,7 +24,7 @@ from jppo.process import share_gpu
 from jppo.rollout.make import open_engine, with_servers
 from jppo.rollout.publish import publish_base, publish_policy, published_dtype
 from jppo.run import agreement
-from jppo.run.inputs import Inputs, read_inputs, speaking
+from jppo.run.inputs import Inputs, read_inputs, require_reward, speaking
 from jppo.run.supervised import Task
 from jppo.settings import Common, Settings, Supervised
 from jppo.settings.rules_rollout import publish_via
@@ -164,6 +164,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
         return machine.shared_memory(c.rollout.publish_dir, named=c.rollout.name == "sglang", weights=weights)
 
     def reward() -> Iterator[Finding]:
+        require_reward(c, read.inputs)
         if not ask and (c.reward.judge.api_type or c.reward.model.path):
             return models_and_data.check_scorers(c)
         return models_and_data.check_reward(logging, read.inputs, read.mesh)

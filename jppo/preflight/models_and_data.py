@@ -25,7 +25,7 @@ from jppo.preflight.preview import describe_sampling, sampling_warnings
 from jppo.rewards import check as reward_check
 from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
-from jppo.rewards.make import make_judge, make_refusal, make_reward_sum, needed_columns
+from jppo.rewards.make import make_judge, make_refusal, make_reward_sum, needed_columns, require_values
 from jppo.rollout.make import served_reference
 from jppo.run.inputs import Inputs, columns_of, read_tokenizer
 from jppo.settings import Settings, UserError, template_arguments
@@ -153,6 +153,7 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
     with contextlib.ExitStack() as stack:
         reward_sum = make_reward_sum(c, mesh, **inputs.graded())
         stack.callback(reward_sum.close)
+        require_values(c, reward_sum, inputs.train.prompts)
         reward_sum.ready()
         checks = reward_check.check_sources(reward_sum, inputs.train.prompts)
     for check in checks:

@@ -16,6 +16,7 @@ response (`earned.py`).
 import collections
 import functools
 import math
+import pathlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from jppo.errors import expanded
-from jppo.registry import Registry, did_you_mean
+from jppo.registry import Registry, did_you_mean, require_name
 from jppo.rewards import code, rules
 from jppo.rewards.parts import Part, Sample, at_characters, failed, graded
 from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
@@ -268,6 +269,12 @@ def _reward(sample: Sample, decode: Callable[[list[int]], str], answer: dict[str
     else:
         amounts = at_characters(amounts, sample.tokens.tolist(), decode)
     return Reward(**answer, earned=tuple(amounts))
+
+
+def require_function(function: str) -> None:
+    """Raises a UserError if the file of reward.function is missing or cannot define the function; does not run it."""
+    _, path, name, source = _target(function)
+    require_name(source, pathlib.Path(path), name, f"reward.function={function!r}")
 
 
 def _target(function: str) -> Target:

@@ -2,7 +2,7 @@
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,17 @@ from jppo.errors import expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
+from jppo.registry import did_you_mean
 from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
-from jppo.rewards.graders import FormatPart, FunctionPart, OverlongPart, RulePart, refusal
+from jppo.rewards.graders import (
+    FormatPart,
+    FunctionPart,
+    OverlongPart,
+    RulePart,
+    graders_for,
+    refusal,
+    require_function,
+)
 from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
 from jppo.rewards.judge_client import JudgeClient
 from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
@@ -23,19 +32,24 @@ from jppo.rewards.parts import (
     AGENT,
     ENVIRONMENT,
     INTERACTION,
+    SCORE,
     TOOLS,
     TURNS,
     ConversationPart,
     Part,
     PartWeights,
     RewardSum,
+    Sample,
     parse_weights,
 )
 from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import Settings, UserError
+from jppo.settings.parts import estimator
+from jppo.settings.texts import entries
+from jppo.types import Prompt
 
-_RULES = "rule_score"
+_RULES, _FUNCTION = "rule_score", "function_score"
 
 
 def make_reward_sum(
@@ -53,9 +67,7 @@ def make_reward_sum(
     """
     mesh = sharding.own_part(mesh)
     r, log = c.reward, own_folder(hosts, expanded(c.trainer.run_dir))
-    names = _configured_parts(c, tool_rewards)
-    weights = parse_weights(r.weights, names, optional=[_RULES])
-    used = _used_parts(weights, r.weights, sources)
+    names, weights, used = _plan(c, sources, tool_rewards)
 
     @functools.cache
     def pool() -> Pool:  # one for all parts, closed with any of them
@@ -63,13 +75,12 @@ def make_reward_sum(
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
     def rules() -> Part:
-        of_rules = [source for source, parts in used.items() if _RULES in parts]
-        options = dict[str, Any](override=r.grader, allow_code=r.allow_code, tests_in=r.code.tests)
-        return RulePart(of_rules, **options, sandbox=r.sandbox_choice, pool=pool())
+        options = dict[str, Any](**_choice(c), tests_in=r.code.tests)
+        return RulePart(_of_rules(used), **options, sandbox=r.sandbox_choice, pool=pool())
 
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
-        "function_score": lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
+        _FUNCTION: lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
         "judge_score": lambda: make_judge(c),
         "rm_score": lambda: make_reward_model(c, tokenizer, mesh, log),
         "length_score": lambda: OverlongPart(
@@ -90,13 +101,89 @@ def make_reward_sum(
     return RewardSum(made, weights, score_on_error=r.score_on_error)
 
 
+def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[str], tool_rewards: bool = False) -> None:
+    """Raises a UserError for a part or a rule that settings name and the run lacks; starts nothing.
+
+    `trained`: the sources of the training rows.
+    """
+    _, _, used = _plan(c, sources, tool_rewards)
+    graders_for(_of_rules(used), **_choice(c))
+    if any(_FUNCTION in weighted for weighted in used.values()):
+        require_function(c.reward.function)
+    values = {"judge_score": ("judge_raw",), "rm_score": ("steps" if c.reward.model.step_aggregation else "rm_raw",)}
+    for source in sorted(trained):
+        for setting, name in _parts_of_estimator(c):
+            part, slash, value = name.partition("/")
+            of_part = values.get(part, ())
+            if part not in used[source] or (slash and part not in (_RULES, _FUNCTION) and value not in of_part):
+                raise _no_part(setting, name, source, [*used[source], *(f"{part}/{known}" for known in of_part)])
+    metric = c.algorithm.filter_groups_metric
+    known = dict.fromkeys([SCORE, *(part for source in trained for part in used[source])])
+    if c.algorithm.filter_groups and trained and metric.partition("/")[0] not in known:
+        raise UserError(
+            f"algorithm.filter_groups_metric={metric!r} is no part of this run's reward; it is one of"
+            f" {', '.join(map(repr, known))}{did_you_mean(metric, known)}"
+        )
+
+
+def require_values(c: Settings, reward_sum: RewardSum, prompts: Sequence[Prompt]) -> None:
+    """Raises a UserError for a value PART/NAME that the estimator reads and a rule or a function does not return.
+
+    They score an empty response to the first prompt of each source.
+    """
+    first = {prompt.data_source: prompt for prompt in reversed(prompts)}
+    for setting, name in _parts_of_estimator(c):
+        part, slash, value = name.partition("/")
+        if not slash or part not in (_RULES, _FUNCTION):
+            continue
+        for source, prompt in sorted(first.items()):
+            future = reward_sum.parts[part].submit(Sample(prompt, "", 0, "stop"))
+            reward_sum.parts[part].flush()
+            reward = future.result()
+            if reward.error is None and value not in reward.parts:
+                raise _no_part(setting, name, source, [part, *(f"{part}/{known}" for known in reward.parts)])
+
+
+def _parts_of_estimator(c: Settings) -> Iterator[tuple[str, str]]:
+    """Yields the parts of the reward that the estimator reads in place of the score, with the setting of each."""
+    a = c.algorithm
+    for name in estimator(c).parts:
+        by_keys = name in entries(a.gdpo_reward_keys)
+        keys, own = f"algorithm.gdpo_reward_keys={a.gdpo_reward_keys!r}", f"algorithm.adv_estimator={a.adv_estimator!r}"
+        yield keys if by_keys else own, name
+
+
+def _no_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:
+    return UserError(
+        f"{setting}: {name!r} is no part of a reward, whose parts are {', '.join(known)} for data_source={source!r};"
+        f" name those{did_you_mean(name, known)}"
+    )
+
+
+def _plan(
+    c: Settings, sources: Sequence[str], tool_rewards: bool
+) -> tuple[list[str], PartWeights, dict[str, dict[str, float]]]:
+    """Returns the configured parts, their weights, and the weighted parts of each source."""
+    names = _configured_parts(c, tool_rewards)
+    weights = parse_weights(c.reward.weights, names, optional=[_RULES])
+    return names, weights, _used_parts(weights, c.reward.weights, sources)
+
+
+def _of_rules(used: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [source for source, parts in used.items() if _RULES in parts]
+
+
+def _choice(c: Settings) -> dict[str, Any]:
+    return dict(override=c.reward.grader, allow_code=c.reward.allow_code)
+
+
 def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
     """Returns the names of the parts that the settings ask for."""
     r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
     own = talk.environment or (agent and c.rollout.agent_reward != "graders")
     asked = {
         _RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
-        "function_score": bool(r.function),
+        _FUNCTION: bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),
         "length_score": r.overlong_buffer_tokens > 0,

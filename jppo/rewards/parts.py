@@ -156,6 +156,7 @@ def _blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_
 
 
 ENVIRONMENT, AGENT, INTERACTION, TOOLS = "environment_score", "agent_score", "interaction_score", "tool_score"
+SCORE = "score"  # the weighted sum of all parts, as a metric
 TURNS = (ENVIRONMENT, AGENT, INTERACTION)  # parts that read the scores of turns
 
 

@@ -193,7 +193,7 @@ class _Worker:
         defaults = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
         with open(log or os.devnull, "ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jppo.rewards.pool_worker", str(os.getpid()), str(memory_bytes)],
+                [sys.executable, "-P", "-m", "jppo.rewards.pool_worker", str(os.getpid()), str(memory_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -15,6 +15,7 @@ trainer.
 import asyncio
 import contextlib
 import functools
+import importlib
 import inspect
 import json
 import math
@@ -28,11 +29,10 @@ import signal
 import struct
 import sys
 import traceback
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from jppo import child_process
+from jppo import child_process, user_files
 from jppo.rewards import code, earned, rules
 from jppo.sandbox.choice import make_runner
 
@@ -153,8 +153,6 @@ def _takes(function: Function, names: Sequence[str]) -> bool:
 
 _Answer = dict[str, Any]  # score, parts, error and, if any, answer as in Reward; earned as from `earned.read_amounts`
 
-_MODULE = "jppo_reward_function"
-
 
 class Prepared(NamedTuple):
     """A prepared target: returns an answer for each sample."""
@@ -171,6 +169,9 @@ def prepare_target(target: Sequence[str]) -> Prepared:
     return makers[kind](*rest)
 
 
+_LOADERS = tuple(map(os.path.dirname, (__file__, user_files.__file__, importlib.__file__)))  # of a user's file
+
+
 def _failed(error: str) -> _Answer:
     """Returns the answer for a sample that could not be scored."""
     return {"score": math.nan, "parts": {}, "error": error[:2000]}
@@ -180,8 +181,8 @@ def explain(e: BaseException) -> str:
     """Describes an exception in one line, with the line in the user's file."""
     if isinstance(e, SystemExit):
         return f"it called exit({'' if e.code is None else e.code})"
-    here = os.path.dirname(__file__)
-    places = [f for f in traceback.extract_tb(e.__traceback__) if os.path.dirname(f.filename) != here]
+    frames = traceback.extract_tb(e.__traceback__)
+    places = [f for f in frames if os.path.dirname(f.filename) not in _LOADERS and "<frozen " not in f.filename]
     where = f" ({os.path.basename(places[-1].filename)}:{places[-1].lineno})" if places else ""
     return f"{type(e).__name__}: {e}{where}"
 
@@ -279,12 +280,8 @@ def _function(path: str, name: str, source: str) -> Prepared:
 
 def _load(path: str, name: str, source: str) -> Callable[..., Any]:
     """Loads the function from the source text read at the start of the run."""
-    module = types.ModuleType(_MODULE)
-    module.__file__ = path
-    sys.modules[_MODULE] = module
-    sys.path.append(os.path.dirname(path))  # it may import files in its folder
     try:
-        exec(compile(source, path, "exec"), module.__dict__)
+        module = user_files.load(pathlib.Path(path), source)
     except MemoryError:
         raise
     except BaseException as e:  # exit(), too
@@ -399,4 +396,5 @@ def _send(replies: int, reply: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # last: started with -P, a file json.py in it is not Python's own
     main(int(sys.argv[1]), int(sys.argv[2]))

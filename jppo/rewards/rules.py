@@ -29,47 +29,64 @@ class Verdict(NamedTuple):
 
 Rule = Callable[[str, str], Verdict]  # (response, ground truth) -> verdict
 
-_NUMBER = r"[-+]?\$?[-+]?[0-9.,]*[0-9][0-9.,]*"
-_GSM8K_ANSWER = re.compile(rf"####[ \t]*({_NUMBER})")
+_MINUS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"  # hyphens and minuses of Unicode
+_AS_MINUS = str.maketrans(dict.fromkeys(_MINUS, "-"))
+_SIGN, _CURRENCY = f"[-+{_MINUS}]", r"(?:\\?[$€£¥₹])"
+_IGNORED = re.compile(f",|{_CURRENCY}")
+# Commas only between groups of three digits. Possessive: of 1,80 and 1.8.0 no part is a number.
+_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})++(?![0-9])|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++"
+_NUMBER = re.compile(rf"{_SIGN}?{_CURRENCY}?{_SIGN}?(?>{_DIGITS})")
+_GSM8K_ANSWER = re.compile(rf"####[ \t]*(?={_SIGN}?{_CURRENCY}?{_SIGN}?\.?[0-9])")
+# After a number: a unit, closing punctuation and markup, then the end of the line, the sentence or the word.
+_UNIT = r"(?:[cmk]m|ft|mi|mph|[km]?g|lbs?|oz|m[lL]|hrs?|mins?|secs?|[ap]m|USD|dollars?|cents?)\b"
+_CLOSING = r"""(?:[.,;:?%‰°*_`"'’”»)\]}>|~$€£¥₹¢]|\\[)\]%$])"""
+# In the same line, a digit or an operator with one goes on with it: 18 / 2, 18 000, 1 1/2.
+_GOES_ON = r"""(?:[^\w\s(\[{"'#=≈]*+|x)[^\S\n]*+[0-9½¼¾π]|√|\\(?:times|cdot|div|[dt]?frac|sqrt|pi)"""
+_END = re.compile(rf"(?:{_UNIT})?{_CLOSING}*+(?:$|\n|</|<\||(?<=[.;?])\s|[^\S\n]++(?!{_GOES_ON}))")
 # A minus right after a digit, a letter or a bracket is an operator: the last number of 10-4 is 4.
-_ANY_NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\$-?)?(?:\.?[0-9])[0-9.,]*")
+_ANY_NUMBER = re.compile(rf"(?:(?<![\w)\]}}]){_SIGN})?(?:[$€£¥₹]{_SIGN}?)?\.?[0-9][0-9.,]*")
 
 # Statements of options. Lower case only in unambiguous places: (b), #### b, \boxed{b}.
 # Every repetition is bounded or unambiguous: a response may be thousands of spaces.
-_LETTER = r"[*_ ]{0,4}(?:\(\s?([A-Ea-e])\s?\)|([A-E])(?![A-Za-z0-9'^/]|\s?[=+^]|\*\w))"
+_ALONE = r"(?![A-Za-z0-9'^/]|\s?[=+^]|\*\w)"
+_LETTER = rf"[*_ ]{{0,4}}(?:\(\s?([A-Ea-e])\s?\)|([A-E]){_ALONE})"
+_AFTER_MARK = rf"####[ \t]*\(?([A-Ea-e])\)?+{_ALONE}"
 _STATED = re.compile(
     "|".join(
         (
             rf"\b(?i:answer|ans|option|choice)\b\W{{0,4}}(?i:(?:is|be|will be|would be|must be)\b)?[\s:*]{{0,4}}"
             rf"(?i:option|choice)?{_LETTER}",
             r"(?<![A-Za-z0-9])([A-E])\)?[*_]{0,2} is (?:the )?(?:correct|right)\b",
-            r"####[ \t]*\(?([A-Ea-e])\)?(?![A-Za-z0-9])",
+            _AFTER_MARK,
             r"\\boxed\s*\{(?:\s|\\(?:text|textbf|mathrm|mathbf)\b|[{(])*([A-Ea-e])(?:[\s})]*|[).:][^{}]*)\}",
             r"^[ \t]*[*_]{0,3}\(?([A-E])[.)]?\)?[*_]{0,3}\.?[ \t]*$",
         )
     ),
     re.MULTILINE,
 )
-_CHOICE_STRICT = re.compile(r"####[ \t]*\(?([A-Ea-e])\)?(?![A-Za-z0-9])")
+_CHOICE_STRICT = re.compile(_AFTER_MARK)
 
 
 def gsm8k(response: str, ground_truth: str) -> Verdict:
-    """1 when the number after the first `####` equals the truth.
+    """1 when the number after the first `####` equals the truth; numbers are compared exactly by value.
 
-    Thousands commas, a dollar sign and a final full stop are ignored. Numbers are compared exactly by value: 18.0 is
-    18.
+    It may have a sign, a currency, commas between groups of three digits, and a unit. The line, the sentence or the
+    word ends behind it: 18/2, 18^2, 18:30 and 1,8 are no numbers.
     """
     match = _GSM8K_ANSWER.search(response)
-    return _number_verdict(None if match is None else match.group(1), ground_truth)
+    number = None if match is None else _NUMBER.match(response, match.end())
+    whole = number is not None and _END.match(response, number.end()) is not None
+    return _number_verdict(number.group() if number is not None and whole else None, ground_truth)
 
 
 def gsm8k_flexible(response: str, ground_truth: str) -> Verdict:
     """1 if the last number of the response equals the truth; numbers as in `gsm8k`.
 
-    Only written digits count: the last number of 1/2 is 2, of 5% it is 5.
+    Only written digits count: the last number of 1/2 is 2, of 5% it is 5. 1,8 and 1.2.3 are no numbers.
     """
     numbers = _ANY_NUMBER.findall(response)
-    return _number_verdict(numbers[-1] if numbers else None, ground_truth)
+    whole = bool(numbers) and _NUMBER.fullmatch(numbers[-1].rstrip(".,")) is not None
+    return _number_verdict(numbers[-1] if whole else None, ground_truth)
 
 
 def exact(response: str, ground_truth: str) -> Verdict:
@@ -122,12 +139,19 @@ def math_verify(response: str, ground_truth: str) -> Verdict:
     return Verdict(float(same), {"exact": float(same), "answered": 1.0}, plain)
 
 
+_WORD = r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+"
+_BOX = re.compile(rf"\\boxed(?![A-Za-z])\s*+(?:(\{{)|((?:\\\$|[^\n$])+?)(?:\$|\\[)\]])|({_WORD}))")
+
+
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}`, with nested braces; None without a closed one."""
+    r"""Returns the content of the last `\boxed{...}`, with nested braces, or of `\boxed 42`; None without a closed one.
+
+    The latter ends with its formula, or in plain text with its word.
+    """
     start = text.rfind(r"\boxed")
-    opening = re.compile(r"\\boxed\s*\{").match(text, start) if start >= 0 else None
-    if opening is None:
-        return None
+    opening = _BOX.match(text, start) if start >= 0 else None
+    if opening is None or not opening.group(1):
+        return None if opening is None else (opening.group(2) or opening.group(3).rstrip(".,;:")).strip()
     depth, escaped = 1, False
     for i in range(opening.end(), len(text)):
         c = text[i]
@@ -190,7 +214,7 @@ def _one_form(number: decimal.Decimal) -> str:
 def _number(text: str) -> decimal.Decimal | None:
     """Parses a number; None for texts like 1.2.3."""
     try:
-        number = decimal.Decimal(text.replace(",", "").replace("$", "").strip().rstrip("."))
+        number = decimal.Decimal(_IGNORED.sub("", text.translate(_AS_MINUS)).strip().rstrip("."))
     except decimal.InvalidOperation:
         return None
     return number if number.is_finite() else None

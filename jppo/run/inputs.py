@@ -15,7 +15,7 @@ from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models
 from jppo.learner.recipe import require_optimizers
 from jppo.models import hf
 from jppo.models.config import ModelConfig
-from jppo.rewards.make import make_refusal, needed_columns
+from jppo.rewards.make import make_refusal, needed_columns, require_parts
 from jppo.samples.make import prompts_per_batch
 from jppo.settings import Common, Settings, UserError, template_arguments
 from jppo.settings.texts import by_source
@@ -35,6 +35,12 @@ class Inputs(ModelConfigs):
     def graded(self) -> dict[str, Any]:
         """Returns the arguments of `make_reward_sum`."""
         return dict(tokenizer=self.tokenizer, sources=self.sources, tool_rewards=_tool_rewards(self.agent))
+
+
+def require_reward(c: Settings, inputs: Inputs) -> None:
+    """Raises a UserError for a part or a rule that settings name and the run's reward lacks; starts nothing."""
+    trained = {prompt.data_source for prompt in inputs.train.prompts}
+    require_parts(c, inputs.sources, trained=trained, tool_rewards=_tool_rewards(inputs.agent))
 
 
 def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:

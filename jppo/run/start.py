@@ -29,7 +29,7 @@ from jppo.learner.recipe import introduce_peak, replayed
 from jppo.preflight import memory_budget, preview, programs
 from jppo.preflight.preview import DryRun, sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, grader_of
-from jppo.rewards.make import make_reward_sum
+from jppo.rewards.make import make_reward_sum, require_values
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.inprocess import Source
 from jppo.rollout.make import describe_servers, open_engine, served_reference, with_servers
@@ -37,7 +37,7 @@ from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.client import ServedReferences
 from jppo.run import resume
 from jppo.run.agreement import Match, agree
-from jppo.run.inputs import Inputs, describe_decoding, read_inputs, speaking
+from jppo.run.inputs import Inputs, describe_decoding, read_inputs, require_reward, speaking
 from jppo.run.loop import Opened
 from jppo.run.resume import Begun, data_checksums, finished
 from jppo.runlog import durable_files
@@ -49,7 +49,7 @@ from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch, ending
-from jppo.samples.dynamic_sampling import DynamicSampleQueue, require_metric
+from jppo.samples.dynamic_sampling import DynamicSampleQueue
 from jppo.samples.make import make_supply
 from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
@@ -158,13 +158,16 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         reference = served_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:
             stack.enter_context(traces.exporting())
+        open_rewards = functools.cache(lambda: _open_rewards(stack, hosts, c, inputs, mesh))
+        if not c.reward.model.path:  # which takes memory of the GPU: then the servers start first
+            open_rewards()
         engine = hosts.together(lambda: open_engine(c, held.logs, hosts))  # it loads while JAX compiles
         stack.callback(engine.close)
         open_sampler = functools.cache(lambda: hosts.together(lambda: engine.ready(**speaking(inputs))))
         if c.rollout.sleep_level:  # the GPU has no room for starting servers beside the trainer's arrays
             with laps("servers"):
                 open_sampler().sleep()
-        reward_sum = _open_rewards(stack, hosts, c, inputs, mesh)
+        reward_sum = open_rewards()
         with laps("models"):
             learner, begin = make_learner(c, inputs, mesh)
         if not only_look:
@@ -198,11 +201,10 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
 
 
 def _open_rewards(stack: contextlib.ExitStack, hosts: Hosts, c: Settings, inputs: Inputs, mesh: Mesh) -> RewardSum:
-    """Opens the reward; checks that dynamic sampling's metric is one of its parts."""
+    """Opens the reward; checks that it has the values that the estimator reads."""
     reward_sum = hosts.together(lambda: make_reward_sum(c, mesh, hosts, **inputs.graded()))
     stack.callback(reward_sum.close)
-    if c.algorithm.filter_groups:
-        require_metric(c.algorithm.filter_groups_metric.partition("/")[0], reward_sum.parts)
+    hosts.together(lambda: require_values(c, reward_sum, inputs.train.prompts))
     return reward_sum
 
 
@@ -231,6 +233,7 @@ def _read(c: Settings) -> Inputs:
     require_loggers(c)
     process.share_gpu(c)
     inputs = read_inputs(c)
+    require_reward(c, inputs)
     replayed(c, inputs.policy)  # raises before a server starts
     resume.require_resumable(c)
     return inputs

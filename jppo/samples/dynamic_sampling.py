@@ -9,19 +9,17 @@ the data passes from one step to the next, so a checkpoint needs no more than th
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jppo.data.stream import Cursor
 from jppo.learner.batch import filtered_out
+from jppo.rewards.parts import SCORE
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
 from jppo.samples.queue import SampleQueue, StepSamples
-from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
-
-SCORE = "score"  # the metric that is the weighted sum of all parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +56,6 @@ def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, fil
         reward.unusable is None and any(not filtered_out(t, filter_truncated) for t in (whole, *whole.branches))
         for whole, reward in zip(trajectories, rewards, strict=True)
     )
-
-
-def require_metric(metric: str, parts: Collection[str]) -> None:
-    """Raises UserError where the metric is neither the score nor one of these parts of the reward."""
-    if metric != SCORE and metric not in parts:
-        known = ", ".join(map(repr, (SCORE, *parts)))
-        raise UserError(
-            f"algorithm.filter_groups_metric={metric!r} is no part of this run's reward; it is one of {known}"
-        )
 
 
 class DynamicSampleQueue:

@@ -12,6 +12,7 @@ import textwrap
 import pytest
 
 from jppo.agent.gateway import forks, process
+from jppo.settings import UserError
 from tests.agent.test_gateway import running, wait_for
 
 
@@ -36,6 +37,23 @@ def test_the_users_own_hosts_without_a_proxy_stay(monkeypatch):
     assert process.episode_variables("http://127.0.0.1:1", "key")["no_proxy"] == "127.0.0.1,localhost"
 
 
+def test_a_wrong_name_of_an_agent_is_an_error_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text("raise SystemExit('it ran')\ndef agent(task): pass\n")
+    (tmp_path / "broken.py").write_text("def agent(task:\n")
+    for right in ("program.py:agent", f"{tmp_path}/program.py:agent", "program:agent", "os.path:join"):
+        process.program_of(right)
+    for wrong, said in (
+        ("program.py:agnt", "defines no 'agnt'; it has agent; did you mean 'agent'?"),
+        ("program:agnt", "defines no 'agnt'"),
+        ("broken.py:agent", "cannot be run (SyntaxError"),
+        ("no_such_module:agent", "there is no module no_such_module"),
+    ):
+        with pytest.raises(UserError) as e:
+            process.program_of(wrong)
+        assert said in str(e.value) and str(e.value).startswith(f"rollout.agent={wrong!r}: ")
+
+
 def ends(tmp_path, program, tasks):
     """How a function ends with each of these tasks, concurrently."""
     (tmp_path / "agent.py").write_text(textwrap.dedent(program))
@@ -48,6 +66,14 @@ def ends(tmp_path, program, tasks):
             await program.close()
 
     return asyncio.run(all_of_them())
+
+
+def test_a_function_runs_in_a_folder_with_files_of_pythons_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "math", "socket", "helper"):
+        (tmp_path / f"{name}.py").write_text("NAME = 'mine'\n")
+    (ended,) = ends(tmp_path, "import json, helper\ndef agent(task): return json.loads('[1]') + [helper.NAME]\n", [{}])
+    assert (ended.code, ended.last) == (0, '[1, "mine"]')
 
 
 def test_a_function_that_closes_its_output_ends_no_other(tmp_path):

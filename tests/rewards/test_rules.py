@@ -48,6 +48,173 @@ def test_strict_and_flexible_gsm8k(response, truth, strict, flexible):
     assert rules.gsm8k_flexible(response, truth).score == flexible
 
 
+@pytest.mark.parametrize("before", ["", " ", "$", "+", "\\$", "€", "+$"])
+@pytest.mark.parametrize(
+    "behind",
+    [
+        *(
+            "",
+            ".",
+            ",",
+            ".00",
+            " eggs",
+            ", or so",
+            "%",
+            " %",
+            "\\%",
+            "$",
+            "€",
+            " dollars",
+            "**",
+            "**.",
+            "_",
+            "`",
+            ")",
+            ").",
+        ),
+        *(
+            "</answer>",
+            "<|im_end|>",
+            "\n5 more",
+            "\n- 2",
+            "...",
+            "?",
+            ": because",
+            "cm",
+            "kg.",
+            " cm^2",
+            " = 9*2",
+            "\\)",
+            "\\]",
+        ),
+        *(
+            ". 5 are left",
+            "; 5 are left",
+            " (2 each)",
+            " #### 19",
+            " of 20",
+            " - that is all",
+            " \N{EM DASH} yes",
+            "\r\n",
+            "\t|",
+        ),
+        *("\N{NO-BREAK SPACE}eggs", "°", "pm"),
+    ],
+)
+def test_what_may_stand_around_the_number(before, behind):
+    assert rules.gsm8k(f"so\n####{before}18{behind}", "18").score == 1.0
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(
+            "18/2",
+            "18^2",
+            "18e2",
+            "18E2",
+            "18:30",
+            "1,8",
+            "18*2",
+            "18**2",
+            "18-2",
+            "18+2",
+            "18=18",
+            "18x",
+            "18k",
+            "18!",
+            "18th",
+        ),
+        *(
+            "18 / 2",
+            "18 ^ 2",
+            "18 * 2",
+            "18 ** 2",
+            "18 - 2",
+            "18 + 2",
+            "18 x 2",
+            "18 : 30",
+            "18 000",
+            "18 1/2",
+            "18, 19",
+            "18 19",
+        ),
+        *(
+            "1,80",
+            "18,00",
+            "18,0000",
+            "1,8,0",
+            "18.1.8",
+            "18.e2",
+            "18,x",
+            "018,000",
+            "18_2",
+            "18'5",
+            "18²",
+            "18½",
+            "18 ½",
+            "18π",
+        ),
+        *(
+            "18\N{MINUS SIGN}2",
+            "18\N{EN DASH}20",
+            "18×2",
+            "18 × 2",
+            "18÷2",
+            "18 ÷ 2",
+            "18·2",
+            "18√2",
+            "18 √2",
+            "18<20",
+            "18 < 20",
+        ),
+        *(
+            "18\\times 2",
+            "18 \\times 2",
+            "18\\frac12",
+            "18 \\frac{1}{2}",
+            "18 \\cdot2",
+            "18\\%^2",
+            "18)^2",
+            "18)(2)",
+            "18$^2$",
+        ),
+        *(
+            "18<sup>2</sup>",
+            "18%5",
+            "--18",
+            "+-18",
+            "0x18",
+            "18\N{ARABIC-INDIC DIGIT THREE}",
+            "18\N{NARROW NO-BREAK SPACE}000",
+        ),
+    ],
+)
+def test_a_number_that_goes_on_is_none(number):
+    for truth in ("18", "1", "180", "18000"):
+        verdict = rules.gsm8k(f"#### {number}\n#### 18", truth)
+        assert (verdict.score, verdict.parts["answered"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "minus", "-\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{FULLWIDTH HYPHEN-MINUS}"
+)
+def test_a_minus_of_unicode_is_one(minus):
+    for number in (f"{minus}1,800.50", f"{minus}$1,800.50", f"${minus}1,800.50"):
+        for truth in ("-1800.5", f"{minus}1800.5"):
+            assert rules.gsm8k(f"#### {number}", truth) == rules.gsm8k_flexible(f"so {number}.", truth)
+            assert rules.gsm8k(f"#### {number}", truth)[::2] == (1.0, "-1800.5")
+        assert rules.gsm8k(f"#### {number}", "1800.5").score == 0.0
+    assert rules.gsm8k_flexible(f"10{minus}4", "4").score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), [("1,800", "1800"), ("12,345,678.9", "12345678.9"), ("1,8", ""), ("1,80", ""), ("1,2,3", "")]
+)
+def test_commas_stand_between_groups_of_three(number, value):
+    assert rules.gsm8k(f"#### {number}", "1").answer == rules.gsm8k_flexible(number, "1").answer == value
+
+
 def test_all_reference_solutions_of_gsm8k_score_1_by_both_rules(shared):
     graded = 0
     for split in ("train", "test"):
@@ -104,6 +271,8 @@ def test_strict_choice_reads_only_what_follows_the_mark():
     assert rules.choice_strict("#### B\nthe answer is C", "B").score == 1.0
     assert rules.choice_strict("the answer is (B)", "B").score == 0.0
     assert rules.choice_strict("#### Because", "B").score == 0.0
+    for hedged in ("#### B/C", "#### B'", "#### B = 2", "#### (B)^2"):
+        assert rules.choice_strict(hedged, "B").score == rules.choice(hedged, "B").score == 0.0
 
 
 def test_all_rows_of_aqua(shared):
@@ -153,6 +322,34 @@ def test_answers_are_compared_as_mathematics(answer, truth, score):
     assert rules.math_verify(rf"So it is \boxed{{{answer}}}.", truth).score == score
 
 
+@pytest.mark.parametrize(
+    ("response", "content"),
+    [
+        (r"\boxed 42", "42"),
+        (r"it is \boxed 42, so", "42"),
+        (r"$\boxed 42$ or $5", "42"),
+        (r"\[ \boxed x+1 \] and \]", "x+1"),
+        (r"$\boxed42$", "42"),
+        (r"$\boxed\frac12$", r"\frac12"),
+        (r"$\boxed \$5$", r"\$5"),
+        (r"it is \boxed \frac{\sqrt{2}}{2} or so", r"\frac{\sqrt{2}}{2}"),
+        (r"\boxed{x = \boxed 42}", "42"),
+        (r"\boxed{1} or $\boxed 2$", "2"),
+        (r"\boxed{\boxed{42}}", "42"),
+        (r"\boxed{x = \boxed{42}}", "42"),
+        (r"\boxed{\text{so } \boxed {42} }", "42"),
+        ("\\boxed\n{42}", "42"),
+        (r"\boxedfoo", None),
+        (r"\boxed", None),
+        (r"$\boxed$", None),
+    ],
+)
+def test_a_box_without_braces_and_a_box_in_a_box(response, content):
+    assert rules.boxed(response) == content
+    if content is not None:
+        assert rules.math_verify(response, content).score == 1.0
+
+
 def test_only_the_last_box_counts():
     assert rules.boxed(r"\boxed{1} or \boxed{\frac{1}{\sqrt{2}}} it is") == r"\frac{1}{\sqrt{2}}"
     assert rules.boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
@@ -186,7 +383,26 @@ def test_a_truth_that_is_none_is_no_zero(rule):
 
 
 @pytest.mark.parametrize(
-    "unit", ["answer ", "answer" + " " * 50, "#### ", "\\boxed{\\text  ", "1.", "*", " ", "\n ", "(("]
+    "unit",
+    [
+        "answer ",
+        "answer" + " " * 50,
+        "#### ",
+        "#### 1 ",
+        "1,",
+        "1,800,",
+        "\\boxed ",
+        "\\boxed  ",
+        "x{",
+        "{}",
+        "x{x",
+        "\\boxed{\\text  ",
+        "1.",
+        "*",
+        " ",
+        "\n ",
+        "((",
+    ],
 )
 def test_no_text_takes_the_quick_rules_long(unit):
     text, begun = unit * (30_000 // len(unit)), time.perf_counter()
@@ -196,7 +412,9 @@ def test_no_text_takes_the_quick_rules_long(unit):
         (rules.choice, "A"),
         (rules.choice_strict, "A"),
     ):
-        rule(text, truth)
+        for response in (text, f"#### 1{text}", f"#### {text}"):
+            rule(response, truth)
+    rules.boxed(rf"\boxed{text}")
     assert time.perf_counter() - begun < 2
 
 

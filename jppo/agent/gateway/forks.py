@@ -165,6 +165,7 @@ def _serve(channel: socket.socket, kind: str, *words: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # last: started with -P, a file json.py in it is not Python's own
     code = CRASHED
     try:
         _serve(socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:])

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
+import pathlib
 import re
 import shlex
 import shutil
@@ -13,12 +15,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from jppo import child_process
 from jppo.errors import expanded
+from jppo.registry import require_name
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 
@@ -43,9 +47,12 @@ class Ended(NamedTuple):
 def program_of(agent: str) -> "Program":
     """Returns the program of `rollout.agent`: a command line, or PATH.py:FUNCTION; starts nothing."""
     if _FUNCTION.fullmatch(agent):
-        file = agent.rpartition(":")[0]
-        if file.endswith(".py") and not expanded(file).is_file():
-            raise UserError(f"rollout.agent={agent!r}: there is no file {file}; write its path")
+        place, _, name = agent.rpartition(":")
+        file = expanded(place) if place.endswith(".py") else _module_file(place, agent)
+        if file is not None and not file.is_file():
+            raise UserError(f"rollout.agent={agent!r}: there is no file {place}; write its path")
+        if file is not None:
+            require_name(file.read_text(encoding="utf-8"), file, name, f"rollout.agent={agent!r}")
         return Program(agent, ("function", agent))
     try:
         command = shlex.split(agent)
@@ -55,6 +62,15 @@ def program_of(agent: str) -> "Program":
         program = repr(command[0]) if command else "it"
         raise UserError(f"rollout.agent={agent!r}: {program} is no program; write a command line, or PATH.py:FUNCTION")
     return Program(agent, ("command", *command))
+
+
+def _module_file(name: str, agent: str) -> pathlib.Path | None:
+    """Returns the file of a module without a package, as the agents' process finds it; imports nothing."""
+    top, dot, _ = name.partition(".")
+    spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    if spec is None:
+        raise UserError(f"rollout.agent={agent!r}: there is no module {top}; install it, or write PATH.py:FUNCTION")
+    return pathlib.Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not dot else None
 
 
 def episode_variables(url: str, key: str) -> dict[str, str]:
@@ -125,7 +141,7 @@ class Program:
         self._ready = loop.create_future()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "jppo.agent.gateway.forks", str(theirs.fileno()), *self._work),
+                *(sys.executable, "-P", "-m", "jppo.agent.gateway.forks", str(theirs.fileno()), *self._work),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=_inherited(),
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
