@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -356,6 +357,20 @@ def test_what_is_refused(m, batch, folder, tmp_path):
     with pytest.raises(UserError, match="this model is closed"):
         closed.publish()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_first_example_of_the_page_runs(tmp_path, monkeypatch):
+    """As it stands, but for the number of its steps, on a model of 512 positions."""
+    page = (make.ROOT / "docs/your-own-loop.md").read_text(encoding="utf-8")
+    example = re.search(r"^```python\n(.*?)^```", page, re.S | re.M)[1]
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "path/to/model"
+    arithmetic.write_model(path)
+    (path / "config.json").write_text(json.dumps(arithmetic.MODEL | SHAPE | {"max_position_embeddings": 512}))
+    make.write_weights(path)
+    steps = [0, 1]
+    exec(example, {"prompts": PROMPTS[:2], "reward": lambda text: len(text), "range": lambda number: steps[:number]})
+    assert (tmp_path / "runs/mine/checkpoints/2").is_dir()
 
 
 def test_importance_sampling_weighs_by_the_ratio_of_sampled_tokens():

@@ -1,6 +1,6 @@
 """The Python API: a learner and a rollout engine as one object, for your own training loop. See docs/your-own-loop.md.
 
-    with jppo.open("path/to/model", engine="inprocess", actor=dict(lr=1e-5)) as m:
+    with jppo.open("path/to/model", engine="inprocess", data=dict(max_prompt_length=256, max_response_length=256)) as m:
         samples = m.sample(["2+2="], n=8)                            the engine's, with log-probs
         batch = m.batch(samples)                                     [N, L], a column for each token of a response
         batch = batch.replace(old_logprob=m.logprobs(batch), advantage=...)
@@ -221,9 +221,10 @@ class Model:
 
         `loss` is a name (vanilla or ppo, gspo, cispo, dro, ..., cross_entropy, importance_sampling; value for the
         critic), or a function as `own_learner.py` describes; None is the loss of the settings: actor.loss_mode with
-        entropy and KL. Means are over the tokens or sequences of the batch, or of the batch `of`, whose part it is.
-        `options` replace settings of `actor`: clip_ratio, loss_agg_mode='token-sum', .... A new function, name or
-        option compiles a new program, so define functions once.
+        entropy and KL. Means are over the tokens or sequences of the batch, or of the batch `of`, whose part it is; so
+        is all else that a loss needs of a whole batch. `options` replace settings of `actor`, by the rules between
+        them: clip_ratio, loss_agg_mode='token-sum', .... A new function, name or option compiles a new program, so
+        define functions once.
         """
         self._require_open()
         compiled = self._parts.losses.find(loss, options)
