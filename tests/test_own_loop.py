@@ -107,14 +107,22 @@ def loop(m, prompts, steps, n, mini, critic):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("critic", [False, True])
-def test_a_loop_equals_the_command(folder, tmp_path, config, critic):
+@pytest.mark.parametrize(
+    "critic,more",
+    [
+        (False, {}),
+        (True, {}),
+        (False, dict(loss_mode="clip_cov", clip_cov_ratio=0.4, clip_cov_lb=-9.0, clip_cov_ub=9.0)),
+    ],
+    ids=["grpo", "critic", "drawn tokens"],
+)
+def test_a_loop_equals_the_command(folder, tmp_path, config, critic, more):
     rows = [
         dict(prompt=p, ground_truth="0", data_source="mine") for p in PROMPTS + [p[::-1][1:] + "=" for p in PROMPTS]
     ]
     config.data.train_files = config.data.val_files = make.write_rows(tmp_path / "rows.jsonl", *rows)
     wanted = dict(
-        data=DATA | dict(train_batch_size=4), actor=ACTOR, critic=dict(lr=1e-2) if critic else {},
+        data=DATA | dict(train_batch_size=4), actor=ACTOR | more, critic=dict(lr=1e-2) if critic else {},
         model=dict(path=str(folder)), rollout=dict(name="inprocess", n=2),
         trainer=dict(run_dir=str(tmp_path / "run"), total_training_steps=2),
         algorithm=dict(adv_estimator="gae" if critic else "grpo"), reward=dict(function=f"{__file__}:compute_score"),
@@ -125,7 +133,7 @@ def test_a_loop_equals_the_command(folder, tmp_path, config, critic):
     train.train(config)
     lines = [one for one in read_metrics(tmp_path / "run") if "actor/loss" in one]
     with jppo.open(
-        str(folder), engine="inprocess", critic=dict(lr=1e-2) if critic else None, data=DATA, actor=ACTOR
+        str(folder), engine="inprocess", critic=dict(lr=1e-2) if critic else None, data=DATA, actor=ACTOR | more
     ) as m:
         history = loop(m, [row["prompt"] for row in rows], steps=2, n=2, mini=4, critic=critic)
         m.export(tmp_path / "mine")
@@ -313,6 +321,8 @@ def test_what_is_refused(m, batch, folder, tmp_path):
             batch, "importance_sampling", clip_ratio=0.1
         ),
         "loss=3 is not known": lambda: m.forward_backward(batch, 3),
+        "actor.use_kl_loss=1 is of type int; give a bool": lambda: m.forward_backward(batch, "ppo", use_kl_loss=1),
+        "actor.kl_topk=True is of type bool": lambda: m.forward_backward(batch, "ppo", kl_topk=True),
         "actor.clip_ratio=-1": lambda: m.forward_backward(batch, "ppo", clip_ratio=-1.0),
         r"advantage has the shape \[3\]": lambda: batch.replace(advantage=np.zeros(3)),
         r"advantage\[0\] has 9 numbers": lambda: batch.replace(advantage=[np.zeros(9)] * len(batch)),

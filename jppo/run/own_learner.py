@@ -116,7 +116,9 @@ class Losses:
         changes: dict[str, Any] = {f"{section}.{name}": value for name, value in options.items()}
         for name, value in changes.items():
             setting = table.TABLE[name]
-            if not (isinstance(value, setting.type) or (value is None and setting.optional) or type(value) is int):
+            kind = int | float if setting.type is float else setting.type
+            right = isinstance(value, kind) and isinstance(value, bool) == (setting.type is bool)
+            if not right and not (value is None and setting.optional):
                 raise UserError(f"{name}={value!r} is of type {type(value).__name__}; give a {setting.type.__name__}")
             setting.check(cast(Any, value))
         if loss not in (None, VALUE):
