@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import tempfile
 
 import jax
@@ -107,14 +108,22 @@ def loop(m, prompts, steps, n, mini, critic):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("critic", [False, True])
-def test_a_loop_equals_the_command(folder, tmp_path, config, critic):
+@pytest.mark.parametrize(
+    "critic,more",
+    [
+        (False, {}),
+        (True, {}),
+        (False, dict(loss_mode="clip_cov", clip_cov_ratio=0.4, clip_cov_lb=-9.0, clip_cov_ub=9.0)),
+    ],
+    ids=["grpo", "critic", "drawn tokens"],
+)
+def test_a_loop_equals_the_command(folder, tmp_path, config, critic, more):
     rows = [
         dict(prompt=p, ground_truth="0", data_source="mine") for p in PROMPTS + [p[::-1][1:] + "=" for p in PROMPTS]
     ]
     config.data.train_files = config.data.val_files = make.write_rows(tmp_path / "rows.jsonl", *rows)
     wanted = dict(
-        data=DATA | dict(train_batch_size=4), actor=ACTOR, critic=dict(lr=1e-2) if critic else {},
+        data=DATA | dict(train_batch_size=4), actor=ACTOR | more, critic=dict(lr=1e-2) if critic else {},
         model=dict(path=str(folder)), rollout=dict(name="inprocess", n=2),
         trainer=dict(run_dir=str(tmp_path / "run"), total_training_steps=2),
         algorithm=dict(adv_estimator="gae" if critic else "grpo"), reward=dict(function=f"{__file__}:compute_score"),
@@ -125,7 +134,7 @@ def test_a_loop_equals_the_command(folder, tmp_path, config, critic):
     train.train(config)
     lines = [one for one in read_metrics(tmp_path / "run") if "actor/loss" in one]
     with jppo.open(
-        str(folder), engine="inprocess", critic=dict(lr=1e-2) if critic else None, data=DATA, actor=ACTOR
+        str(folder), engine="inprocess", critic=dict(lr=1e-2) if critic else None, data=DATA, actor=ACTOR | more
     ) as m:
         history = loop(m, [row["prompt"] for row in rows], steps=2, n=2, mini=4, critic=critic)
         m.export(tmp_path / "mine")
@@ -313,6 +322,8 @@ def test_what_is_refused(m, batch, folder, tmp_path):
             batch, "importance_sampling", clip_ratio=0.1
         ),
         "loss=3 is not known": lambda: m.forward_backward(batch, 3),
+        "actor.use_kl_loss=1 is of type int; give a bool": lambda: m.forward_backward(batch, "ppo", use_kl_loss=1),
+        "actor.kl_topk=True is of type bool": lambda: m.forward_backward(batch, "ppo", kl_topk=True),
         "actor.clip_ratio=-1": lambda: m.forward_backward(batch, "ppo", clip_ratio=-1.0),
         r"advantage has the shape \[3\]": lambda: batch.replace(advantage=np.zeros(3)),
         r"advantage\[0\] has 9 numbers": lambda: batch.replace(advantage=[np.zeros(9)] * len(batch)),
@@ -372,6 +383,20 @@ def test_without_a_run_dir_no_folder_is_left(folder, tmp_path, monkeypatch):
         jppo.open(str(folder), engine=f"{__file__}:broken_engine", data=DATA, trainer=dict(run_dir="mine"))
     jppo.open(str(folder), data=DATA).close()
     assert not list((tmp_path / "temporary").glob("jppo-*"))
+
+
+def test_the_first_example_of_the_page_runs(tmp_path, monkeypatch):
+    """As it stands, but for the number of its steps, on a model of 512 positions."""
+    page = (make.ROOT / "docs/your-own-loop.md").read_text(encoding="utf-8")
+    example = re.search(r"^```python\n(.*?)^```", page, re.S | re.M)[1]
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "path/to/model"
+    arithmetic.write_model(path)
+    (path / "config.json").write_text(json.dumps(arithmetic.MODEL | SHAPE | {"max_position_embeddings": 512}))
+    make.write_weights(path)
+    steps = [0, 1]
+    exec(example, {"prompts": PROMPTS[:2], "reward": lambda text: len(text), "range": lambda number: steps[:number]})
+    assert (tmp_path / "runs/mine/checkpoints/2").is_dir()
 
 
 def test_importance_sampling_weighs_by_the_ratio_of_sampled_tokens():

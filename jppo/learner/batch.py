@@ -252,6 +252,16 @@ def mini_batches(
         yield Mini(scored, counts, place, learns=any(micro.rows.mask.any() for micro in scored), batch=batch)
 
 
+def with_whole(part: Mini, whole: Mini) -> Mini:
+    """Gives a part of a mini-batch the denominators and the selected tokens of the whole, in the same flat layout."""
+    micros = part.micros
+    if whole.micros[0].selected is not None:
+        assert whole.batch is not None and part.batch is not None
+        selected = unpack_rows(whole.batch, [(m.rows, m.selected) for m in whole.micros])
+        micros = [dataclasses.replace(m, selected=at(part.batch, selected, m.rows)) for m in micros]
+    return dataclasses.replace(part, micros=micros, counts=whole.counts)
+
+
 def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Mini:
     """Adds the seeds of the adapters' dropout, by the trajectory and the position of a token, to the micro-batches.
 

@@ -311,11 +311,10 @@ def run_on_empty_rows(
         mini = batch.Mini([batch.scored_rows(data, empty)], counts, sharding.rows_sharding(mesh), batch=data)
         for descent, learned, _, further in descents:
             models = placing.to_device((learned, descent.base, further))
-            taken = mini if descent.select is None else descent.select(join(*models[:2]), mini, now.key, now.step, 0)
-            taken = batch.with_dropout(taken, now.key, now.step, 0) if descent.drops else taken
+            taken = batch.with_dropout(mini, now.key, now.step, 0) if descent.drops else mini
+            taken = descent.before(join(*models[:2]), taken, now.key, now.step, 0)
             micro = placing.put(taken.micros[0], taken.place)
-            whole_counts = descent.counts(join(*models[:2]), counts, [micro.rows])
-            jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, whole_counts, *models[2]))
+            jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, taken.counts, *models[2]))
             done()
     for descent, learned, opt, _ in descents:
         carry = descent.zeros() if descent.exchange is None else descent.exchange(descent.zeros())

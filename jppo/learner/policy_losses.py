@@ -46,7 +46,8 @@ def make_select(selection: Selection, logprob: LogProb) -> Select:
         return selection.choose(key, *arrays, count=count)
 
     def select(model: Weights, mini: batch.Mini, key: Array, step: Array, number: int) -> batch.Mini:
-        data, rows = mini.batch, [micro.rows for micro in mini.micros]
+        data = mini.batch
+        rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # selected without dropout
         assert data is not None
         scores = [placing.fetch(logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
         logp = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))

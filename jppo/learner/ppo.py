@@ -19,7 +19,7 @@ from jppo.learner.policy_losses import Select, Selection, make_select
 from jppo.models import placing, router
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Base, Weights, join
-from jppo.types import Array, Batch, Counts, Params, Rows, TrainState
+from jppo.types import Array, Batch, Params, Rows, TrainState
 
 Model = tuple[Any, ModelConfig]  # the flax module, and its config
 Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
@@ -117,7 +117,6 @@ def make_passes(
         value, loss = make_critic(models.critic, r)
         critic = update.make_accumulate(loss, mesh=mesh, options=options)
     whole = None if mesh is None else sharding.replicated(mesh)
-    balanced = _routed(models.policy) and r.router_aux_loss_coef
     logprob_options = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
     advantages = estimate.make_advantages(
         r.estimator, kl_penalty=r.kl_penalty, correction=None if r.bypass else r.correction, bypass=r.bypass,
@@ -132,8 +131,18 @@ def make_passes(
         advantages=jax.jit(advantages, out_shardings=whole),
         actor=update.make_accumulate(actor_loss_of(models, r, **heads), mesh=mesh, options=options),
         critic=critic,
-        router_load=compiled(score.make_router_load(*models.policy), out_shardings=whole) if balanced else None,
+        router_load=make_router_load(models, r, mesh, options),
     )
+
+
+def make_router_load(
+    models: Models, r: Recipe, mesh: Mesh | None, options: dict[str, Any] | None
+) -> Callable[[Weights, Rows], Array] | None:
+    """Makes the compiled pass that counts the policy's tokens by expert; None without a load-balancing loss."""
+    if not (_routed(models.policy) and r.router_aux_loss_coef):
+        return None
+    whole = None if mesh is None else sharding.replicated(mesh)
+    return jax.jit(score.make_router_load(*models.policy), out_shardings=whole, compiler_options=options)
 
 
 def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
@@ -204,12 +213,19 @@ class ModelUpdate:
         """Returns the whole model."""
         return join(learned, self.base)
 
-    def counts(self, model: Weights, counts: Counts, micros: Iterable[Rows]) -> Counts:
-        """Adds the load of the experts over the mini-batch, if the loss needs it."""
+    def before(
+        self, model: Weights, mini: batch.Mini, key: Array | None, step: Array | None, number: int
+    ) -> batch.Mini:
+        """Adds what the loss needs of the whole mini-batch before its gradient, as constants.
+
+        These are the tokens that it treats apart and the load of the experts. `number` is the mini-batch's in the step.
+        """
+        if self.select is not None:
+            mini = self.select(model, mini, key, step, number)
         if self.load is None:
-            return counts
-        load: Any = sum(placing.fetch(self.load(model, rows)) for rows in micros)
-        return dataclasses.replace(counts, load=load)
+            return mini
+        load: Any = sum(placing.fetch(self.load(model, placing.put(m.rows, mini.place))) for m in mini.micros)
+        return dataclasses.replace(mini, counts=dataclasses.replace(mini.counts, load=load))
 
 
 def spare_rows(policy: ModelUpdate | None, value: ModelUpdate | None) -> Spare:
@@ -347,10 +363,9 @@ def descend(
     base, further = placing.to_device((model.base, further))
     params = placing.take(params)
     for number, mini in enumerate(minis):
-        if model.select is not None:
-            mini = model.select(join(params, base), mini, key, step, number)
         if model.drops:
             mini = batch.with_dropout(mini, key, step, number)
+        mini = model.before(join(params, base), mini, key, step, number)
         carry, sums = forward_backward(model, params, base, model.zeros(), mini, *further)
         params, opt, stats = optim_step(model, params, opt, carry, step, learns=mini.learns)
         history.append((sums, stats))
@@ -364,13 +379,12 @@ def forward_backward(
 ) -> tuple[update.Carry, list[dict[str, Any]]]:
     """Adds the gradient of a mini-batch to the carry, which is donated; returns also the sums of each micro-batch.
 
-    `params`, `base` and `further` are on the devices.
+    `params`, `base` and `further` are on the devices, and the mini-batch is from `ModelUpdate.before`.
     """
-    counts = model.counts(join(params, base), mini.counts, (placing.put(m.rows, mini.place) for m in mini.micros))
     sums = list[dict[str, Any]]()
     for micro in mini.micros:
         rows = placing.put(micro, mini.place)
-        carry, part = model.accumulate(params, base, carry, rows, counts, *further)
+        carry, part = model.accumulate(params, base, carry, rows, mini.counts, *further)
         jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
         sums.append(part)
     return carry, sums

@@ -80,7 +80,8 @@ def make_settings(
         config.trainer.run_dir = UNUSED
     c: Settings = settings.typed(config, Settings)
     _require_steps(c)
-    return c
+    # With a reference its log-probs can be asked for, whatever KL the loss has.
+    return settings.changed(c, {"algorithm.use_kl_in_reward": True}) if c.actor.use_kl_loss else c
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from jppo.algorithms import kl
 from jppo.algorithms.masked import masked_sum
 from jppo.errors import UserError
 from jppo.learner import make, optim, ppo, score, sharding, state, update
-from jppo.learner.batch import Mini
+from jppo.learner.batch import Mini, with_whole
 from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.policy_losses import Select, make_select
 from jppo.learner.ppo import Learner
@@ -35,12 +35,13 @@ from jppo.learner.recipe import make_recipe, rate_schedule
 from jppo.models import placing, router
 from jppo.models.lora import Weights, join
 from jppo.registry import did_you_mean
+from jppo.run.own_samples import Responses
 from jppo.run.resume import OPTIMIZERS, former_name, frozen_weights, require_same_run, run_identity
 from jppo.run.trained_model import find_checkpoint, is_checkpoint
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
-from jppo.settings import Optimizer, Settings, changed, parts, table
-from jppo.types import Array, Counts, Params, Scored, TrainState
+from jppo.settings import Optimizer, Settings, changed, check, parts, table, without_unread
+from jppo.types import Array, Counts, Params, Rows, Scored, TrainState
 
 Function = Callable[..., Any]
 SAME = {"logp": "logprob", "old_logp": "old_logprob", "old": "old_logprob"}
@@ -66,6 +67,7 @@ def importance_sampling(logprob: Array, old_logprob: Array, advantage: Array, ma
     return -advantage * jnp.exp(jnp.where(mask, logprob - old_logprob, 0.0))
 
 
+NO_REFERENCE = "this model has no reference; open it with ref=dict(path='policy'), or another path"
 FUNCTIONS: dict[str, Function] = {f.__name__: f for f in (cross_entropy, importance_sampling)}
 
 
@@ -76,8 +78,14 @@ class CompiledLoss:
     accumulate: Any
     of_critic: bool
     needs: tuple[str, ...]  # arrays of the batch
-    reference: bool = False  # takes the reference's weights, or None
+    exact: bool = False  # reads the reference's weights
+    load: Callable[[Weights, Rows], Array] | None = None  # as in ModelUpdate
     select: Select | None = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it needs a pass over the whole mini-batch before its gradient."""
+        return self.load is not None or self.select is not None
 
 
 class Losses:
@@ -88,12 +96,19 @@ class Losses:
         self._models, self._heads = make.make_models(c, inputs, mesh)
         self._options = sharding.compiler_options(mesh, c.model.compiler_options)
         self._made: dict[Any, CompiledLoss] = {}
+        self._load = passes.router_load
 
     def find(self, loss: str | Function | None, options: Mapping[str, Any]) -> CompiledLoss:
-        """Returns the loss of this name or function; None is the one of the settings. `options` are of `actor`."""
-        section = "critic" if loss == VALUE else "actor"
-        plain = callable(loss) or loss in FUNCTIONS
-        known = MEAN if plain else (*MEAN, "cliprange_value") if loss == VALUE else (*MEAN, *OF_POLICY)
+        """Returns the loss of this name or function; None is the one of the settings.
+
+        `options` are settings of `actor`, or of `critic` for a loss of values. Raises UserError by the rules of
+        `jppo.train`.
+        """
+        function = loss if callable(loss) else FUNCTIONS.get(str(loss))
+        plain = function is not None
+        of_critic = loss == VALUE or (function is not None and VALUE in _arguments(function))
+        section = "critic" if of_critic else "actor"
+        known = MEAN if plain else (*MEAN, "cliprange_value") if of_critic else (*MEAN, *OF_POLICY)
         for name in options.keys() - {*known}:
             raise UserError(
                 f"{name!r} is no option of a loss like this; use {', '.join(known)}{did_you_mean(name, known)}"
@@ -101,44 +116,57 @@ class Losses:
         changes: dict[str, Any] = {f"{section}.{name}": value for name, value in options.items()}
         for name, value in changes.items():
             setting = table.TABLE[name]
-            if not (isinstance(value, setting.type) or (value is None and setting.optional) or type(value) is int):
+            kind = int | float if setting.type is float else setting.type
+            right = isinstance(value, kind) and isinstance(value, bool) == (setting.type is bool)
+            if not right and not (value is None and setting.optional):
                 raise UserError(f"{name}={value!r} is of type {type(value).__name__}; give a {setting.type.__name__}")
             setting.check(cast(Any, value))
+        if loss not in (None, VALUE):
+            changes["actor.loss_mode"] = "vanilla" if plain or loss == "ppo" else self._known(loss)
         key = (loss, tuple(sorted(changes.items())))
         if key not in self._made:
-            self._made[key] = self._make(loss, changed(self._c, changes))
+            c = without_unread(changed(self._c, changes), changes)
+            check(c)
+            if function is not None:
+                self._made[key] = self._of_function(function, c)
+            else:
+                self._made[key] = self._of_values(c) if of_critic else self._of_policy(c, usual=loss is None)
         return self._made[key]
 
-    def _make(self, loss: str | Function | None, c: Settings) -> CompiledLoss:
-        if callable(loss):
-            return self._of_function(loss, c)
-        if loss == VALUE:
-            return self._of_values(c)
-        if loss in FUNCTIONS:
-            return self._of_function(FUNCTIONS[loss], c)
-        if loss not in (None, "ppo") and loss not in parts.POLICY_LOSSES and ":" not in str(loss):
-            known = (*FUNCTIONS, "ppo", *parts.POLICY_LOSSES, VALUE)
-            raise UserError(
-                f"loss={loss!r} is not known; it is one of {', '.join(map(repr, known))}, or a function of"
-                f" {', '.join(ARGUMENTS)}{did_you_mean(str(loss), known)}"
-            )
-        if loss is not None:
-            c = changed(c, {"actor.loss_mode": "vanilla" if loss == "ppo" else loss})
+    def _known(self, loss: Any) -> str:
+        """Returns the name of a policy loss; raises UserError for an unknown one."""
+        if isinstance(loss, str) and (loss in parts.POLICY_LOSSES or ":" in loss):
+            return loss
+        known = (*FUNCTIONS, "ppo", *parts.POLICY_LOSSES, VALUE)
+        raise UserError(
+            f"loss={loss!r} is not known; it is one of {', '.join(map(repr, known))}, or a function of"
+            f" {', '.join(ARGUMENTS)}{did_you_mean(str(loss), known)}"
+        )
+
+    def _of_policy(self, c: Settings, *, usual: bool) -> CompiledLoss:
         recipe, select = make_recipe(c), None
+        exact = recipe.kl_loss_type in kl.EXACT
+        if exact and self._models.reference is None:
+            raise UserError(
+                f"actor.kl_loss_type={recipe.kl_loss_type!r} reads the reference's weights, and {NO_REFERENCE}"
+            )
         if recipe.selection is not None:
             select = make_select(recipe.selection, self._passes.logprob)
-        sampled_kl = recipe.kl_loss_type is not None and recipe.kl_loss_type not in kl.EXACT
+        if self._load is None:
+            self._load = ppo.make_router_load(self._models, recipe, self._mesh, self._options)
+        sampled_kl = recipe.kl_loss_type is not None and not exact
         needs = ("old_logprob", "advantage", *(["ref_logprob"] if sampled_kl else []))
-        if loss is None and c == self._c:
+        if usual and c.actor == self._c.actor:
             accumulate = self._passes.actor  # training's own program
         else:
             accumulate = self._compiled(ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads))
-        return CompiledLoss(accumulate, False, needs, reference=True, select=select)
+        load = self._load if recipe.router_aux_loss_coef else None
+        return CompiledLoss(accumulate, False, needs, exact, load, select)
 
     def _of_values(self, c: Settings) -> CompiledLoss:
         if self._models.critic is None:
             raise UserError(f"loss={VALUE!r} is of a critic, and this model has none; open it with critic=True")
-        if c == self._c:
+        if c.critic == self._c.critic:
             return CompiledLoss(self._passes.critic, True, ("value", "returns"))
         loss = ppo.make_critic(self._models.critic, make_recipe(c))[1]
         return CompiledLoss(self._compiled(loss), True, ("value", "returns"))
@@ -223,16 +251,43 @@ class Trainable:
         self._section, self._schedule = section, rate_schedule(section, total_steps)
         self._carry: Any = None
         self.accumulated = 0  # gradients since the last step
+        self.stepped = 0  # optimizer steps in this step of the loop, whose mini-batches they are
         self._learns = False
+        self._whole: tuple[Responses, CompiledLoss, Mini] | None = None  # of the last parts
 
     @property
     def model(self) -> Weights:
         """Returns the whole model, its frozen base included."""
         return self.how.model(self.params)
 
-    def forward_backward(self, accumulate: Any, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Any]]:
+    def mini(
+        self,
+        loss: CompiledLoss,
+        given: Responses,
+        of: Responses | None,
+        pack: Callable[[Responses], Mini],
+        now: TrainState,
+    ) -> Mini:
+        """Packs a batch for `forward_backward`, with what the loss needs of the whole batch, which `of` is if given."""
+        mini = pack(given)
+        if of is None:
+            return self._before(loss, mini, now) if loss.looks_ahead else mini
+        if not loss.looks_ahead:
+            return dataclasses.replace(mini, counts=of.counts())
+        if loss.select is not None:
+            given.require_part(of)
+        if self._whole is None or self._whole[0] is not of or self._whole[1] is not loss:
+            self._whole = (of, loss, self._before(loss, pack(of), now))
+        return with_whole(mini, self._whole[2])
+
+    def _before(self, loss: CompiledLoss, mini: Mini, now: TrainState) -> Mini:
+        how = dataclasses.replace(self.how, load=loss.load, select=loss.select)
+        params, base = placing.to_device((self.params, how.base))
+        return how.before(join(params, base), mini, now.key, now.step, self.stepped)
+
+    def forward_backward(self, loss: CompiledLoss, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Any]]:
         """Adds the gradient of a mini-batch; returns its metrics, and the sums of each micro-batch."""
-        descent = dataclasses.replace(self.how, accumulate=accumulate)
+        descent = dataclasses.replace(self.how, accumulate=loss.accumulate)
         params, base, further = placing.to_device((self.params, descent.base, further))
         carry, self._carry = descent.zeros() if self._carry is None else self._carry, None
         try:
@@ -247,12 +302,6 @@ class Trainable:
         metrics = [{name: x for name, x in one.items() if np.ndim(x) == 0 or name == router.LOAD} for one in fetched]
         return ppo.update_metrics([(metrics, {})], descent.name), fetched
 
-    def select(self, select: Any, mini: Mini, key: Array, step: Array) -> Mini:
-        """Marks the tokens that a loss treats apart."""
-        params, base = placing.to_device((self.params, self.how.base))
-        chosen: Mini = select(join(params, base), mini, key, step, self.accumulated)
-        return chosen
-
     def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
         """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""
         name, descent = self.how.name, self.how
@@ -265,6 +314,7 @@ class Trainable:
         params = placing.take(self.params)
         params, self.opt, stats = ppo.optim_step(descent, params, self.opt, carry, where, learns=self._learns)
         self.params = jax.block_until_ready(placing.put_back(params, before))
+        self.stepped += 1
         self.discard()
         return {f"{name}/{key}": float(value) for key, value in jax.device_get(stats).items()}
 
@@ -289,7 +339,7 @@ class Trainable:
 
     def discard(self) -> None:
         """Drops the accumulated gradient."""
-        self._carry, self.accumulated, self._learns = None, 0, False
+        self._carry, self.accumulated, self._learns, self._whole = None, 0, False, None
 
 
 def save_state(c: Settings, learner: Learner, folder: pathlib.Path, now: TrainState) -> pathlib.Path:

@@ -1,6 +1,6 @@
 """The Python API: a learner and a rollout engine as one object, for your own training loop. See docs/your-own-loop.md.
 
-    with jppo.open("path/to/model", engine="inprocess", actor=dict(lr=1e-5)) as m:
+    with jppo.open("path/to/model", engine="inprocess", data=dict(max_prompt_length=256, max_response_length=256)) as m:
         samples = m.sample(["2+2="], n=8)                            the engine's, with log-probs
         batch = m.batch(samples)                                     [N, L], a column for each token of a response
         batch = batch.replace(old_logprob=m.logprobs(batch), advantage=...)
@@ -20,7 +20,7 @@ import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -36,16 +36,15 @@ from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
 from jppo.run.inputs import read_tokenizer, require_publishable
 from jppo.run.own_inputs import UNUSED, PromptLike, make_prompts, make_settings, require_sampling
-from jppo.run.own_learner import Losses, Trainable, load_state, save_state
+from jppo.run.own_learner import NO_REFERENCE, Losses, Trainable, load_state, save_state
 from jppo.run.own_samples import Engine, Kept, Responses, aims, of_samples, trajectory_of
 from jppo.samples.make import step_sampling
 from jppo.settings import Settings, changed
 from jppo.types import TrainState, Trajectory
 
 
-@dataclasses.dataclass(frozen=True)
-class Gradient:
-    """The result of `forward_backward`."""
+class Gradient(NamedTuple):
+    """The result of `forward_backward`, the pair `metrics, logprob`."""
 
     metrics: dict[str, float]  # as jppo.train names them; `actor/loss` or `critic/vf_loss` for a function
     logprob: np.ndarray | None  # [N, L] f32, of the policy; None from a critic and from the loss of the settings
@@ -74,12 +73,21 @@ class Model:
         if learner.critic is not None:
             self.critic = Trainable(learner.critic, begin.value, begin.value_opt, c.critic, steps)
         self._sampled = 0  # calls of `sample` in this step
-        self._stepped = self._closed = False
+        self._closed = False
 
     @property
     def step(self) -> int:
         """Returns the steps that `publish` has ended."""
         return int(self._now.step)
+
+    @property
+    def _trained(self) -> list[Trainable]:
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    @property
+    def _stepped(self) -> bool:
+        """Whether an optimizer step was taken in this step."""
+        return any(one.stepped for one in self._trained)
 
     @property
     def settings(self) -> Settings:
@@ -187,7 +195,7 @@ class Model:
         self._require_open()
         learner = self._parts.learner
         if learner.reference is None:
-            raise UserError("this model has no reference; open it with ref=dict(path='policy'), or another path")
+            raise UserError(NO_REFERENCE)
         arguments = (self._micros(batch), self.policy.model, learner.reference)
         return np.asarray(ppo.with_reference(learner.passes, learner.recipe, batch.data, *arguments).ref_logprob)
 
@@ -214,26 +222,25 @@ class Model:
 
         `loss` is a name (vanilla or ppo, gspo, cispo, dro, ..., cross_entropy, importance_sampling; value for the
         critic), or a function as `own_learner.py` describes; None is the loss of the settings: actor.loss_mode with
-        entropy and KL. Means are over the tokens or sequences of the batch, or of the batch `of`, whose part it is.
-        `options` replace settings of `actor`: clip_ratio, loss_agg_mode='token-sum', .... A new function, name or
-        option compiles a new program, so define functions once.
+        entropy and KL. Means are over the tokens or sequences of the batch, or of the batch `of`, whose part it is; so
+        is all else that a loss needs of a whole batch. `options` replace settings of `actor`, by the rules between
+        them: clip_ratio, loss_agg_mode='token-sum', .... A new function, name or option compiles a new program, so
+        define functions once.
         """
         self._require_open()
         compiled = self._parts.losses.find(loss, options)
-        for name in compiled.needs:
-            if getattr(batch, name) is None:
+        read = {"the batch": batch} | ({} if of is None or compiled.select is None else {"`of`": of})
+        for owner, name in ((owner, name) for owner in read for name in compiled.needs):
+            if getattr(read[owner], name) is None:
                 raise UserError(
                     f"loss={loss if isinstance(loss, str) else getattr(loss, '__name__', None)!r} reads {name}, which"
-                    f" the batch lacks; set it by batch.replace({name}=...)"
+                    f" {owner} lacks; set it by batch.replace({name}=...)"
                 )
-        learner = self._parts.learner
-        mini = batch.mini(learner.plan, learner.mesh, batch if of is None else of)
-        of_model = self.critic if compiled.of_critic else self.policy
-        assert of_model is not None
-        if compiled.select is not None:
-            mini = of_model.select(compiled.select, mini, self._now.key, self._now.step)
-        further = (learner.recipe.in_loss(learner.reference),) if compiled.reference else ()
-        metrics, sums = of_model.forward_backward(compiled.accumulate, mini, *further)
+        learner, trained = self._parts.learner, self.critic if compiled.of_critic else self.policy
+        assert trained is not None
+        mini = trained.mini(compiled, batch, of, lambda one: one.mini(learner.plan, learner.mesh), self._now)
+        further = () if compiled.of_critic else (learner.reference if compiled.exact else None,)
+        metrics, sums = trained.forward_backward(compiled, mini, *further)
         return Gradient(metrics, batch.logprob_of(mini, sums))
 
     def optim_step(
@@ -253,20 +260,18 @@ class Model:
         """
         self._require_open()
         given = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip)
-        ready = [one for one in (self.policy, self.critic) if one is not None and one.accumulated]
+        ready = [one for one in self._trained if one.accumulated]
         if not ready:
             raise UserError("optim_step() without a gradient; call forward_backward(batch, loss) first")
         metrics = dict[str, float]()
         for one in ready:
             metrics |= one.optim_step(self._now.step, given)
-            self._stepped = True
         return metrics
 
     def discard(self) -> None:
         """Drops the accumulated gradients."""
-        for one in (self.policy, self.critic):
-            if one is not None:
-                one.discard()
+        for one in self._trained:
+            one.discard()
 
     def publish(self) -> int:
         """Ends the step and gives the engine, if any, the policy's weights; returns the number of steps.
@@ -277,9 +282,14 @@ class Model:
         self._require_open()
         step = self.step + self._stepped
         self._now = dataclasses.replace(self._now, step=scalar(step, self._now.step))
-        self._stepped, self._sampled = False, 0
+        self._begin_step()
         self._parts.engine.publish(self, self.state)
         return step
+
+    def _begin_step(self) -> None:
+        self._sampled = 0
+        for one in self._trained:
+            one.stepped = 0
 
     def keep(self) -> Kept:
         """Returns a copy of the policy's weights to sample from later, by `sample(weights=...)`."""
@@ -310,8 +320,7 @@ class Model:
     def save(self, folder: str | pathlib.Path) -> pathlib.Path:
         """Writes a checkpoint to folder/checkpoints/STEP, which `load` and `python -m jppo.export` read."""
         self._require_open()
-        waiting = [one.accumulated for one in (self.policy, self.critic) if one is not None and one.accumulated]
-        if waiting:
+        if waiting := [one.accumulated for one in self._trained if one.accumulated]:
             raise UserError(
                 f"gradients of {sum(waiting)} call(s) of forward_backward are accumulated, which a checkpoint does not"
                 " hold; call optim_step() first, or discard()"
@@ -333,7 +342,7 @@ class Model:
         if self.critic is not None:
             self.critic.params, self.critic.opt = loaded.value, loaded.value_opt
         self._now = dataclasses.replace(loaded, policy=None, policy_opt=None, value=None, value_opt=None)
-        self._stepped, self._sampled = False, 0
+        self._begin_step()
         self._parts.engine.forget(self)
         return self.step
 

@@ -29,12 +29,22 @@ from jppo.types import Array, Batch, Counts, Params, Prompt, Reward, Rows, Sampl
 FIELDS = ("mask", "old_logprob", "ref_logprob", "value", "weight", "advantage", "returns")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """The rows of a part in the batch that `batch` or `examples` made; a batch with a row twice is such a one."""
+
+    origin: object  # the same for all parts
+    rows: np.ndarray  # [N], each once
+    count: int  # rows of that batch
+
+
 @dataclasses.dataclass(frozen=True)
 class Responses:
     """N responses and what a loop knows of their tokens. Immutable: `replace` returns another batch."""
 
     trajectories: tuple[Trajectory, ...]
     data: Batch
+    place: Place
     targets: np.ndarray | None = None  # [N, E] i32, of every entry, where they are not the next tokens
 
     def __len__(self) -> int:
@@ -55,7 +65,9 @@ class Responses:
             name: None if x is None else np.asarray(x)[index] for name, x in vars(self.data).items()
         }
         targets = None if self.targets is None else self.targets[index]
-        return Responses(tuple(self.trajectories[i] for i in index), Batch(**data), targets)
+        place = dataclasses.replace(self.place, rows=self.place.rows[index])
+        place = place if len(np.unique(index)) == len(index) else _new_place(len(index))
+        return Responses(tuple(self.trajectories[i] for i in index), Batch(**data), place, targets)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -99,15 +111,41 @@ class Responses:
             )
         return np.where(inside, array, np.float32(0))
 
-    def mini(self, plan: packing.Plan, mesh: Mesh, of: "Responses") -> batch.Mini:
-        """Packs the batch for one gradient, whose means are over the tokens and sequences of `of`."""
-        options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=np.arange(len(self)))
-        data = self.data
+    def mini(self, plan: packing.Plan, mesh: Mesh) -> batch.Mini:
+        """Packs the batch for one gradient, as a mini-batch of the batch that it is a part of."""
+        options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=self.place.rows)
+        whole = self._in_place()
+        data = whole.data
         if data.old_logprob is None:  # of a loss that does not read it
             data = dataclasses.replace(data, old_logprob=np.zeros(np.shape(data.mask), np.float32))
-        (mini,) = batch.mini_batches(data, self.trajectories, **options)
-        micros = [dataclasses.replace(micro, rows=self._aimed(micro.rows)) for micro in mini.micros]
-        return dataclasses.replace(mini, micros=micros, counts=mini.counts if of is self else of.counts())
+        (mini,) = batch.mini_batches(data, whole.trajectories, **options)
+        micros = [dataclasses.replace(micro, rows=whole._aimed(micro.rows)) for micro in mini.micros]
+        return dataclasses.replace(mini, micros=micros)
+
+    def _in_place(self) -> "Responses":
+        """Returns the rows at their places, between empty ones."""
+        rows, count = self.place.rows, self.place.count
+
+        def placed(x: Any) -> Any:
+            if x is None:
+                return None
+            out = np.zeros((count, *np.shape(x)[1:]), np.asarray(x).dtype)
+            out[rows] = x
+            return out
+
+        trajectories = dict.fromkeys(range(count), self.trajectories[0]) | dict(
+            zip(rows, self.trajectories, strict=True)
+        )
+        data: dict[str, Any] = {name: placed(x) for name, x in vars(self.data).items()}
+        return Responses(tuple(trajectories.values()), Batch(**data), self.place, placed(self.targets))
+
+    def require_part(self, of: "Responses") -> None:
+        """Raises UserError unless each row is one of `of`."""
+        if self.place.origin is not of.place.origin or not np.isin(self.place.rows, of.place.rows).all():
+            raise UserError(
+                "the loss selects tokens of the whole batch, and `of` has not all rows of this one; make a part as in"
+                " of[rows]"
+            )
 
     def counts(self) -> Counts:
         """Returns the denominators of means over the batch."""
@@ -120,7 +158,9 @@ class Responses:
         if not sums or update.TOKENS not in sums[0]:
             return None
         pairs = [(m.rows, np.asarray(one[update.TOKENS])) for m, one in zip(mini.micros, sums, strict=True)]
-        return batch.unpack_rows(self.data, pairs)
+        assert mini.batch is not None
+        unpacked: np.ndarray = batch.unpack_rows(mini.batch, pairs)[self.place.rows]
+        return unpacked
 
     def micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
         """Packs the batch for passes without a gradient."""
@@ -143,9 +183,12 @@ class Responses:
 def of_samples(samples: Sequence[Trajectory], columns: int) -> Responses:
     """Makes the batch of responses, [N, columns]."""
     nothing = [Reward(math.nan, {}, None) for _ in samples]
-    return Responses(
-        tuple(samples), batch.flatten(samples, nothing, np.arange(len(samples)), shape=(len(samples), columns))
-    )
+    data = batch.flatten(samples, nothing, np.arange(len(samples)), shape=(len(samples), columns))
+    return Responses(tuple(samples), data, _new_place(len(samples)))
+
+
+def _new_place(count: int) -> Place:
+    return Place(object(), np.arange(count), count)
 
 
 def trajectory_of(inputs: Any, targets: Any, row: int, vocabulary: int) -> Trajectory:

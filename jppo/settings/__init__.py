@@ -16,6 +16,7 @@ from jppo.settings.configfile import (
     parse,
     recipe,
     typed,
+    without_unread,
 )
 from jppo.settings.rules_rollout import cuts
 from jppo.settings.table import (
@@ -96,4 +97,5 @@ __all__ = [
     "template_arguments",
     "typed",
     "value_of",
+    "without_unread",
 ]

@@ -363,6 +363,13 @@ def _check_train_files(config: Common) -> None:
         raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
 
 
+def without_unread(config: C, kept: Collection[str]) -> C:
+    """Returns the settings with the defaults of those, but for `kept`, that their other values leave unread."""
+    values = by_name(config)
+    unread = [name for name in values.keys() - {*kept} if faults_of([functools.partial(_check_read, name, values)])]
+    return changed(config, {name: TABLE[name].default for name in unread})
+
+
 def _check_read(name: str, values: dict[str, Any]) -> None:
     """Raises a UserError for a value that no part of the run would read."""
     setting, value = TABLE[name], values[name]
