@@ -71,7 +71,6 @@ def copy(tmp_path_factory):
     return folder, commands
 
 
-@pytest.mark.slow
 def test_what_the_page_says_works(copy):
     folder, commands = copy
     tests = [word for command in commands for word in command.removeprefix("python -m pytest ").split()
