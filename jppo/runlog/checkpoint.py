@@ -101,10 +101,11 @@ class Checkpoints:
         content["checksum"] = checkpoint_arrays.text_checksum(content)
         copies = {name: checkpoint_arrays.one_copy(array) for name, array in arrays.items()}
         items = ocp.args.Composite(state=ocp.args.StandardSave(copies), about=ocp.args.JsonSave(content))
-        exported = None if export is None else self._directory / f"{step}{EXPORT}"
-        self._writing = _Save(step, score, exported, frozenset(threading.enumerate()))
+        exported = self._directory / f"{step}{EXPORT}"
+        before = frozenset(threading.enumerate())
+        self._writing = _Save(step, score, None if export is None else exported, before)
         try:
-            if export is not None and exported is not None:
+            if export is not None:
                 export(exported)
             self._writer.save(self._directory / str(step), args=items)
         except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
@@ -211,10 +212,9 @@ class Checkpoints:
             _join_writers(save.before)
         if jax.process_index() == 0:
             self._sweep()
-        why = first_line(error)[:200]
-        last = self.latest()
+        which, why, last = "?" if save is None else save.step, first_line(error)[:200], self.latest()
         print(
-            f"checkpoint {'?' if save is None else save.step} could not be written to {self._directory} ({type(error).__name__}: {why}); the run"
+            f"checkpoint {which} could not be written to {self._directory} ({type(error).__name__}: {why}); the run"
             f" continues, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make room"
             " there",
             flush=True,
