@@ -47,7 +47,7 @@ SETTINGS = {
     "reward.workers": 1,
     "reward.model.max_length": 16,
     "reward.model.normalize": True,
-    "reward.weights": "rule_score=1,rm_score=0.1",
+    "reward.weights": "function_score=1,rm_score=0.1",
     "trainer.total_training_steps": STEPS,
     "trainer.test_freq": 2,
     "trainer.save_freq": 1,
