@@ -4,7 +4,9 @@ import importlib.util
 
 import pytest
 
-from tests.make import ROOT, read_lines, script, write_lines
+from jppo import settings
+from jppo.rewards.make import needed_columns
+from tests.make import ROOT, changed, read_lines, script, typed, write_lines
 
 modes = script("benchmarks/modes.py")
 
@@ -24,6 +26,14 @@ def test_a_mode_learns_and_shows_its_work(work, name):
     row = modes.run(name, work)
     assert modes.lacks(row) == [], row
     assert 0.35 < row["before"] < 0.6
+
+
+@pytest.mark.parametrize("name", modes.MODES)
+def test_the_settings_of_a_mode_weigh_every_part_of_the_reward(name):
+    mode = modes.COMMON | modes.MODES[name].settings
+    mode |= {"reward.model.path": "rm"} if "reward.model.engine" in mode else {}
+    c = typed(changed(settings.recipe("quickstart", "runs/modes"), mode))
+    assert needed_columns(c) == ()  # not those of rules: the reward is a function
 
 
 def test_the_table_of_the_docs_is_that_of_the_results():
