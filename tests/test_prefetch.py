@@ -137,7 +137,7 @@ def test_the_next_step_is_sampled_while_this_one_is_learned_from():
         pass
     assert took.is_alive() and len(sampler.calls) == 1
     sampler.answer(0)
-    took.join(10)
+    took.join(60)
     assert len(sampler.calls) == 2 and not sampler.calls[1][-1].done()
     it.forget(0)
     settled = threading.Thread(target=it.settle)

@@ -38,7 +38,7 @@ def asked(answer, *, path="/v1/x", body=b"{}", headers=None):
             finally:
                 await over.wait()
 
-    found = asyncio.run(asyncio.wait_for(run(), 10))
+    found = asyncio.run(asyncio.wait_for(run(), 120))
     return *found, heard[0]
 
 
@@ -111,7 +111,7 @@ def test_a_request_that_is_given_up_leaves_nothing_open():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await endpoint.post(f"http://127.0.0.1:{port}/", b"{}", tls=TLS, headers={})
-            assert await asyncio.wait_for(hung.wait(), 5)  # the server saw its end
+            assert await asyncio.wait_for(hung.wait(), 60)  # the server saw its end
 
     asyncio.run(run())
     gc.collect()
