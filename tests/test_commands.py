@@ -56,9 +56,8 @@ def blocks(path: pathlib.Path) -> list[str]:
     if path.suffix == ".py":
         lines = shell_lines(ast.get_docstring(ast.parse(text)) or "")
         return [line.strip() for line in lines if line.startswith("    ") or line.startswith("python ")]
-    return [
-        line for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", text, re.S | re.M) for line in shell_lines(block)
-    ]
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M)
+    return [line for kind, code in found if kind in ("", "sh", "bash") for line in shell_lines(code)]
 
 
 def quoted(path: pathlib.Path) -> list[str]:

@@ -89,9 +89,9 @@ def test_a_test_may_take_half_of_the_time(truth, runs):
 
 
 def test_many_tests_that_do_not_end_in_time_are_an_error_and_no_zero():
-    many = json.dumps([{"input": "", "output": "1"}] * 9)
+    many = json.dumps([{"input": "", "output": "1"}] * 9)  # of which each may take half of the time
     with pytest.raises(TimeoutError, match=r"9 tests .* raise reward\.timeout_s"):
-        score("import time\ntime.sleep(0.4)\nprint(1)", many, time_s=1.2)
+        score("import time\ntime.sleep(0.7)\nprint(1)", many, time_s=4.0)
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,10 @@ def stop():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.05)
 def dropped():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # by which the watch raises it again
     exec({code!r}, globals())
     print("dropped", flush=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     time.sleep(60)
 with timer("gen"): dropped()
 """
