@@ -205,9 +205,9 @@ def asked(*sent, closes=None):
                 closes(writer)
             found = b""
             while not (found.endswith(b"}") or reader.at_eof()):
-                found += await asyncio.wait_for(reader.read(2**16), 5)
+                found += await asyncio.wait_for(reader.read(2**16), 60)
             while sent[0].startswith(b"HEAD") and not reader.at_eof():
-                found += await asyncio.wait_for(reader.read(2**16), 5)
+                found += await asyncio.wait_for(reader.read(2**16), 60)
             await asyncio.sleep(2)
             writer.close()
             return found
@@ -305,7 +305,7 @@ def served():
 def requested(port, connection=None):
     with contextlib.ExitStack() as ends:
         if connection is None:
-            connection = ends.enter_context(contextlib.closing(client.HTTPConnection("127.0.0.1", port, timeout=10)))
+            connection = ends.enter_context(contextlib.closing(client.HTTPConnection("127.0.0.1", port, timeout=60)))
         connection.request("POST", "/v1/reward", body=b"1234", headers={"Authorization": "Bearer right"})
         return json.loads(connection.getresponse().read())
 
@@ -318,7 +318,7 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
     with subprocess.Popen([sys.executable, "-c", FLOOD, str(served), head], stdout=subprocess.PIPE, text=True) as flood:
         assert flood.stdout.readline() == "held\n"
         try:
-            with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
+            with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=60)) as kept:
                 for _ in range(5):
                     assert requested(served) == requested(served, kept) == {"read": 4}
             assert len(os.listdir("/proc/self/fd")) - before < 650
@@ -328,7 +328,7 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
 
 def test_a_head_without_a_key_has_a_time_and_one_with_a_key_has_not(served, monkeypatch):
     monkeypatch.setattr(gateway, "HEAD_S", 1.0)
-    with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
+    with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=60)) as kept:
         assert requested(served, kept) == {"read": 4}
         with socket.create_connection(("127.0.0.1", served)) as slow, pytest.raises(OSError):
             for _ in range(1000):

@@ -271,7 +271,7 @@ def test_connections_without_a_token_take_a_bounded_number_of_files_and_no_threa
         for connection in idle[:80]:  # the oldest made room
             connection.settimeout(60.0)
             assert connection.recv(1) == b""
-        assert threading.active_count() == threads and len(os.listdir("/proc/self/fd")) <= files + 100 + 20 + 5
+        assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= files + 100 + 20 + 5
     finally:
         for connection in idle:
             connection.close()
