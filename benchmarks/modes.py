@@ -59,7 +59,7 @@ PAIRS = {"max_prompt_length": 6, "max_response_length": 4, "train_batch_size": 1
 REWARD_MODEL = {
     "reward.model.engine": "vllm",
     "reward.model.max_length": 16,
-    "reward.weights": "rm_score=1,rule_score=0",
+    "reward.weights": "rm_score=1,function_score=0",
 }
 
 
@@ -143,7 +143,7 @@ def out_of_turn(ran: Ran) -> float:
 def accuracy(ran: Ran, step: int) -> float:
     """The fraction of held-out problems that the greedy policy solved in the test of a step, whatever its reward is."""
     rows = map(json.loads, (ran.folder / f"samples/test_{step}.jsonl").read_text().splitlines())
-    return float(np.mean([row["parts"]["rule_score"] for row in rows]))
+    return float(np.mean([row["parts"]["function_score"] for row in rows]))
 
 
 def rank_of_the_change(ran: Ran) -> float:

@@ -1,7 +1,7 @@
 """Compares compiled small programs on described machines with reference accounts:
 
-    python scripts/check_accounts.py --platform=gpu            compares; exit code 1 with the differences
-    python scripts/check_accounts.py --platform=tpu --write    renews the kept files
+    python scripts/check_accounts.py --platform=gpu            # compares; exit code 1 with the differences
+    python scripts/check_accounts.py --platform=tpu --write    # renews the kept files
     python scripts/check_accounts.py --platform=gpu --only=fsdp,lora
 
 Cases: every mesh axis, hosts, experts, LoRA, an exact KL and long rows, with few layers of real widths. It fails where

@@ -47,7 +47,7 @@ SETTINGS = {
     "reward.workers": 1,
     "reward.model.max_length": 16,
     "reward.model.normalize": True,
-    "reward.weights": "rule_score=1,rm_score=0.1",
+    "reward.weights": "function_score=1,rm_score=0.1",
     "trainer.total_training_steps": STEPS,
     "trainer.test_freq": 2,
     "trainer.save_freq": 1,
@@ -79,10 +79,10 @@ IN_GENERATION = """
 """
 BETWEEN_UPDATES = """
     descend = train.ppo.descend
-    def broken(how, params, opt, step, *rest):
+    def broken(how, params, opt, step, *rest, **named):
         if how.name == "critic" and int(step) == 3:
             die()
-        return descend(how, params, opt, step, *rest)
+        return descend(how, params, opt, step, *rest, **named)
     train.ppo.descend = broken
 """
 IN_A_SAVE = """
@@ -95,11 +95,11 @@ IN_A_SAVE = """
 """
 NAN_GRADIENT = """
     update = train.update_models
-    def broken(c, learner, now, data, *rest):
+    def broken(c, learner, now, data, *rest, **named):
         if int(now.step) == 3:
             mark.touch()
             data = dataclasses.replace(data, advantage=data.advantage * float("nan"))
-        return update(c, learner, now, data, *rest)
+        return update(c, learner, now, data, *rest, **named)
     train.update_models = broken
 """
 STUCK_STAGE = """

@@ -58,7 +58,7 @@ SETTINGS = {
 AGENT = {
     "rollout.agent": f"{check_faults.ROOT / 'benchmarks/conversation_rewards.py'}:continue_sum",
     "rollout.agent_format": "plain",
-    "reward.weights": "rule_score=1,rm_score=0.1,agent_score=1",
+    "reward.weights": "function_score=1,rm_score=0.1,agent_score=1",
     "rollout.agent_concurrency": 8,
     "data.max_response_length": 12,
     "reward.model.max_length": 24,

@@ -13,6 +13,12 @@ import pytest
 from tests.make import ROOT
 
 PAGE = ROOT / "docs/extending.md"
+ACCEPTED = """
+import sys
+from jppo import settings
+for words in sys.argv[1:]:
+    settings.check(settings.parse(["--config=jppo://gsm8k", *words.split()], "", settings.default())[0])
+"""
 MADE = ("runs", "site", "build", "dist", "data")  # what a checkout may hold besides
 
 
@@ -71,7 +77,6 @@ def copy(tmp_path_factory):
     return folder, commands
 
 
-@pytest.mark.slow
 def test_what_the_page_says_works(copy):
     folder, commands = copy
     tests = [word for command in commands for word in command.removeprefix("python -m pytest ").split()
@@ -81,6 +86,9 @@ def test_what_the_page_says_works(copy):
     assert " passed" in said and "skipped" not in said
     families = "from jppo.models import families; print(families.FAMILIES['seed_oss'].qkv_bias)"
     assert run([sys.executable, "-c", families], folder) == "True\n"
+    given = re.findall(r"`(--config\.[^`]+)`", PAGE.read_text(encoding="utf-8"))
+    assert "--config.algorithm.adv_estimator=mine/sign.py:sign --config.rollout.n=4" in given
+    run([sys.executable, "-c", ACCEPTED, *given], folder)
 
 
 def test_what_is_added_is_as_tidy_as_the_rest(copy):

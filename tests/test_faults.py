@@ -4,6 +4,8 @@ import importlib.util
 
 import pytest
 
+from jppo import settings
+from jppo.rewards.make import needed_columns
 from tests import make
 
 FAULTS = ("broken_inside", "stopped_by_signals", "cut_checkpoint", "power_cut", "two_owners", "nan_parameters")
@@ -20,11 +22,20 @@ def script():
 def lab(script, tmp_path_factory):
     """The task, run for six steps with the engine in the process."""
     folder = tmp_path_factory.mktemp("faults") / "lab"
-    settings = script.make_task(folder) | {"rollout.name": "inprocess"}
+    changes = script.make_task(folder) | {"rollout.name": "inprocess"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # of all runs: they must agree to the bit
-        script.to_the_end(settings, folder / "undisturbed")
-        yield script.Lab(folder, settings, script.outcome(folder / "undisturbed"), seconds=10.0)
+        script.to_the_end(changes, folder / "undisturbed")
+        yield script.Lab(folder, changes, script.outcome(folder / "undisturbed"), seconds=10.0)
+
+
+@pytest.mark.parametrize("more", ["", "SETTINGS", "AGENT"])
+def test_the_settings_weigh_every_part_of_the_reward(script, tmp_path, more):
+    """Of this script's runs and of those of scripts/check_rollouts.py."""
+    added = getattr(make.script("scripts/check_rollouts.py"), more) if more else {}
+    config = settings.recipe("quickstart", str(tmp_path))
+    c = make.typed(make.changed(config, script.SETTINGS | {"reward.model.path": "judge"} | added))
+    assert needed_columns(c) == ()  # not those of rules: the reward is a function
 
 
 @pytest.mark.slow

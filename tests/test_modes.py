@@ -4,7 +4,9 @@ import importlib.util
 
 import pytest
 
-from tests.make import ROOT, read_lines, script, write_lines
+from jppo import settings
+from jppo.rewards.make import needed_columns
+from tests.make import ROOT, changed, read_lines, script, typed, write_lines
 
 modes = script("benchmarks/modes.py")
 
@@ -26,11 +28,20 @@ def test_a_mode_learns_and_shows_its_work(work, name):
     assert 0.35 < row["before"] < 0.6
 
 
+@pytest.mark.parametrize("name", modes.MODES)
+def test_the_settings_of_a_mode_weigh_every_part_of_the_reward(name):
+    mode = modes.COMMON | modes.MODES[name].settings
+    mode |= {"reward.model.path": "rm"} if "reward.model.engine" in mode else {}
+    c = typed(changed(settings.recipe("quickstart", "runs/modes"), mode))
+    assert needed_columns(c) == ()  # not those of rules: the reward is a function
+
+
 def test_the_table_of_the_docs_is_that_of_the_results():
-    [path] = (ROOT / "benchmarks/results").glob("*-modes.jsonl")
-    rows = read_lines(path)
-    assert {row["mode"] for row in rows} <= set(modes.MODES)
-    assert all(row["settings"] == modes.MODES[row["mode"]].settings for row in rows)
+    files = sorted((ROOT / "benchmarks/results").glob("*-modes.jsonl"))
+    rows = [row for path in files for row in read_lines(path)]
+    last = {row["mode"]: row for row in rows}
+    assert last.keys() <= set(modes.MODES)
+    assert all(row["settings"] == modes.MODES[mode].settings for mode, row in last.items())
     assert modes.table(rows) in (ROOT / "benchmarks/README.md").read_text()
 
 

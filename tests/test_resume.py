@@ -16,6 +16,7 @@ import pytest
 from jppo import __version__, settings, train
 from jppo.learner import state
 from jppo.learner.make import make_learner, make_mesh
+from jppo.preflight.preview import OutOfMemory
 from jppo.rollout.protocol import RolloutError
 from jppo.run import resume
 from jppo.run.inputs import read_inputs
@@ -46,17 +47,18 @@ def whole(finished_run, engine, tmp_path):
 def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
     """The same run in another folder, which ends by an error in the call number `at` of a function of train.py."""
     c = again(config, trainer__run_dir=str(run))
-    real, calls = getattr(train, in_call_of), []
+    calls = []
+    raised = OutOfMemory if isinstance(error, jax.errors.JaxRuntimeError) else type(error)
 
     def failing(*args, **kwargs):
         calls.append(1)
         if len(calls) == at:
             raise error
-        return real(*args, **kwargs)
+        return in_call_of(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, in_call_of, failing)
-        with pytest.raises(type(error)):
+        patch.setattr(train, in_call_of.__name__, failing)
+        with pytest.raises(raised):
             train.train(c)
     assert len(calls) == at
     return c
@@ -65,10 +67,10 @@ def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
 @pytest.mark.parametrize(
     "function,at,error",
     [
-        ("update_models", 2, Stopped(0, "asked")),  # in the second step: it is done again
+        (train.update_models, 2, Stopped(0, "asked")),  # in the second step: it is done again
         # In the test after the first step: the step stays done, the test is made.
-        pytest.param("validate", 2, Stopped(0, "asked"), marks=pytest.mark.slow),
-        ("validate", 3, RolloutError("the server died")),  # in the test after the last
+        pytest.param(train.validate, 2, Stopped(0, "asked"), marks=pytest.mark.slow),
+        (train.validate, 3, RolloutError("the server died")),  # in the test after the last
     ],
 )
 def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path, function, at, error):
@@ -81,18 +83,18 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
 @pytest.mark.parametrize(
     "function,at,error",
     [
-        ("update_models", 2, UserError("custom code said so")),
-        ("require_progress", 1, MemoryError("of the host")),  # the step is logged
+        (train.update_models, 2, UserError("custom code said so")),
+        (train.require_progress, 1, MemoryError("of the host")),  # the step is logged
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("update_models", 2, KeyboardInterrupt()),
-                ("update_models", 2, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")),
-                ("record_tokens", 2, OSError(28, "No space left on device")),
-                ("describe", 2, SystemExit(3)),
-                ("fresh", 2, ZeroDivisionError("a bug")),
-                ("require_published", 1, RuntimeError("the step is neither tested nor logged")),
-                ("validate", 2, UserError("a grader")),
+                (train.update_models, 2, KeyboardInterrupt()),
+                (train.update_models, 2, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")),
+                (train.record_tokens, 2, OSError(28, "No space left on device")),
+                (train.sample_metrics, 2, SystemExit(3)),
+                (train.mark_stale, 2, ZeroDivisionError("a bug")),
+                (train.require_published, 1, RuntimeError("the step is neither tested nor logged")),
+                (train.validate, 2, UserError("a grader")),
             ]
         ),
     ],
@@ -174,7 +176,9 @@ def test_a_resume_keeps_the_statistics_that_normalise_values(
     critic = dict(critic__value_norm_decay=0.5, critic__lam=1.0, critic__warmup_epochs=3, trainer__critic_warmup=1)
     config = again(small_run, **critic, **head)
     train.train(config)
-    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of="update_models", at=2, error=Stopped(0, "asked"))
+    c = broken_off(
+        config, tmp_path / "other", monkeypatch, in_call_of=train.update_models, at=2, error=Stopped(0, "asked")
+    )
     train.train(c)
     assert untimed(c.trainer.run_dir) == untimed(config.trainer.run_dir)
     assert weights(c.trainer.run_dir) == weights(config.trainer.run_dir)
@@ -189,7 +193,7 @@ def test_a_step_whose_test_was_broken_off_is_saved_as_any_other_by_the_run_that_
 ):
     changes = dict(trainer__test_freq=1, trainer__save_freq=1, trainer__max_ckpt_to_keep=9)
     config = again(whole, trainer__save_contents="model,optimizer,extra,hf_model", **changes)
-    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of="validate", at=2, error=Stopped(0, "asked"))
+    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of=train.validate, at=2, error=Stopped(0, "asked"))
     train.train(c)
     run, said = pathlib.Path(c.trainer.run_dir), capsys.readouterr().out
     assert "could not be written" not in said

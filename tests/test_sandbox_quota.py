@@ -80,7 +80,7 @@ def found(without: str) -> launcher.Guards:
 @pytest.mark.parametrize("way", WAYS)
 def test_files_without_a_name_count(way, without):
     guards = found(without)
-    ran = launcher.run_program(TAKES.replace("WAY", WAYS[way]), guards=guards, time_s=20, memory_bytes=2**29)
+    ran = launcher.run_program(TAKES.replace("WAY", WAYS[way]), guards=guards, time_s=60, memory_bytes=2**29)
     taken = [int(line) for line in ran.printed.splitlines() if line.isdecimal()]
     if way == "ioctl" or (way == "fallocate" and guards.counted):
         assert (taken, ran.why, ran.status) == ([], "", 0) and f"[Errno {errno.EOPNOTSUPP}]" in ran.printed, ran
@@ -107,5 +107,5 @@ HONEST = {
 @pytest.mark.parametrize("without", ["", "namespaces"])
 @pytest.mark.parametrize("program", HONEST.values(), ids=HONEST)
 def test_honest_programs_are_below_the_quota(program, without):
-    ran = launcher.run_program(program, guards=found(without), time_s=20, memory_bytes=2**29)
+    ran = launcher.run_program(program, guards=found(without), time_s=60, memory_bytes=2**29)
     assert (ran.status, ran.printed.strip().splitlines()[-1:]) == (0, ["ok"]), ran.errors

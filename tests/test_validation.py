@@ -44,7 +44,7 @@ class Answers:
 
 def rules(sources):
     """The rules of these sources as the only part of the reward."""
-    part = RulePart(sources, pool=Pool(1, timeout_s=5.0, memory_bytes=2**31))
+    part = RulePart(sources, pool=Pool(1, timeout_s=60.0, memory_bytes=2**31))
     return RewardSum({"rule_score": part}, parse_weights("", ["rule_score"]), score_on_error=None)
 
 

@@ -156,9 +156,10 @@ def test_python_may_be_installed_below_tmp(words, monkeypatch):
         os.chmod(place, 0o755)
         (pathlib.Path(place) / "seen").write_text("1")
         monkeypatch.setattr(launcher, "readable_paths", lambda: [*readable, place])
-        assert words(f"echo 2 > /tmp/x\n{PPO} a.b=$(< {place}/seen) c.d=$(< /tmp/x)") == ["a.b=1", "c.d=2"]
+        written = f"{place}-written"
+        assert words(f"echo 2 > {written}\n{PPO} a.b=$(< {place}/seen) c.d=$(< {written})") == ["a.b=1", "c.d=2"]
         assert words(f"echo 3 > {place}/seen\n{PPO} a.b=$(< {place}/seen)") == ["a.b=1"]
-    assert not os.path.exists("/tmp/x")
+    assert not os.path.exists(written)
 
 
 def test_a_machine_that_cannot_confine_says_how_to_do_it_by_hand(words, monkeypatch, tmp_path, capsys):

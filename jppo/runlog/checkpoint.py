@@ -9,6 +9,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,10 +101,12 @@ class Checkpoints:
         content["checksum"] = checkpoint_arrays.text_checksum(content)
         copies = {name: checkpoint_arrays.one_copy(array) for name, array in arrays.items()}
         items = ocp.args.Composite(state=ocp.args.StandardSave(copies), about=ocp.args.JsonSave(content))
-        self._writing = _Save(step, score, None if export is None else self._directory / f"{step}{EXPORT}")
+        exported = self._directory / f"{step}{EXPORT}"
+        before = frozenset(threading.enumerate())
+        self._writing = _Save(step, score, None if export is None else exported, before)
         try:
             if export is not None:
-                export(self._directory / f"{step}{EXPORT}")
+                export(exported)
             self._writer.save(self._directory / str(step), args=items)
         except Exception as e:  # orbax and tensorstore raise anything, even a plain Exception
             self._failed(e)
@@ -203,18 +206,19 @@ class Checkpoints:
         self._remove([step for step in self.steps() if step not in kept])
 
     def _failed(self, error: Exception) -> None:
-        """Reports a failed save and removes its remains."""
-        step, self._writing = "?" if self._writing is None else self._writing.step, None
-        why = first_line(error)[:200]
-        last = self.latest()
+        """Removes the remains of a failed save and reports it."""
+        save, self._writing = self._writing, None
+        if save is not None:
+            _join_writers(save.before)
+        if jax.process_index() == 0:
+            self._sweep()
+        which, why, last = "?" if save is None else save.step, first_line(error)[:200], self.latest()
         print(
-            f"checkpoint {step} could not be written to {self._directory} ({type(error).__name__}: {why}); the run"
+            f"checkpoint {which} could not be written to {self._directory} ({type(error).__name__}: {why}); the run"
             f" continues, and {'there is no checkpoint yet' if last is None else f'the last one is {last}'}; make room"
             " there",
             flush=True,
         )
-        if jax.process_index() == 0:
-            self._sweep()
 
     def _sweep(self) -> None:
         """Removes the remains of an interrupted save and restores the name of the one it was replacing."""
@@ -232,8 +236,23 @@ class Checkpoints:
             shutil.rmtree(self._directory / str(step))
 
 
+def _join_writers(before: frozenset[threading.Thread]) -> None:
+    """Waits for the threads of a failed save, which would make its folder anew; orbax waits until the first one fails.
+
+    Those of its closed event loops end, too; new ones of other loops may not.
+    """
+    while writers := [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]:
+        for thread in writers:
+            if thread.ident is not None:  # it has started
+                threading.Thread.join(thread)  # its own method raises the thread's error
+    deadline = time.monotonic() + WRITERS_END_SECONDS
+    for thread in threading.enumerate():
+        if thread not in before and thread.name.startswith("asyncio_") and thread.ident is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
 def _remove_all(path: pathlib.Path) -> None:
-    """Removes a folder in which other threads of a failed save may still write for a moment: orbax waits for none."""
+    """Removes a folder in which other threads of a failed save may still write for a moment."""
     for _ in range(WRITERS_END_SECONDS * 10):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
@@ -248,3 +267,4 @@ class _Save:
     step: int
     score: tuple[str, float] | None
     export: pathlib.Path | None
+    before: frozenset[threading.Thread]  # the threads of the process at its start

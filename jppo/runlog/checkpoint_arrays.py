@@ -235,8 +235,13 @@ def _of_field(name: str, field: str) -> bool:
 
 
 def checkpointer() -> ocp.AsyncCheckpointer:
-    """Returns orbax's reader and writer."""
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    """Returns orbax's reader and writer; `save` makes the folders itself.
+
+    Otherwise a thread makes them, and if it fails, the others wait 300 s for its signal.
+    """
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(async_options=options))
+    return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
 def quiet() -> None:

@@ -45,7 +45,7 @@ class Hall:
     def __init__(self, tokenizer, format):
         self.tokenizer, self.format, self.user_code = tokenizer, format, UserCodeRunner()
         self.tools, self.begin = [Calculator()], None
-        self.limits = dict(parallel=2, characters=60, side="middle", timeout_s=0.5)
+        self.limits = dict(parallel=2, characters=60, side="middle", timeout_s=60.0)
         self.turns = Turns(-1, -1)
         self.roles = ("tool", "user")
         self.how, self.branches = {}, 8

@@ -68,7 +68,7 @@ def test_what_it_shows(text, value):
      "(-1)**0.5", "(" * 400, "-" * 400 + "1", "9" * 501, "1;2", "10**1200*10**1200", "(1/3)**5000", "2**(1/3)**-99999"],
 )  # fmt: skip
 def test_what_is_no_arithmetic_is_an_error_at_once(text):
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises((ValueError, OverflowError)):
         shown(evaluate(text))
-    assert time.monotonic() - began < 1
+    assert time.thread_time() - began < 1

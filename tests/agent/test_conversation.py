@@ -183,6 +183,7 @@ def call_of(what):
 )
 def test_a_tool_that_misbehaves_costs_its_own_call_only(hermes, what, told):
     hermes.tools = [Slow()]
+    hermes.limits["timeout_s"] = 0.5 if "longer" in told else 60.0
     t, _ = hermes.hold(call_of(what), "Well.", prompt=hermes.prompt())
     assert told in t.text and t.turns == 2
     assert t.exchange.call_errors == (what not in ("flood", "nothing", "odd"))
@@ -226,7 +227,7 @@ def test_a_tool_that_blocks_does_not_hold_up_the_others(plain):
     began = time.monotonic()
     found, ticks = asyncio.run(many())
     assert all(t.turns == 2 and t.exchange.call_errors == 0 for t in found)
-    assert time.monotonic() - began < 10 and ticks > 5  # 30 s one after the other
+    assert time.monotonic() - began < 25 and ticks > 5  # 30 s one after the other
 
 
 USERS = """
@@ -303,7 +304,7 @@ def users(tmp_path):
 
 
 def test_a_simulated_user_answers_until_it_is_content(hermes, users):
-    hermes.begin = make_interaction(f"{users}User", user_code=hermes.user_code, timeout_s=5)
+    hermes.begin = make_interaction(f"{users}User", user_code=hermes.user_code, timeout_s=60)
     t, _ = hermes.hold("407", "409", "408")
     messages = [
         {"role": "user", "content": "What is 12*34?"},
@@ -321,14 +322,14 @@ def test_a_simulated_user_answers_until_it_is_content(hermes, users):
 
 
 def test_a_user_and_tools_share_a_conversation(hermes, users):
-    hermes.begin = make_interaction(f"{users}User", user_code=hermes.user_code, timeout_s=5)
+    hermes.begin = make_interaction(f"{users}User", user_code=hermes.user_code, timeout_s=60)
     t, _ = hermes.hold(CALL, "407", "408")
     assert (t.exchange.calls, t.exchange.score, t.turns) == (1, 0.75, 3)
 
 
 def test_an_environment_begins_and_rewards_every_turn_the_last_one_too(hermes, plain, users):
     for hall, prompt in ((hermes, hermes.prompt()), (plain, plain.prompt("12*34="))):
-        hall.begin = make_environment(f"{users}Guess", user_code=hall.user_code, timeout_s=5)
+        hall.begin = make_environment(f"{users}Guess", user_code=hall.user_code, timeout_s=60)
         t, ask = hall.hold("5", "6", "7", prompt=prompt)
         assert (t.turns, t.exchange.score, t.finish) == (3, 1.5, "stop")
         first = len(ask.asked[0])
@@ -359,7 +360,7 @@ def test_an_environment_begins_and_rewards_every_turn_the_last_one_too(hermes, p
 )
 def test_a_partner_that_fails_costs_its_own_response(plain, users, name, fault):
     make = make_environment if name in ("BadReset", "HalfReset", "HalfStep") else make_interaction
-    plain.begin = make(f"{users}{name}", user_code=plain.user_code, timeout_s=0.1)
+    plain.begin = make(f"{users}{name}", user_code=plain.user_code, timeout_s=0.1 if name == "Sleeps" else 60.0)
     t, _ = plain.hold("5", prompt=plain.prompt("12*34="))
     assert t.turns == 1 and t.exchange.fault.startswith(fault)
 
@@ -375,7 +376,7 @@ def test_a_partner_that_cannot_be_is_one_line(plain, users, name, said):
 
 
 def test_an_environment_that_says_too_much_at_first_costs_its_own_sample(plain, users):
-    plain.begin = make_environment(f"{users}Guess", user_code=plain.user_code, timeout_s=5)
+    plain.begin = make_environment(f"{users}Guess", user_code=plain.user_code, timeout_s=60)
     t, ask = plain.hold("5", prompt=plain.prompt("12*34="), room=1)
     assert ask.asked == [] and t.tokens.tolist() == plain.encode("12*34=") and not t.sampled.any()
     assert t.version.tolist() == [-1] * 6 and t.logprob.tolist() == [0.0] * 6

@@ -165,7 +165,7 @@ def test_the_end_of_the_trainer_is_no_crash_and_ends_all_programs(forking, tmp_p
         assert json.loads(channel.recv(2**12)) == {"id": 3}
     wait_for(lambda: (tmp_path / "running").exists() and (tmp_path / "running").read_text())
     channel.close()
-    assert (made.wait(20), made.stderr.read()) == (0, b"")
+    assert (made.wait(60), made.stderr.read()) == (0, b"")
     assert not running((tmp_path / "running").read_text())
 
 
@@ -182,5 +182,5 @@ def test_a_crash_has_its_exit_code(forking, text, sent, said):
     if sent:
         assert json.loads(channel.recv(2**12)) == {"ready": True}
         channel.send(sent)
-    assert made.wait(20) == forks.CRASHED == 70
+    assert made.wait(60) == forks.CRASHED == 70
     assert said in made.stderr.read()

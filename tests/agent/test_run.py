@@ -160,7 +160,7 @@ def test_an_agent_that_always_fails_ends_the_start_with_its_error(program_run, t
 def test_a_stop_while_the_policies_are_compared_ends_the_run(program_run, tmp_path, quick_compilation):
     """The first agent sends it to the trainer, in the check before the first step."""
     c = program_run
-    c.rollout.agent_timeout_s = 20.0
+    c.rollout.agent_timeout_s = 120.0
     (tmp_path / "program.py").write_text(
         "import os, signal, time\nTRAINER = os.getppid()\n"
         "def agent(task):\n    os.kill(TRAINER, signal.SIGTERM)\n    time.sleep(60)"

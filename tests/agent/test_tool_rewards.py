@@ -70,7 +70,7 @@ def test_tools_and_an_environment_have_their_own_parts_and_weights(plain, tmp_pa
         "    def step(self, text):\n        return '34', 2.0, text == '7'\n"
     )
     plain.tools = [Paying(("1", 0.5))]
-    plain.begin = make_environment(f"{tmp_path / 'world.py'}:World", user_code=plain.user_code, timeout_s=5)
+    plain.begin = make_environment(f"{tmp_path / 'world.py'}:World", user_code=plain.user_code, timeout_s=60)
     t = hold(plain, "<<0>>", "5", "7")
     call, five, seven = ends_of(t)
     reward = graded(t, "environment_score=1,tool_score=10")

@@ -69,7 +69,7 @@ def test_what_hangs_is_ended_also_where_it_swallows_exceptions():
 
     begin = time.monotonic()
     found = list(examine([Check("slow", hang, limit_s=0.2), Check("next", fine)]))
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 40
     assert found[0].verdict == "FAIL" and found[0].found == "no result in 0 s" and found[1].verdict == "OK"
 
 

@@ -39,7 +39,7 @@ def conversation(*turns, exchange=None):
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
     """Grades a trajectory by a function that returns an expression in its arguments."""
-    pool = Pool(1, timeout_s=20.0, memory_bytes=2**30)
+    pool = Pool(1, timeout_s=60.0, memory_bytes=2**30)
     folder = tmp_path_factory.mktemp("functions")
 
     def grade(returned, *trajectories, batch=False):

@@ -94,7 +94,7 @@ def serve():
     """Starts fake judges and parts that ask them; ends them all."""
     with contextlib.ExitStack() as stack:
 
-        def start(answers, api_type="openai", *, timeout_s=5.0, system="be fair", template="{response}", **options):
+        def start(answers, api_type="openai", *, timeout_s=60.0, system="be fair", template="{response}", **options):
             server = Judge(answers)
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             stack.callback(server.server_close)
@@ -127,7 +127,7 @@ def door(api_type="openai", *, base_url="http://127.0.0.1:9/v1", timeout_s=5.0, 
 
 
 def scores(part, *texts):
-    return [f.result(30) for f in [part.submit(sample(text)) for text in texts]]
+    return [f.result(60) for f in [part.submit(sample(text)) for text in texts]]
 
 
 class Faults:
@@ -196,7 +196,7 @@ def test_as_many_are_asked_at_once_as_may_be_and_no_more(serve):
     together = threading.Barrier(4)  # breaks, and each answer is an error, unless 4 questions are there at once
 
     def answer(_):
-        together.wait(10)
+        together.wait(60)
         return "7"
 
     server, part = serve(answer, concurrency=4, retries=0)
@@ -517,7 +517,7 @@ def test_a_closed_judge_answers_all_the_same(serve):
 def test_a_sample_that_cannot_be_asked_about_is_an_error(serve):
     server, part = serve(lambda _: "7")
     assert "UnicodeEncodeError" in scores(part, "lone \ud800")[0].error
-    odd = part.submit(sample("x", messages=[{"role": "user"}])).result(5)  # chat messages have a content
+    odd = part.submit(sample("x", messages=[{"role": "user"}])).result(60)  # chat messages have a content
     assert "KeyError" in odd.error and server.bodies == []
 
 

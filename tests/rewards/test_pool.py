@@ -1,6 +1,7 @@
 """Functions of users that do their worst, in real worker processes: each costs only its own sample."""
 
 import math
+import os
 import pathlib
 import re
 import signal
@@ -26,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return eval(solution_str[7:])
     return float(ground_truth)
 """
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def running(mark):
     return found
 
 
-def soon(condition, within_s=10.0):
+def soon(condition, within_s=60.0):
     end = time.monotonic() + within_s
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -74,8 +75,8 @@ def gone(mark):
 
 NASTY_THINGS = {
     "run raise KeyError('here')": r"KeyError: 'here' \(<string>:1\)",
-    "run time.sleep(1000)": "took longer than 1 s",
-    "run while True: pass": "took longer than 1 s",
+    "run time.sleep(1000)": f"took longer than {TIMEOUT_S:g} s",
+    "run while True: pass": f"took longer than {TIMEOUT_S:g} s",
     "run bomb = [0] * 10**9": "used more than 256 MiB of memory",
     "run bomb = bytearray(10**9)": "used more than 256 MiB of memory",
     "run exit(3)": r"it called exit\(3\)",
@@ -83,7 +84,7 @@ NASTY_THINGS = {
     "run os._exit(0)": "the process ended with exit code 0",
     "run os.kill(os.getpid(), 9)": r"signal 9 \(SIGKILL\)",
     "run os.abort()": r"signal 6 \(SIGABRT\)",
-    "run os.kill(os.getpid(), 19)": "took longer than 1 s",  # SIGSTOP
+    "run os.kill(os.getpid(), 19)": f"took longer than {TIMEOUT_S:g} s",  # SIGSTOP
     "run os.closerange(0, 1000)": "process",
     "return None": "score None",
     "return float('nan')": "score nan",
@@ -126,17 +127,19 @@ def test_whatever_a_function_does_costs_only_its_own_sample(tmp_path, pool, capf
 def test_an_overrun_takes_the_processes_that_it_started_along(tmp_path, pool):
     part = function(tmp_path, NASTY, pool)
     start = "subprocess.Popen(['sleep', '{}'], start_new_session={})"
-    text = f"run {start.format('4711.5', False)}; {start.format('4711.5', True)}; time.sleep(1000)"
-    assert "took longer" in part.submit(sample(text)).result(20).error
-    assert gone("4711.5")
-    assert part.submit(sample(f"run {start.format('4712.5', True)}", "1")).result(20).score == 1.0
-    assert soon(lambda: running("4712.5"))  # what a good sample leaves behind may go on; its command line comes late
+    late, left = (f"{10**6 + os.getpid()}.{i}" for i in (1, 2))  # seconds that nobody else sleeps
+    text = f"run {start.format(late, False)}; {start.format(late, True)}; time.sleep(1000)"
+    assert "took longer" in part.submit(sample(text)).result(60).error
+    assert gone(late)
+    assert part.submit(sample(f"run {start.format(left, True)}", "1")).result(60).score == 1.0
+    assert soon(lambda: running(left))  # what a good sample leaves behind may go on; its command line comes late
     pool.close()
-    assert gone("4712.5")
+    assert gone(left)
 
 
 def test_workers_end_when_the_trainer_is_killed(tmp_path):
     (tmp_path / "mine.py").write_text(NASTY)
+    child = f"{10**6 + os.getpid()}.3"
     program = (
         "import sys, numpy as np\n"
         "from jppo.rewards.graders import FunctionPart\n"
@@ -145,7 +148,7 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
         "from jppo.types import Prompt\n"
         f"part = FunctionPart({str(tmp_path / 'mine.py')!r} + ':compute_score', "
         "pool=Pool(1, timeout_s=100, memory_bytes=2**28), decode=str)\n"
-        "text = \"run subprocess.Popen(['sleep', '4713.5'], start_new_session=True); time.sleep(1000)\"\n"
+        f"text = \"run subprocess.Popen(['sleep', '{child}'], start_new_session=True); time.sleep(1000)\"\n"
         "future = part.submit(Sample(Prompt('u', 's', 'q', np.zeros(1, np.int32), '0', {}), text, 1, 'stop'))\n"
         "print('going', flush=True)\n"
         "future.result()\n"
@@ -154,11 +157,11 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
     mark = f"\0jppo.rewards.pool_worker\0{trainer.pid}\0"
     try:
         assert trainer.stdout.readline() == b"going\n"
-        assert soon(lambda: running("4713.5")) and running(mark)
+        assert soon(lambda: running(child)) and running(mark)
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.communicate()
-    assert gone(mark) and gone("4713.5")
+    assert gone(mark) and gone(child)
 
 
 def test_close_is_prompt_and_answers_what_waits(tmp_path, pool):
@@ -170,7 +173,7 @@ def test_close_is_prompt_and_answers_what_waits(tmp_path, pool):
     part.close()
     part.close()
     late = part.submit(sample("good"))
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 30
     assert [f.result(0).error for f in [*futures, late]] == ["the pool was closed"] * 4
 
 
@@ -187,11 +190,11 @@ def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
 """
     (tmp_path / "helper_beside.py").write_text("HALF = 0.5\n")
     part = function(tmp_path, source, shared_pool, "score")
-    one = part.submit(sample("abc", "abc", index=7)).result(20)
+    one = part.submit(sample("abc", "abc", index=7)).result(60)
     assert one.score == 0.5 and one.parts == {"length": 3.0, "right": 1.0, "index": 7.0}  # texts and NaN are none
-    column = part.submit(sample("abc", "abc", extra_info={"index": 8}, other=1)).result(20)
+    column = part.submit(sample("abc", "abc", extra_info={"index": 8}, other=1)).result(60)
     assert column.parts["index"] == 8.0
-    assert one.answer == "" and part.submit(sample("d", "d", index=1)).result(20).answer == "['d', 1]"
+    assert one.answer == "" and part.submit(sample("d", "d", index=1)).result(60).answer == "['d', 1]"
 
 
 BATCH = """
@@ -210,14 +213,14 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
 
 
 def test_the_batch_form_gets_all_samples_of_a_flush_at_once(tmp_path):
-    pool = Pool(1, timeout_s=0.3, memory_bytes=2**28)
+    pool = Pool(1, timeout_s=2.0, memory_bytes=2**28)
     part = function(tmp_path, BATCH, pool)
 
     def scored(*texts):
         futures = [part.submit(sample(text)) for text in texts]
         assert not any(future.done() for future in futures)
         part.flush()
-        return [future.result(20) for future in futures]
+        return [future.result(60) for future in futures]
 
     a, b, junk = scored("a", "bb", "junk")
     assert (a.score, b.score) == (1.0, 2.0) and a.parts == b.parts == {"calls": 1.0}
@@ -225,7 +228,7 @@ def test_the_batch_form_gets_all_samples_of_a_flush_at_once(tmp_path):
     part.flush()  # nothing waits
     assert scored("ccc")[0].parts == {"calls": 2.0}
     assert {r.error for r in scored("short", "a")} == {"ValueError: the function returned 1 scores for 2 samples"}
-    assert {r.error for r in scored("hang", "a", "b")} == {"it took longer than 0.9 s"}
+    assert {r.error for r in scored("hang", "a", "b")} == {"it took longer than 6 s"}
     assert scored("a")[0].score == 1.0
     late = part.submit(sample("a"))
     part.close()
@@ -247,32 +250,32 @@ def test_trls_form_gets_prompts_completions_and_columns(tmp_path, shared_pool):
     chat = [{"role": "user", "content": "7"}]
     futures = [part.submit(sample(text, "7", messages=chat, level=level)) for text, level in (("a", 1), ("bb", 2))]
     part.flush()
-    assert [future.result(20).score for future in futures] == [111.0, 122.0]
+    assert [future.result(60).score for future in futures] == [111.0, 122.0]
     plain = function(
         tmp_path, "def compute_score(completions, level=0): return [float(c) for c in completions]", shared_pool
     )
     one, other = plain.submit(sample("2.5", level=None)), plain.submit(sample("4"))
     plain.flush()
-    assert (one.result(20).score, other.result(20).score) == (2.5, 4.0)
+    assert (one.result(60).score, other.result(60).score) == (2.5, 4.0)
     lost = function(tmp_path, "def compute_score(completions, answer): return [1.0]", shared_pool)
     one = lost.submit(sample("2", level=1))
     lost.flush()
     assert (
         "the parameter 'answer' is no column of the data; it has data_source, ground_truth, level"
-        in one.result(20).error
+        in one.result(60).error
     )
 
 
 def test_an_async_function_of_one_sample_and_of_a_batch(tmp_path, shared_pool):
     head = "import asyncio\nasync def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
     one = head + "    await asyncio.sleep(0)\n    return float(solution_str)"
-    assert function(tmp_path, one, shared_pool).submit(sample("2.5")).result(20).score == 2.5
+    assert function(tmp_path, one, shared_pool).submit(sample("2.5")).result(60).score == 2.5
     arguments = "data_sources, solution_strs, ground_truths, extra_infos"
     text = f"async def compute_score({arguments}): return [float(text) for text in solution_strs]"
     batch = function(tmp_path, text, shared_pool)
     futures = [batch.submit(sample("2")), batch.submit(sample("4"))]
     batch.flush()
-    assert [future.result(20).score for future in futures] == [2.0, 4.0]
+    assert [future.result(60).score for future in futures] == [2.0, 4.0]
 
 
 def test_a_file_alone_means_its_compute_score(tmp_path, shared_pool):
@@ -280,7 +283,7 @@ def test_a_file_alone_means_its_compute_score(tmp_path, shared_pool):
         "def compute_score(data_source, solution_str, ground_truth, extra_info): return 3"
     )
     part = FunctionPart(str(tmp_path / "mine.py"), pool=shared_pool, decode=bytes_as_text)
-    assert part.submit(sample("a")).result(20).score == 3.0
+    assert part.submit(sample("a")).result(60).score == 3.0
 
 
 @pytest.mark.parametrize(
@@ -324,8 +327,8 @@ def test_a_run_keeps_the_file_that_it_began_with(tmp_path, pool):
     part = function(tmp_path, NASTY, pool)
     (tmp_path / "mine.py").write_text("def compute_score(*_): return 99")
     for _ in range(3):  # also in the workers that take the place of dead ones
-        assert part.submit(sample("run os._exit(1)")).result(20).error is not None
-        assert part.submit(sample("good", "1")).result(20).score == 1.0
+        assert part.submit(sample("run os._exit(1)")).result(60).error is not None
+        assert part.submit(sample("good", "1")).result(60).score == 1.0
 
 
 def test_rules_that_may_hang_run_in_the_pool_and_the_others_do_not(shared_pool):
@@ -340,17 +343,17 @@ def test_rules_that_may_hang_run_in_the_pool_and_the_others_do_not(shared_pool):
     part = RulePart(["math_verify"], pool=shared_pool)
     tower, half = r"\boxed{9^{9^{9^{9}}}+x}", r"\boxed{1/2}"
     futures = [part.submit(sample(text, "0.5", source="math_verify")) for text in [half, tower, half, r"\boxed{3}"]]
-    first, hard, second, wrong = [future.result(30) for future in futures]
+    first, hard, second, wrong = [future.result(60) for future in futures]
     assert (first.score, second.score, wrong.score) == (1.0, 1.0, 0.0)
     assert hard.score == 0.0 or hard.error is not None
-    assert part.submit(sample(half, "", source="math_verify")).result(20).error.startswith("ValueError")
+    assert part.submit(sample(half, "", source="math_verify")).result(60).error.startswith("ValueError")
 
 
 def test_each_rule_that_may_hang_is_graded_as_itself(shared_pool, monkeypatch):
     monkeypatch.setitem(graders._MAY_HANG, rules.exact, "exact")
     part = RulePart(["exact"], pool=shared_pool)
     texts = (" 132\n", r"\boxed{132}")  # which math_verify takes, too
-    assert [part.submit(sample(text, "132", source="exact")).result(20).score for text in texts] == [1.0, 0.0]
+    assert [part.submit(sample(text, "132", source="exact")).result(60).score for text in texts] == [1.0, 0.0]
 
 
 def test_programs_run_only_where_that_is_allowed(shared_pool):
@@ -369,23 +372,22 @@ def test_programs_run_only_where_that_is_allowed(shared_pool):
 def test_a_pattern_that_takes_years_costs_only_its_own_sample(shared_pool):
     part = FormatPart(r"<think>(a+)+</think>", pool=shared_pool)
     futures = [part.submit(sample(t)) for t in ("<think>aa</think>", "<think>" + "a" * 60, "x<think>a</think>")]
-    good, years, bad = [future.result(20) for future in futures]
-    assert (good.score, bad.score) == (1.0, 0.0) and years.error == "it took longer than 1 s"
-    assert FormatPart("a.b", pool=shared_pool).submit(sample("a\nb")).result(20).score == 1.0
+    good, years, bad = [future.result(60) for future in futures]
+    assert (good.score, bad.score) == (1.0, 0.0) and years.error == f"it took longer than {TIMEOUT_S:g} s"
+    assert FormatPart("a.b", pool=shared_pool).submit(sample("a\nb")).result(60).score == 1.0
     with pytest.raises(UserError, match=r"reward\.format_regex='\(' is not a regular expression"):
         FormatPart("(", pool=shared_pool)
 
 
 def test_two_thousand_samples_take_seconds(tmp_path):
-    pool = Pool(2, timeout_s=10.0, memory_bytes=2**30)
+    pool = Pool(2, timeout_s=60.0, memory_bytes=2**30)
     rule, mine = RulePart(["gsm8k"], pool=pool), function(tmp_path, NASTY, pool)
     solution = "She sells 9 eggs for $2 each. " * 20 + "#### 18"
-    begun = time.perf_counter()
+    begun = os.times()
     futures = [part.submit(sample(solution, "18", source="gsm8k")) for _ in range(1000) for part in (rule, mine)]
     assert sum(future.result(60).score for future in futures) == 1000 * (1 + 18)
-    took = time.perf_counter() - begun
     pool.close()
-    assert took < 12
+    assert sum(os.times()[:4]) - sum(begun[:4]) < 12  # of all processes, whatever else the machine does
 
 
 @pytest.mark.parametrize("returned", ["12", b"12", {"a": 1.0, "b": 2.0}, 3.0])

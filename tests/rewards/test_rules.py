@@ -405,7 +405,7 @@ def test_a_truth_that_is_none_is_no_zero(rule):
     ],
 )
 def test_no_text_takes_the_quick_rules_long(unit):
-    text, begun = unit * (30_000 // len(unit)), time.perf_counter()
+    text, begun = unit * (30_000 // len(unit)), time.thread_time()
     for rule, truth in (
         (rules.gsm8k, "1"),
         (rules.gsm8k_flexible, "1"),
@@ -415,7 +415,7 @@ def test_no_text_takes_the_quick_rules_long(unit):
         for response in (text, f"#### 1{text}", f"#### {text}"):
             rule(response, truth)
     rules.boxed(rf"\boxed{text}")
-    assert time.perf_counter() - begun < 2
+    assert time.thread_time() - begun < 2
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -463,6 +463,6 @@ def test_a_search_truth_is_text_or_json_with_a_target():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("unit", ["<answer>", r"\boxed{", r"\boxed ", "{", "$", "#### 1", "Answer: ", "a ", r"\frac"])
 def test_long_responses_take_no_more_than_a_moment(rule, unit):
-    start = time.perf_counter()
+    start = time.thread_time()
     getattr(rules, rule)(unit * 20_000, "5")
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0

@@ -105,7 +105,7 @@ def settings():
         "gpu_memory_utilization": 0.4,
         "kv_cache_memory_bytes": 1 << 27,
         "omp_threads": 1,
-        "start_timeout_s": 20.0,
+        "start_timeout_s": 60.0,
     }
     return lambda **changes: ServerSettings(**(values | changes))
 

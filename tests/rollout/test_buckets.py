@@ -330,7 +330,7 @@ if rank == 1:
     fake.answers[t.UPDATE] = (200, once)
 made = ServerSettings(python="", servers=1, port=0, dtype="float32", max_model_len=64, vocab_size=1000, max_num_seqs=8,
     enforce_eager=True, gpu_memory_utilization=0.4, kv_cache_memory_bytes=1, omp_threads=1,
-    start_timeout_s=20.0, publish_via="tcp")
+    start_timeout_s=60.0, publish_via="tcp")
 engine = start_vllm("m", "run", settings=made, urls=[fake.url], limits=ServerLimits(10.0, 5.0, 2), publish_dir="")
 sampler = engine.ready(eos_token_ids=[2], decode=str)
 hosts = types.SimpleNamespace(count=2, together=lambda work: work())

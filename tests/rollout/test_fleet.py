@@ -52,7 +52,7 @@ def made(fakes, settings, monkeypatch):
     monkeypatch.setattr(repair, "PROBE_S", 0.05)
     engines = []
 
-    def make(count=2, timeout_s=20.0, health_s=5.0, start_s=20.0, restarts=3, lora_rank=0, decode=str, connections=256):
+    def make(count=2, timeout_s=60.0, health_s=60.0, start_s=60.0, restarts=3, lora_rank=0, decode=str, **limits):
         for fake in fakes:
             serve(fake)
         if lora_rank:
@@ -65,7 +65,7 @@ def made(fakes, settings, monkeypatch):
                 "run",
                 settings=settings(start_timeout_s=start_s, lora_rank=lora_rank),
                 urls=[fake.url for fake in fakes[:count]],
-                limits=ServerLimits(timeout_s, health_s, restarts, connections=connections),
+                limits=ServerLimits(timeout_s, health_s, restarts, **limits),
                 publish_dir="",
             )
         )
@@ -92,7 +92,7 @@ def asked(fake, routes):
     return [route for route in fake.asked if route in routes]
 
 
-def until(true, seconds=10.0):
+def until(true, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -154,7 +154,7 @@ def test_all_sleep_once_none_is_being_restarted(made, fakes):
     thread.join(0.2)
     assert thread.is_alive() and not asked(fakes[0], SLEEP)
     member.server, member.mending = None, False
-    thread.join(10)
+    thread.join(60)
     assert [asked(fake, SLEEP) for fake in fakes] == [[SLEEP[0]]] * 2
 
 
@@ -228,12 +228,12 @@ def test_a_server_that_lost_its_weights_gets_them_again(made, fakes):
 
 
 def test_a_hung_server_is_found_by_its_health_and_others_do_its_work(made, fakes):
-    sampler = made(timeout_s=60.0, health_s=0.3, start_s=1.0)
+    sampler = made(health_s=2.0, start_s=5.0)
     for route in (GENERATE, "/health", "/v1/models"):
         del fakes[1].answers[route]
     began = time.monotonic()
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
 
 
 def test_the_last_server_that_is_gone_ends_the_run(made, fakes):
@@ -271,7 +271,7 @@ def test_what_begins_alike_goes_to_one_server_unless_it_is_busy(made, fakes, mon
     assert firsts == [[10, 10, 12, 12, 14, 14], [11, 11, 13, 13, 15, 15]]
     monkeypatch.setattr(router, "SLACK", 1)
     held, (_, good) = threading.Event(), fakes[0].answers[GENERATE]
-    fakes[0].answers[GENERATE] = (200, lambda body: held.wait(20) and good(body))
+    fakes[0].answers[GENERATE] = (200, lambda body: held.wait(60) and good(body))
     future = sampler.start([PROMPTS[0]] * 12, SAMPLING)
     until(lambda: len(asked(fakes[1], [GENERATE])) > 12)
     held.set()
@@ -282,11 +282,11 @@ def test_a_request_does_not_wait_for_one_server_while_another_has_room(made, fak
     sampler, held = made(2, connections=2), threading.Event()
     for fake in fakes:
         _, good = fake.answers[GENERATE]
-        fake.answers[GENERATE] = (200, lambda body, good=good: held.wait(20) and good(body))
+        fake.answers[GENERATE] = (200, lambda body, good=good: held.wait(60) and good(body))
     future = sampler.start(PROMPTS[:1], dataclasses.replace(SAMPLING, n=6))
-    until(lambda: [len(asked(fake, [GENERATE])) for fake in fakes] == [2, 2], 2.0)
+    until(lambda: [len(asked(fake, [GENERATE])) for fake in fakes] == [2, 2])
     held.set()
-    assert len(future.result(20)) == 6
+    assert len(future.result(60)) == 6
 
 
 def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes):
@@ -310,15 +310,15 @@ def test_no_more_are_under_way_than_a_server_has_room_for(made, fakes):
 def test_a_probe_does_not_wait_for_the_samples_of_later_steps(made, fakes):
     sampler = made(1, connections=3)
     held, (_, good) = threading.Event(), fakes[0].answers[GENERATE]
-    fakes[0].answers[GENERATE] = (200, lambda body: (body["token_ids"][0] >= 15 or held.wait(20)) and good(body))
+    fakes[0].answers[GENERATE] = (200, lambda body: (body["token_ids"][0] >= 15 or held.wait(60)) and good(body))
     samples = sampler.start(PROMPTS[:5], SAMPLING)
     until(lambda: len(asked(fakes[0], [GENERATE])) == 3)  # seven others wait for a place
     probes = threading.Thread(target=sampler.probe, args=(PROMPTS[5:], SAMPLING), daemon=True)
     probes.start()
-    probes.join(10)
+    probes.join(60)
     assert not probes.is_alive() and not samples.done()
     held.set()
-    assert len(samples.result(20)) == 10
+    assert len(samples.result(60)) == 10
 
 
 def test_a_probe_reaches_a_server_that_has_far_more_to_do(made, fakes, monkeypatch):
@@ -364,7 +364,7 @@ def test_a_response_that_an_update_cuts_goes_on_by_the_new_weights(made, fakes):
     cut, (_, good) = threading.Event(), fakes[0].answers[GENERATE]
 
     def aborted(body):
-        assert cut.wait(10)
+        assert cut.wait(60)
         return {"choices": [choice([77], [-3.0], finish="abort", version="7")]}
 
     fakes[0].answers[GENERATE] = (200, aborted)
@@ -405,7 +405,7 @@ def test_a_stop_text_ends_a_response_that_an_update_cut_within_it(made, fakes, b
     def reply(body):
         done, most = len(body["token_ids"]) - 3, body["sampling_params"]["max_tokens"]
         if not done:
-            assert cut.wait(10)
+            assert cut.wait(60)
             tokens, finish, version = before, "abort", "7"
         else:
             tokens, finish, version = (before + behind)[done : done + most], "length", "8"
@@ -453,10 +453,10 @@ def test_a_server_that_works_its_queue_off_is_not_late(made, fakes):
 
 
 def test_a_request_that_a_server_forgot_is_asked_again_while_others_are_answered(made, fakes):
-    sampler = made(1, timeout_s=1.2)
-    one_at_a_time(fakes[0], 0.2)
+    sampler = made(1, timeout_s=2.4)
+    one_at_a_time(fakes[0], 0.4)
     (_, good), first = fakes[0].answers[GENERATE], []
-    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))
+    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(60))
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
     assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 1.0}
 
@@ -465,28 +465,28 @@ def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_comin
     sampler = made(1, timeout_s=0.5, connections=6)
     one_at_a_time(fakes[0], 0.2)
     (_, good), first = fakes[0].answers[GENERATE], []
-    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(20))
+    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if first else first.append(1) or fakes[0].hang.wait(60))
     future = sampler.start(PROMPTS * 2, SAMPLING)  # for almost five seconds
-    until(lambda: sampler.asked_again == 1)
+    until(lambda: sampler.asked_again >= 1)
     assert not future.done() and len(asked(fakes[0], [GENERATE])) < 24
     future.result()
     assert sampler.restarts == 0
 
 
 def test_a_server_that_answers_nothing_is_late_with_all_at_once(made, fakes):
-    sampler = made(1, timeout_s=0.5)
+    sampler = made(1, timeout_s=2.0)
     (_, good), held = fakes[0].answers[GENERATE], threading.Event()
-    fakes[0].answers[GENERATE] = (200, lambda body: good(body) if held.is_set() else fakes[0].hang.wait(20))
+    fakes[0].answers[GENERATE] = (200, lambda body: good(body) if held.is_set() else fakes[0].hang.wait(60))
     fakes[0].answers["jppo_check"] = (200, lambda _: held.set() or {"results": [{"ok": True, "error": None}]})
     began = time.monotonic()
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))
-    assert time.monotonic() - began < 5 and sampler.metrics()["rollout/restarts"] >= 1.0
+    assert time.monotonic() - began < 12 and sampler.metrics()["rollout/restarts"] >= 1.0
 
 
 def test_one_response_that_is_slow_alone_is_waited_for_while_the_server_samples_it(made, fakes):
-    sampler = made(1, timeout_s=0.4)
+    sampler = made(1, timeout_s=1.2)
     (_, good), begun = fakes[0].answers[GENERATE], []
-    fakes[0].answers[GENERATE] = (200, lambda body: begun.append(1) or time.sleep(2.5) or good(body))
+    fakes[0].answers[GENERATE] = (200, lambda body: begun.append(1) or time.sleep(4) or good(body))
     fakes[0].answers["jppo_working"] = (200, {"results": [{"requests": 1, "most": 8}]})
     [one] = [dataclasses.replace(SAMPLING, n=1)]
     [t] = sampler.generate(PROMPTS[:1], one, version=7)
@@ -495,7 +495,7 @@ def test_one_response_that_is_slow_alone_is_waited_for_while_the_server_samples_
 
 
 def test_a_response_that_others_overtake_is_waited_for_while_the_server_samples_as_many_as_are_here(made, fakes):
-    sampler = made(1, timeout_s=0.4, connections=3)
+    sampler = made(1, timeout_s=1.0, connections=3)
     (_, good), begun, lock = fakes[0].answers[GENERATE], [], threading.Lock()
 
     def reply(body):
@@ -514,7 +514,7 @@ def test_a_response_that_others_overtake_is_waited_for_while_the_server_samples_
 def test_a_request_that_the_server_does_not_sample_is_asked_again(made, fakes):
     sampler = made(1, timeout_s=0.4)
     (_, good), begun = fakes[0].answers[GENERATE], []
-    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if begun else begun.append(1) or fakes[0].hang.wait(20))
+    fakes[0].answers[GENERATE] = (200, lambda b: good(b) if begun else begun.append(1) or fakes[0].hang.wait(60))
     fakes[0].answers["jppo_working"] = (200, {"results": [{"requests": 0, "most": 8}]})
     assert len(sampler.generate(PROMPTS[:1], SAMPLING, version=7)) == 2
     assert sampler.metrics()["rollout/asked_again"] >= 1.0
@@ -594,10 +594,10 @@ def test_attached_servers_are_resumed_after_a_stop_in_a_publish_once_they_have_l
 
     thread = threading.Thread(target=publish)
     thread.start()
-    assert loading.wait(10)
+    assert loading.wait(60)
     raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Stop))
     assert raised == 1
-    thread.join(10)
+    thread.join(60)
     sampler.close()
     for fake in fakes:
         assert asked(fake, SWAP)[-1] == "/resume" and asked(fake, SWAP).count("/resume") == 1
@@ -657,7 +657,7 @@ def test_a_server_whose_answer_to_resume_is_lost_while_it_is_looked_at_comes_bac
     member, let_go = sampler.members[1], threading.Event()
 
     def late(_):
-        assert let_go.wait(10)
+        assert let_go.wait(60)
         raise ConnectionAbortedError
 
     def pause(_):
@@ -685,7 +685,7 @@ def test_spans_of_two_versions_are_told_apart(made, fakes):
     spans = [{"start": 0, "end": 1, "version": "7"}, {"start": 1, "end": 3, "version": "8"}]
     answer = choice([5, 6, 2], [-1.0, -1.0, -1.0]) | {"weight_versions": spans}
     loaded = threading.Event()
-    fakes[0].answers[GENERATE] = (200, lambda _: loaded.wait(10) and {"choices": [answer]})
+    fakes[0].answers[GENERATE] = (200, lambda _: loaded.wait(60) and {"choices": [answer]})
     future = sampler.start(PROMPTS[:1], SAMPLING)
     until(lambda: len(asked(fakes[0], [GENERATE])) == 2)
     fakes[0].answers["/pause?mode=keep"] = (200, {})

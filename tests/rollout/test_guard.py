@@ -51,7 +51,7 @@ def guarded():
         port = free.getsockname()[1]
     key = new_key()
     process = subprocess.Popen([sys.executable, "-c", APP, str(port)], env={**os.environ, **key.environment()})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     with socket.socket() as probe:
         while probe.connect_ex(("127.0.0.1", port)):
             assert process.poll() is None and time.monotonic() < deadline
@@ -214,9 +214,9 @@ class Sampler:
 
 @pytest.fixture
 def leased(monkeypatch):
-    """An app behind the guard with leases of 0.3 s, and its asker, which returns status and message."""
+    """An app behind the guard with leases of 1 s, and its asker, which returns status and message."""
     monkeypatch.setenv(guard.TOKEN, "secret")
-    monkeypatch.setattr(guard, "LEASE_S", 0.3)
+    monkeypatch.setattr(guard, "LEASE_S", 1.0)
     monkeypatch.setattr(guard, "TICK_S", 0.02)
     sampler = Sampler()
     app = Guard(sampler)
@@ -237,17 +237,22 @@ def leased(monkeypatch):
     return sampler, ask
 
 
+async def end_of_pause(sampler):
+    async with asyncio.timeout(60):
+        while sampler.paused:
+            await asyncio.sleep(0.02)
+
+
 def test_a_pause_ends_with_its_trainer_whose_next_load_is_refused(leased):
     sampler, ask = leased
 
     async def run():
         await ask("/pause", "a/1")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         await ask("/health", "a/1")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         assert sampler.paused, "a request renews the lease"
-        await asyncio.sleep(0.4)
-        assert not sampler.paused
+        await end_of_pause(sampler)
         status, why = await ask("/load", "a/1")
         assert status == 503 and "has resumed" in why and not sampler.loads
         assert [await ask(path, "a/2") for path in ("/pause", "/load", "/resume")] == [(200, "")] * 3
@@ -258,7 +263,7 @@ def test_a_pause_ends_with_its_trainer_whose_next_load_is_refused(leased):
 
 def test_a_load_that_blocks_the_server_for_longer_than_the_lease_does_not_end_it(leased):
     sampler, ask = leased
-    sampler.blocked = 1.0
+    sampler.blocked = 2.0
 
     async def run():
         await ask("/pause", "a/1")
@@ -280,7 +285,7 @@ def test_a_second_trainer_is_refused_by_name_until_the_first_has_gone(leased):
         await ask("/health", "a/end")
         assert not sampler.paused, "the end is orderly"
         assert await ask("/pause", "b/1") == (200, "")
-        await asyncio.sleep(0.5)
-        assert not sampler.paused and await ask("/pause", "c/1") == (200, ""), "b was killed"
+        await end_of_pause(sampler)
+        assert await ask("/pause", "c/1") == (200, ""), "b was killed"
 
     asyncio.run(run())

@@ -41,12 +41,12 @@ def run(tmp_path, settings, monkeypatch):
         fresh.write_text("# servers\n" + "".join(f"{server.url}/\n" for server in servers))
         fresh.rename(file)
 
-    def make(servers, start_s=20.0, health_s=5.0, tensors=TENSORS, **changes):
+    def make(servers, start_s=60.0, health_s=60.0, tensors=TENSORS, **changes):
         write(servers)
         engines.append(
             start_vllm(
                 "model", "run", settings=settings(start_timeout_s=start_s, **changes), publish_dir="",
-                urls=attached(f"file:{file}", ALONE), limits=ServerLimits(20.0, health_s, 0),
+                urls=attached(f"file:{file}", ALONE), limits=ServerLimits(60.0, health_s, 0),
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
@@ -87,11 +87,11 @@ def test_a_server_that_joins_gets_the_weights_before_it_is_asked(run, servers, s
 def test_requests_at_a_server_that_leaves_are_asked_elsewhere(run, servers):
     sampler, write = run(servers[:2])
     held, (_, good) = threading.Event(), servers[1].answers[GENERATE]
-    servers[1].answers[GENERATE] = (200, lambda body: held.set() or servers[1].hang.wait(20) or good(body))
+    servers[1].answers[GENERATE] = (200, lambda body: held.set() or servers[1].hang.wait(60) or good(body))
     pending = sampler.start(PROMPTS, SAMPLING)
-    assert held.wait(10)
+    assert held.wait(60)
     write(servers[:1])
-    assert whole(pending.result(10))
+    assert whole(pending.result(60))
     assert urls(sampler) == [servers[0].url] and sampler.metrics()["rollout/asked_again"] >= 1.0
     before = asked(servers[1], SWAP)  # a check of its health may still be under way
     sampler.load(TENSORS.items(), version=8)
@@ -128,10 +128,10 @@ def test_a_server_that_breaks_while_a_publish_pauses_it_joins_again(run, servers
 def test_all_servers_are_replaced_during_a_generation(run, servers):
     sampler, write = run(servers[:2])
     for server in servers[:2]:
-        server.answers[GENERATE] = (200, lambda _, s=server: s.hang.wait(20))
+        server.answers[GENERATE] = (200, lambda _, s=server: s.hang.wait(60))
     pending = sampler.start(PROMPTS, SAMPLING)
     write(servers[2:])
-    assert whole(pending.result(10))
+    assert whole(pending.result(60))
     until(lambda: sorted(urls(sampler)) == sorted(server.url for server in servers[2:]))
 
 
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_read_changes_nothing(run, servers, said):
 def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers, said):
     sampler, _ = run(servers[:2])
     (_, good), held = servers[1].answers[GENERATE], threading.Event()
-    servers[1].answers[GENERATE] = (200, lambda body: held.wait(20) and good(body))
+    servers[1].answers[GENERATE] = (200, lambda body: held.wait(60) and good(body))
     pending = sampler.start(PROMPTS, SAMPLING)
     whole_file = run.file.read_text()
     run.file.write_text("")
@@ -158,16 +158,16 @@ def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers,
     before = sampler.members
     run.file.write_text(whole_file)
     held.set()
-    assert whole(pending.result(10)) and sampler.members == before
+    assert whole(pending.result(60)) and sampler.members == before
     assert sampler.metrics()["rollout/asked_again"] == 0
 
 
 def test_a_publish_does_not_wait_for_a_server_that_loads_to_join(run, servers):
     sampler, write = run(servers[:1])
     loading, go, load = threading.Event(), threading.Event(), servers[1].answers["jppo_load"]
-    servers[1].answers["jppo_load"] = (200, lambda _: loading.set() or (go.wait(20) and load[1]))
+    servers[1].answers["jppo_load"] = (200, lambda _: loading.set() or (go.wait(60) and load[1]))
     write(servers[:2])
-    assert loading.wait(10)
+    assert loading.wait(60)
     sampler.load(TENSORS.items(), version=8)
     assert not go.is_set() and servers[0].version == "8" and urls(sampler) == [servers[0].url]
     go.set()

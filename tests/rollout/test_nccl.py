@@ -207,7 +207,7 @@ def test_a_trainer_that_is_killed_in_a_broadcast_leaves_no_worker_waiting(librar
     entries = layout.pack_bytes(layout.in_order([(name, "float32", tensor.shape, tensor.nbytes, 0)]))
     began = time.monotonic()
     worker.update_weights({"version": 8, "entries": entries})  # and the trainer sends nothing
-    assert time.monotonic() - began < 5 and worker.group == ""
+    assert time.monotonic() - began < 30 and worker.group == ""
     assert worker.staging.error.startswith("a broadcast by NCCL did not end within 0.3 s: the trainer was killed")
     worker.start_weight_update()
     assert worker.staging.error is None
@@ -272,7 +272,7 @@ def test_a_failure_beside_a_refusal_gives_the_communicator_up_too():
         raise RolloutError("the broadcast failed")
 
     def beside(number):
-        return device_carriers.alongside(fail, timeout_s=5.0, give_up=lambda: gave_up.append(number))
+        return device_carriers.alongside(fail, timeout_s=60.0, give_up=lambda: gave_up.append(number))
 
     with pytest.raises(RolloutError, match="refused"), beside(1):
         raise RolloutError("refused")

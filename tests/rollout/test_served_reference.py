@@ -73,7 +73,7 @@ class ForAll:
 
 
 def attach(fake, tokenizer, longest=63):
-    return ForAll(fake.url, longest=longest, tokenizer=tokenizer, timeout_s=5.0)
+    return ForAll(fake.url, longest=longest, tokenizer=tokenizer, timeout_s=60.0)
 
 
 def test_every_sequence_has_its_own_log_probs(fake, tokenizer):
@@ -140,7 +140,7 @@ def test_each_data_source_has_its_own_teacher(fake, fakes, tokenizer):
     other = fakes[1]
     other.answers[SCORE_ROUTE] = (200, lambda body: json.loads(json.dumps(reply(body)).replace("-3.0", "-0.125")))
     urls = {"openai/gsm8k": fake.url, "math": other.url}
-    served = ServedReferences(urls, longest=63, tokenizer=tokenizer, timeout_s=5.0)
+    served = ServedReferences(urls, longest=63, tokenizer=tokenizer, timeout_s=60.0)
     asked = [trajectory([i, *TOKENS]) for i in range(2, 12)]
     found, _ = served.logprobs(asked, ["math", "openai/gsm8k", "math", "math", "math"] * 2)
     assert [x[3].tolist() for x in found] == [-0.125, -3.0, -0.125, -0.125, -0.125] * 2

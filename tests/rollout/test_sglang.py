@@ -73,14 +73,14 @@ def start(python, settings, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps({"eos_token_id": END}))
 
-    def make(servers=1, urls=(), ready=True, **changes):
+    def make(servers=1, urls=(), ready=True, health_s=60.0, **changes):
         engines.append(
             start_sglang(
                 str(tmp_path / "model"),
                 str(tmp_path / "run"),
                 settings=settings(python=python, servers=servers, max_model_len=11, devices=("0", "1"), **changes),
                 urls=urls,
-                limits=ServerLimits(request_timeout_s=20.0, health_timeout_s=3.0, max_restarts=2),
+                limits=ServerLimits(request_timeout_s=60.0, health_timeout_s=health_s, max_restarts=2),
                 publish_dir="",
             )
         )
@@ -188,7 +188,7 @@ def test_several_servers_share_the_work_and_a_killed_one_comes_back_with_the_sam
     assert all(sum(route == GENERATE for route, _ in posted(tmp_path, i)) == 6 for i in (0, 1))
     os.killpg(sampler.members[1].server.pid, signal.SIGKILL)
     assert facts(sampler.generate(PROMPTS, SAMPLING, version=4)) == expected
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (sampler.restarts and all(m.up and not m.mending for m in sampler.members)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -199,7 +199,7 @@ def test_several_servers_share_the_work_and_a_killed_one_comes_back_with_the_sam
 
 
 def test_a_server_that_stands_still_is_started_again(start):
-    sampler = start()
+    sampler = start(health_s=3.0)
     sampler.load(weights(4).items(), version=4)
     expected = facts(sampler.generate(PROMPTS, SAMPLING, version=4))
     process = sampler.members[0].server.pid
@@ -211,7 +211,7 @@ def test_a_server_that_stands_still_is_started_again(start):
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_an_update_meets_no_answer_under_way(start, monkeypatch, mode):
-    monkeypatch.setenv("FAKE_TOKEN_S", "0.1")
+    monkeypatch.setenv("FAKE_TOKEN_S", "0.2")
     sampler = start()
     old, new = weights(1), weights(2)
     sampler.load(old.items(), version=1)

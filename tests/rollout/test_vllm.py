@@ -44,7 +44,7 @@ def attach(fakes, settings):
     """A maker of samplers over the fake servers."""
     engines = []
 
-    def make(count=2, timeout_s=5.0, talk=None):
+    def make(count=2, timeout_s=60.0, talk=None):
         for fake in fakes:
             fake.answers.setdefault(GENERATE, (200, echo))
         engines.append(

@@ -1,3 +1,4 @@
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -14,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.metadata import array_metadata_store
 
 from jppo.runlog import checkpoint, checkpoint_arrays
 from jppo.runlog.checkpoint import Checkpoints
@@ -305,6 +308,54 @@ def test_a_checkpoint_of_the_same_step_is_replaced_by_what_is_known_later(tmp_pa
     assert restored.meta == {"pending": None} and (tmp_path / "1/hf").is_dir()
     assert checkpoints.best() == {"step": 1, "metric": "val/score", "value": 0.5}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "best.json"] and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("of", ["a thread", "an event loop"])
+def test_a_failed_save_waits_until_nothing_of_it_writes(tmp_path, monkeypatch, capsys, of):
+    """Something makes a folder after another part has failed, as on a busy machine whose disk is full."""
+    full, late = OSError(28, "No space left on device"), []
+
+    def make_folder(path):
+        time.sleep(0.5)
+        path.mkdir(parents=True)
+        late.append(path)
+
+    async def fails(*_):
+        raise full
+
+    async def abandons(_, path):
+        asyncio.get_running_loop().run_in_executor(None, make_folder, path)
+        raise full
+
+    async def takes_long(_, path):
+        make_folder(path)
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(1), {})
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            if of == "a thread":
+                patch.setattr(ocp.JsonCheckpointHandler, "_save_fn", fails)
+            make = abandons if of == "an event loop" else takes_long
+            patch.setattr(array_metadata_store.Store, "_maybe_create_base_dir", make)
+            checkpoints.save(2, state(2), {})
+            checkpoints.wait()
+        assert late and checkpoints.steps() == [1] and not list(tmp_path.glob("*tmp*"))
+        assert "checkpoint 2 could not be written" in capsys.readouterr().out
+        checkpoints.save(3, state(3), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [3]
+
+
+def test_a_save_without_its_folder_leaves_no_thread_that_waits_for_it(tmp_path, capsys):
+    disk = tmp_path / "checkpoints"
+    with Checkpoints(disk, keep=1) as checkpoints:
+        disk.rmdir()
+        disk.write_text("")
+        checkpoints.save(1, state(1), {})
+        checkpoints.wait()
+        assert "checkpoint 1 could not be written" in capsys.readouterr().out
+        assert not [thread for thread in threading.enumerate() if type(thread).__module__.startswith("orbax.")]
 
 
 def test_a_failed_save_leaves_nothing_though_its_threads_still_write(tmp_path):

@@ -24,7 +24,7 @@ def exporter():
 
 
 def scraped(exporter):
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         families = parser.text_string_to_metric_families(answer.read().decode())
         return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
@@ -47,7 +47,7 @@ def answered(exporter, path="/metrics", method="GET", **headers):
     data = b"" if method in ("POST", "PUT") else None
     asked = urllib.request.Request(address, data=data, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(asked, timeout=5) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             return answer.status, answer.headers, answer.read()
     except urllib.error.HTTPError as e:
         return e.code, e.headers, e.read()

@@ -1,4 +1,5 @@
 import io
+import re
 import time
 
 import pytest
@@ -10,12 +11,12 @@ from jppo.runlog.timers import Count, Laps, Timers
 
 
 def test_stages_add_up_within_a_step():
-    timers = Timers()
+    timers, began = Timers(), time.perf_counter()
     for _ in range(2):
         with timers("gen"):
             time.sleep(0.02)
     first = timers.next_step()
-    assert set(first) == {"timing_s/gen"} and 0.04 <= first["timing_s/gen"] < 0.4
+    assert set(first) == {"timing_s/gen"} and 0.04 <= first["timing_s/gen"] <= time.perf_counter() - began
     with timers("adv"):
         pass
     assert set(timers.next_step()) == {"timing_s/adv"} and timers.next_step() == {}
@@ -74,9 +75,9 @@ def test_elsewhere_than_on_a_terminal_a_long_stage_is_a_line(capfd, monkeypatch,
     timer = Timers()
     with Display(timer, rich.console.Console(file=io.StringIO()), every_s=every_s), timer("start"):
         timer.part("loading the models")
-        time.sleep(0.3)
+        time.sleep(1.0)
     said = capfd.readouterr().err.splitlines()
-    assert said and set(said) == {"start, loading the models, 0 s"}
+    assert said and all(re.fullmatch(r"start, loading the models, \d+ s", line) for line in said)
 
 
 def test_on_a_terminal_a_spinner_shows_it():

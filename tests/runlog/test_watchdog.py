@@ -45,7 +45,7 @@ except Stopped as e:
 """
 
 
-def start(tmp_path, body, *, stage_s=3600.0, stop_s=20.0, more="", ignored=(), terminal=None):
+def start(tmp_path, body, *, stage_s=3600.0, stop_s=100.0, more="", ignored=(), terminal=None):
     program = PROGRAM.format(body=body, stage_s=stage_s, stop_s=stop_s, stacks=tmp_path / "stacks.txt", more=more)
 
     def prepare():
@@ -76,10 +76,10 @@ def test_a_stage_that_waits_is_left_at_once(tmp_path, number, code):
     wait_for(process, "in gen")
     began = time.monotonic()
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (code, "")
     assert out == f"saved, stopped by {signal.Signals(number).name}\n"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 DROPPED = {  # places from which no exception gets out; each stops the run itself, and waits for the handler
@@ -96,8 +96,10 @@ def stop():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.05)
 def dropped():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # by which the watch raises it again
     exec({code!r}, globals())
     print("dropped", flush=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     time.sleep(60)
 with timer("gen"): dropped()
 """
@@ -107,7 +109,7 @@ with timer("gen"): dropped()
 def test_a_stop_that_python_drops_is_raised_again(tmp_path, where):
     body = f"exec({STOP.format(code=DROPPED[where])!r}, globals())"
     process = start(tmp_path, body)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert out == "dropped\nsaved, stopped by SIGTERM\n" and process.returncode == 143, err
 
 
@@ -130,7 +132,7 @@ with timer("gen"):
     process = start(tmp_path, f"exec({code!r}, globals())")
     wait_for(process, "in gen")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (out, err) == ("cleaned up\nsaved, stopped by SIGTERM\n", "") and process.returncode == 143
 
 
@@ -138,7 +140,7 @@ def test_any_other_stage_is_finished_first(tmp_path):
     process = start(tmp_path, 'hang("update_actor", 1.0, False); print("updated", flush=True)')
     wait_for(process, "in update_actor")
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 143 and out == "updated\nsaved, stopped by SIGTERM\n"
 
 
@@ -146,7 +148,7 @@ def test_who_was_started_by_nohup_outlives_its_terminal(tmp_path):
     process = start(tmp_path, 'hang("gen", 1.5)', ignored=[signal.SIGHUP])
     wait_for(process, "in gen")
     process.send_signal(signal.SIGHUP)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out, err) == (0, "the step after\n", "")
 
 
@@ -154,7 +156,7 @@ def test_the_code_of_a_stop_can_be_a_batch_systems(tmp_path):
     process = start(tmp_path, 'hang("gen")', more="stopped=75, ")
     wait_for(process, "in gen")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 75
 
 
@@ -168,14 +170,14 @@ def test_a_terminal_that_goes_ends_a_run_in_order(tmp_path):
     while b"in gen" not in seen:
         seen += os.read(ours, 100)
     os.close(ours)
-    assert process.wait(timeout=30) == 143
+    assert process.wait(timeout=120) == 143
 
 
 def test_what_does_not_end_in_time_is_ended_by_force(tmp_path):
     process = start(tmp_path, 'hang("update_actor", 60.0, False)', stop_s=0.5)
     wait_for(process, "in update_actor")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "trainer.stop_timeout_s=0.5 in stage update_actor" in err and "the last checkpoint remains" in err
 
@@ -184,15 +186,16 @@ def test_the_second_interrupt_waits_for_nothing(tmp_path):
     process = start(tmp_path, 'hang("update_actor", 60.0, False)')
     wait_for(process, "in update_actor")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    while process.poll() is None:  # the first may not be handled yet, and two are one then
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
     assert "KeyboardInterrupt" in err and process.returncode != 0
 
 
 def test_a_stage_that_hangs_is_named_and_ended(tmp_path):
     process = start(tmp_path, 'hang("gen")', stage_s=0.5)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 1 and out == "in gen\nsaved, stuck in stage gen\n"
     assert "stage gen has not ended for" in err and "trainer.stage_timeout_s=0.5" in err
     stacks = (tmp_path / "stacks.txt").read_text()
@@ -202,5 +205,5 @@ def test_a_stage_that_hangs_is_named_and_ended(tmp_path):
 def test_a_stage_is_timed_from_when_the_one_within_it_ended(tmp_path):
     body = 'hang("gen", 1.0); hang("reward", 1.0); hang("testing", 1.0)'  # 3 s in all, none near 2.5 s
     process = start(tmp_path, body, stage_s=2.5)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and out.endswith("the step after\n") and err == ""
