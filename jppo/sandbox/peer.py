@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import io
 import itertools
 import json
 import operator
@@ -33,29 +34,20 @@ _CHANGES: dict[str, Any] = {
     "set": setattr, "del": delattr, "setitem": operator.setitem, "delitem": operator.delitem, "iter": iter,
     "next": next, "copy": copy.copy, "deepcopy": copy.deepcopy,
 }  # fmt: skip
-_SPECIAL = (
-    *(
-        f"__{op}__"
-        for op in (*_UNARY, "contains", "call", "iter", "next", "reversed", "setitem", "delitem", "enter", "exit")
-    ),
-    "keys",
-)
+_OTHERS = ("contains", "call", "iter", "next", "reversed", "setitem", "delitem", "enter", "exit")
+_SPECIAL = ("keys", *(f"__{op}__" for op in (*_UNARY, *_OTHERS)))
 _OPEN = ("__name__", "__qualname__", "__doc__", "__wrapped__", "__members__", "__enter__", "__exit__")
 _CHANGING = {
     "append", "appendleft", "extend", "insert", "remove", "pop", "popleft", "popitem", "add", "update", "discard",
-    "clear", "sort", "reverse", "setdefault", "copy", "keys", "values", "items", "get", "real", "imag", "elements",
+    "clear", "sort", "reverse", "setdefault",
 }  # fmt: skip
-_READING = {"copy", "keys", "values", "items", "get", "real", "imag", "elements"}
 # Classes of libraries that the program's objects and errors have in the tests, for isinstance and except.
 _SHARED = {
     "dataclasses": {"FrozenInstanceError"}, "decimal": {"DecimalException", "DivisionByZero", "InvalidOperation"},
     "json.decoder": {"JSONDecodeError"}, "numpy.linalg": {"LinAlgError"}, "re": {"Match", "Pattern", "error"},
     "statistics": {"StatisticsError"},
 }  # fmt: skip
-_OF_PYTHON = {
-    kind.__name__: kind
-    for kind in (types.GeneratorType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-}
+_OF_PYTHON = {kind.__name__: kind for kind in (types.GeneratorType, types.FunctionType, types.BuiltinFunctionType)}
 _OF_FILES = (OSError, FileNotFoundError, FileExistsError, PermissionError)  # whose arguments lack the file's name
 _SWALLOWING = ("AssertionError", "Exception", "BaseException")  # classes by whose names a program ends failures
 PLAIN_METHODS = {name for kind in TYPES.values() for name in dir(kind) if name[:1] != "_"} | {"all", "any"}
@@ -64,6 +56,16 @@ _JUDGES = {name for name in PLAIN_METHODS if name.startswith(("is", "compare"))}
     "all", "any", "count", "difference", "endswith", "find", "index", "intersection", "rfind", "rindex",
     "same_quantum", "startswith", "symmetric_difference",
 }  # fmt: skip
+
+
+class _Absent:
+    """An argument whose default the tests have."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
 
 
 class Unsupported(BaseException):
@@ -157,8 +159,7 @@ class _Side(Plain):
         os.set_blocking(self._in.fileno(), True)  # a program may have changed it
         line = self._in.readline(_LINE_BYTES)
         try:
-            message = json.loads(line)
-            message = dict(message)
+            message = dict(json.loads(line))
             self.apply(message["changed"], message["gone"])
         except (ValueError, LookupError, TypeError, RecursionError) as e:
             raise Gone("no message") from e
@@ -266,15 +267,10 @@ class ProgramSide(_Side):
                 yield self._ask_tests(place)
 
 
-_ABSENT = object()  # an argument whose default the tests have
-
-
 class TestsSide(_Side):
     """The tests' end. `names`: their globals, whose functions the program may call."""
 
     parity = 1
-
-    unsupported = Unsupported
 
     def __init__(self, receives: int, sends: int):
         super().__init__(receives, sends)
@@ -395,9 +391,7 @@ class TestsSide(_Side):
             return ["name", *name]
         function = getattr(value, "__func__", value)
         if isinstance(function, types.FunctionType) and function.__globals__ is self.names:
-            bound = isinstance(value, types.MethodType)
-            header, call = _signature(function, bound)
-            return ["function", self.export(value), function.__name__, function.__doc__, header, call]
+            return ["function", self.export(value), function.__name__, function.__doc__, *_signature(value)]
         if isinstance(value, types.BuiltinMethodType) and type(value.__self__) in TYPES.values():
             call = "*args, **named"
             return ["function", self.export(value), value.__name__, value.__doc__, call, call]
@@ -442,7 +436,7 @@ class TestsSide(_Side):
         hidden = {*dir(kinds[base])} - {*dir(object), *_CHANGING, "__setitem__", "__delitem__"} if base else set()
         body |= {"copied": base if base in MUTABLE else "", "special": frozenset(special)}
         body |= {n: _METHODS[n] for n in special if n in _METHODS and n not in hidden}
-        body |= {n: _method(n) for n in special if base in MUTABLE and n in _CHANGING - _READING}
+        body |= {n: _method(n) for n in special if base in MUTABLE and n in _CHANGING}
         if real is not None and not above:
             body["__class__"] = property(lambda _: real)
         for i, field in enumerate(fields):
@@ -479,40 +473,33 @@ def _text(error: Any) -> str:
 
 
 def _shared_name(value: Any) -> tuple[str, str] | None:
-    """Returns (module, name) of a function or class of the standard library: the program has its own."""
-    module = getattr(value, "__module__", None) or getattr(
-        getattr(value, "__objclass__", None), "__module__", "builtins"
-    )
-    name = getattr(value, "__qualname__", None)
-    if (
-        not callable(value)
-        or not isinstance(name, str)
-        or str(module).partition(".")[0] not in {*sys.stdlib_module_names, "numpy"}
-    ):
+    """Returns (module, name) of a function or class of the standard library or numpy: the program has its own."""
+    owner = getattr(value, "__objclass__", value)  # of a method such as str.upper
+    module, name = getattr(owner, "__module__", None) or "builtins", getattr(value, "__qualname__", None)
+    if module.partition(".")[0] not in {*sys.stdlib_module_names, "numpy"} or not isinstance(name, str):
         return None
-    try:
-        found = functools.reduce(getattr, name.split("."), sys.modules.get(str(module)))
-    except AttributeError:
-        return None
-    return (str(module), name) if found is value else None
+    with contextlib.suppress(AttributeError):
+        if functools.reduce(getattr, name.split("."), sys.modules.get(module)) is value:
+            return module, name
+    return None
 
 
-def _signature(function: types.FunctionType, bound: bool) -> tuple[str, str]:
+def _signature(function: Any) -> tuple[str, str]:
     """Returns the parameters of a function, whose defaults stay here, and the arguments that hand them on."""
-    code = function.__code__
-    names, flags, count, only = list(code.co_varnames), code.co_flags, code.co_argcount, code.co_posonlyargcount
-    first, named = names[:count], names[count : count + code.co_kwonlyargcount]
-    rest = iter(names[count + code.co_kwonlyargcount :])
-    many = [f"*{next(rest)}"] if flags & 4 else []
-    more = [f"**{next(rest)}"] if flags & 8 else []
-    optional = {*first[count - len(function.__defaults__ or ()) :], *(function.__kwdefaults__ or ())}
-    header = [f"{name}=absent" if name in optional else name for name in first]
-    header[only:only] = ["/"] if only else []
-    star = many or (["*"] if named else [])
-    header += star + [f"{name}=absent" if name in optional else name for name in named] + more
-    by_name = [] if many else first[only:]  # the first one that is absent may have others behind it
-    call = [*first[: count - len(by_name)], *many, *(f"{name}={name}" for name in (*by_name, *named)), *more]
-    return (", ".join(header[1:]), ", ".join(call[1:])) if bound else (", ".join(header), ", ".join(call))
+    import inspect  # takes as long as all others together
+
+    header, call, kinds = [], [], inspect.Parameter
+    parameters = inspect.signature(function).parameters.values()
+    spread = any(parameter.kind is kinds.VAR_POSITIONAL for parameter in parameters)
+    for parameter in parameters:
+        name, kind = parameter.name, parameter.kind
+        header.append(parameter.replace(annotation=kinds.empty, default=kinds.empty))
+        if parameter.default is not kinds.empty:
+            header[-1] = header[-1].replace(default=_ABSENT)
+        star = "*" if kind is kinds.VAR_POSITIONAL else "**" if kind is kinds.VAR_KEYWORD else ""
+        by_name = kind is kinds.KEYWORD_ONLY or (kind is kinds.POSITIONAL_OR_KEYWORD and not spread)
+        call.append(f"{name}={name}" if by_name else star + name)
+    return str(inspect.Signature(header))[1:-1], ", ".join(call)
 
 
 class Meta(type):
@@ -588,13 +575,9 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda self, *args, **named: type(self).side.get(self, name)(*args, **named)
 
 
-def _call(self: Any, *args: object, **named: object) -> Any:
-    return type(self).side.ask("call", self, args, named)
-
-
 _METHODS: dict[str, Any] = {
     **{f"__{op}__": _look(op) for op in (*_UNARY, "next", "setitem", "delitem") if op != "get"},
-    "__call__": _call,
+    "__call__": lambda self, *args, **named: type(self).side.ask("call", self, args, named),
     "__iter__": lambda self: type(self).side.items(self),
     "__reversed__": lambda self: iter(list(self)[::-1]),
     "__getitem__": lambda self, key: type(self).side.item(self, key),
@@ -603,31 +586,11 @@ _METHODS: dict[str, Any] = {
 }  # never ends an error: the asserts after it would not run
 
 
-class Captured:
+class Captured(io.StringIO):
     """A standard output that keeps its text for the next answer."""
 
-    encoding, errors = "utf-8", "strict"
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        self._parts.append(text)
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def flush(self) -> None:
-        pass
-
-    def isatty(self) -> bool:
-        return False
-
     def taken(self) -> str:
-        text = "".join(self._parts)
-        self._parts.clear()
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
         return text

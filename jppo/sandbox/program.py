@@ -45,6 +45,7 @@ def answer_tests(text: str, side_of: "Callable[[Callable[[str], object]], Progra
 
 def run_tests(tests: str, side: "TestsSide") -> str:
     """Returns the verdict on the program on the other side, by a block of tests."""
+    from jppo.sandbox.peer import Unsupported
     from jppo.sandbox.reader import Reading
 
     reading = Reading(tests)
@@ -61,7 +62,7 @@ def run_tests(tests: str, side: "TestsSide") -> str:
     try:
         tree = ast.fix_missing_locations(_Marked(reading).visit(reading.tree))
         exec(compile(tree, "tests.py", "exec"), names)
-    except side.unsupported as e:
+    except Unsupported as e:
         return f"not plain data: {e}"
     except SystemExit as e:  # of unittest.main()
         if vars(e).keys() & {"_place", "_crossed"} or e.code not in (None, 0, False):
