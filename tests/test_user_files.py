@@ -1,9 +1,8 @@
-"""Users' files as modules: equal names, names of the standard library, siblings, and pickle in other processes."""
+"""Users' files as modules: equal names, names of the standard library, files of their folder."""
 
 import json
 import os
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -11,72 +10,36 @@ import pytest
 from jppo import user_files
 from jppo.registry import resolve
 from jppo.rewards.pool import Pool
-
-PART = """
-import json
-import helper
-from tools import numbers
-
-RUNS = []
-RUNS.append(1)
-
-class Part:
-    folder = {folder!r}
-
-def asked():
-    import helper as late
-    return helper.FOLDER, late.FOLDER, helper.of_part(), numbers.FOLDER, json.dumps([1])
-"""
+from jppo.settings import UserError
 
 
-@pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """Two folders with files of the same names, which import each other; one's name has a dot."""
-    for name in ("one", "run.2"):
-        folder = tmp_path / name
-        (folder / "tools").mkdir(parents=True)
-        (folder / "part.py").write_text(PART.format(folder=name))
-        (folder / "helper.py").write_text(f"FOLDER = {name!r}\nimport part\ndef of_part(): return part.Part.folder\n")
-        (folder / "json.py").write_text(f"import json\ndef text(): return json.dumps({name!r})\n")
-        (folder / "tools/numbers.py").write_text("import helper\nfrom .names import *\nFOLDER = helper.FOLDER + NAME\n")
-        (folder / "tools/names.py").write_text("NAME = '!'\n")
-    for known in ("_plain", "_loaded", "_sources", "_packages"):
-        monkeypatch.setattr(user_files, known, type(getattr(user_files, known))())
+@pytest.fixture(autouse=True)
+def modules(monkeypatch):
+    """Modules and folders of a test end with it."""
     before = set(sys.modules)
-    yield tmp_path / "one", tmp_path / "run.2"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
     for name in sys.modules.keys() - before:
-        if name.partition(".")[0] in ("part", "helper", "tools"):
+        if name.startswith("user_") or name == "a_sibling":
             del sys.modules[name]
 
 
-def test_files_with_one_name_are_different_modules(folders):
-    for folder in folders:
-        part, name = resolve(f"{folder}/part.py:Part", "a.b"), folder.name
-        assert part.folder == name and sys.modules[part.__module__].Part is part
-        assert resolve(f"{folder}/part.py:asked", "a.b")() == (name, name, name, f"{name}!", "[1]")
-    first, second = (resolve(f"{folder}/part.py:Part", "a.b") for folder in folders)
-    assert (first.folder, second.folder) == ("one", "run.2")
-    assert not {"part", "helper", "tools"} & sys.modules.keys()
+def test_files_with_one_name_are_different_modules(tmp_path):
+    for folder in ("one", "run.2"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part.py").write_text(f"class Part:\n    folder = {folder!r}\n")
+    parts = [resolve(f"{tmp_path}/{folder}/part.py:Part", "a.b") for folder in ("one", "run.2")]
+    assert [part.folder for part in parts] == ["one", "run.2"]
+    for part in parts:
+        assert sys.modules[part.__module__].Part is part and pickle.loads(pickle.dumps(part)) is part
 
 
-def test_a_file_is_one_module_for_every_setting_and_every_file_that_imports_it(folders, monkeypatch):
-    folder, _ = folders
-    (folder / "link.py").symlink_to(folder / "part.py")
-    part = resolve(f"{folder}/part.py:Part", "a.b")
-    assert resolve(f"{folder}/helper.py:of_part", "c.d").__globals__["part"].Part is part
-    assert resolve(f"{folder}/link.py:Part", "e.f") is part
-    monkeypatch.chdir(folder)
-    assert resolve("part.py:Part", "g.h") is part is resolve("./../one/part.py:Part", "i.j")
-    assert sys.modules[part.__module__].RUNS == [1]
-
-
-def test_a_file_that_python_finds_is_the_module_of_its_plain_name(folders, monkeypatch):
-    folder, other = folders
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    assert resolve(f"{folder}/part.py:Part", "a.b") is resolve("part:Part", "c.d")
-    assert resolve("part:Part", "c.d").__module__ == "part"
-    assert resolve(f"{other}/part.py:Part", "a.b").folder == "run.2"
-    assert resolve(f"{other}/part.py:asked", "a.b")()[:3] == ("run.2", "run.2", "run.2")
+def test_a_file_is_one_module_for_every_setting(tmp_path, monkeypatch):
+    (tmp_path / "part.py").write_text("class Part: pass\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "part.py")
+    part = resolve(f"{tmp_path}/part.py:Part", "a.b")
+    monkeypatch.chdir(tmp_path)
+    assert part is resolve("part.py:Part", "c.d") is resolve(f"./../{tmp_path.name}/link.py:Part", "e.f")
 
 
 @pytest.mark.parametrize("stem", ["json", "math", "v1.2", "my-part", "jax", "test", "__main__", "jppo"])
@@ -87,17 +50,10 @@ def test_any_name_of_a_file_will_do(tmp_path, stem):
     assert sys.modules["json"] is json
 
 
-def test_a_library_finds_the_files_of_the_folder_by_plain_names(folders):
-    text = "import importlib\ndef part(): return importlib.import_module('helper')\n"
-    helper = user_files.load(folders[0] / "by_name.py", text).part()
-    assert helper.FOLDER == "one" and helper.of_part is resolve(f"{folders[0]}/helper.py:of_part", "c.d")
-
-
-def test_the_package_jppo_is_no_sibling(tmp_path):
-    (tmp_path / "jppo").mkdir()
-    (tmp_path / "jppo/__init__.py").write_text("raise ValueError('another jppo')\n")
-    (tmp_path / "part.py").write_text("from jppo.registry import resolve as part\n")
-    assert resolve(f"{tmp_path}/part.py:part", "a.b") is resolve
+def test_a_file_imports_those_of_its_folder(tmp_path):
+    (tmp_path / "a_sibling.py").write_text("x = 3\n")
+    (tmp_path / "part.py").write_text("import a_sibling\ndef part(): return a_sibling.x\n")
+    assert resolve(f"{tmp_path}/part.py:part", "a.b")() == 3
 
 
 def test_files_change_within_a_second(tmp_path):
@@ -109,36 +65,28 @@ def test_files_change_within_a_second(tmp_path):
     assert not (tmp_path / "__pycache__").exists()
 
 
-def test_objects_of_users_files_reach_a_worker(folders, monkeypatch):
-    """It starts in a folder with a file json.py, which is none of Python's."""
-    monkeypatch.chdir(folders[0])
-    function = folders[0] / "reward.py"
-    function.write_text(
-        "import part\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(type(extra_info[0]) is part.Part and type(extra_info[1]).folder == 'run.2')\n"
-    )
-    extra = [resolve(f"{folder}/part.py:Part", "a.b")() for folder in folders]
-    sample = {"data_source": "", "text": "", "truth": "", "extra": extra, "turns": 1}
+def test_a_file_that_raises_runs_anew(tmp_path):
+    file = tmp_path / "part.py"
+    file.write_text("raise ValueError('no')\n")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"part\.py cannot be run \(ValueError: no"):
+            resolve(f"{file}:part", "a.b")
+
+
+def test_a_worker_starts_in_a_folder_with_a_file_json_py(tmp_path, monkeypatch):
+    """It is none of Python's."""
+    (tmp_path / "json.py").write_text("raise ValueError\n")
+    monkeypatch.chdir(tmp_path)
+    function = tmp_path / "reward.py"
+    function.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 2.0\n")
+    sample = {"data_source": "", "text": "", "truth": "", "extra": None, "turns": 1}
     pool = Pool(1, timeout_s=30.0, memory_bytes=2**33)
     try:
         target = ("function", str(function), "compute_score", function.read_text())
         reward = pool.submit(target, sample).result()
     finally:
         pool.close()
-    assert (reward.score, reward.error) == (1.0, None)
-
-
-def test_functions_of_users_files_reach_a_spawned_process(folders):
-    program = folders[0] / "program.py"
-    program.write_text(
-        "import multiprocessing\nfrom jppo.registry import resolve\n"
-        "if __name__ == '__main__':\n"
-        f"    asked = [resolve(f'{{folder}}/part.py:asked', 'a.b') for folder in {list(map(str, folders))}]\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        print([pool.apply(function)[0] for function in asked])\n"
-    )
-    ran = subprocess.run([sys.executable, "-P", program], capture_output=True, text=True, timeout=60)
-    assert ran.stdout == "['one', 'run.2']\n", ran.stderr
+    assert (reward.score, reward.error) == (2.0, None)
 
 
 @pytest.mark.parametrize(
