@@ -206,7 +206,7 @@ class ProgramSide(_Side):
         if isinstance(value, BaseException):
             return self.encode_error(value)
         for tag, (kind, send, _) in reversed(COPIED.items()):
-            if isinstance(value, kind):  # of a subclass
+            if isinstance(value, kind) and tag not in IMMUTABLE:  # of a subclass
                 return [tag, send(value)]
         return self._reference(value)
 
