@@ -75,9 +75,9 @@ def test_the_loop_of_the_page_trains(model, tmp_path, monkeypatch):
     code = block("docs/your-own-loop.md", "jppo.open", "python")
     own = block("docs/your-own-loop.md", "def reinforce", "python")
     smaller = {
-        '"path/to/model", engine="vllm"': f'"{model}", engine=dict(name="inprocess", kv_cache_memory_bytes=2**20)',
+        '"path/to/model", engine="inprocess"': f'"{model}", engine=dict(name="inprocess", kv_cache_memory_bytes=2**20)',
         "range(100)": "range(1)",
-        "max_response_length=256": "max_response_length=6, max_prompt_length=8, row_lengths=1",
+        "max_prompt_length=256, max_response_length=256": "max_prompt_length=8, max_response_length=6, row_lengths=1",
         "dict(lr=1e-6)": "dict(lr=1e-6, ppo_mini_batch_size=4)",
         '(batch, "ppo")\n': '(batch, "ppo")\n        m.forward_backward(batch, reinforce)\n',
     }

@@ -310,6 +310,7 @@ def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps
         durable_files.write_text(run.folder / "config.json", settings.dump(c))
     lines = [
         introduce_sandbox(c, inputs.sources, inputs.agent.toolbox if inputs.agent else None),
+        describe_refused((*inputs.train.refused, *inputs.val.refused)),
         *sizes(inputs, mesh, run.learner.plan, begun.step),
         *begun.said,
         inputs.policy.unread,
@@ -335,7 +336,6 @@ def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -
     return [
         f"{len(inputs.train.prompts)} prompts to train on, {len(inputs.val.prompts)} to test on"
         f" ({left_out} over-long ones left out, {cut} cut)",
-        describe_refused((*inputs.train.refused, *inputs.val.refused)),
         f"{mesh.devices.size} {mesh.devices.flat[0].platform} device(s), mesh {dict(mesh.shape)},"
         f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
         "a new run" if resumed is None else f"resuming from the checkpoint of step {resumed}",

@@ -146,23 +146,25 @@ _SIDES = (kernel, plain, peer, reader, program)  # each imports only those befor
 _MODULES = """
 import json, sys, types
 
-for name in ("jppo", "jppo.sandbox"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = []
-for name, text in json.loads({sides!r}):
-    sys.modules[name] = types.ModuleType(name)
-    exec(compile(text, name, "exec"), vars(sys.modules[name]))
+def make_modules(sides):
+    for name in ("jppo", "jppo.sandbox"):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = []
+    for name, text in sides:
+        sys.modules[name] = types.ModuleType(name)
+        exec(compile(text, name, "exec"), vars(sys.modules[name]))
 """
 # What follows in the process of the tests, whose standard output is the verdict, and in the program's. The tests' own
 # file and arguments are removed first; the program's process, without capabilities, cannot look into theirs.
 _TESTS = """
+sides, text, tests, other = json.loads({job!r})
+make_modules(sides)
 import os
 import subprocess
 from jppo.sandbox import kernel
 from jppo.sandbox.peer import TestsSide
 from jppo.sandbox.program import run_tests, write_all
 
-text, tests, other = json.loads({job!r})
 try:
     os.unlink(__file__)
 except (OSError, NameError):
@@ -174,7 +176,7 @@ answered, answers = os.pipe()
 command = [sys.executable, "-c", other, str(asked), str(answers)]
 ends = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(asked, answers))
 running = subprocess.Popen(command, **ends)
-running.stdin.write(text.encode())
+running.stdin.write(json.dumps([sides, text]).encode())
 running.stdin.close()
 os.close(asked)
 os.close(answers)
@@ -186,12 +188,13 @@ write_all(out, verdict)
 os._exit(0)
 """
 _PROGRAM = """
+sides, text = json.load(sys.stdin)
+make_modules(sides)
 from jppo.sandbox import kernel
 from jppo.sandbox.peer import Captured, ProgramSide
 from jppo.sandbox.program import answer_tests
 
 asked, answers = map(int, sys.argv[1:])
-text = sys.stdin.read()
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
 kernel.drop_capabilities()
 kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)  # a service that ends the tests for their time may not know of this process
@@ -221,8 +224,8 @@ def _run_by_service(
     """Like `launcher.run_program`, on the service. Raises NoSandbox after more than _RETRIES failures."""
     code = text
     if tests is not None:
-        sides = _MODULES.format(sides=json.dumps([[module.__name__, inspect.getsource(module)] for module in _SIDES]))
-        code = sides + _TESTS.format(job=json.dumps([text, tests, sides + _PROGRAM]))
+        sides = [[module.__name__, inspect.getsource(module)] for module in _SIDES]
+        code = _MODULES + _TESTS.format(job=json.dumps([sides, text, tests, _MODULES + _PROGRAM]))
     body = {
         "code": code,
         "language": "python",

@@ -260,7 +260,7 @@ def _array(side: Plain, value: Any) -> list[Any]:
 
 def _made_array(side: Plain, sent: list[Any], filled: bool) -> Any:
     """Makes an array; one that is not filled has the same shape, and its contents come later."""
-    import numpy
+    import numpy  # which few programs have
 
     dtype, shape, flat = numpy.dtype(sent[0]), sent[1], sent[2]
     if dtype.kind not in _ARRAYS or dtype.fields:

@@ -15,6 +15,7 @@ import types
 TYPE_CHECKING = False  # as in typing, whose import would delay every program
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
     from jppo.sandbox.peer import Captured, ProgramSide, TestsSide
     from jppo.sandbox.reader import Reading
@@ -81,9 +82,9 @@ def _close_libraries(tests: str) -> None:
 
         close = numpy.allclose
 
-        def allclose(a: object, b: object, *args: object, **named: object) -> bool:
+        def allclose(a: "Any", b: "Any", *args: "Any", **named: "Any") -> bool:
             empty = [numpy.asarray(value).size == 0 for value in (a, b)]
-            return empty[0] == empty[1] and close(a, b, *args, **named)  # type: ignore[arg-type]
+            return empty[0] == empty[1] and close(a, b, *args, **named)
 
         numpy.allclose = allclose
     if "unittest" in tests and "skip" not in tests:

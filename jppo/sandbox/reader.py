@@ -121,7 +121,9 @@ class Reading:
             calls = [n for n in nodes if isinstance(n, ast.Call)]
             calls = [c for c in calls if sum(isinstance(inner, ast.Call) for inner in ast.walk(c)) == 1] or calls
             called = {part.id for c in calls for part in (c.func, *c.args) if isinstance(part, ast.Name)} & used
-            called -= {name for name in called if isinstance(getattr(builtins, name, None), type) and name.istitle()}
+            called -= {
+                name for name in called if isinstance(getattr(builtins, name, None), type) and name[:1].isupper()
+            }
             asked |= called - set(_FROM_TESTS) or called
         return asked
 

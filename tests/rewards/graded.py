@@ -1298,6 +1298,8 @@ def random_pairs(seed, count):
                 wanted = list(wanted) if hasattr(wanted, "__next__") else wanted
         except Exception:
             wanted = None
+        if isinstance(wanted, set) and not all(isinstance(item, int) for item in wanted):
+            continue  # its order is another one in each process
         text = repr(wanted) if not callable(wanted) else repr(value)
         text = text.replace("-inf", "float('-inf')").replace("Fraction(", "__import__('fractions').Fraction(")
         text = text.replace("Counter(", "__import__('collections').Counter(")

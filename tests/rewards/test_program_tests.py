@@ -128,10 +128,10 @@ def test_names_of_libraries_come_from_the_libraries(tests, right):
 @pytest.mark.parametrize(
     ("tests", "why"),
     [
-        ("assert f(2) == sqrt(2)", "line 1 uses sqrt without an import: the tests' or the program's? add"),
+        ("assert f(2) == sqrt(2)", "uses sqrt without an import: the tests' or the program's? add"),
         ("import os\nassert f(1)", "imports os"),
         ("from unittest.mock import Mock\nassert f(1)", "imports unittest.mock"),
-        ("async def t():\n    assert await f(1)", "awaits"),
+        ("async def t():\n    assert await f(1)\nt()", "awaits"),
         ("assert eval(f(1)) == 2", "uses eval"),
         ("import random\nrandom.seed(1)\nassert f(1) == 3", "seeds"),
         ("assert f(1).equals([2])", "result's own word"),
@@ -144,7 +144,9 @@ def test_names_of_libraries_come_from_the_libraries(tests, right):
         ("class My:\n    pass\ndef build():\n    return My()\nassert f([build()]) == 1", "hands the program"),
         ("import re\nassert f(re.compile('a')) == 1", "hands the program"),
         ("class My(Base):\n    pass\nassert My().x == 1", "subclass"),
-        ("s = Stack()\ns.items.append(1)\nassert s.size() == 1", "container that the program keeps"),
+        ("@timed\ndef run():\n    assert f(1) == 2\nrun()", "function with asserts"),
+        ("import unittest\nassert f(1) == 2\nunittest.main(exit=False)", "does not look at the result"),
+        ("assert same_or_close(f(1), 2)", "takes the program's own same_or_close"),
         ("with timer() as t:\n    pass\nassert t.seconds >= 0", "context"),
     ],
 )
