@@ -2,11 +2,12 @@
 
 import asyncio
 import re
+import sys
 
 import numpy as np
 import pytest
 
-from jppo import evaluate, settings, statistics, user_files
+from jppo import evaluate, settings, statistics
 from jppo.__main__ import command_of
 from jppo.agent import tools
 from jppo.data.rows import read_sources
@@ -236,7 +237,7 @@ def test_the_classes_of_agents_that_are_shown_work():
 
 
 def test_the_functions_that_are_shown_score(monkeypatch, tmp_path):
-    monkeypatch.setattr(user_files, "_packages", {})  # which grows by the folder of the file
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which grows by the folder of the file
     shown = re.findall(r"```\n(def compute_score.*?)```", text("docs/rewards.md"), re.S)
     sample = {"data_source": "mine", "text": " four ", "truth": "four", "extra": {}, "turns": 1}
     sample |= {"prompt": "2+2", "columns": {}}

@@ -20,7 +20,7 @@ import pytest
 
 from jppo import settings
 from jppo.agent.built_in_tools import Python
-from jppo.rewards.code import code, program_output
+from jppo.rewards.code import code, program_output, refused
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
@@ -462,8 +462,9 @@ def test_a_program_that_reaches_for_its_interpreter_is_counted_and_graded(tests)
 def test_a_cheat_earns_nothing_at_a_service(stand_in, tmp_path, kind, as_file):
     stand_in.folder = tmp_path if as_file else None
     grade = functools.partial(code, time_s=10.0, memory_bytes=2**31, runner=make_runner("container", stand_in.url))
-    for program, blocks in graded.CHEATS[kind][: 3 if as_file or kind == "/proc" else 1]:
-        assert grade(response(program), blocks[0]).score == 0.0
+    cheats = [(program, blocks[0]) for program, blocks in graded.CHEATS[kind] if not refused(blocks[0])]
+    for program, tests in cheats[: 3 if as_file or kind == "/proc" else 1]:
+        assert grade(response(program), tests).score == 0.0
 
 
 @pytest.mark.parametrize(
