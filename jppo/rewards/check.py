@@ -11,7 +11,7 @@ errors, and suspicious scores are a warning. Exit code 1 if one fails. Settings 
 
 import dataclasses
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jppo import process, settings
@@ -20,7 +20,8 @@ from jppo.data.rows import read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.rewards.make import make_reward_sum, needed_columns
+from jppo.rewards.graders import describe_refused
+from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns
 from jppo.rewards.parts import RewardSum, Sample
 from jppo.run.inputs import columns_of
 from jppo.settings import Settings, UserError
@@ -168,7 +169,7 @@ def _run(c: Settings) -> bool:
     needs_tokenizer = c.data.custom_cls or c.reward.model.step_aggregation
     tokenizer = load_tokenizer(c.model.path) if needs_tokenizer else None
     tools = bool(c.rollout.multi_turn.tool_config_path) and "tool_score" in c.reward.weights
-    prompts = _prompts(c, tokenizer, needed_columns(c, tools))
+    prompts = _gradable(_prompts(c, tokenizer, needed_columns(c, tools)), make_refusal(c))
     mesh = make_mesh(c)
     process.prepare_process(c, sharding.platform(mesh))
     sources = sorted({prompt.data_source for prompt in prompts})
@@ -180,6 +181,17 @@ def _run(c: Settings) -> bool:
         reward_sum.close()
     print(_report(findings))
     return all(f.good for f in findings)
+
+
+def _gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> list[Prompt]:
+    """Returns the prompts that a run would keep, and prints how many it would not."""
+    reasons = {prompt.uid: refuse(prompt.data_source, prompt.ground_truth) for prompt in prompts}
+    refused = [f"{uid}: {why}" for uid, why in reasons.items() if why]
+    if line := describe_refused(refused):
+        print(line)
+    if len(refused) == len(prompts):
+        raise UserError("data.train_files: no row is left; change the asserts, or set reward.code.tests=native")
+    return [prompt for prompt in prompts if not reasons[prompt.uid]]
 
 
 def _prompts(c: Settings, tokenizer: Any, needed: Collection[str]) -> list[Prompt]:

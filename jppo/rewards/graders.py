@@ -19,7 +19,7 @@ import math
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -177,6 +177,16 @@ def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str
     """Returns why a row cannot be graded and is left out of a run, or ''."""
     runs_code = grader_of(override or source) in RUNS_CODE
     return code.refused(ground_truth) if runs_code and tests_in == code.STRICT else ""
+
+
+def describe_refused(refused: Sequence[str]) -> str:
+    """Returns the line on rows that are left out, by the reasons; '' without any."""
+    if not refused:
+        return ""
+    return (
+        f"{len(refused)} rows left out, whose asserts reward.code.tests=strict cannot grade; the first, {refused[0]};"
+        " native grades all, and a program can cheat there"
+    )
 
 
 def grader_of(source: str) -> Grader | None:

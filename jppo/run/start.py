@@ -10,7 +10,7 @@ import pathlib
 import sys
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
@@ -28,7 +28,7 @@ from jppo.learner.ppo import Learner
 from jppo.learner.recipe import introduce_peak, replayed
 from jppo.preflight import memory_budget, preview, programs
 from jppo.preflight.preview import DryRun, sampling_warnings
-from jppo.rewards.graders import RUNS_CODE, grader_of
+from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
 from jppo.rewards.make import make_reward_sum, require_values
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.inprocess import Source
@@ -340,16 +340,6 @@ def sizes(inputs: Inputs, mesh: Mesh, plan: packing.Plan, resumed: int | None) -
         f" rows of shape {', '.join(f'{r}x{t}' for r, t in plan.shapes)}",
         "a new run" if resumed is None else f"resuming from the checkpoint of step {resumed}",
     ]
-
-
-def describe_refused(refused: Sequence[str]) -> str:
-    """Returns the line on rows that the reward cannot grade; '' without any."""
-    if not refused:
-        return ""
-    return (
-        f"{len(refused)} rows left out, whose asserts reward.code.tests=strict cannot grade; the first, {refused[0]};"
-        " native grades all, and a program can cheat there"
-    )
 
 
 def introduce_sandbox(c: Settings, sources: Iterable[str], toolbox: Toolbox | None) -> str:

@@ -29,13 +29,14 @@ _UNARY = {
     "neg": operator.neg, "pos": operator.pos, "invert": operator.invert, "len": len, "str": str, "repr": repr,
     "round": round, "format": format, "getitem": operator.getitem, "missing": operator.getitem, "get": getattr,
 }  # fmt: skip
-_LOOKS = {**_UNARY, "contains": operator.contains}  # operations that are asked once between two calls
+_LOOKS = {**_UNARY, "contains": operator.contains}  # operations with the same result between two calls
+_BOTH = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift")
 _CHANGES: dict[str, Any] = {
     "set": setattr, "del": delattr, "setitem": operator.setitem, "delitem": operator.delitem, "iter": iter,
     "next": next, "copy": copy.copy, "deepcopy": copy.deepcopy,
 }  # fmt: skip
 _OTHERS = ("contains", "call", "iter", "next", "reversed", "setitem", "delitem", "enter", "exit")
-_SPECIAL = ("keys", *(f"__{op}__" for op in (*_UNARY, *_OTHERS)))
+_SPECIAL = ("keys", "__eq__", *(f"__{op}__" for op in (*_UNARY, *_OTHERS)))
 _OPEN = ("__name__", "__qualname__", "__doc__", "__wrapped__", "__members__", "__enter__", "__exit__")
 _CHANGING = {
     "append", "appendleft", "extend", "insert", "remove", "pop", "popleft", "popitem", "add", "update", "discard",
@@ -66,6 +67,14 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+
+
+class Undecided(BaseException):
+    """Tests ask of an object of the program what it alone could say, and what decides them; they have failed."""
+
+
+class Stopped(Exception):
+    """A call of the program raised StopIteration, which would end a loop of the tests."""
 
 
 class Unsupported(BaseException):
@@ -194,7 +203,7 @@ class ProgramSide(_Side):
             return iterator is operands[0], iterator
         if op == "missing":
             return operands[0].__missing__(operands[1])
-        return {**_LOOKS, **_CHANGES}[op](*operands)
+        return getattr(operator, op)(*operands) if op in _BOTH else {**_LOOKS, **_CHANGES}[op](*operands)
 
     def copied_base(self, value: Any) -> str:
         kinds = [] if isinstance(value, type) or type(value) in MUTABLE.values() else type(value).__mro__
@@ -223,7 +232,7 @@ class ProgramSide(_Side):
     def encode_class(self, kind: type) -> Any:
         if TYPES.get(kind.__name__) is kind:
             return ["type", kind.__name__]
-        if issubclass(kind, BaseException) and kind.__module__ == "builtins":
+        if issubclass(kind, BaseException) and getattr(builtins, kind.__name__, None) is kind:
             return ["exception", kind.__name__]
         place = self.export(kind)
         bases = [self.encode_class(base) for base in kind.__bases__ if base is not object]
@@ -279,7 +288,7 @@ class TestsSide(_Side):
         self.failed = False  # an assert of the tests has failed where the program may end the error
         self._classes: dict[int, Any] = {}
         self._handles: dict[int, Any] = {}
-        self._looks: dict[tuple[object, ...], Any] = {}  # since the last call
+        self._looks: dict[tuple[object, ...], Any] = {}  # what was seen since the last call
 
     def wait(self) -> bool:
         """Returns whether the program has begun to serve; False if it has ended before."""
@@ -296,13 +305,17 @@ class TestsSide(_Side):
                 self._looks.clear()
             handle, *more = operands
             key = op, _number(handle), json.dumps([self.encode(value) for value in more])
-            if key not in self._looks:
-                self._looks[key] = self.request(op, *operands)
-            return self._looks[key]
-        except StopIteration as e:  # one of a call would end a loop of the tests
+            return self._steady(key, self.request(op, *operands))
+        except StopIteration as e:
             if op == "next":
                 raise
-            raise RuntimeError("the program raised StopIteration") from e
+            raise Stopped("the program raised StopIteration") from e
+
+    def _steady(self, key: tuple[object, ...], seen: Any) -> Any:
+        """Returns what tests see of an object, which is another value only after a call of theirs."""
+        if self._looks.setdefault(key, shape := _shape(seen)) != shape:
+            raise Undecided("an object of the program changes without a call")
+        return seen
 
     def get(self, handle: Any, name: str, made: bool = False) -> Any:
         """Returns an attribute of a program's object; one that tests have not `made` has no method that judges."""
@@ -325,25 +338,21 @@ class TestsSide(_Side):
         asked = isinstance(container, Handle) and "__contains__" in container.special and not container.copied
         return self.ask("contains", container, item) if asked else item in container
 
-    def items(self, handle: Any) -> Iterator[Any]:
-        """Iterates over a program's object; again over the same items, until a call."""
-        if (key := ("iter", _number(handle))) not in self._looks:
-            itself, iterator = self.ask("iter", handle)
-            if itself is True:
-                return handle  # type: ignore[no-any-return]
-            self._looks[key] = [], iterator
-        return self._replay(handle, *self._looks[key])
+    def items(self, handle: Any) -> Any:
+        """Iterates over a program's object."""
+        itself, iterator = self.ask("iter", handle)
+        return handle if itself is True else self._each(handle, iterator)
 
-    def _replay(self, handle: Any, seen: list[Any], iterator: Any) -> Iterator[Any]:
+    def _each(self, handle: Any, iterator: Any) -> Iterator[Any]:
         for i in itertools.count():
-            if i == len(seen):
-                try:
-                    seen.append(self.request("next", iterator))
-                except StopIteration:
-                    if "__len__" in getattr(type(handle), "special", ()) and self.ask("len", handle) != len(seen):
-                        raise RuntimeError("the length of an object is not the number of its items") from None
-                    return
-            yield seen[i]
+            try:
+                item = self.request("next", iterator)
+            except StopIteration:
+                self._steady(("end", _number(handle)), i)
+                if "__len__" in getattr(type(handle), "special", ()) and self.ask("len", handle) != i:
+                    raise Undecided("the length of an object is not the number of its items") from None
+                return
+            yield self._steady(("item", _number(handle), i), item)
 
     def item(self, handle: Any, key: Any) -> Any:
         special = type(handle).special
@@ -435,7 +444,9 @@ class TestsSide(_Side):
         base = next((n for n, kind in kinds.items() if any(issubclass(parent, kind) for parent in above)), "")
         hidden = {*dir(kinds[base])} - {*dir(object), *_CHANGING, "__setitem__", "__delitem__"} if base else set()
         body |= {"copied": base if base in MUTABLE else "", "special": frozenset(special)}
-        body |= {n: _METHODS[n] for n in special if n in _METHODS and n not in hidden}
+        methods = _METHODS if base else _METHODS | _OPERATORS
+        body |= {n: method for n, method in methods.items() if n not in hidden and (n in special or n in _OPERATORS)}
+        body |= {"__eq__": kinds[base].__eq__, "__hash__": kinds[base].__hash__} if base else {}
         body |= {n: _method(n) for n in special if base in MUTABLE and n in _CHANGING}
         if real is not None and not above:
             body["__class__"] = property(lambda _: real)
@@ -466,6 +477,17 @@ def _attribute_of_error(error: Any, name: str) -> Any:
     if "_place" not in error.__dict__:
         raise AttributeError(name)
     return type(error).side.get(error, name)
+
+
+def _shape(value: Any, depth: int = 4) -> Any:
+    """Returns what must stay the same of a value that is looked at again."""
+    if isinstance(value, Handle) or depth == 0:
+        return type(value).__name__
+    if isinstance(value, dict):
+        return [(_shape(k, depth - 1), _shape(v, depth - 1)) for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return [_shape(item, depth - 1) for item in value]
+    return repr(value)
 
 
 def _text(error: Any) -> str:
@@ -551,6 +573,17 @@ class Handle(metaclass=Meta):
     def __delattr__(self, name: str) -> None:
         type(self).side.ask("del", self, name)
 
+    def __eq__(self, other: object) -> Any:
+        known = "__eq__" not in type(self).special and "__eq__" not in getattr(type(other), "special", ())
+        if known or other is self:
+            return other is self
+        raise Undecided("the program compares its objects")
+
+    def __hash__(self) -> int:
+        if "__eq__" in type(self).special:
+            raise Undecided("the program compares its objects")
+        return id(self)
+
     def __str__(self) -> Any:
         return type(self).side.ask("str", self)
 
@@ -571,6 +604,19 @@ def _look(op: str) -> Callable[..., Any]:
     return lambda self, *more: type(self).side.ask(op, self, *more)
 
 
+def _operator(op: str, reflected: bool) -> Callable[..., Any]:
+    def operate(self: Any, other: object) -> Any:
+        if not isinstance(other, Handle):
+            raise Undecided("the program calculates with a value of the tests")
+        return type(self).side.ask(op, *((other, self) if reflected else (self, other)))
+
+    return operate
+
+
+def _refuse_order(self: Any, other: object) -> Any:
+    raise Undecided("the program orders its objects")
+
+
 def _method(name: str) -> Callable[..., Any]:
     return lambda self, *args, **named: type(self).side.get(self, name)(*args, **named)
 
@@ -584,6 +630,9 @@ _METHODS: dict[str, Any] = {
     "__enter__": lambda self: type(self).side.get(self, "__enter__")(),
     "__exit__": lambda self, kind, error, _: (type(self).side.get(self, "__exit__")(kind, error, None), None)[1],
 }  # never ends an error: the asserts after it would not run
+_OPERATORS = {f"__{op.strip('_')}__": _operator(op, reflected=False) for op in _BOTH}
+_OPERATORS |= {f"__r{op.strip('_')}__": _operator(op, reflected=True) for op in _BOTH}
+_OPERATORS |= dict.fromkeys(("__lt__", "__le__", "__gt__", "__ge__"), _refuse_order)
 
 
 class Captured(io.StringIO):

@@ -38,6 +38,8 @@ _PASSING = {"copy", "functools", "heapq", "itertools", "operator", "random"}  # 
 _OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__doc__", "__getitem__", "__iter__",
          "__len__", "__members__", "__name__", "__next__", "__qualname__", "__repr__", "__str__",
          "__wrapped__"}  # fmt: skip
+_STATE = {"assertLogs", "assertNoLogs", "get_state", "getcontext", "getstate", "localcontext", "redirect_stderr",
+          "setcontext", "shares_memory", "warns"}  # fmt: skip
 _SYS = {"float_info", "int_info", "maxsize", "maxunicode", "version_info"}
 _EQUATING = {"assertEqual", "assertNotEqual", "assertIn", "assertNotIn", "assertListEqual", "assertCountEqual",
              "assertGreater", "assertLess", "assertGreaterEqual", "assertLessEqual", "assertSequenceEqual",
@@ -55,6 +57,7 @@ class Reading:
         self._kinds: dict[str, str] = dict.fromkeys(self.asked, _PROGRAM)
         self._functions = {n.name: n for n in self._nodes if isinstance(n, ast.FunctionDef)}
         self._libraries = dict(self._imported())
+        self._has_arrays = "numpy" in {module for module, _ in self._libraries.values()}
         self._reads_results = any(isinstance(n, ast.Attribute) and n.attr == "wasSuccessful" for n in self._nodes)
         self._imports = {  # calls of __import__ that an import statement could replace
             call.func
@@ -113,14 +116,16 @@ class Reading:
         used = {n.id for n in self._nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - self.bound
         asked = {name for name in used if not hasattr(builtins, name)}
         blocks = [self.tree] if not asked else [node for node in self._nodes if isinstance(node, ast.Assert)]
+        elsewhere = set[str]().union(*(names for names in map(_names, blocks) if names & (asked | self.bound)))
         for block in blocks:
             nodes = list(ast.walk(block))
-            names = {n.id for n in nodes if isinstance(n, ast.Name)}
+            names = _names(block)
             if asked and not all(hasattr(builtins, name) and name not in self.bound for name in names):
                 continue
             calls = [n for n in nodes if isinstance(n, ast.Call)]
             calls = [c for c in calls if sum(isinstance(inner, ast.Call) for inner in ast.walk(c)) == 1] or calls
             called = {part.id for c in calls for part in (c.func, *c.args) if isinstance(part, ast.Name)} & used
+            called -= elsewhere if asked else set()
             called -= {
                 name for name in called if isinstance(getattr(builtins, name, None), type) and name[:1].isupper()
             }
@@ -247,8 +252,10 @@ class Reading:
                 yield f"takes the program's own {name}: import it, or give it another name"
             case ast.keyword(arg="exit") | ast.Attribute(attr="TextTestRunner") if not self._reads_results:
                 yield "does not look at the result of its test cases"
-            case ast.Attribute(attr="warns" | "redirect_stderr" | "shares_memory" as name):
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name in _STATE:
                 yield f"uses {name}"
+            case ast.Subscript(value=owner, ctx=ast.Store()) if self._kind(owner) == _RESULT and self._has_arrays:
+                yield "changes an array that may be a view of another"
             case ast.Attribute(attr="seed"):
                 yield "seeds a generator of random numbers"
             case ast.Attribute(attr=name) if name[:2] == name[-2:] == "__" and name not in _OPEN:
@@ -323,6 +330,10 @@ class Reading:
                     yield "hands the program a function with asserts"
             if {self._kind(value), returned} & {_OBJECT, _CLASS}:
                 yield "hands the program an object of the tests that is no plain data"
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def _joined(*kinds: str) -> str:

@@ -75,3 +75,20 @@ def test_a_function_that_does_not_separate_answers_fails_with_and_without_a_grou
 
 def test_data_must_be_named(capsys):
     assert "data.train_files='' names no file" in one_line(capsys, check.main)
+
+
+CODE = [
+    {"prompt": "q", "data_source": "code", "ground_truth": tests, "answer": f"```python\ndef f(x): return {value}\n```"}
+    for tests, value in (("assert f(1) == 2", 2), ("assert f(1) == 3", 3), ("assert eval(f(1)) == 3", 3))
+]
+ALLOWED = {"reward.function": "", "reward.allow_code": True}
+
+
+def test_rows_whose_asserts_are_not_graded_are_left_out_and_counted(words, capsys):
+    check.main(words(*CODE, **ALLOWED))
+    left_out, found = capsys.readouterr().out.splitlines()
+    assert left_out.startswith("1 rows left out, whose asserts reward.code.tests=strict cannot grade; the first, rows")
+    assert "line 1 uses eval" in left_out and found == "OK   code: right answers earn 1, others' 0 (2 rows)"
+    assert "no row is left" in one_line(capsys, check.main, *words(CODE[2], **ALLOWED))
+    check.main(words(*CODE, **ALLOWED, **{"reward.code.tests": "native"}))
+    assert capsys.readouterr().out == "OK   code: right answers earn 0.667, others' 0 (3 rows)\n"
