@@ -124,6 +124,14 @@ class _Side(Plain):
     def encode_class(self, kind: type) -> Any:
         raise NotImplementedError
 
+    def resolve_other(self, tag: str, rest: list[Any]) -> Any:
+        raise NotImplementedError
+
+    def resolve(self, sent: Any) -> Any:
+        if sent[0] == "error":
+            return self.decode_error(sent)
+        return self.objects[sent[1]] if sent[0] == "yours" else self.resolve_other(sent[0], sent[1:])
+
     def encode_error(self, error: BaseException, causes: int = 4) -> Any:
         if (place := error.__dict__.get("_place")) is not None:
             return ["yours", place]
@@ -242,12 +250,7 @@ class ProgramSide(_Side):
         outer = str(kind.__module__)
         return ["class", place, str(kind.__name__), bases, special, fields, outer]
 
-    def resolve(self, sent: Any) -> Any:
-        tag, *rest = sent
-        if tag == "yours":
-            return self.objects[rest[0]]
-        if tag == "error":
-            return self.decode_error(sent)
+    def resolve_other(self, tag: str, rest: list[Any]) -> Any:
         if tag == "exception":
             return _exception(*rest)
         if tag == "name":
@@ -410,12 +413,7 @@ class TestsSide(_Side):
         builtin = next(above.__name__ for above in kind.__mro__ if above.__module__ == "builtins")
         return ["exception", builtin, kind.__name__]
 
-    def resolve(self, sent: Any) -> Any:
-        tag, *rest = sent
-        if tag == "yours":
-            return self.objects[rest[0]]
-        if tag == "error":
-            return self.decode_error(sent)
+    def resolve_other(self, tag: str, rest: list[Any]) -> Any:
         if tag == "exception" and rest[0] not in _SWALLOWING:
             return _exception(rest[0])
         if tag == "class":
