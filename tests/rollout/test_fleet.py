@@ -473,11 +473,16 @@ def test_a_request_whose_turn_has_passed_is_asked_again_though_others_keep_comin
 
 def test_a_server_that_answers_nothing_is_late_with_all_at_once(made, fakes):
     sampler = made(1, timeout_s=2.0)
-    (_, good), held = fakes[0].answers[GENERATE], threading.Event()
-    fakes[0].answers[GENERATE] = (200, lambda body: good(body) if held.is_set() else fakes[0].hang.wait())
+    (_, good), held, times = fakes[0].answers[GENERATE], threading.Event(), []
+
+    def reply(body):
+        times.append(time.monotonic())
+        return good(body) if held.is_set() else fakes[0].hang.wait()
+
+    fakes[0].answers[GENERATE] = (200, reply)
     fakes[0].answers["jppo_check"] = (200, lambda _: held.set() or {"results": [{"ok": True, "error": None}]})
     assert whole(sampler.start(PROMPTS, SAMPLING).result(60))
-    # All are late twice before the repair: one after the other, the first would be late twice before the others once.
+    assert times[23] - times[12] < times[12] - times[0], "all are late when the first is"
     assert asked(fakes[0], [GENERATE, "jppo_check"]) == [GENERATE] * 24 + ["jppo_check"] + [GENERATE] * 12
     assert sampler.metrics()["rollout/restarts"] == 1.0
 
