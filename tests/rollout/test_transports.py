@@ -155,6 +155,7 @@ def test_a_connection_that_ends_in_a_tensor_is_refused(bucket):
 
 def test_a_trainer_that_drips_is_refused_in_time(bucket):
     entries, _ = bucket
+    over = threading.Event()
 
     def drip(connection):
         header = transports.HEADER.pack(entries[0].nbytes, entries[0].crc32)
@@ -163,8 +164,11 @@ def test_a_trainer_that_drips_is_refused_in_time(bucket):
             for _ in range(50):  # after the last one the connection ends, which is another refusal
                 time.sleep(0.05)
                 connection.send(b"0")
+        connection.close()
+        over.set()
 
     assert "did not arrive within 0.5 s: in a from 127.0.0.1" in refusal(fake(drip, 0.5), entries)
+    assert over.wait(60)
 
 
 def test_a_bucket_whose_offer_has_ended_is_sent_no_longer(sender, bucket):
