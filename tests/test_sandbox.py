@@ -277,7 +277,7 @@ def test_nothing_is_left_of_a_program_that_the_trainer_no_longer_waits_for(tmp_p
     script = (
         "from jppo.sandbox import choice, launcher\n"
         "guards = choice.probe()\nprint('ready', flush=True)\n"
-        "launcher.run_program('import time\\ntime.sleep(4711.75)', guards=guards, time_s=60, memory_bytes=2**28)\n"
+        "launcher.run_program('import time\\ntime.sleep(4711.75)', guards=guards, time_s=3600, memory_bytes=2**28)\n"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=os.getcwd(), text=True)
     assert worker.stdout.readline() == "ready\n"
@@ -397,7 +397,7 @@ def test_nothing_is_left_of_a_program_that_a_service_ends_for_its_time(stand_in,
     watch = threading.Thread(target=look)
     watch.start()
     grade = functools.partial(code, time_s=1.0, memory_bytes=2**29, runner=make_runner("container", stand_in.url))
-    assert grade(response("def f(x):\n    while True: pass"), ASSERTS).score == 0.0
+    assert grade(response("import time\ndef f(x): time.sleep(3600)"), ASSERTS).score == 0.0
     over.set()
     watch.join()
     assert seen, "the processes could be seen"

@@ -148,7 +148,7 @@ FOREVER = """
 import os, pathlib, time
 def agent(task):
     pathlib.Path(__file__).with_name("running").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 

@@ -183,7 +183,7 @@ def test_what_hangs_ends_with_the_run():
 
     async def hang():
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.set()
 

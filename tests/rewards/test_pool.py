@@ -167,14 +167,15 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path):
 def test_close_is_prompt_and_answers_what_waits(tmp_path, pool):
     slow = Pool(1, timeout_s=100.0, memory_bytes=2**28)
     part = function(tmp_path, NASTY, slow)
-    futures = [part.submit(sample("run time.sleep(1000)")) for _ in range(3)]
-    time.sleep(0.2)
-    begun = time.monotonic()
-    part.close()
+    child = f"{10**6 + os.getpid()}.4"
+    text = f"run subprocess.Popen(['sleep', '{child}'], start_new_session=True).wait()"
+    futures = [part.submit(sample(text)) for _ in range(3)]
+    assert soon(lambda: running(child))
+    part.close()  # neither waits for the sample nor for its limit, whose errors are others
     part.close()
     late = part.submit(sample("good"))
-    assert time.monotonic() - begun < 30
     assert [f.result(0).error for f in [*futures, late]] == ["the pool was closed"] * 4
+    assert gone(child)  # ended by the guard: a kill of the worker's group would leave it
 
 
 def test_the_function_gets_verls_arguments_and_its_numbers_are_parts(tmp_path, shared_pool):
@@ -383,11 +384,12 @@ def test_two_thousand_samples_take_seconds(tmp_path):
     pool = Pool(2, timeout_s=60.0, memory_bytes=2**30)
     rule, mine = RulePart(["gsm8k"], pool=pool), function(tmp_path, NASTY, pool)
     solution = "She sells 9 eggs for $2 each. " * 20 + "#### 18"
-    begun = os.times()
+    begun = time.perf_counter()
     futures = [part.submit(sample(solution, "18", source="gsm8k")) for _ in range(1000) for part in (rule, mine)]
     assert sum(future.result(60).score for future in futures) == 1000 * (1 + 18)
+    took = time.perf_counter() - begun
     pool.close()
-    assert sum(os.times()[:4]) - sum(begun[:4]) < 12  # of all processes, whatever else the machine does
+    assert took < 12
 
 
 @pytest.mark.parametrize("returned", ["12", b"12", {"a": 1.0, "b": 2.0}, 3.0])

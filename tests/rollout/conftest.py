@@ -46,7 +46,7 @@ class FakeServer:
                 fake.asked.append(route)
                 fake.bodies.append(body)
                 if route not in fake.answers:
-                    fake.hang.wait(30)
+                    fake.hang.wait()
                     return
                 status, answer = fake.answers[route]
                 try:

@@ -46,7 +46,7 @@ def run(tmp_path, settings, monkeypatch):
         engines.append(
             start_vllm(
                 "model", "run", settings=settings(start_timeout_s=start_s, **changes), publish_dir="",
-                urls=attached(f"file:{file}", ALONE), limits=ServerLimits(60.0, health_s, 0),
+                urls=attached(f"file:{file}", ALONE), limits=ServerLimits(600.0, health_s, 0),
             )
         )  # fmt: skip
         sampler = engines[-1].ready(eos_token_ids=[2], decode=str)
@@ -87,7 +87,7 @@ def test_a_server_that_joins_gets_the_weights_before_it_is_asked(run, servers, s
 def test_requests_at_a_server_that_leaves_are_asked_elsewhere(run, servers):
     sampler, write = run(servers[:2])
     held, (_, good) = threading.Event(), servers[1].answers[GENERATE]
-    servers[1].answers[GENERATE] = (200, lambda body: held.set() or servers[1].hang.wait(60) or good(body))
+    servers[1].answers[GENERATE] = (200, lambda body: held.set() or servers[1].hang.wait() or good(body))
     pending = sampler.start(PROMPTS, SAMPLING)
     assert held.wait(60)
     write(servers[:1])
@@ -128,7 +128,7 @@ def test_a_server_that_breaks_while_a_publish_pauses_it_joins_again(run, servers
 def test_all_servers_are_replaced_during_a_generation(run, servers):
     sampler, write = run(servers[:2])
     for server in servers[:2]:
-        server.answers[GENERATE] = (200, lambda _, s=server: s.hang.wait(60))
+        server.answers[GENERATE] = (200, lambda _, s=server: s.hang.wait())
     pending = sampler.start(PROMPTS, SAMPLING)
     write(servers[2:])
     assert whole(pending.result(60))
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_read_changes_nothing(run, servers, said):
 def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers, said):
     sampler, _ = run(servers[:2])
     (_, good), held = servers[1].answers[GENERATE], threading.Event()
-    servers[1].answers[GENERATE] = (200, lambda body: held.wait(60) and good(body))
+    servers[1].answers[GENERATE] = (200, lambda body: held.wait() and good(body))
     pending = sampler.start(PROMPTS, SAMPLING)
     whole_file = run.file.read_text()
     run.file.write_text("")
@@ -165,7 +165,7 @@ def test_a_file_that_is_read_while_it_is_written_sends_nobody_away(run, servers,
 def test_a_publish_does_not_wait_for_a_server_that_loads_to_join(run, servers):
     sampler, write = run(servers[:1])
     loading, go, load = threading.Event(), threading.Event(), servers[1].answers["jppo_load"]
-    servers[1].answers["jppo_load"] = (200, lambda _: loading.set() or (go.wait(60) and load[1]))
+    servers[1].answers["jppo_load"] = (200, lambda _: loading.set() or (go.wait() and load[1]))
     write(servers[:2])
     assert loading.wait(60)
     sampler.load(TENSORS.items(), version=8)

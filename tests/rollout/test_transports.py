@@ -160,13 +160,15 @@ def test_a_trainer_that_drips_is_refused_in_time(bucket):
     def drip(connection):
         header = transports.HEADER.pack(entries[0].nbytes, entries[0].crc32)
         connection.sendall(transports.YES + header)
-        while not over.wait(0.05):
-            connection.send(b"0")
+        with contextlib.suppress(OSError):  # it is refused
+            for _ in range(50):  # after the last one the connection ends, which is another refusal
+                time.sleep(0.05)
+                connection.send(b"0")
+        connection.close()
+        over.set()
 
-    began = time.monotonic()
     assert "did not arrive within 0.5 s: in a from 127.0.0.1" in refusal(fake(drip, 0.5), entries)
-    assert time.monotonic() - began < 30
-    over.set()
+    assert over.wait(60)
 
 
 def test_a_bucket_whose_offer_has_ended_is_sent_no_longer(sender, bucket):
@@ -257,13 +259,17 @@ def test_a_connection_without_a_token_is_closed_in_time(sender, bucket, monkeypa
         slow.sendall(address.token[:5].encode())
         time.sleep(0.1)
         slow.sendall(address.token[5:].encode())
-        assert slow.recv(1) == transports.YES
-        silent.settimeout(30)
-        assert silent.recv(1) == b""
+        assert slow.recv(1) == transports.YES  # so both were accepted
+        monkeypatch.setattr(transports, "HELLO_S", 3600.0)
+        with transports._connected(address) as patient:
+            assert silent.recv(1) == b""
+            patient.sendall(address.token.encode())
+            assert patient.recv(1) == transports.YES
 
 
 def test_connections_without_a_token_take_a_bounded_number_of_files_and_no_threads(monkeypatch):
     monkeypatch.setattr(transports, "UNKNOWN", 20)
+    monkeypatch.setattr(transports, "HELLO_S", 3600.0)
     sender = Sender("127.0.0.1", timeout_s=60.0)
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     idle = [socket.create_connection(("127.0.0.1", sender._port)) for _ in range(100)]
