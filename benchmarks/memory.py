@@ -30,7 +30,7 @@ from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
 
 from jppo import settings
-from jppo.learner.make import compile_passes, make_learner, make_mesh
+from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
 from jppo.learner.model_configs import ModelConfigs, make_adapters
 from jppo.learner.recipe import make_recipe, plan_of_run
 from jppo.learner.sharding import device_peak
@@ -97,7 +97,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
         with contextlib.suppress(OSError):
             CLEAR.write_text("5")  # resets the peak
     learner, now = make_learner(c, inputs, mesh)
-    compile_passes(c, learner, now)
+    run_programs(list_run_programs(c, learner, now))
     for _ in range(2):
         now = step(c, learner, now, trajectories)
     jax.block_until_ready(now)

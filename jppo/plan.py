@@ -24,7 +24,7 @@ from jppo.forecast.machines import GIB, Machine
 from jppo.learner.make import make_mesh
 from jppo.learner.sharding import AXES
 from jppo.models.config import Experts
-from jppo.preflight import memory, memory_budget, preview
+from jppo.preflight import memory_budget, preview
 from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
 from jppo.rollout.make import with_servers
@@ -108,8 +108,7 @@ def try_settings(
         settings.check(other)
         mesh = make_mesh(other, devices)
         other = with_servers(other, mesh)
-        _, work = preview.derived_sizes(other, inputs, mesh)
-        estimate = memory.estimate_memory(other, inputs, mesh, entries=work.entries)
+        _, work, estimate = preview.derive_sizes(other, inputs, mesh)
     except UserError as e:
         return Candidate(changes, reason=str(e))
     if estimate.refused:

@@ -17,6 +17,7 @@ from jppo.errors import escaped
 from jppo.learner import batch, packing, ppo, sharding, update
 from jppo.learner.make import logprob_of_texts
 from jppo.learner.model_configs import make_adapters
+from jppo.learner.programs import Program, update_programs
 from jppo.learner.recipe import plan_rows
 from jppo.models import hf
 from jppo.models.config import pad_vocab
@@ -124,18 +125,20 @@ def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
 
 def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
-    plan, mesh = task.plan, task.mesh
-    trained = memory.sketch(c, mesh, task.cfg, head="lm", adapters=task.adapters)
-    shapes = memory.largest_shapes(plan)
-    rows = [memory.abstract_rows(shape, mesh) for shape in shapes]
-    flop = [memory.useful(c, task.cfg, shape, task.adapters, head=True) for shape in shapes]
-    opt, moments = memory.update_moments(
-        "sft", task.accumulate, c.optim, trained, rows, useful=flop, masked=memory.sampled_share(c)
+    plan, shapes = task.plan, memory.largest_shapes(task.plan)
+    how, now = memory.sketch_update(
+        c, task.mesh, task.cfg, task.accumulate, name="sft", head="lm", adapters=task.adapters
     )
+    listed = update_programs(how, now.policy, now.policy_opt, now, [packing.empty_rows(shape) for shape in shapes])
+
+    def needed(program: Program) -> int:
+        return memory.useful(c, task.cfg, program.rows, task.adapters, head=True) if program.rows else 0
+
+    moments = memory.account_for(listed, shapes, needed, memory.sampled_share(c))
     by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
     longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)
-    return memory.of_one_model(c, mesh, trained, opt, moments, packed), len(packed)
+    return memory.of_one_model(c, how, now, moments, packed), len(packed)
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:

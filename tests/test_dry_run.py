@@ -17,7 +17,7 @@ from jppo import settings, sft, train
 from jppo.forecast import machines
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
-from jppo.learner.make import compile_passes, make_learner, make_mesh
+from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
 from jppo.learner.recipe import plan_of_run
 from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs, servers
@@ -65,16 +65,18 @@ def test_parts_are_the_arrays_of_a_run(small_run, quick_compilation, changes):
 def test_programs_are_those_that_a_run_compiles(small_run, quick_compilation):
     c, counted = small_run, 0
     inputs, mesh = read_inputs(typed(c)), make_mesh(typed(c))
-    lines, _ = preview.derived_sizes(typed(c), inputs, mesh)
+    lines, _, _ = preview.derive_sizes(typed(c), inputs, mesh)
     learner, now = make_learner(typed(c), inputs, mesh)
     jax.clear_caches()  # some passes are functions that other learners have compiled, too
-    compile_passes(c, learner, now)
+    listed = list_run_programs(typed(c), learner, now)
+    run_programs(listed)
     for field in dataclasses.fields(learner.passes):
         if (fn := getattr(learner.passes, field.name)) is not None:
             counted += fn._cache_size()
     assert mesh.shape["data"] > 1
     # the optimizers' steps, empty sums of gradients and their exchange are beside the passes
-    assert f"to compile       {counted + 6} programs for {len(learner.plan.shapes)} shape(s)" in lines
+    assert len(listed) == counted + 6
+    assert f"to compile       {len(listed)} programs for {len(learner.plan.shapes)} shape(s)" in lines
 
 
 def modules(folder):
@@ -100,7 +102,7 @@ def test_the_largest_programs_of_a_run_are_compiled_as_the_run_compiles_them(sma
         preview.look_up_sizes(c, inputs, mesh)
         jax.clear_caches()
         jax.config.update("jax_dump_ir_to", str(tmp_path / "run"))
-        compile_passes(c, *make_learner(c, inputs, mesh))
+        run_programs(list_run_programs(c, *make_learner(c, inputs, mesh)))
     finally:
         jax.config.update("jax_dump_ir_to", "")
     ours, runs = modules(tmp_path / "estimate"), modules(tmp_path / "run")

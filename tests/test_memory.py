@@ -142,6 +142,28 @@ def test_the_estimate_is_what_the_programs_of_a_run_hold(small_run, tmp_path, ch
     assert found.peak == sum(found.parts.values()) + max(one.needs for one in found.moments)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_each_stage_brings_the_models_that_it_reads(small_run, exact):
+    kl = {"algorithm.use_kl_in_reward": True, "actor.use_kl_loss": True}
+    kl |= {"algorithm.kl_penalty": "full", "actor.kl_loss_type": "full"} if exact else {}
+    c = typed(changed(small_run, OFFLOAD | kl))
+    _, found, _ = preview.look_up_sizes(c, read_inputs(c), make_mesh(c))
+    bytes_of, brought = found.host, {one.name: one.brought for one in found.moments}
+    policy, reference = bytes_of["policy"], bytes_of["reference"]
+    update = policy + (reference if exact else 0)
+    assert brought == {
+        "log-probs": policy,
+        "reference": reference + (policy if exact else 0),
+        "values": bytes_of["critic"],
+        "actor gradient": update,
+        "actor exchange": update,
+        "actor step": update + bytes_of["policy's optimizer"],
+        "critic gradient": bytes_of["critic"],
+        "critic exchange": bytes_of["critic"],
+        "critic step": bytes_of["critic"] + bytes_of["critic's optimizer"],
+    }
+
+
 def test_devices_without_such_memory_are_refused_before_anything_starts(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(placing, "KINDS", ("tape",))
     c = in_folder(small_run, tmp_path / "run", {"ref.param_offload": True})

@@ -1,6 +1,7 @@
 """Programs of scripts/ say yes to what is right, and can say no: check_export.py, check_parity.py, draw_kl.py, fuzz."""
 
 import importlib
+import json
 import math
 import os
 import re
@@ -11,9 +12,11 @@ import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from examples import arithmetic
+from jppo import settings
 from jppo.data.tokenizer import load_tokenizer
 from jppo.models import decoder, hf, hf_write
 from jppo.settings import UserError
@@ -196,3 +199,41 @@ def test_how_a_command_ends_is_judged(monkeypatch, code, stdout, stderr, said):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     commands = importlib.import_module("fuzz_commands")
     assert commands.fault(commands.Case([], ()), commands.Ended(code, stdout, stderr, 1.0)) == said
+
+
+@pytest.fixture(scope="module")
+def compare_commits():
+    return script("scripts/compare_commits.py")
+
+
+def test_the_cases_of_a_comparison_are_runs(compare_commits, tmp_path):
+    """Every case passes the checks of settings, with SGD too."""
+    (tmp_path / "config.py").write_text("from jppo.settings import default as get_config\n")
+    for name, changes in compare_commits.CASES.items():
+        for sgd in (False, True):
+            words = compare_commits.words(tmp_path, tmp_path / "run", changes, sgd=sgd)
+            config, _ = settings.parse(words, "", settings.default())
+            settings.check(config)
+            assert config.actor.optimizer == "sgd" or not sgd, name
+
+
+@pytest.mark.parametrize(
+    "level, change, good",
+    [
+        ("run", {}, True),
+        ("run", {"arrays": 1e-3}, False),
+        ("run", {"arrays": 1e-6}, True),
+        ("run", {"metric": 1e-3}, False),
+        ("run", {"program": "jit_other"}, False),
+        ("gradient", {"arrays": 1e-6}, False),  # of a step of length 0.1
+    ],
+)
+def test_a_comparison_of_commits_sees_what_differs(compare_commits, tmp_path, level, change, good):
+    for folder, more in (("base", {}), ("now", change)):
+        (tmp_path / folder).mkdir()
+        metrics = [{"actor/grad_norm": 1.0, "loss": 2.0 + more.get("metric", 0.0), "perf/x": len(folder)}]
+        found = {"programs": {more.get("program", "jit_one"): "jit"}, level: metrics}
+        (tmp_path / folder / "plain.json").write_text(json.dumps(found))
+        np.savez(tmp_path / folder / f"plain {level}.npz", w=np.float32([1.0 + more.get("arrays", 0.0), 0.0]))
+    row, same = compare_commits.compare(tmp_path / "base", tmp_path / "now", "plain")
+    assert same == good and ("same" in row[2:]) == (not change or "program" in change), row

@@ -268,7 +268,7 @@ def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Min
     `number` is the mini-batch's in the step.
     """
     assert key is not None
-    first, second = np.asarray(_drawn(key, step, np.int32(number)))
+    first, second = np.asarray(draw_seeds(key, step, np.int32(number)))
 
     def seeded(rows: Rows) -> Rows:
         of_sequence = lora.scrambled(np.asarray(rows.sequence).astype(np.uint32) ^ first)
@@ -282,7 +282,8 @@ def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Min
 
 
 @jax.jit
-def _drawn(key: Array, step: Array, number: Array) -> jax.Array:
+def draw_seeds(key: Array, step: Array, number: Array) -> jax.Array:
+    """Draws the two seeds of a mini-batch's dropout."""
     for one in (step, _STREAM, number):
         key = jax.random.fold_in(key, one)
     return jax.random.bits(key, (2,))

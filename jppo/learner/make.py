@@ -6,10 +6,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
-from jppo.learner import batch, model_configs, packing, ppo, score, sharding, state, update
+from jppo.learner import model_configs, ppo, programs, score, sharding, state, update
 from jppo.learner.model_configs import ModelConfigs, critic_init, path_of_critic
 from jppo.learner.ppo import Learner
 from jppo.learner.recipe import (
@@ -25,10 +24,10 @@ from jppo.learner.recipe import (
 from jppo.models import experts, fused, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
-from jppo.models.lora import Base, Lora, join
+from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings, UserError
-from jppo.types import Counts, Params, TrainState
+from jppo.types import Params, TrainState
 
 
 def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -137,6 +136,55 @@ def load_trained(
     return Trained(layout, learned, base)
 
 
+def sketch_trained(
+    c: Common,
+    mesh: Any,
+    cfg: ModelConfig,
+    _: str,
+    *,
+    head: Head,
+    adapters: Lora | None,
+    trunk: Params | None = None,
+    **__: Any,
+) -> Trained:
+    """Does `load_trained` with shapes in place of arrays."""
+    layout = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
+    values = state.abstract(layout)
+    values |= {name: part for name, part in (trunk or {}).items() if name in values}
+    if adapters is None:
+        return Trained(layout, values, None)
+    layout = state.adapters(cfg, mesh, adapters, head=head)
+    stays = {name: part for name, part in values.items() if head == "lm" or name != "score"}
+    return Trained(layout, state.abstract(layout), Base(stays, adapters.scale, adapters.dropout))
+
+
+def copy_weights(tree: Params, offload: bool) -> Params:
+    """Copies weights into device memory, or, one array on the devices at a time, to the host."""
+    if not offload and not any(map(placing.waits, jax.tree.leaves(tree))):
+        places = jax.tree.map(lambda x: x.sharding, tree)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(tree)
+
+    def apart(x: jax.Array) -> jax.Array:
+        copy: jax.Array = placing.to_device(x).copy()
+        return placing.to_host(copy) if offload else copy
+
+    return jax.tree.map(apart, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Making:
+    """How the arrays of a learner are made."""
+
+    load: Callable[..., Trained]
+    begin_optimizer: Callable[..., tuple[Any, Any]]  # (tx, layout, learned) -> its state, the shardings
+    copy: Callable[[Params, bool], Params]  # (weights, to the host) -> others of the same values
+    put: Callable[[Any, Any], Any]  # (values, sharding)
+
+
+LOADED = Making(load_trained, state.init_optimizer, copy_weights, placing.put)
+SHAPES = Making(sketch_trained, state.abstract_optimizer, placing.copy_shapes, placing.shapes)
+
+
 def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
     """Offloads the model to the host if asked; a `shared` base stays where its owner put it."""
     if not offloaded:
@@ -172,7 +220,7 @@ def shares_trunk(c: Settings, inputs: ModelConfigs) -> bool:
     return inputs.adapters is not None and inputs.critic_adapters is not None and path_of_critic(c) == c.model.path
 
 
-def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner, TrainState]:
+def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOADED) -> tuple[Learner, TrainState]:
     """Loads the models into their shards and makes the passes."""
     a, path = c.actor, c.model.path
 
@@ -184,19 +232,23 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
 
     cfg = fit(inputs.policy)
     recipe, passes = make_recipe_and_passes(c, inputs, mesh)
-    policy = load_trained(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
+    policy = how.load(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
-    actor, policy_opt = make_descent(a, "actor", passes.actor, policy, inputs.total_steps - c.trainer.critic_warmup)
+    steps = inputs.total_steps - c.trainer.critic_warmup
+    actor, policy_opt = make_descent(a, "actor", passes.actor, policy, steps, how)
     actor = dataclasses.replace(actor, load=passes.router_load, select=passes.select)
     value = value_opt = critic = None
     if inputs.critic is not None:
         shared = shares_trunk(c, inputs)
         trunk = policy.base.params if shared and policy.base is not None else None
         options = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
-        trained = load_trained(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **options)
+        trained = how.load(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **options)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
-        critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps)
+        critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps, how)
+    reference = None
+    if inputs.reference is not None:
+        reference = load_reference(c, mesh, fit(inputs.reference), policy, keys(2), how)
     learner = Learner(
         mesh=mesh,
         cfg=cfg,
@@ -206,11 +258,11 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[Learner,
         passes=passes,
         actor=actor,
         critic=critic,
-        reference=None if inputs.reference is None else load_reference(c, mesh, fit(inputs.reference), policy, keys(2)),
+        reference=reference,
     )
     begin = state.begin_state(
         policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
-        value_norm=recipe.value_norm_decay is not None,
+        value_norm=recipe.value_norm_decay is not None, put=how.put,
     )  # fmt: skip
     return learner, begin
 
@@ -258,94 +310,38 @@ def trained_kind(inputs: ModelConfigs, learner: Learner, field: str) -> tuple[He
     return "value", pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
 
 
-def compile_passes(
-    c: Settings,
-    learner: Learner,
-    begin: TrainState,
-    part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent,
-) -> None:
-    """Compiles every program of a step ahead of time; `part` begins the count of so many programs."""
-    run_on_empty_rows(learner, begin, part)
-    state.next_step(learner.recipe, begin, 0.0, bad=False, learned=True, value_norm=begin.value_norm)
-    for model, shuffle in enumerate((c.actor.shuffle, c.critic.shuffle)):
-        state.order(begin, model, 0, 0, shuffle=shuffle, most=most_sequences(c))
+def list_run_programs(c: Settings, learner: Learner, now: TrainState) -> list[programs.Program]:
+    """Lists the programs of a run's steps; learner and state may be of shapes."""
+    shuffles = c.actor.shuffle or c.critic.shuffle
+    return programs.list_programs(learner, now, shuffled=most_sequences(c) if shuffles else 0)
 
 
-def run_on_empty_rows(
-    learner: Learner, now: TrainState, part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
+def run_programs(
+    some: Sequence[programs.Program], part: Callable[[str, int], Callable[[], None]] = lambda *_: ppo.silent
 ) -> None:
-    """Runs every pass and update once on empty rows of every shape, so that no later step compiles; learns nothing."""
-    passes, recipe, mesh, plan, reference = (
-        learner.passes,
-        learner.recipe,
-        learner.mesh,
-        learner.plan,
-        learner.reference,
-    )
-    whole, judge = learner.policy(now), learner.value(now)
-    descents: list[tuple[ppo.ModelUpdate, Any, Any, tuple[Any, ...]]] = [
-        (learner.actor, now.policy, now.policy_opt, (recipe.in_loss(reference),))
-    ]
-    if learner.critic is not None:
-        descents.append((learner.critic, now.value, now.value_opt, ()))
-    greedy = np.zeros(0, np.float32) if recipe.estimator.greedy else None
-    nobody = np.zeros(0, np.int32)
-    options = dict[str, Any](earns=recipe.earns, episode=nobody if recipe.branches else None)
-    options["parts"] = recipe.estimator.parts
-    data = batch.flatten([], [], nobody, greedy, shape=learner.shape, **options)
-    done = part("programs compiled", len(plan.shapes) * (1 + len(descents)) + len(descents))
-    rows = [packing.empty_rows(of_rows, plan) for of_rows in plan.shapes]
-    for empty in rows:
-        micros = [batch.Micro(empty, sharding.put_rows(empty, mesh))]
-        passes.logprob(placing.to_device(whole), micros[0].device)  # for the check before the first step, in any recipe
-        data = ppo.with_old_logprob(passes, recipe, data, micros, whole)
-        data = ppo.with_reference(passes, recipe, data, micros, whole, reference)
-        data = ppo.with_values(passes, data, micros, judge)
-        done()
-    if passes.reference is None and (recipe.kl_penalty or recipe.kl_loss_type):  # by a server
-        data = batch.with_reference_logprobs(data, [])
-    kl_coef = placing.put(np.float32(0), sharding.replicated(mesh))  # placed as the state's is
-    data, _ = ppo.with_advantages(passes, data, kl_coef, mesh, now.value_norm)
-    counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
-    for empty in rows:
-        mini = batch.Mini([batch.scored_rows(data, empty)], counts, sharding.rows_sharding(mesh), batch=data)
-        for descent, learned, _, further in descents:
-            models = placing.to_device((learned, descent.base, further))
-            taken = batch.with_dropout(mini, now.key, now.step, 0) if descent.drops else mini
-            taken = descent.before(join(*models[:2]), taken, now.key, now.step, 0)
-            micro = placing.put(taken.micros[0], taken.place)
-            jax.block_until_ready(descent.accumulate(*models[:2], descent.zeros(), micro, taken.counts, *models[2]))
-            done()
-    for descent, learned, opt, _ in descents:
-        carry = descent.zeros() if descent.exchange is None else descent.exchange(descent.zeros())
-        descent.apply.lower(*placing.on_device_shapes((learned, opt)), carry, now.step, np.True_).compile()
+    """Runs the programs on zeros, so that no step compiles; `part` begins the count of so many."""
+    done = part("programs compiled", len(some))
+    for program in some:
+        program.run()
         done()
 
 
-def load_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array) -> Params:
+def load_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, how: Making) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
-        trained = load_trained(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
+        trained = how.load(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)
         return wait(trained, c.ref.param_offload).learned
     if policy.base is not None:  # LoRA: the loaded base is the reference
         return policy.base.params
-    if not c.ref.param_offload and not c.actor.param_offload:
-        places = jax.tree.map(lambda x: x.sharding, policy.learned)
-        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(policy.learned)
-
-    def apart(x: jax.Array) -> jax.Array:  # one array on the devices at a time
-        copy: jax.Array = placing.to_device(x).copy()
-        return placing.to_host(copy) if c.ref.param_offload else copy
-
-    return jax.tree.map(apart, policy.learned)
+    return how.copy(policy.learned, c.ref.param_offload)
 
 
 def make_descent(
-    section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int
+    section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int, how: Making = LOADED
 ) -> tuple[ppo.ModelUpdate, Any]:
     """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
     tx = optimizer_of(section, name, trained.layout)
-    opt, places = state.init_optimizer(tx, trained.layout, trained.learned)
+    opt, places = how.begin_optimizer(tx, trained.layout, trained.learned)
     apply = make_scheduled_apply(section, tx, trained.layout, places, total_steps)
     given = update.make_apply(tx, lambda hyper: hyper, shardings=(trained.layout.shardings, places))
     zeros = update.make_zeros(trained.layout.shapes, trained.layout.shardings)

@@ -1,13 +1,10 @@
 """The models of a run: what their directories describe, their adapters, and what is offloaded to the host."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jppo.learner.ppo import Recipe
 from jppo.learner.sharding import require_divisible
 from jppo.models import hf, lora, placing
 from jppo.models.config import ModelConfig
@@ -131,43 +128,3 @@ def describe_offload(c: Common, inputs: ModelConfigs | None, device: jax.Device)
         return None
     same = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
     return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(there)}{same}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Brought:
-    """Bytes that are copied to a device for a stage and freed after it."""
-
-    logprob: int
-    reference: int
-    values: int
-    actor: int  # for the whole update; the optimizer comes for its steps
-    critic: int
-
-
-def brought(
-    c: Settings,
-    recipe: Recipe,
-    size: Callable[[Any], int],
-    *,
-    policy: Any,
-    critic: Any,
-    reference: Any,
-    shared_trunk: bool,
-    own_reference: bool,
-) -> Brought:
-    """Computes the bytes per stage; policy and critic are `Trained`, or None. A shared base counts once."""
-    of_policy = size((policy.learned, policy.base)) if c.actor.param_offload else 0
-    of_reference = of_critic = 0
-    if reference is not None and (c.ref.param_offload if own_reference else c.actor.param_offload):
-        of_reference = size(reference)
-    if critic is not None:
-        of_critic += size(critic.learned) if c.critic.param_offload else 0
-        of_critic += size(critic.base) if (c.actor if shared_trunk else c.critic).param_offload else 0
-    beside = of_reference if own_reference else 0
-    return Brought(
-        logprob=of_policy,
-        reference=of_policy + beside if recipe.in_reward(policy) is not None else of_reference,
-        values=of_critic,
-        actor=of_policy + (beside if recipe.in_loss(reference) is not None else 0),
-        critic=of_critic,
-    )

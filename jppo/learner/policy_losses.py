@@ -25,8 +25,6 @@ from jppo.types import Array
 
 _STREAM = 2  # of the key of a step, after the shuffles of actor and critic
 
-Select = Callable[..., batch.Mini]  # (model, mini-batch, key, step, number of the mini-batch) -> with `selected`
-
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
@@ -36,29 +34,40 @@ class Selection:
     share: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """The compiled selection of a mini-batch's tokens."""
+
+    share: float  # of the mini-batch's tokens, at most
+    logprob: LogProb  # the policy's pass
+    choose: Any  # of jax.jit: (key, step, number of the mini-batch, logp, old_logp, advantage, mask, count) -> [B, L]
+
+    def __call__(self, model: Weights, mini: batch.Mini, key: Any, step: Any, number: int) -> batch.Mini:
+        """Adds `selected` to the micro-batches; `number` is the mini-batch's in the step."""
+        data = mini.batch
+        rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # selected without dropout
+        assert data is not None
+        scores = [placing.fetch(self.logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
+        logp = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
+        mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
+        arrays: tuple[Any, ...] = (logp, data.old_logprob, data.advantage, mask)
+        count = np.int32(max(1, int(self.share * int(mask.sum()))))
+        selected = np.asarray(self.choose(key, step, np.int32(number), *arrays, count))
+        micros = [dataclasses.replace(m, selected=batch.at(data, selected, m.rows)) for m in mini.micros]
+        return dataclasses.replace(mini, micros=micros)
+
+
 def make_select(selection: Selection, logprob: LogProb) -> Select:
     """Makes the selection of a mini-batch's tokens; `logprob` is a compiled pass."""
 
     @jax.jit
-    def choose(key: Array, step: Array, number: Array, *arrays: Array, count: Array) -> Array:
+    def choose(key: Array, step: Array, number: Array, logp: Array, old_logp: Array, *others: Array) -> Array:
+        advantage, mask, count = others
         for one in (step, _STREAM, number):
             key = jax.random.fold_in(key, one)
-        return selection.choose(key, *arrays, count=count)
+        return selection.choose(key, logp, old_logp, advantage, mask, count=count)
 
-    def select(model: Weights, mini: batch.Mini, key: Array, step: Array, number: int) -> batch.Mini:
-        data = mini.batch
-        rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # selected without dropout
-        assert data is not None
-        scores = [placing.fetch(logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
-        logp = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
-        mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
-        arrays: tuple[Any, ...] = (logp, data.old_logprob, data.advantage, mask)
-        count = np.int32(max(1, int(selection.share * int(mask.sum()))))
-        selected = np.asarray(choose(key, step, np.int32(number), *arrays, count=count))
-        micros = [dataclasses.replace(m, selected=batch.at(data, selected, m.rows)) for m in mini.micros]
-        return dataclasses.replace(mini, micros=micros)
-
-    return select
+    return Select(selection.share, logprob, choose)
 
 
 @dataclasses.dataclass(frozen=True)

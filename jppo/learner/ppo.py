@@ -297,9 +297,16 @@ def with_old_logprob(
 ) -> Batch:
     """Adds the old log-probs: the trainer's, with their entropy, or the engine's with `bypass`."""
     if recipe.bypass:
-        return dataclasses.replace(data, old_logprob=data.rollout_logprob)
+        return add_old_logprob(recipe, data, None)
     policy = placing.to_device(policy)
     old = score.Scores(*_over_rows(lambda rows: passes.logprob(policy, rows), data, micros, done))
+    return add_old_logprob(recipe, data, old)
+
+
+def add_old_logprob(recipe: Recipe, data: Batch, old: score.Scores | None) -> Batch:
+    """Adds the old policy's log-probs and what else its pass computed; with `bypass` the engine's."""
+    if recipe.bypass or old is None:
+        return dataclasses.replace(data, old_logprob=data.rollout_logprob)
     return dataclasses.replace(
         data,
         old_logprob=old.logprob,

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
@@ -70,8 +71,8 @@ def abstract(layout: ModelLayout) -> Params:
     return _placed(layout.shapes, layout.shardings)
 
 
-def abstract_optimizer(tx: optax.GradientTransformation, layout: ModelLayout) -> tuple[Any, Any]:
-    """Returns the optimizer's state as abstract arrays, and its shardings."""
+def abstract_optimizer(tx: optax.GradientTransformation, layout: ModelLayout, _: Params) -> tuple[Any, Any]:
+    """Does `init_optimizer` with shapes in place of arrays."""
     places = sharding.optimizer_shardings(tx, layout.shapes, layout.shardings)
     return _placed(jax.eval_shape(lambda p: tx.init(in_f32(p)), layout.shapes), places), places
 
@@ -168,21 +169,20 @@ def begin_state(
     kl_coef: float = 0.0,
     seed: int,
     value_norm: bool = False,
+    put: Callable[[Any, Any], Any] = placing.put,
 ) -> TrainState:
-    """Makes the state before the first step."""
-    place = jax.tree.leaves((policy, value))[0].sharding
-    assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
-    whole = sharding.replicated(place.mesh)
+    """Makes the state before the first step; `put` places its numbers."""
+    whole = sharding.replicated(placing.mesh_of((policy, value)))
     return TrainState(
-        step=placing.put(jnp.int32(0), whole),
+        step=put(jnp.int32(0), whole),
         policy=policy,
         policy_opt=policy_opt,
         value=value,
         value_opt=value_opt,
-        kl_coef=placing.put(jnp.float32(kl_coef), whole),
-        bad_steps=placing.put(jnp.int32(0), whole),
-        key=placing.put(jax.random.key(seed), whole),
-        value_norm=placing.put(jnp.zeros(3, jnp.float32), whole) if value_norm else None,
+        kl_coef=put(jnp.float32(kl_coef), whole),
+        bad_steps=put(jnp.int32(0), whole),
+        key=put(jax.random.key(seed), whole),
+        value_norm=put(jnp.zeros(3, jnp.float32), whole) if value_norm else None,
     )
 
 
@@ -220,12 +220,13 @@ def order(now: TrainState, model: int, epoch: int, count: int, *, shuffle: bool,
     """
     if not shuffle:
         return np.arange(count)
-    drawn = np.asarray(_shuffled(now.key, now.step, np.int32(model), np.int32(epoch), count=max(most, count)))
+    drawn = np.asarray(shuffled(now.key, now.step, np.int32(model), np.int32(epoch), max(most, count)))
     return drawn[drawn < count]
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def _shuffled(key: Array, step: Array, model: Array, epoch: Array, *, count: int) -> jax.Array:
+def shuffled(key: Array, step: Array, model: Array, epoch: Array, count: int) -> jax.Array:
+    """Returns a permutation of so many sequences."""
     for number in (step, model, epoch):
         key = jax.random.fold_in(key, number)
     return jax.random.permutation(key, count)

@@ -71,8 +71,9 @@ def host_kind(device: jax.Device) -> str | None:
 
 
 def waits(array: Any) -> bool:
-    """Whether the array is offloaded to host memory."""
-    return isinstance(array, jax.Array) and array.sharding.memory_kind in KINDS
+    """Whether the array, or its shape, is offloaded to host memory."""
+    place = getattr(array, "sharding", None)
+    return place is not None and place.memory_kind in KINDS
 
 
 def to_host(tree: Any) -> Any:
@@ -108,9 +109,38 @@ def put_back(tree: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, old: _to_host(x) if waits(old) else x, tree, like)
 
 
+def mesh_of(tree: Any) -> Mesh:
+    """Returns the mesh of arrays, or of their shapes."""
+    place = jax.tree.leaves(tree)[0].sharding
+    assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
+    return place.mesh
+
+
+def shapes(tree: Any, place: jax.sharding.Sharding) -> Any:
+    """Returns arrays of the host as shapes with this sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+
+def zeros_of(tree: Any) -> Any:
+    """Replaces shapes by zeros in their places; arrays stay."""
+
+    def one(x: Any) -> Any:
+        return put(np.zeros(x.shape, x.dtype), x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+    return jax.tree.map(one, tree)
+
+
 def on_device_shapes(tree: Any) -> Any:
-    """Returns the abstract arguments of a program that is called with the arrays on their devices."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(x.sharding)), tree)
+    """Returns the abstract arguments of a program that is called with the arrays on their devices.
+
+    Values of the host, which have no sharding, stay as they are.
+    """
+
+    def one(x: Any) -> Any:
+        place = getattr(x, "sharding", None)
+        return x if place is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device(place))
+
+    return jax.tree.map(one, tree)
 
 
 def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
@@ -118,7 +148,16 @@ def on_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     return sharding.with_memory_kind("device")
 
 
-def _to_host(x: jax.Array) -> jax.Array:
+def copy_shapes(tree: Any, offload: bool) -> Any:
+    """Returns the shapes of other arrays, in device memory or on the host."""
+    copies = on_device_shapes(tree)
+    return to_host(copies) if offload else copies
+
+
+def _to_host(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        assert x.sharding is not None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(KINDS[0]))
     kind = host_kind(next(iter(x.sharding.device_set)))
     assert kind is not None, "asked for where there is such a memory only"
     out: jax.Array = jax.device_put(x, x.sharding.with_memory_kind(kind))

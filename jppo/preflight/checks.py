@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jppo import process, settings
 from jppo.errors import expanded
 from jppo.learner import sharding
-from jppo.learner.make import compile_passes, make_learner, make_mesh
+from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
 from jppo.learner.ppo import Learner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
@@ -211,18 +211,12 @@ def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathl
     return settings.changed(c, {"trainer.run_dir": str(scratch)}), scratch
 
 
-def run_programs(read: Read, trainer: Learner, begin: TrainState) -> Finding:
-    """Compiles every program of a step and runs it on empty rows, as a run's start does."""
-    start, count = time.monotonic(), 0
-
-    def part(name: str, whole: int) -> Callable[[], None]:
-        nonlocal count
-        count = whole
-        return lambda: None
-
-    compile_passes(read.c, trainer, begin, part)
+def check_programs(read: Read, trainer: Learner, begin: TrainState) -> Finding:
+    """Compiles every program of a step and runs it on zeros, as a run's start does."""
+    start, programs = time.monotonic(), list_run_programs(read.c, trainer, begin)
+    run_programs(programs)
     kernels = {name for moment in read.estimate[1].moments if moment.account for name in moment.account.kernels}
-    summary = f"{count} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
+    summary = f"{len(programs)} compiled and run on empty rows in {time.monotonic() - start:.0f} s, as at a run's start"
     names = ", ".join(sorted(name.removeprefix("__") for name in kernels)) or "none, attention is XLA's"
     return Finding("programs", "OK", f"{summary}; custom kernels: {names}")
 
@@ -271,7 +265,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         trainer, begin = learner()
         if c.rollout.sleep_level:  # as they do while a run learns
             sampler().sleep()
-        yield run_programs(read, trainer, begin)
+        yield check_programs(read, trainer, begin)
 
     limit_s = c.rollout.start_timeout_s + PUBLISH_S
     return [

@@ -1,33 +1,33 @@
 """Memory estimate of a run before any weight is read: by part and device, and on the host.
 
 Parameters, optimizers and gradient sums follow from the parameter table and the mesh. Temporaries are XLA's own
-account: each pass is compiled for the largest row shape, on abstract arguments. The peak is the largest of a few
-moments: a gradient, an optimizer step, or a scoring pass.
+account: each program of a step (`learner/programs.py`) is compiled for the largest row shape, on abstract arguments.
+The peak is the largest of a few moments: a gradient, an optimizer step, or a scoring pass.
 """
 
-import itertools
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jppo.learner import cost, model_configs, packing, ppo, sharding, state, update
-from jppo.learner.make import Trained, make_recipe_and_passes, make_scheduled_apply, shares_trunk
-from jppo.learner.recipe import optimizer_of, plan_of_run
-from jppo.models import hf_write, router
+from jppo.learner import cost, make, packing, ppo, sharding, state
+from jppo.learner.model_configs import ModelConfigs, offloaded_parts
+from jppo.learner.programs import Program
+from jppo.learner.recipe import optimizer_of
+from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.models.lora import Base, Lora, join
+from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.preflight.programs import Estimate, ProgramMemory, account, global_size, size
 from jppo.preflight.servers import server_memory
 from jppo.rollout.inprocess import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
-from jppo.settings import Common, Optimizer, Settings, Supervised, optimizers
-from jppo.types import Counts, Params, Rows, Scored
+from jppo.settings import Common, Settings, Supervised, optimizers
+from jppo.types import Rows, TrainState
 
 MANY = 1.1  # a row shape with this many times the tokens of the longest rows is compiled, too
 
@@ -38,34 +38,13 @@ def sampled_share(c: Common) -> float:
 
 
 def useful(
-    c: Common, cfg: ModelConfig, shape: Sequence[int], adapters: Lora | None, *, head: bool, count: Any = cost.update
+    c: Common, cfg: ModelConfig, shape: Sequence[int], adapters: Lora | None, head: bool, count: Any = cost.update
 ) -> int:
     """Counts the useful FLOP over rows full of the longest sequences: of a gradient, or of what `count` counts."""
     entries, length = math.prod(shape), min(c.data.longest_row, shape[1])
     read = int(entries * sampled_share(c)) if head else 0
     flop: int = count(cfg, [length] * max(1, entries // length), head_tokens=read, adapters=adapters)
     return flop
-
-
-def sketch(c: Common, mesh: Any, cfg: ModelConfig, *, head: Head, adapters: Lora | None) -> Trained:
-    """Does `load_trained` with shapes in place of arrays."""
-    all_of_it = state.model_weights(cfg, mesh, head=head, param_dtype=c.model.param_dtype, adapters=adapters)
-    values = state.abstract(all_of_it)
-    if adapters is None:
-        return Trained(all_of_it, values, None)
-    layout = state.adapters(cfg, mesh, adapters, head=head)
-    stays = {name: part for name, part in values.items() if head == "lm" or name != "score"}
-    return Trained(layout, state.abstract(layout), Base(stays, adapters.scale))
-
-
-def abstract_rows(shape: tuple[int, ...], mesh: Any, plan: packing.Plan | None = None) -> Rows:
-    """Makes abstract rows of that shape; `plan` as in `packing.empty_rows`."""
-    place = sharding.rows_sharding(mesh)
-    rows: Rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        packing.empty_rows((shape[0], shape[1]), plan),
-    )
-    return rows
 
 
 def largest_shapes(plan: packing.Plan) -> list[tuple[int, int]]:
@@ -75,107 +54,98 @@ def largest_shapes(plan: packing.Plan) -> list[tuple[int, int]]:
     return [by_pairs, *([by_tokens] if math.prod(by_tokens) > MANY * math.prod(by_pairs) else [])]
 
 
-def update_moments(
-    name: str,
-    accumulate: Any,
-    section: Optimizer,
-    trained: Trained,
-    micros: Sequence[Any],
-    *further: Any,
-    brought: int = 0,
-    useful: Sequence[int] = (),
+def account_for(
+    programs: Iterable[Program],
+    shapes: Sequence[tuple[int, ...]],
+    useful: Callable[[Program], int] = lambda _: 0,
     masked: float = 1.0,
-    load: Any = None,
-) -> tuple[Any, list[ProgramMemory]]:
-    """Returns a model's optimizer state and its update's moments; `micros` are abstract micro-batches.
+) -> list[ProgramMemory]:
+    """Accounts for the programs over rows of these shapes, and for those without rows; the `other` ones take little.
 
-    `brought` bytes are copied from the host for the whole update; the optimizer comes for its step. `useful` are the
-    model's FLOP for each micro-batch. `load` is the abstract load of experts, if the loss needs it.
+    `useful` counts the FLOP that a model needs for a program's rows. `masked` is the share of a policy's rows in the
+    mask.
     """
-    tx = optimizer_of(section, name, trained.layout)
-    opt, places = state.abstract_optimizer(tx, trained.layout)
-    number: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    carry = update.abstract_carry(trained.layout.shapes, trained.layout.shardings)
-    gradients, learned, moments = size(carry), trained.learned, []
-    for micro, flop in itertools.zip_longest(micros, useful, fillvalue=0):
-        given = learned, trained.base, carry, micro, Counts(tokens=number, sequences=number, load=load), *further
-        options = dict(brought=brought, useful=flop, entries=math.prod(jax.tree.leaves(micro)[0].shape))
-        moments.append(account(f"{name} gradient", gradients, accumulate, *given, masked=masked, **options))
-    if (exchange := update.make_exchange(trained.layout.shardings)) is not None:
-        moments.append(account(f"{name} exchange", gradients, exchange, carry, brought=brought))
-    apply = make_scheduled_apply(section, tx, trained.layout, places, 1)
-    numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)  # step, learns
-    here = brought + (size(opt) if section.optimizer_offload else 0)
-    moments.append(account(f"{name} step", gradients, apply, learned, opt, carry, *numbers, brought=here))
-    return opt, moments
-
-
-def estimate_memory(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
-    """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
-
-    def fit(cfg: ModelConfig) -> ModelConfig:
-        return pad_vocab(cfg, mesh.shape["tensor"])
-
-    recipe, passes = make_recipe_and_passes(c, inputs, mesh)
-    policy = sketch(c, mesh, fit(inputs.policy), head="lm", adapters=inputs.adapters)
-    critic = None
-    if inputs.critic is not None:
-        critic = sketch(c, mesh, fit(inputs.critic), head="value", adapters=inputs.critic_adapters)
-    reference, own_reference = _reference(c, inputs, mesh, policy)
-    plan = plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
-    shapes = largest_shapes(plan)
-    rows = [abstract_rows(shape, mesh, plan) for shape in shapes]
-    scored = [_scored(recipe, batch, critic is not None) for batch in rows]
-    models: dict[str, Any] = dict(policy=policy, critic=critic, reference=reference)
-    own = dict(shared_trunk=shares_trunk(c, inputs), own_reference=own_reference)
-    coming = model_configs.brought(c, recipe, size, **models, **own)
-    moments = list(_scoring(c, inputs, recipe, passes, policy, reference, critic, rows, coming))
-    if c.rollout.name == "inprocess":
-        moments += own_engine(c, mesh, brought=coming.logprob)
-    judge = recipe.in_loss(reference)
-    share = sampled_share(c)
-    flop = [useful(c, inputs.policy, shape, inputs.adapters, head=True) for shape in shapes]
-    policy_opt, updates = update_moments(
-        "actor", passes.actor, c.actor, policy, scored, judge, brought=coming.actor, useful=flop, masked=share,
-        load=None if passes.router_load is None else _load(inputs.policy, mesh),
-    )  # fmt: skip
-    moments += updates
-    parts = {"policy": size((policy.learned, policy.base)), "policy's optimizer": size(policy_opt)}
-    if critic is not None and inputs.critic is not None:
-        flop = [useful(c, inputs.critic, shape, inputs.critic_adapters, head=False) for shape in shapes]
-        critic_opt, updates = update_moments(
-            "critic", passes.critic, c.critic, critic, scored, brought=coming.critic, useful=flop
+    return [
+        account(
+            program,
+            useful=useful(program) if program.rows else 0,
+            masked=1.0 if program.rows is None or program.model == "critic" else masked,
         )
-        moments += updates
-        base = None if shares_trunk(c, inputs) else critic.base
-        parts |= {"critic": size((critic.learned, base)), "critic's optimizer": size(critic_opt)}
-    if own_reference:
-        parts["reference"] = size(reference)
-    host = {name: parts.pop(name) for name in model_configs.offloaded_parts(c) if name in parts}
+        for program in programs
+        if program.stage != "other" and (program.rows is None or program.rows in shapes)
+    ]
+
+
+def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: int) -> Estimate:
+    """Estimates the memory of a PPO run whose step has `entries` row entries in all, padding included."""
+    learner, now = make.make_learner(c, inputs, mesh, make.SHAPES)
+    programs, shapes = make.list_run_programs(c, learner, now), largest_shapes(learner.plan)
+
+    def needed(program: Program) -> int:
+        count = cost.forward if program.stage == "scoring" else cost.update
+
+        def of(cfg: ModelConfig | None, adapters: Lora | None, *, head: bool = True) -> int:
+            return 0 if cfg is None or program.rows is None else useful(c, cfg, program.rows, adapters, head, count)
+
+        policy = of(inputs.policy, inputs.adapters)
+        if program.model == "critic":
+            return of(inputs.critic, inputs.critic_adapters, head=False)
+        if program.model == "reference":
+            again = learner.recipe.in_reward(learner.policy(now)) is not None
+            return of(inputs.reference, None) + (policy if again else 0)
+        return policy
+
+    scoring = [program for program in programs if program.stage == "scoring"]
+    moments = account_for(scoring, shapes, needed, sampled_share(c))
+    if c.rollout.name == "inprocess":
+        moments += account_for(own_engine(c, mesh, learner.policy(now)), shapes)
+    updating = [program for program in programs if program.stage != "scoring"]
+    moments += account_for(updating, shapes, needed, sampled_share(c))
+    base = learner.actor.base
+    parts = {"policy": size((now.policy, base)), "policy's optimizer": size(now.policy_opt)}
+    if learner.critic is not None:
+        frozen = None if make.shares_trunk(c, inputs) else learner.critic.base
+        parts |= {"critic": size((now.value, frozen)), "critic's optimizer": size(now.value_opt)}
+    if learner.reference is not None and (base is None or learner.reference is not base.params):
+        parts["reference"] = size(learner.reference)
+    host = {name: parts.pop(name) for name in offloaded_parts(c) if name in parts}
     # The rows of scoring, and two micro-batches of an update: one in use, one being transferred.
-    parts["batch"] = (size(rows[0]) // math.prod(rows[0].inputs.shape) + 1) * entries + 2 * max(map(size, scored))
+    rows = next(program.args[-1] for program in scoring if program.rows == shapes[0])
+    micros = [p.args[3] for p in updating if p.stage == "gradient" and p.model == "actor" and p.rows in shapes]
+    parts["batch"] = (size(rows) // math.prod(rows.inputs.shape) + 1) * entries + 2 * max(map(size, micros))
     server = server_memory(c, inputs.policy, served(inputs.policy, c.rollout.dtype), mesh)
-    return Estimate(parts, tuple(moments), host, server)
+    return Estimate(parts, tuple(moments), host, server, len(programs))
+
+
+def sketch_update(
+    c: Supervised, mesh: Any, cfg: ModelConfig, accumulate: Any, *, name: str, head: Head, adapters: Lora | None
+) -> tuple[ppo.ModelUpdate, TrainState]:
+    """Returns the update and the state of a run that trains one model, as shapes."""
+    trained = make.sketch_trained(c, mesh, cfg, "", head=head, adapters=adapters)
+    how, opt = make.make_descent(c.optim, name, accumulate, trained, 1, make.SHAPES)
+    policy, value = ((trained.learned, opt), (None, None))[:: 1 if head == "lm" else -1]
+    return how, state.begin_state(*policy, *value, seed=c.trainer.seed, put=placing.shapes)
 
 
 def of_one_model(
     c: Supervised,
-    mesh: Any,
-    trained: Trained,
-    opt: Any,
+    how: ppo.ModelUpdate,
+    now: TrainState,
     moments: Sequence[ProgramMemory],
     packed: Sequence[Rows],
     further: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Estimate:
     """Estimates a run that trains one model; `packed` is its largest batch, `further` are other bytes that it keeps."""
-    optimizer = {"its optimizer": size(opt)}
-    there, away = (optimizer, {}) if not c.optim.optimizer_offload else ({}, optimizer)
-    model = size((trained.learned, trained.base))
-    batch = 2 * max(size(abstract_rows(rows.inputs.shape, mesh)) for rows in packed)
-    return Estimate({"model": model, **further, **there, "batch": batch}, tuple(moments), away)
+    parts = {"model": size((now.policy, now.value, how.base)), **further}
+    host = {"optimizer": size((now.policy_opt, now.value_opt))}
+    if not c.optim.optimizer_offload:
+        parts, host = parts | {"its optimizer": host["optimizer"]}, {}
+    place = sharding.rows_sharding(placing.mesh_of((now.policy, now.value)))
+    batch = 2 * max(size(placing.shapes(rows, place)) for rows in packed)
+    return Estimate(parts | {"batch": batch}, tuple(moments), host)
 
 
-def stored_models(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any) -> int:
+def stored_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
     """Returns the bytes of a checkpoint: trained weights and optimizers."""
     policy = stored_model(c, mesh, inputs.policy, inputs.adapters, "lm", "actor")
     if inputs.critic is None:
@@ -185,76 +155,10 @@ def stored_models(c: Settings, inputs: model_configs.ModelConfigs, mesh: Any) ->
 
 def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
-    trained = sketch(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), head=head, adapters=adapters)
-    opt, _ = state.abstract_optimizer(optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout), trained.layout)
+    trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), "", head=head, adapters=adapters)
+    tx = optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout)
+    opt, _ = state.abstract_optimizer(tx, trained.layout, trained.learned)
     return global_size((trained.learned, opt))
-
-
-def _reference(
-    c: Settings, inputs: model_configs.ModelConfigs, mesh: Any, policy: Trained
-) -> tuple[Params | None, bool]:
-    """Returns the abstract reference, and whether it takes further memory: with LoRA it is the policy's base."""
-    if inputs.reference is None:
-        return None, False
-    if c.ref.path == "policy" and policy.base is not None:
-        return policy.base.params, False
-    cfg = pad_vocab(inputs.reference, mesh.shape["tensor"])
-    return sketch(c, mesh, cfg, head="lm", adapters=None).learned, True
-
-
-def _load(cfg: ModelConfig, mesh: Any) -> Any:
-    """Returns the abstract load of the experts of a model."""
-    return jax.ShapeDtypeStruct(router.load_shape(cfg), jnp.float32, sharding=sharding.replicated(mesh))
-
-
-def _scored(recipe: ppo.Recipe, rows: Rows, with_critic: bool) -> Scored:
-    """Makes a micro-batch of an update, with the recipe's fields."""
-    inputs: Any = rows.inputs
-    f32: Any = jax.ShapeDtypeStruct(inputs.shape, jnp.float32, sharding=inputs.sharding)
-    weighed = recipe.correction is not None and recipe.correction.level is not None and not recipe.bypass
-    chosen: Any = jax.ShapeDtypeStruct(inputs.shape, jnp.bool_, sharding=inputs.sharding)
-    return Scored(
-        rows=rows,
-        old_logprob=f32,
-        ref_logprob=f32 if recipe.kl_loss_type is not None else None,
-        value=f32 if with_critic else None,
-        weight=f32 if weighed else None,
-        advantage=f32,
-        returns=f32,
-        positive=f32 if recipe.positive_lm_coef > 0 else None,
-        selected=chosen if recipe.selection is not None else None,
-    )
-
-
-def _scoring(
-    c: Settings,
-    inputs: model_configs.ModelConfigs,
-    recipe: ppo.Recipe,
-    passes: ppo.Passes,
-    policy: Trained,
-    reference: Params | None,
-    critic: Trained | None,
-    rows: Sequence[Rows],
-    coming: model_configs.Brought,
-) -> Iterator[ProgramMemory]:
-    """Accounts for the passes without gradients."""
-    actor = join(policy.learned, policy.base)
-    for batch in rows:
-        shape, share = batch.inputs.shape, sampled_share(c)
-        entries = math.prod(shape)
-        flop = useful(c, inputs.policy, shape, inputs.adapters, head=True, count=cost.forward)
-        options = dict[str, Any](brought=coming.logprob, useful=flop, masked=share, entries=entries)
-        yield account("log-probs", 0, passes.logprob, actor, batch, **options)
-        if passes.reference is not None and inputs.reference is not None:
-            policy_too = recipe.in_reward(actor)
-            again = 0 if policy_too is None else flop
-            flop = useful(c, inputs.reference, shape, None, head=True, count=cost.forward)
-            options |= dict(brought=coming.reference, useful=flop + again)
-            yield account("reference", 0, passes.reference, reference, policy_too, batch, **options)
-        if passes.value is not None and critic is not None and inputs.critic is not None:
-            judge = join(critic.learned, critic.base)
-            flop = useful(c, inputs.critic, shape, inputs.critic_adapters, head=False, count=cost.forward)
-            yield account("values", 0, passes.value, judge, batch, brought=coming.values, useful=flop, entries=entries)
 
 
 def served(cfg: ModelConfig, dtype: str) -> int:
@@ -262,23 +166,22 @@ def served(cfg: ModelConfig, dtype: str) -> int:
     return sum(math.prod(shape) for shape in hf_write.hf_shapes(cfg).values()) * int(jnp.dtype(dtype).itemsize)
 
 
-def own_engine(c: Settings, mesh: Any, *, brought: int) -> list[ProgramMemory]:
-    """Accounts for the in-process rollout engine: prefill of the largest prompts and decode, with cache and weights."""
+def own_engine(c: Settings, mesh: Any, policy: Any) -> list[Program]:
+    """Lists the in-process engine's programs: prefill of the largest prompts and decode, with cache and weights."""
     s = inprocess_settings(c, mesh)
     programs = make_programs(s, (0,), turns=TURNS)
     model = _prepared(s, programs, sharding.own_part(mesh), c.model.param_dtype)
     slots = _slots(s)
-    held = size((model, slots))
     choice = jax.tree.map(_shape, choice_of(greedy(1)))
     rows = jax.ShapeDtypeStruct((), "int32")
     prompt_shape = max(s.prompt_shapes, key=math.prod)
     prompts = jax.tree.map(_shape, filling(s.rows, prompt_shape))
     advance = programs.advance_cut if s.cut else programs.advance
-    moments = [
-        account("prefill", 0, programs.fill, model, slots, *prompts, brought=brought),
-        account("decode, a token", 0, advance, model, slots, choice, rows, brought=brought),
+    held = dict[str, Any](beside=policy, held=(model, slots))
+    return [
+        Program("prefill", "engine", programs.fill, (model, slots, *prompts), **held),
+        Program("decode, a token", "engine", advance, (model, slots, choice, rows), **held),
     ]
-    return [moment.beside(held) for moment in moments]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -22,8 +22,8 @@ from jppo import process, settings
 from jppo.errors import RunEnded, UserError, escaped
 from jppo.forecast import compilers, machines
 from jppo.forecast.machines import GIB, Machine
-from jppo.learner import packing, ppo, sharding, update
-from jppo.learner.make import make_mesh, make_recipe_and_passes
+from jppo.learner import packing, sharding
+from jppo.learner.make import make_mesh, sketch_trained
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.programs import (
@@ -95,13 +95,6 @@ def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) ->
     return DryRun(machine, switches.get("json", ""), rate)
 
 
-def programs(passes: ppo.Passes, plan: packing.Plan, models: int, mesh: Any) -> int:
-    """Counts the large programs that XLA compiles for a run: passes and updates of `models` models."""
-    by_shape = [name for name in vars(passes) if name != "advantages" and getattr(passes, name) is not None]
-    # An optimizer step, a zero gradient sum and, where device groups have their own sums, their all-reduce.
-    return len(by_shape) * len(plan.shapes) + 1 + (2 if update.groups_of(mesh) == 1 else 3) * models
-
-
 def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Computes the work of a step."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
@@ -112,7 +105,7 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     packed = packing.micro_batch_shapes(step, plan)
     published = memory.served(inputs.policy, published_dtype(c))
     if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
-        published = global_size(memory.sketch(c, mesh, inputs.policy, head="lm", adapters=inputs.adapters).learned)
+        published = global_size(sketch_trained(c, mesh, inputs.policy, "", head="lm", adapters=inputs.adapters).learned)
     return Work(
         scoring=len(packed),
         entries=sum(map(math.prod, packed)),
@@ -122,11 +115,11 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     )
 
 
-def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work]:
-    """Returns the derived sizes of a PPO run as lines, and a step's work."""
+def derive_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work, Estimate]:
+    """Returns the derived sizes of a PPO run as lines, a step's work, and the estimate of its memory."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
     step = work(c, inputs, mesh)
-    count = programs(make_recipe_and_passes(c, inputs, mesh)[1], plan, len(step.updates), mesh)
+    estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
     lines = [
         f"prompts          {len(inputs.train.prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
@@ -144,9 +137,9 @@ def derived_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Wo
         *(f"                 warning: {alert.found}; {alert.remedy}" for alert in sampling_warnings(c)),
         f"rows             {shapes(plan)}",
         f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
-        f"to compile       {count} programs for {len(plan.shapes)} shape(s)",
+        f"to compile       {estimate.programs} programs for {len(plan.shapes)} shape(s)",
     ]
-    return lines, step
+    return lines, step, estimate
 
 
 def shapes(plan: packing.Plan) -> str:
@@ -159,13 +152,9 @@ def look_up_sizes(
     c: Settings, inputs: Inputs, mesh: Any
 ) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
     """Returns the sizes of a PPO run on this machine as lines, its estimate and the budgets of its memory."""
-    lines, step = derived_sizes(c, inputs, mesh)
-    estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
-    return (
-        lines,
-        estimate,
-        memory_budget.machine_budgets(estimate, mesh, host=memory_budget.host_parts(c, inputs, mesh)),
-    )
+    lines, _, estimate = derive_sizes(c, inputs, mesh)
+    host = memory_budget.host_parts(c, inputs, mesh)
+    return lines, estimate, memory_budget.machine_budgets(estimate, mesh, host=host)
 
 
 def _estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
@@ -231,9 +220,8 @@ def preview_run(c: Settings, request: DryRun = HERE) -> str:
     if request.machine is None:
         return report_here(request, *here(c, inputs, mesh))
     c, chosen = settled(c, inputs, mesh, request.machine)
-    lines, step = derived_sizes(c, inputs, mesh)
+    lines, step, estimate = derive_sizes(c, inputs, mesh)
     lines += chosen
-    estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
     again = functools.partial(_estimate, inputs=inputs, mesh=mesh)
     return of_estimate(c, request, mesh, lines, estimate, step.executions(estimate), again)
 

@@ -17,6 +17,8 @@ from jppo.forecast import schedule
 from jppo.forecast.account import Account, Forecast
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import packing
+from jppo.learner.programs import Program, Stage
+from jppo.models import placing
 from jppo.preflight.servers import ServerMemory, ServerWork, server_rates, server_seconds
 from jppo.types import Prompt, Trajectory, given_text
 
@@ -34,15 +36,13 @@ class ProgramMemory:
     account: Account | None = None  # of its program; None if not compiled
     useful: int = 0  # FLOP that the model needs, on all devices
     entries: int = 0  # of its rows; 0 without rows
+    stage: Stage = "other"
+    model: str = ""
 
     @property
     def needs(self) -> int:
         """All of its bytes."""
         return self.gradients + self.temporaries + self.brought
-
-    def beside(self, held: int) -> "ProgramMemory":
-        """Returns it with more bytes for this program alone."""
-        return dataclasses.replace(self, temporaries=self.temporaries + held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Estimate:
     moments: tuple[ProgramMemory, ...]
     host: dict[str, int] = dataclasses.field(default_factory=dict)  # offloaded from this device
     server: ServerMemory | None = None  # on the same GPU
+    programs: int = 0  # that a start compiles
 
     @property
     def worst(self) -> ProgramMemory:
@@ -108,23 +109,26 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def account(
-    name: str,
-    gradients: int,
-    fn: Any,
-    *args: Any,
-    brought: int = 0,
-    useful: int = 0,
-    masked: float = 1.0,
-    entries: int = 0,
-) -> ProgramMemory:
-    """Compiles `fn` for these arguments and returns XLA's memory account.
+def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> ProgramMemory:
+    """Compiles the program and returns XLA's memory account.
 
-    `masked` is the share of its rows' `entries` that are in the mask.
+    `useful` are the FLOP that its rows need, and `masked` is the share of them in the mask.
     """
-    announce(f"compiling {name}")
-    compiled = accounts.of_program(fn.lower(*args), _axes(args), share=masked)
-    return ProgramMemory(name, gradients, compiled.temporaries + compiled.results, brought, compiled, useful, entries)
+    announce(f"compiling {program.name}")
+    compiled = accounts.of_program(program.lower(), _axes(program.args), share=masked)
+    here = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.waits(x)}
+    sums, own = (size(program.held), 0) if program.stage != "engine" else (0, size(program.held))
+    return ProgramMemory(
+        name=program.name,
+        gradients=sums,
+        temporaries=compiled.temporaries + compiled.results + own,
+        brought=size(list(here.values())),
+        account=compiled,
+        useful=useful,
+        entries=math.prod(program.rows) if program.rows else 0,
+        stage=program.stage,
+        model=program.model,
+    )
 
 
 def _axes(args: Any) -> dict[str, int]:
@@ -195,21 +199,20 @@ class Work:
         """Returns the executions of each program."""
         times, entries = dict[str, int](), dict[str, int]()
         for moment in estimate.moments:
-            model, _, kind = moment.name.partition(" ")
-            update = self.updates.get(model)
-            if moment.name in ("log-probs", "reference", "values"):
+            if moment.stage == "scoring":
                 times[moment.name], entries[moment.name] = self.scoring, self.entries
-            elif update is not None and kind in ("gradient", "exchange", "step"):
-                micro_batches = update.micro_batches if kind == "gradient" else 1
-                times[moment.name] = update.epochs * update.mini_batches * micro_batches
-                if kind == "gradient":
+            elif moment.stage in ("gradient", "exchange", "step"):
+                update = self.updates[moment.model]
+                times[moment.name] = update.epochs * update.mini_batches
+                if moment.stage == "gradient":
+                    times[moment.name] *= update.micro_batches
                     entries[moment.name] = update.epochs * update.entries
         return Executions(times, entries, self.sampled, self.servers)
 
 
 def exchanges_of_step(estimate: Estimate) -> dict[str, int]:
     """Returns one execution of each exchange of gradients between groups of devices, for one optimizer step."""
-    return {moment.name: 1 for moment in estimate.moments if moment.name.endswith(" exchange")}
+    return {moment.name: 1 for moment in estimate.moments if moment.stage == "exchange"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +236,7 @@ class Outlook:
         for moment, prediction in self.programs:
             times = self.executions.of(moment)
             brought = moment.brought / HOST[0]  # models are copied once per stage, optimizers both ways per step
-            copies = (2 * times if moment.name.endswith(" step") else 1) * brought if times else 0.0
+            copies = (2 * times if moment.stage == "step" else 1) * brought if times else 0.0
             stages[moment.name] = max(stages.get(moment.name, 0.0), times * prediction.seconds + copies)
         return {name: seconds for name, seconds in stages.items() if seconds}
 

@@ -14,6 +14,7 @@ import numpy as np
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
 from jppo.learner import batch, cost, packing, ppo, sharding
+from jppo.learner.programs import Program, update_programs
 from jppo.models import placing
 from jppo.models.params import Head
 from jppo.preflight import memory, preview, programs
@@ -148,22 +149,27 @@ def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairT
 def _estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
-    trained = memory.sketch(c, mesh, task.cfg, head=task.head, adapters=task.adapters)
     shapes, lm = memory.largest_shapes(plan), task.head == "lm"
-    rows = [memory.abstract_rows(shape, mesh) for shape in shapes]
-    scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
-    flop, needed = (
-        [memory.useful(c, task.cfg, shape, task.adapters, head=lm, count=of) for shape in shapes]
-        for of in (cost.update, cost.forward)
+    how, now = memory.sketch_update(
+        c, mesh, task.cfg, task.accumulate, name=task.name, head=task.head, adapters=task.adapters
     )
-    opt, moments = memory.update_moments(task.name, task.accumulate, c.optim, trained, rows, scores, useful=flop)
-    for one, least in zip(rows, needed, strict=True):
-        models = trained.learned, trained.base, one, scores
-        moments.append(programs.account("scores", 0, task.scores, *models, useful=least))
+    rows = [packing.empty_rows(shape) for shape in shapes]
+    scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))
+    learned = now.policy if lm else now.value
+    listed = [*update_programs(how, learned, now.policy_opt if lm else now.value_opt, now, rows, scores)]
+    for one in rows:
+        given = learned, how.base, placing.shapes(one, sharding.rows_sharding(mesh)), scores
+        listed.append(Program("scores", "scoring", task.scores, given, task.name, one.inputs.shape))
+
+    def needed(program: Program) -> int:
+        of = cost.forward if program.stage == "scoring" else cost.update
+        return memory.useful(c, task.cfg, program.rows, task.adapters, head=lm, count=of) if program.rows else 0
+
+    moments = memory.account_for(listed, shapes, needed)
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack_pairs(task, longest)
-    copy = {"initial policy": programs.size(trained.learned)} if _keeps_copy(c) else {}
-    return memory.of_one_model(c, mesh, trained, opt, moments, packed, further=copy), len(packed)
+    copy = {"initial policy": programs.size(learned)} if _keeps_copy(c) else {}
+    return memory.of_one_model(c, how, now, moments, packed, further=copy), len(packed)
 
 
 def _keeps_copy(c: Paired) -> bool:

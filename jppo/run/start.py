@@ -22,7 +22,7 @@ from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, escaped, expanded
 from jppo.learner import model_configs, packing, sharding
-from jppo.learner.make import attention_kernel, compile_passes, make_learner, make_mesh
+from jppo.learner.make import attention_kernel, list_run_programs, make_learner, make_mesh, run_programs
 from jppo.learner.model_configs import require_models_fit
 from jppo.learner.ppo import Learner
 from jppo.learner.recipe import introduce_peak, replayed
@@ -172,7 +172,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             learner, begin = make_learner(c, inputs, mesh)
         if not only_look:
             with laps("compilation"):
-                compile_passes(c, learner, begin, held.timer.part)
+                run_programs(list_run_programs(c, learner, begin), held.timer.part)
         with laps("checkpoint"):
             origin = resume.origin(c, inputs, learner)
             begun = resume.resume_or_begin(c, checkpoints, learner.spare(), begin, origin)

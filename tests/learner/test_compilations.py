@@ -1,4 +1,4 @@
-"""After `run_on_empty_rows` and one step nothing is compiled, whatever lengths the batches have."""
+"""After `run_programs` and one step nothing is compiled, whatever lengths the batches have."""
 
 import contextlib
 import functools
@@ -9,9 +9,10 @@ import pytest
 
 from jppo.algorithms import losses
 from jppo.learner import estimate, ppo, sharding, state
-from jppo.learner.make import run_on_empty_rows
+from jppo.learner.make import run_programs
 from jppo.learner.policy_losses import Selection
 from jppo.learner.ppo import Learner
+from jppo.learner.programs import list_programs
 
 CORRECTED = dict(
     correction=estimate.Correction("sequence", 0.5, 2.0, normalize=True, rules=(("token_k1", 0.5, 2.0),)),
@@ -74,7 +75,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
         mesh=ours.mesh, cfg=None, plan=plan, shape=ours.shape, recipe=ours.recipe, passes=ours.passes,
         reference=reference, **how,
     )  # fmt: skip
-    run_on_empty_rows(learner, now)
+    run_programs(list_programs(learner, now))
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
     batches = [drawn(16, seed=seed) for seed in range(4)]
     # The first batch has one shape only, so that the others bring shapes that no step has had.

@@ -72,25 +72,6 @@ def test_one_array_in_two_trees_comes_once_and_what_is_there_stays():
     np.testing.assert_array_equal(taken[0], np.arange(3.0))
 
 
-@pytest.mark.parametrize("own, reference", [(True, 3 + 8), (False, 8)])
-def test_each_stage_brings_the_models_that_it_reads(own, reference):
-    """A policy of 1 + 2 bytes, its base's among them, a critic of 16 + 32 and a reference of 8, all on the host."""
-    c = settings.default()
-    c.actor.param_offload = c.critic.param_offload = c.ref.param_offload = True
-    found = model_configs.brought(
-        typed(c),
-        SimpleNamespace(in_reward=lambda policy: policy if own else None, in_loss=lambda reference: reference),
-        lambda tree: sum(jax.tree.leaves(tree)),
-        policy=SimpleNamespace(learned=1, base=2),
-        critic=SimpleNamespace(learned=16, base=32),
-        reference=8,
-        shared_trunk=False,
-        own_reference=own,
-    )
-    both = 3 + 8 if own else 3
-    assert found == model_configs.Brought(logprob=3, reference=reference, values=48, actor=both, critic=48)
-
-
 def test_a_line_names_the_offloaded_parts_that_there_are():
     c, here = settings.default(), jax.devices()[0]
     without = SimpleNamespace(critic=None, reference=None)

@@ -173,7 +173,7 @@ def test_a_report_for_gpus_that_are_not_here(small_run, tmp_path):
 
 
 def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch):
-    moments = tuple(ProgramMemory(f"sft {kind}", 0, 0) for kind in ("gradient", "exchange", "step"))
+    moments = tuple(ProgramMemory(f"sft {kind}", 0, 0, stage=kind) for kind in ("gradient", "exchange", "step"))
     asked = []
 
     def report(c, request, mesh, lines, found, executions, estimate):

@@ -49,8 +49,8 @@ def test_a_small_run_is_fit_and_its_folder_is_left_alone(small_run, quick_compil
     last = [one.about for one in found][-8:]
     assert last == ["memory", "publish room", "disk", "parity", "server", "publish", "log-probs", "programs"]
     assert "engine and trainer agree" in found[-2].found
-    # one row shape: a scoring pass, two gradients and two optimizer steps
-    assert found[-1].found.startswith("5 compiled and run on empty rows") and "attention is XLA's" in found[-1].found
+    # one row shape: two scoring passes, advantages, and for each model zeros, a gradient, an exchange and a step
+    assert found[-1].found.startswith("11 compiled and run on empty rows") and "attention is XLA's" in found[-1].found
     assert not (tmp_path / "run").exists()
 
 
@@ -60,7 +60,7 @@ def test_a_program_that_fails_where_it_runs_fails_the_doctor(small_run, unmeasur
     def breaks(*_, **__):
         raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
 
-    monkeypatch.setattr("jppo.learner.make.run_on_empty_rows", breaks)
+    monkeypatch.setattr("jppo.learner.programs.Program.run", breaks)
     found = {one.about: one for one in all_of(small_run, server=True)}
     assert found["log-probs"].verdict == "OK"
     assert found["programs"].verdict == "FAIL" and "CUDNN_STATUS_EXECUTION_FAILED" in found["programs"].found

@@ -65,7 +65,7 @@ def card(config, python, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, wrapped)
 
     enters(start, "make_learner", STATE, STATE)
-    enters(start, "compile_passes", STATE + UPDATE, STATE)
+    enters(start, "run_programs", STATE + UPDATE, STATE)
     for name, count in (("with_old_logprob", SCORING), ("with_values", SCORING), ("descend", UPDATE)):
         enters(ppo, name, STATE + count, STATE)
     c = write_small_run(config, tmp_path)

@@ -1,0 +1,167 @@
+"""The programs of a step as a list: what a start compiles, and what accounts of memory and forecasts of time go over.
+
+`list_programs` calls none of them. It follows a step without responses through its stages, so that every program has
+the arguments that a step gives it. A learner of shapes (`make.sketch_learner`) has the same list as a loaded one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jppo.learner import batch, packing, ppo, sharding, state, update
+from jppo.learner.ppo import Learner, ModelUpdate
+from jppo.models import placing
+from jppo.types import Batch, Counts, Params, Rows, Scored, TrainState
+
+# It runs for each micro-batch of scoring or of an update, for each optimizer step (its exchange, its end), or in the
+# rollout engine. The others take little.
+Stage = Literal["scoring", "gradient", "exchange", "step", "engine", "other"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled function of a step, and its arguments: arrays, or their shapes."""
+
+    name: str
+    stage: Stage
+    function: Any  # of jax.jit
+    args: tuple[Any, ...]  # in the memory where they wait; values of the host as they are
+    model: str = ""  # whose work it is: 'actor', 'critic' or 'reference', or the one of another training
+    rows: tuple[int, ...] | None = None  # shape [R, T]; None: it reads no rows
+    beside: Any = ()  # models that are on the devices meanwhile
+    held: Any = ()  # arrays that exist for it alone: the sums of gradients, one of its arguments
+    zeros: Callable[[], Any] = tuple  # makes them
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lowers the program for its arguments on the devices."""
+        lowered: jax.stages.Lowered = self.function.lower(*placing.on_device_shapes(self.args))
+        return lowered
+
+    def run(self) -> None:
+        """Compiles the program, and runs it on zeros in place of shapes; an optimizer step would replace the state."""
+        if self.stage == "step":
+            self.lower().compile()
+            return
+        args = tuple(self.zeros() if x is self.held else placing.zeros_of(x) for x in self.args)
+        out = jax.block_until_ready(self.function(*placing.to_device(args)))
+        if self.stage == "scoring":
+            placing.fetch(out)  # several hosts gather it
+
+    def results(self) -> Any:
+        """Returns the shapes of its results."""
+        return jax.eval_shape(self.function, *placing.on_device_shapes(self.args))
+
+
+def list_programs(learner: Learner, now: TrainState, *, shuffled: int = 0) -> list[Program]:
+    """Lists the programs of a PPO step; `shuffled` is the number of sequences that a shuffled epoch orders, or 0."""
+    rows = [packing.empty_rows(shape, learner.plan) for shape in learner.plan.shapes]
+    out = [program for one in rows for program in scoring_programs(learner, now, one)]
+    before, data = empty_batch(learner, now, rows[0])
+    given = placing.shapes(before, sharding.whole_rows_sharding(learner.mesh)), now.kl_coef, now.value_norm
+    out.append(Program("advantages", "other", learner.passes.advantages, given))
+    micros, judge = [batch.scored_rows(data, one) for one in rows], learner.recipe.in_loss(learner.reference)
+    out += update_programs(learner.actor, now.policy, now.policy_opt, now, micros, judge, data=data)
+    if learner.critic is not None:
+        out += update_programs(learner.critic, now.value, now.value_opt, now, micros, data=data)
+    if learner.recipe.adapt_kl is not None:
+        out.append(Program("kl coefficient", "other", learner.recipe.adapt_kl, (now.kl_coef, np.float32(0))))
+    if shuffled:
+        numbers = now.key, now.step, np.int32(0), np.int32(0), shuffled
+        out.append(Program("order", "other", state.shuffled, numbers))
+    return out
+
+
+def scoring_programs(learner: Learner, now: TrainState, rows: Rows) -> Iterator[Program]:
+    """Yields the passes without a gradient over rows of this shape."""
+    passes, policy, shape = learner.passes, learner.policy(now), rows.inputs.shape
+    there = placing.shapes(rows, sharding.rows_sharding(learner.mesh))
+    yield Program("log-probs", "scoring", passes.logprob, (policy, there), "actor", shape)
+    if passes.reference is not None:
+        models = learner.reference, learner.recipe.in_reward(policy)
+        yield Program("reference", "scoring", passes.reference, (*models, there), "reference", shape)
+    if passes.value is not None:
+        yield Program("values", "scoring", passes.value, (learner.value(now), there), "critic", shape)
+
+
+def update_programs(
+    how: ModelUpdate,
+    learned: Params,
+    opt: Any,
+    now: TrainState,
+    micros: Sequence[Scored | Rows],
+    *further: Any,
+    data: Batch | None = None,
+) -> Iterator[Program]:
+    """Yields the programs of one model's update, for a micro-batch of each shape on the host.
+
+    `further` are the gradient's arguments besides them, `data` is the flat batch that a selection of tokens reads.
+    """
+    name, number, mesh = how.name, np.int32(0), placing.mesh_of(learned)
+    carry = update.abstract_carry(learned, jax.tree.map(lambda x: placing.on_device(x.sharding), learned))
+    counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
+    beside = dict[str, Any](beside=(learned, how.base, further), held=carry, zeros=how.zeros)
+    yield Program(f"{name} zeros", "other", how.zeros, (), name)
+    if how.drops:
+        yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)
+    if how.select is not None:
+        assert data is not None
+        arrays = np.zeros(data.mask.shape, np.float32), data.old_logprob, data.advantage, data.mask
+        choice = now.key, now.step, number, *arrays, number
+        yield Program(f"{name} selection", "other", how.select.choose, choice, name)
+    for micro in micros:
+        there = placing.shapes(with_constants(how, micro), sharding.rows_sharding(mesh))
+        rows = there.rows if isinstance(there, Scored) else there
+        shape = rows.inputs.shape
+        if how.load is not None:
+            load = Program(f"{name} load", "other", how.load, (how.model(learned), rows), name, shape)
+            yield load
+            by_expert = load.results()
+            counts = dataclasses.replace(counts, load=np.zeros(by_expert.shape, by_expert.dtype))
+        given = learned, how.base, carry, there, counts, *further
+        yield Program(f"{name} gradient", "gradient", how.accumulate, given, name, shape, **beside)
+    if how.exchange is not None:
+        yield Program(f"{name} exchange", "exchange", how.exchange, (carry,), name, **beside)
+    last = learned, opt, carry, now.step, np.True_
+    yield Program(f"{name} step", "step", how.apply, last, name, **beside)
+
+
+def with_constants(how: ModelUpdate, micro: Scored | Rows) -> Scored | Rows:
+    """Returns an empty micro-batch with what `ModelUpdate.before` and dropout add to it."""
+    rows = micro.rows if isinstance(micro, Scored) else micro
+    if how.drops:
+        rows = dataclasses.replace(rows, dropout=np.zeros(rows.inputs.shape, np.uint32))
+    if not isinstance(micro, Scored):
+        return rows
+    selected = None if how.select is None else np.zeros(rows.inputs.shape, np.bool_)
+    return dataclasses.replace(micro, rows=rows, selected=selected)
+
+
+def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:
+    """Returns the flat batch of a step without responses: as the advantages read it, and with them.
+
+    It has the fields that the stages add in every step of this recipe; `rows` are any.
+    """
+    passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
+    data = batch.flatten(
+        [], [], nobody, np.zeros(0, np.float32) if recipe.estimator.greedy else None,
+        shape=learner.shape, earns=recipe.earns, episode=nobody if recipe.branches else None,
+        parts=recipe.estimator.parts,
+    )  # fmt: skip
+
+    def zeros(x: Any) -> Any:
+        return np.zeros(learner.shape, x.dtype)
+
+    passed = {program.name: program.results() for program in scoring_programs(learner, now, rows)}
+    data = ppo.add_old_logprob(recipe, data, jax.tree.map(zeros, passed["log-probs"]))
+    if "reference" in passed:
+        ref_logprob, exact_kl = jax.tree.map(zeros, passed["reference"])
+        data = dataclasses.replace(data, ref_logprob=ref_logprob, exact_kl=exact_kl)
+    elif recipe.kl_penalty or recipe.kl_loss_type:  # by a server
+        data = batch.with_reference_logprobs(data, [])
+    if "values" in passed:
+        data = dataclasses.replace(data, value=zeros(passed["values"]))
+    known, _ = jax.eval_shape(passes.advantages, data, now.kl_coef, now.value_norm)
+    return data, dataclasses.replace(data, **{name: np.zeros(x.shape, x.dtype) for name, x in known.items()})
