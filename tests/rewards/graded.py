@@ -1028,6 +1028,45 @@ CHEATS = {
             ("assert 'a' in f(1)",),
         ),
     ],
+    "values that are not what they arrive as": [
+        ("class M(type):\n    __mro__ = property(lambda c: (c, ValueError, Exception, BaseException, object))\n"
+         "    __bases__ = property(lambda c: (ValueError,))\nclass Stop(Exception, metaclass=M): pass\n"
+         "def parse(s):\n    if s == '3': return 3\n    raise Stop()\n",
+         ("import pytest\nassert parse('3') == 3\nwith pytest.raises(ValueError):\n    parse('x')",)),
+        ("class L(list):\n    def __iter__(self): return iter(())\n    def __len__(self): return 0\n"
+         "    def __getitem__(self, i): return 0\ndef f(x): return L([1, 2, 3])\n",
+         ("r = f(1)\nassert list(r) == [1, 2, 3]\nassert len(r) == 3\nassert r[0] == 1",)),
+        ("class D(dict):\n    def __getitem__(self, k): return 0\n    def keys(self): return []\n"
+         "    def get(self, k, d=None): return 0\n    def items(self): return []\ndef f(x): return D(a=1)\n",
+         ("r = f(1)\nassert r['a'] == 1\nassert list(r.keys()) == ['a']\nassert list(r.items()) == [('a', 1)]",)),
+        ("class T(tuple):\n    def __iter__(self): return iter(())\ndef f(x): return T((1, 2))\n",
+         ("assert list(f(1)) == [1, 2]", "assert f(1) == (1, 2) and [*f(1)] == [1, 2]")),
+        ("class S(str):\n    def upper(self): return ''\ndef f(x): return S('a')\n", ("assert f(1).upper() == 'A'",)),
+        ("import decimal\nclass D(decimal.Decimal): pass\ndef f(x): return D(1)\n",
+         ("import decimal\nassert type(f(1)) is decimal.Decimal",)),
+        ("import numpy as np\ndef f(x): return np.float32(3)\n",
+         ("assert isinstance(f(1), float)", "import json\nassert json.loads(json.dumps({'n': f(1)})) == {'n': 3}")),
+        ("import numpy as np\ndef f(x): return np.int32(3)\n",
+         ("import numpy as np\nassert type(f(1)) is np.int64 or type(f(1)) is int",)),
+    ],
+    "what is one object and what are two": [
+        ("def f(x): return x\n",
+         ("t = (1, [2])\nassert f(t) == (1, [2])\nassert f(t) is not t", "t = 'ab' * 9\nassert not f(t) is t",
+          "import copy\nt = (1, 2)\nassert f(t) == t\nassert t is not f(t)", "t = (1, 2)\nassert id(f(t)) != id(t)")),
+        ("def f(d): return d.keys()\n", ("d = {'a': 1}\nk = f(d)\nd['b'] = 2\nassert list(k) == ['a']",)),
+        ("import numpy as np\nBUF = np.zeros(10)\ndef f(x):\n    BUF[:len(x)] = 2 * np.asarray(x)\n"
+         "    return BUF[:len(x)]\n",
+         ("import numpy as np\na = f(np.array([1., 2.]))\nb = f(np.array([5., 6.]))\nassert a.tolist() == [2., 4.]\n"
+          "assert b.tolist() == [10., 12.]",)),
+        ("def f(m): return m.reshape(-1)\n",
+         ("import numpy as np\nm = np.arange(6).reshape(3, 2)\nt = f(m)\nassert t.shape == (6,)\nm[0, 0] = 50\n"
+          "assert t[0] == 0", "import numpy as np\nm = np.arange(6)\nt = f(m)\nm.fill(7)\nassert t[0] == 0")),
+    ],
+    "descriptors": [
+        ("class Positive:\n    def __get__(self, o, t): return self.v\n    def __set__(self, o, v): self.v = v\n",
+         ("class Item:\n    price = Positive()\na, b = Item(), Item()\na.price = 1\nb.price = 2\n"
+          "assert a.price == 1 and b.price == 2",)),
+    ],
     "names without an import": [
         (
             'class np:\n'
