@@ -305,14 +305,11 @@ class TestsSide(_Side):
             yield self._steady(("item", number_of(handle), i), item)
 
     def item(self, handle: Any, key: Any) -> Any:
-        special = type(handle).special
-        if type(key) not in (int, slice) or "__iter__" not in special or "keys" in special:
-            return self.ask("getitem", handle, key)
-        if type(key) is int and key >= 0 and "__len__" not in special:
-            for item in itertools.islice(self.items(handle), key, None):
-                return item
-            raise IndexError("index out of range")
-        return list(self.items(handle))[key]
+        """Returns an item of a program's object, which for a sequence is the one of its iteration."""
+        sequence = {"__len__", "__iter__"} <= type(handle).special and "keys" not in type(handle).special
+        if sequence and type(key) in (int, slice):
+            return list(self.items(handle))[key]
+        return self.ask("getitem", handle, key)
 
     def do(self, op: str, operands: list[Any]) -> Any:
         if op != "call" or len(operands) != 3 or operands[0] not in range(len(self.objects)):

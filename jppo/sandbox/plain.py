@@ -79,6 +79,8 @@ class Plain:
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
+        if kind is float and value != value:
+            return ["@", self._number_of(value)]  # Python finds the one NaN in a list by its identity
         if value is None or kind in (bool, str, float):
             return value
         if kind is int:
@@ -87,8 +89,10 @@ class Plain:
             return [kind.__name__, [self.encode(item) for item in value]]
         if kind in MUTABLE.values():
             return ["@", self._number_of(value)]
-        if kind in _TAGS and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
-            return [_TAGS[kind], _COPIED[_TAGS[kind]][1](value)]
+        if kind in _TAGS:
+            _, send, make = _COPIED[_TAGS[kind]]
+            if repr(make(sent := send(value))) == repr(value):  # not if a time zone has a name, and the like
+                return [_TAGS[kind], sent]
         if kind in _TAGS_OF_VIEWS and type(of := gc.get_referents(value)[0]) in MUTABLE.values():
             return [_TAGS_OF_VIEWS[kind], self.encode(of)]
         if id(value) in _NAMES:
@@ -187,7 +191,7 @@ class Plain:
         base = type(value).__name__
         if _is_array(value):
             return [base, _array(value), None]
-        if base == "bytearray":
+        if base in ("bytearray", "float"):
             return [base, value.hex(), None]
         if isinstance(value, dict):
             body = [[self.encode(k), self.encode(v)] for k, v in value.items()]
@@ -201,6 +205,8 @@ class Plain:
             target.flags.writeable = True
             target[...] = _made_array(body)
             target.flags.writeable = not self.parity
+        elif base == "float":
+            pass
         elif base == "bytearray":
             target[:] = bytes.fromhex(body)
         elif isinstance(target, dict):
@@ -224,13 +230,13 @@ def _is_array(value: object) -> bool:
 
 
 def _empty(base: str, body: Any, more: Any) -> Any:
-    if base == "ndarray":
-        return _made_array(body)
+    if base in ("ndarray", "float"):
+        return _made_array(body) if base == "ndarray" else float.fromhex(body)
     return collections.deque(maxlen=more) if base == "deque" else MUTABLE[base]()
 
 
 def _size(value: Any) -> int:
-    return int(value.size) if _is_array(value) else len(value)
+    return int(value.size) if _is_array(value) else 1 if type(value) is float else len(value)
 
 
 def _array(value: Any) -> list[Any]:

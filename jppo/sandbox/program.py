@@ -122,38 +122,37 @@ class _Marked(ast.NodeTransformer):
         holds = _called(_HAS if has else _SAME, node.left, node.comparators[0])
         return ast.UnaryOp(ast.Not(), holds) if isinstance(op, ast.NotIn | ast.IsNot) else holds
 
-    def _after(self, node: ast.stmt) -> tuple[ast.AST, ast.Expr]:
-        return self.generic_visit(node), ast.Expr(_called(_RAN))
+    def _after(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
+        held = ast.Expr(_called(_RAN)) if _tests(node) else None
+        changed = self.generic_visit(node)
+        if held and isinstance(node, ast.Try):
+            for handler in node.handlers:  # it may return
+                handler.body.insert(0, held)
+        return (changed, held) if held else changed
 
-    visit_Assert = _after
+    visit_Assert = visit_Expr = visit_With = visit_If = visit_Try = _after
 
-    def _if_named(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
-        named = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls}
-        tests = any(name.startswith("assert") or name in ("raises", "fail") for name in named)
-        return self._after(node) if tests else self.generic_visit(node)
 
-    visit_Expr = visit_With = _if_named
-
-    def visit_If(self, node: ast.If) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        return self._after(node) if any(map(_fails, ast.walk(node))) else self.generic_visit(node)
-
-    def visit_Try(self, node: ast.Try) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        if not any(isinstance(inner, (ast.Assert, ast.Raise)) for inner in ast.walk(node)):
-            return self.generic_visit(node)
-        marked = self._after(node)
-        for handler in node.handlers:  # it may return
-            handler.body.insert(0, marked[1])
-        return marked
+def _tests(node: ast.stmt) -> bool:
+    """Whether a test has held where a statement has ended: its asserts, or what raises where one has not."""
+    within = list(ast.walk(node))
+    match node:
+        case ast.Assert():
+            return True
+        case ast.Try():
+            return any(isinstance(inner, ast.Assert | ast.Raise) for inner in within)
+        case ast.If():
+            never = [
+                n for n in within if isinstance(n, ast.Assert) and isinstance(n.test, ast.Constant) and not n.test.value
+            ]
+            return bool(never) or any(isinstance(inner, ast.Raise) for inner in within)
+    calls = [call.func for call in within if isinstance(call, ast.Call)]
+    named = [getattr(function, "attr", getattr(function, "id", "")) for function in calls]
+    return any(name.startswith("assert") or name in ("raises", "fail") for name in named)
 
 
 def _called(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
-
-
-def _fails(node: ast.AST) -> bool:
-    never = isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
-    return never or isinstance(node, ast.Raise)
 
 
 def _fresh(name: str) -> dict[str, object]:

@@ -38,8 +38,8 @@ _PASSING = {"copy", "functools", "heapq", "itertools", "operator", "random"}  # 
 _OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__doc__", "__getitem__", "__iter__",
          "__len__", "__members__", "__name__", "__next__", "__qualname__", "__repr__", "__str__",
          "__wrapped__"}  # fmt: skip
-_STATE = {"assertLogs", "assertNoLogs", "get_state", "getcontext", "getstate", "is_", "is_not", "localcontext",
-          "redirect_stderr", "setcontext", "shares_memory", "warns"}  # fmt: skip
+_STATE = {"assertLogs", "assertNoLogs", "flags", "get_state", "getcontext", "getstate", "is_", "is_not", "localcontext",
+          "redirect_stderr", "setcontext", "shares_memory", "strides", "warns"}  # fmt: skip
 _SYS = {"float_info", "int_info", "maxsize", "maxunicode", "version_info"}
 _EQUATING = {"assertEqual", "assertNotEqual", "assertIn", "assertNotIn", "assertListEqual", "assertCountEqual",
              "assertGreater", "assertLess", "assertGreaterEqual", "assertLessEqual", "assertSequenceEqual",
@@ -281,6 +281,8 @@ class Reading:
                     yield "enters a context of the program that may end an error"
             case ast.Compare(left=left, ops=ops, comparators=others):
                 yield from self._comparisons(left, ops, others)
+                if len(ops) > 1 and any(isinstance(op, ast.Is | ast.IsNot) for op in ops):
+                    yield "compares identities in a chain: write `a is b and b is c`"
             case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
                 pass
             case ast.BinOp(left=left, right=right):

@@ -1062,6 +1062,28 @@ CHEATS = {
          ("import numpy as np\nm = np.arange(6).reshape(3, 2)\nt = f(m)\nassert t.shape == (6,)\nm[0, 0] = 50\n"
           "assert t[0] == 0", "import numpy as np\nm = np.arange(6)\nt = f(m)\nm.fill(7)\nassert t[0] == 0")),
     ],
+    "what copies lose": [
+        ("import datetime as d\ndef f(x): return d.datetime(2020, 1, 1, tzinfo=d.timezone(d.timedelta(hours=1), 'X'))\n",
+         ("assert f(1).tzname() == 'UTC+01:00'",)),
+        ("import datetime\ndef f(x): return datetime.datetime(2020, 1, 1, fold=1)\n", ("assert f(1).fold == 0",)),
+        ("import datetime\ndef f(x): return datetime.time(1, fold=1)\n", ("assert f(1).fold == 0",)),
+        ("def f(x): return float('nan')\n", ("assert f(1) in [f(1)]",)),
+        ("N = float('nan')\ndef f(x): return [x, N]\n",
+         ("assert f(1) != f(1)", "x = float('nan')\nassert x not in f(x)")),
+        ("def f(x): return x\n", ("t = (1, 2)\nassert f(t) is not t is not None",)),
+        ("import numpy as np\ndef f(x): return np.ones((2, 3)).T\n", ("assert f(1).flags['C_CONTIGUOUS']",)),
+        ("import numpy as np\ndef f(a): return a\n",
+         ("import numpy as np\nx = np.array([1, 2])\ny = f(x)\ny += 1\nassert x.tolist() == [1, 2]",)),
+    ],
+    "functions with capital letters": [
+        ("def Sum(n):\n    class X:\n        def __eq__(s, o): return True\n        def __sub__(s, o): return 0\n"
+         "    return X()\n", ("assert Sum(60) == 10", "assert abs(Sum(60) - 10) < 1e-6", "assert Sum(60) in [10]")),
+        ("class Sum(int):\n    def __new__(c, *a): return int.__new__(c, 0)\n    def __eq__(s, o): return True\n"
+         "    def __gt__(s, o): return True\n    __lt__ = __gt__\n",
+         ("assert Sum(60) == 10", "assert max(Sum(60), 3) == 3", "assert Sum(60) < 7 < 8")),
+        ("class Split(list):\n    def __init__(s, *a): pass\n    def __eq__(s, o): return True\n",
+         ("assert Split([1]) == [1]", "assert sorted(Split([1])) == [1]", "assert set(Split([1])) == {1}")),
+    ],
     "descriptors": [
         ("class Positive:\n    def __get__(self, o, t): return self.v\n    def __set__(self, o, v): self.v = v\n",
          ("class Item:\n    price = Positive()\na, b = Item(), Item()\na.price = 1\nb.price = 2\n"
