@@ -144,6 +144,21 @@ def methods_of(plain: type) -> frozenset[str]:
     return frozenset({*dir(plain)} - {*dir(object), *_OPERATORS, "__getnewargs__"} | {"__hash__", *_COMPARISONS})
 
 
+def fact(kind: type, name: str) -> Any:
+    """Returns what Python knows of a class, which its metaclass cannot replace."""
+    return type.__dict__[name].__get__(kind)
+
+
+def plain_base(kind: type) -> Any:
+    """Returns the immutable type of plain data that an instance of a class is, whose methods it has; None for none."""
+    mro = fact(kind, "__mro__")
+    plain = next((above for above in mro if above in IMMUTABLE), None)
+    own = [name for above in mro[: mro.index(plain)] for name in fact(above, "__dict__")] if plain else []
+    fields = getattr(kind, "_fields", ()) if plain is tuple else ()
+    replaced = any(name in methods_of(plain) or (name in fields and own.count(name) > 1) for name in own)
+    return None if replaced else plain
+
+
 def make_class(side: Any, number: int, name: str, above: tuple[Any, ...], special: list[str], outer: str) -> Any:
     """Makes the class that stands for one of the program's: its bases, and the special methods that it has."""
     shared = name in _SHARED.get(outer, ()) and outer in sys.modules

@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jppo.sandbox.handle import ACTS, LOOKS, Handle, Meta, Undecided, exception, make_class, methods_of, number_of
+from jppo.sandbox.handle import ACTS, LOOKS, Handle, Meta, Undecided, exception, fact, make_class, number_of, plain_base
 from jppo.sandbox.plain import COPIES, IMMUTABLE, TYPES, Gone, Plain
 
 _LINE_BYTES = 2**26  # of a message
@@ -168,7 +168,7 @@ class ProgramSide(_Side):
         kind = type(value)
         if isinstance(value, type):
             return self._class(value)
-        base = _plain_base(kind)
+        base = plain_base(kind)
         if base is None:
             return ["object", self.export(value), self.refer(kind), None]
         plain = frozenset(value) if base is frozenset else base(*base.__getnewargs__(value))
@@ -176,12 +176,12 @@ class ProgramSide(_Side):
 
     def _class(self, kind: type) -> Any:
         """Refers to a class: its bases, the special methods of its objects, and its module."""
-        name = str(_fact(kind, "__name__"))
+        name = str(fact(kind, "__name__"))
         if issubclass(kind, BaseException) and getattr(builtins, name, None) is kind:
             return ["exception", name]
-        plain = _plain_base(kind)
-        bases = [base for base in _fact(kind, "__bases__") if plain or not (base in _NO_BASES or _plain_base(base))]
-        own = {n for above in _fact(kind, "__mro__")[:-1] if above not in IMMUTABLE for n in _fact(above, "__dict__")}
+        plain = plain_base(kind)
+        bases = [base for base in fact(kind, "__bases__") if plain or not (base in _NO_BASES or plain_base(base))]
+        own = {n for above in fact(kind, "__mro__")[:-1] if above not in IMMUTABLE for n in fact(above, "__dict__")}
         special = [n for n in own if n == "keys" or n[:2] == n[-2:] == "__"]
         return ["class", self.export(kind), name, [self.encode(base) for base in bases], special, str(kind.__module__)]
 
@@ -193,24 +193,10 @@ class ProgramSide(_Side):
             return super().resolve(sent)
         place = rest[0]
         if place not in self._functions:
-            self._functions[place] = self._function(*rest) if tag == "function" else self._items(place)
+            ask = functools.partial(self.request, "call", place)
+            self._functions[place] = _function(ask, *rest[1:]) if tag == "function" else _items(ask)
             self._places_of_tests[id(self._functions[place])] = place
         return self._functions[place]
-
-    def _function(self, place: int, name: str, doc: Any, parameters: str) -> Any:
-        names = {"_ask": functools.partial(self._ask_tests, place)}
-        function = eval(f"lambda {parameters}: _ask({parameters})", names)
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = doc
-        return function
-
-    def _ask_tests(self, place: int, *args: object, **named: object) -> Any:
-        return self.request("call", place, args, named)
-
-    def _items(self, place: int) -> Iterator[Any]:
-        with contextlib.suppress(StopIteration):
-            while True:
-                yield self._ask_tests(place)
 
 
 class TestsSide(_Side):
@@ -362,23 +348,23 @@ class TestsSide(_Side):
         return self._handles[number]
 
 
+def _function(ask: Callable[..., Any], name: str, doc: Any, parameters: str) -> Any:
+    """Makes what the program has of a function of the tests: `parameters` are `_parameters` of it."""
+    function = eval(f"lambda {parameters}: _ask({parameters})", {"_ask": lambda *args, **named: ask(args, named)})
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
+
+
+def _items(ask: Callable[..., Any]) -> Iterator[Any]:
+    """Makes what the program has of an iterator of the tests."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield ask((), {})
+
+
 _OPERATIONS = LOOKS | ACTS
 _NO_BASES = (object, *TYPES.values())
-
-
-def _fact(kind: type, name: str) -> Any:
-    """Returns what Python knows of a class, which its metaclass cannot replace."""
-    return type.__dict__[name].__get__(kind)
-
-
-def _plain_base(kind: type) -> Any:
-    """Returns the immutable type of plain data that an instance of a class is, whose methods it has; None for none."""
-    mro = _fact(kind, "__mro__")
-    plain = next((above for above in mro if above in IMMUTABLE), None)
-    own = [name for above in mro[: mro.index(plain)] for name in _fact(above, "__dict__")] if plain else []
-    fields = getattr(kind, "_fields", ()) if plain is tuple else ()
-    replaced = any(name in methods_of(plain) or (name in fields and own.count(name) > 1) for name in own)
-    return None if replaced else plain
 
 
 def _shape(value: Any, depth: int = 4) -> Any:

@@ -254,7 +254,11 @@ class Reading:
                 yield "does not look at the result of its test cases"
             case ast.Attribute(attr=name) | ast.Name(id=name) if name in _STATE:
                 yield f"uses {name}"
-            case ast.Subscript(ctx=ast.Store()) if self._has_arrays:
+            case ast.Subscript(ctx=ast.Store()) | ast.Expr(ast.Call(ast.Attribute(attr="fill" | "put" | "sort"))) if (
+                self._has_arrays
+            ):
+                yield "changes an array that may be a view of another"
+            case ast.AugAssign(target=target) if self._has_arrays and self._kind(target) == _RESULT:
                 yield "changes an array that may be a view of another"
             case ast.keyword(arg="dtype", value=ast.Name(id="object")):
                 yield "makes an array of objects"
