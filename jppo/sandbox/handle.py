@@ -159,10 +159,16 @@ def plain_base(kind: type) -> Any:
     return None if replaced else plain
 
 
+def shared_class(outer: str, name: str) -> Any:
+    """Returns a class of a library, by its module and name, that is one class to both sides; None for others."""
+    if outer == "builtins":
+        return _OF_PYTHON.get(name)
+    return getattr(sys.modules.get(outer), name, None) if name in _SHARED.get(outer, ()) else None
+
+
 def make_class(side: Any, number: int, name: str, above: tuple[Any, ...], special: list[str], outer: str) -> Any:
     """Makes the class that stands for one of the program's: its bases, and the special methods that it has."""
-    shared = name in _SHARED.get(outer, ()) and outer in sys.modules
-    real = getattr(sys.modules[outer], name) if shared else _OF_PYTHON.get(name) if outer == "builtins" else None
+    real = shared_class(outer, name)
     body: dict[str, Any] = {"number": number, "side": side, "__doc__": _Doc()}
     if any(issubclass(base, BaseException) for base in above):
         body |= {"__str__": _text, "__getattr__": _attribute_of_error}

@@ -18,7 +18,19 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jppo.sandbox.handle import ACTS, LOOKS, Handle, Meta, Undecided, exception, fact, make_class, number_of, plain_base
+from jppo.sandbox.handle import (
+    ACTS,
+    LOOKS,
+    Handle,
+    Meta,
+    Undecided,
+    exception,
+    fact,
+    make_class,
+    number_of,
+    plain_base,
+    shared_class,
+)
 from jppo.sandbox.plain import COPIES, IMMUTABLE, TYPES, Gone, Plain
 
 _LINE_BYTES = 2**26  # of a message
@@ -183,7 +195,9 @@ class ProgramSide(_Side):
         bases = [base for base in fact(kind, "__bases__") if plain or not (base in _NO_BASES or plain_base(base))]
         own = {n for above in fact(kind, "__mro__")[:-1] if above not in IMMUTABLE for n in fact(above, "__dict__")}
         special = [n for n in own if n == "keys" or n[:2] == n[-2:] == "__"]
-        return ["class", self.export(kind), name, [self.encode(base) for base in bases], special, str(kind.__module__)]
+        outer = str(kind.__module__)
+        outer = outer if shared_class(outer, name) is kind else ""
+        return ["class", self.export(kind), name, [self.encode(base) for base in bases], special, outer]
 
     def resolve(self, sent: Any) -> Any:
         tag, *rest = sent

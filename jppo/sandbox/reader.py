@@ -254,17 +254,6 @@ class Reading:
                 yield "does not look at the result of its test cases"
             case ast.Attribute(attr=name) | ast.Name(id=name) if name in _STATE:
                 yield f"uses {name}"
-            case ast.Subscript(ctx=ast.Store()) | ast.Expr(ast.Call(ast.Attribute(attr="fill" | "put" | "sort"))) if (
-                self._has_arrays
-            ):
-                yield "changes an array that may be a view of another"
-            case ast.AugAssign(target=target) if self._has_arrays and self._kind(target) == _RESULT:
-                yield "changes an array that may be a view of another"
-            case ast.keyword(arg="dtype", value=ast.Name(id="object")):
-                yield "makes an array of objects"
-            case ast.Call(func=ast.Attribute(attr="assertIs" | "assertIsNot"), args=[one, other, *_]):
-                if not any(isinstance(side, ast.Constant) for side in (one, other)):
-                    yield "compares identities by a method: write `assert a is b`"
             case ast.Attribute(attr="seed"):
                 yield "seeds a generator of random numbers"
             case ast.Attribute(attr=name) if name[:2] == name[-2:] == "__" and name not in _OPEN:
@@ -285,8 +274,6 @@ class Reading:
                     yield "enters a context of the program that may end an error"
             case ast.Compare(left=left, ops=ops, comparators=others):
                 yield from self._comparisons(left, ops, others)
-                if len(ops) > 1 and any(isinstance(op, ast.Is | ast.IsNot) for op in ops):
-                    yield "compares identities in a chain: write `a is b and b is c`"
             case ast.BinOp(left=ast.Constant(value=str()), op=ast.Mod()):
                 pass
             case ast.BinOp(left=left, right=right):
@@ -312,6 +299,23 @@ class Reading:
                     yield from self._comparisons(args[0], [ast.Eq()], args[1:2])
         if any(self._kind(truth) == _ANSWER for truth in _truths(node)):
             yield "takes a result's own word: a method of it judges the tests' values"
+        yield from self._refusals_of_copies(node)
+
+    def _refusals_of_copies(self, node: ast.AST) -> Iterator[str]:
+        """Yields what copies of arrays and of plain data that cannot change do not say."""
+        match node:
+            case ast.Subscript(ctx=ast.Store()) | ast.Expr(ast.Call(ast.Attribute(attr="fill" | "put" | "sort"))):
+                if self._has_arrays:
+                    yield "changes an array that may be a view of another"
+            case ast.AugAssign(target=target) if self._has_arrays and self._kind(target) == _RESULT:
+                yield "changes an array that may be a view of another"
+            case ast.keyword(arg="dtype", value=ast.Name(id="object")):
+                yield "makes an array of objects"
+            case ast.Call(func=ast.Attribute(attr="assertIs" | "assertIsNot"), args=[one, other, *_]):
+                if not any(isinstance(side, ast.Constant) for side in (one, other)):
+                    yield "compares identities by a method: write `assert a is b`"
+            case ast.Compare(ops=[_, _, *_] as ops) if any(isinstance(op, ast.Is | ast.IsNot) for op in ops):
+                yield "compares identities in a chain: write `a is b and b is c`"
 
     def _comparisons(self, left: ast.expr, ops: list[ast.cmpop], others: list[ast.expr]) -> Iterator[str]:
         sides = [left, *others]

@@ -1039,6 +1039,11 @@ CHEATS = {
         ("class D(dict):\n    def __getitem__(self, k): return 0\n    def keys(self): return []\n"
          "    def get(self, k, d=None): return 0\n    def items(self): return []\ndef f(x): return D(a=1)\n",
          ("r = f(1)\nassert r['a'] == 1\nassert list(r.keys()) == ['a']\nassert list(r.items()) == [('a', 1)]",)),
+        ("class JSONDecodeError(Exception): pass\nJSONDecodeError.__module__ = 'json.decoder'\n"
+         "def f(s): raise JSONDecodeError('x')\n",
+         ("import json\nok = False\ntry:\n    f('x')\nexcept json.JSONDecodeError:\n    ok = True\nassert ok",)),
+        ("class generator: pass\ngenerator.__module__ = 'builtins'\ndef f(): return generator()\n",
+         ("import types\nassert isinstance(f(), types.GeneratorType)",)),
         ("class T(tuple):\n    def __iter__(self): return iter(())\ndef f(x): return T((1, 2))\n",
          ("assert list(f(1)) == [1, 2]", "assert f(1) == (1, 2) and [*f(1)] == [1, 2]")),
         ("class S(str):\n    def upper(self): return ''\ndef f(x): return S('a')\n", ("assert f(1).upper() == 'A'",)),
