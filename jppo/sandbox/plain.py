@@ -2,14 +2,15 @@
 
 JSON's own values stand for themselves, others are lists that begin with a tag. A container that can change has a
 number, and each message has the contents of those that changed: to both sides it is one object. Only values of the
-types below are made of what arrives. All else is a reference, which each side makes and resolves in its own way
-(`peer.py`).
+types below are made of what arrives, and only values of exactly these types are sent. All else is a reference, which
+each side makes and resolves in its own way (`peer.py`).
 """
 
 import collections
 import datetime
 import decimal
 import fractions
+import gc
 import json
 import sys
 from typing import Any
@@ -24,13 +25,12 @@ MUTABLE: dict[str, Any] = {
     "Counter": collections.Counter,
     "defaultdict": collections.defaultdict,
 }
-IMMUTABLE: dict[str, Any] = {
-    kind.__name__: kind for kind in (int, float, complex, str, bytes, tuple, frozenset)
-}  # with subclasses
-COPIED: dict[str, Any] = {  # type, how it is sent, how it is made
+IMMUTABLE = (int, float, complex, str, bytes, tuple, frozenset)
+_COPIED: dict[str, Any] = {  # type, how it is sent, how it is made
     "complex": (complex, lambda v: [v.real, v.imag], lambda sent: complex(*sent)),
     "bytes": (bytes, bytes.hex, bytes.fromhex),
     "range": (range, lambda v: [v.start, v.stop, v.step], lambda sent: range(*sent)),
+    "slice": (slice, lambda v: [v.start, v.stop, v.step], lambda sent: slice(*sent)),
     "Decimal": (decimal.Decimal, str, decimal.Decimal),
     "Fraction": (fractions.Fraction, lambda v: [v.numerator, v.denominator], lambda sent: fractions.Fraction(*sent)),
     "timedelta": (
@@ -42,19 +42,15 @@ COPIED: dict[str, Any] = {  # type, how it is sent, how it is made
     "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
 }
-_VIEWS: dict[str, Any] = {  # type, how it is made of its items
-    "keys": (type({}.keys()), lambda items: dict.fromkeys(items).keys()),
-    "values": (type({}.values()), lambda items: dict(enumerate(items)).values()),
-    "items": (type({}.items()), lambda items: dict(items).items()),
-}
-_TAGS = {kind: tag for tag, (kind, *_) in {**COPIED, **_VIEWS}.items()}
-_CONSTANTS = {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
-TYPES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (*MUTABLE.values(), *IMMUTABLE.values(), *_TAGS, bool, type(None))
-    if kind not in (kind for kind, _ in _VIEWS.values())
-}
-_ARRAYS = "biufcSUMmO"  # kinds of numpy's types
+_TAGS = {kind: tag for tag, (kind, *_) in _COPIED.items()}
+COPIES = (*IMMUTABLE, *_TAGS)
+_VIEWS: dict[str, Any] = {"keys": dict.keys, "values": dict.values, "items": dict.items}
+_TAGS_OF_VIEWS = {type(view({})): tag for tag, view in _VIEWS.items()}
+TYPES = {kind.__name__: kind for kind in (*MUTABLE.values(), *COPIES, bool, type(None))}
+_KNOWN: dict[str, Any] = {**TYPES, "Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
+_NAMES = {id(value): name for name, value in _KNOWN.items()}
+_ARRAYS = "biufcSUMm"  # kinds of numpy's types
+_NUMBERS = ("b1", "i8", "u8", "f8", "c16")  # those of fewer bits equal numbers that they are not, and wrap around
 _MOST = 512  # containers that are followed from call to call, and items of one
 _TABLE = 2  # references to a container that only this side's tables have
 
@@ -66,7 +62,7 @@ class Gone(BaseException):
 class Plain:
     """Makes messages of values, and values of messages; a subclass has the references."""
 
-    parity = 0  # of the numbers that this side gives to containers
+    parity = 0  # of the numbers that this side gives to containers; 1 are the tests, who only read arrays that cross
 
     def __init__(self) -> None:
         self._shared: dict[int, Any] = {}  # containers by number, the newest last
@@ -81,41 +77,32 @@ class Plain:
     def resolve(self, sent: list[Any]) -> Any:
         raise NotImplementedError
 
-    def scalar(self, value: Any) -> Any:
-        return value
-
-    def copied_base(self, value: Any) -> str:
-        """Names the mutable type of which a reference is sent as a copy, too; '' for none."""
-        raise NotImplementedError
-
     def encode(self, value: Any) -> Any:
         kind = type(value)
+        if kind is float and value != value:
+            return ["@", self._number_of(value)]  # Python finds the one NaN in a list by its identity
         if value is None or kind in (bool, str, float):
             return value
         if kind is int:
             return value if value.bit_length() < 10_000 else ["int", hex(value)]
         if kind in (tuple, frozenset):
             return [kind.__name__, [self.encode(item) for item in value]]
-        if kind is slice:
-            return ["slice", [self.encode(bound) for bound in (value.start, value.stop, value.step)]]
         if kind in MUTABLE.values():
             return ["@", self._number_of(value)]
-        tag = _TAGS.get(kind, "")
-        if tag in _VIEWS:
-            return [tag, [self.encode(item) for item in value]]
-        if tag and type(getattr(value, "tzinfo", None)) in (type(None), datetime.timezone):
-            return [tag, COPIED[tag][1](value)]
-        if value is Ellipsis or value is NotImplemented:
-            return ["constant", repr(value)]
-        if isinstance(value, type) and TYPES.get(value.__name__) == value:
-            return ["type", value.__name__]
-        if kind.__module__ == "numpy" and getattr(getattr(value, "dtype", None), "kind", "?") in _ARRAYS:
-            if isinstance(value, sys.modules["numpy"].generic):
-                return ["scalar", _array(self, value)]
-            if kind is sys.modules["numpy"].ndarray:
-                return ["@", self._number_of(value)]
-        if self.copied_base(value):
+        if kind in _TAGS:
+            _, send, make = _COPIED[_TAGS[kind]]
+            if repr(make(sent := send(value))) == repr(value):  # not if a time zone has a name, and the like
+                return [_TAGS[kind], sent]
+        if kind in _TAGS_OF_VIEWS and type(of := gc.get_referents(value)[0]) in MUTABLE.values():
+            return [_TAGS_OF_VIEWS[kind], self.encode(of)]
+        if id(value) in _NAMES:
+            return ["known", _NAMES[id(value)]]
+        numpy = sys.modules.get("numpy")
+        if numpy and kind is numpy.ndarray and value.dtype.kind in _ARRAYS:
             return ["@", self._number_of(value)]
+        scalar = numpy and issubclass(kind, numpy.generic) and getattr(numpy, kind.__name__, None) is kind
+        if scalar and (self.parity or value.dtype.kind in "SU" or value.dtype.str[1:] in _NUMBERS):
+            return ["scalar", _array(value)]
         return self.refer(value)
 
     def decode(self, sent: Any) -> Any:
@@ -134,17 +121,13 @@ class Plain:
             return int(sent[1], 16)
         if tag in ("tuple", "frozenset"):
             return TYPES[tag]([self.decode(item) for item in sent[1]])
-        if tag == "slice":
-            return slice(*(self.decode(bound) for bound in sent[1]))
+        if tag in _COPIED:
+            return _COPIED[tag][2](sent[1])
         if tag in _VIEWS:
-            return _VIEWS[tag][1]([self.decode(item) for item in sent[1]])
-        if tag in COPIED:
-            return COPIED[tag][2](sent[1])
-        if tag in ("constant", "type"):
-            return (_CONSTANTS if tag == "constant" else TYPES)[sent[1]]
-        if tag == "scalar":
-            return self.scalar(_made_array(self, sent[1], filled=True)[()])
-        return self.resolve(sent)
+            return _VIEWS[tag](self.decode(sent[1]))
+        if tag == "known":
+            return _KNOWN[sent[1]]
+        return _made_array(sent[1])[()] if tag == "scalar" else self.resolve(sent)
 
     def _number_of(self, value: object) -> int:
         if id(value) not in self._numbers:
@@ -153,8 +136,10 @@ class Plain:
         self._used.add(number := self._numbers[id(value)])
         return number
 
-    def _register(self, number: int, value: object) -> None:
+    def _register(self, number: int, value: Any) -> None:
         self._shared[number], self._numbers[id(value)] = value, number
+        if _is_array(value) and self.parity:
+            value.flags.writeable = False  # it may be a view of another one, which would change, too
 
     def forget(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -176,7 +161,7 @@ class Plain:
                     changed.append([number, entry])
         old = [n for n in self._shared if n not in self._used]
         value = None
-        gone = [n for n in old[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE]
+        gone = [n for n in old[-_MOST:] if sys.getrefcount(self._shared[n]) <= _TABLE and not self._is_view(n)]
         self.forget(gone := [*old[:-_MOST], *gone])
         self._used.clear()
         return changed, gone
@@ -189,11 +174,11 @@ class Plain:
     def apply(self, changed: list[Any], gone: list[int]) -> None:
         """Takes the other side's changes over."""
         try:
-            for number, entry in changed:
+            for number, (base, body, more) in changed:
                 if number not in self._shared:
-                    self._register(int(number), self._empty(entry))
+                    self._register(int(number), _empty(base, body, more))
             for number, entry in changed:
-                self._fill(self._shared[number], entry)
+                self._fill(self._shared[number], *entry)
             for number, _ in changed:
                 self._contents[number] = json.dumps(self._entry(self._shared[number]))
             self.forget(gone)
@@ -202,74 +187,66 @@ class Plain:
         self._used.clear()
 
     def _entry(self, value: Any) -> list[Any]:
-        base = self.copied_base(value) or type(value).__name__
-        if base == "ndarray":
-            body: Any = _array(self, value)
-        elif base == "bytearray":
-            body = bytearray.hex(value)
-        elif issubclass(TYPES[base], dict):
-            body = [[self.encode(k), self.encode(v)] for k, v in TYPES[base].items(value)]
-        else:
-            body = [self.encode(item) for item in TYPES[base].__iter__(value)]
-        more = value.maxlen if base == "deque" else value.default_factory if base == "defaultdict" else None
-        return [base, body, self.encode(more), self.refer(value) if self.copied_base(value) else None]
+        """Returns type, contents, and a deque's length or the factory of a defaultdict."""
+        base = type(value).__name__
+        if _is_array(value):
+            return [base, _array(value), None]
+        if base in ("bytearray", "float"):
+            return [base, value.hex(), None]
+        if isinstance(value, dict):
+            body = [[self.encode(k), self.encode(v)] for k, v in value.items()]
+            return [base, body, self.encode(getattr(value, "default_factory", None))]
+        return [base, [self.encode(item) for item in value], getattr(value, "maxlen", None)]
 
-    def _empty(self, entry: list[Any]) -> Any:
-        base, body, more, reference = entry
-        if reference is not None:
-            return self.resolve(
-                reference,
-            )
-        if base == "ndarray":
-            return _made_array(self, body, filled=False)
-        return MUTABLE[base](maxlen=more) if base == "deque" else MUTABLE[base]()
-
-    def _fill(self, target: Any, entry: list[Any]) -> None:
-        base, body, more, _ = entry
-        if base == "ndarray":
-            target[...] = _made_array(self, body, filled=True)
-            return
-        kind = MUTABLE[base]
-        if not isinstance(target, kind):
+    def _fill(self, target: Any, base: str, body: Any, more: Any) -> None:
+        if type(target).__name__ != base:
             raise ValueError(base)
-        if base == "bytearray":
+        if base == "ndarray":
+            target.flags.writeable = True
+            target[...] = _made_array(body)
+            target.flags.writeable = not self.parity
+        elif base == "float":
+            pass
+        elif base == "bytearray":
             target[:] = bytes.fromhex(body)
-        elif issubclass(kind, dict):
+        elif isinstance(target, dict):
             pairs = [(self.decode(k), self.decode(v)) for k, v in body]
-            kind.clear(target)
+            target.clear()
             for key, value in pairs:
-                kind.__setitem__(target, key, value)
+                target[key] = value
             if base == "defaultdict":
-                target.default_factory = self.decode(more)
+                target.default_factory = self.decode(more)  # type: ignore[attr-defined]
         else:
             items = [self.decode(item) for item in body]
-            kind.clear(target)
-            (set.update if base == "set" else kind.extend)(target, items)
+            target.clear()
+            (target.update if base == "set" else target.extend)(items)
+
+    def _is_view(self, number: int) -> bool:
+        return getattr(self._shared[number], "base", None) is not None
+
+
+def _is_array(value: object) -> bool:
+    return type(value).__name__ == "ndarray"
+
+
+def _empty(base: str, body: Any, more: Any) -> Any:
+    if base in ("ndarray", "float"):
+        return _made_array(body) if base == "ndarray" else float.fromhex(body)
+    return collections.deque(maxlen=more) if base == "deque" else MUTABLE[base]()
 
 
 def _size(value: Any) -> int:
-    return int(value.size) if type(value).__name__ == "ndarray" else len(value)
+    return int(value.size) if _is_array(value) else 1 if type(value) is float else len(value)
 
 
-def _array(side: Plain, value: Any) -> list[Any]:
-    numpy = sys.modules["numpy"]
-    flat = numpy.ravel(value)
-    flat = flat.view("i8") if value.dtype.kind in "Mm" else flat
-    return [value.dtype.str, list(value.shape), [side.encode(item) for item in flat.tolist()]]
+def _array(value: Any) -> list[Any]:
+    return [value.dtype.str, list(value.shape), value.tobytes().hex()]
 
 
-def _made_array(side: Plain, sent: list[Any], filled: bool) -> Any:
-    """Makes an array; one that is not filled has the same shape, and its contents come later."""
+def _made_array(sent: list[Any]) -> Any:
     import numpy  # which few programs have
 
-    dtype, shape, flat = numpy.dtype(sent[0]), sent[1], sent[2]
+    dtype, shape, contents = numpy.dtype(sent[0]), sent[1], sent[2]
     if dtype.kind not in _ARRAYS or dtype.fields:
         raise ValueError(sent[0])
-    items = [side.decode(item) if filled else None for item in flat]
-    if dtype.kind == "O":
-        made = numpy.empty(len(items), object)
-        made[:] = items
-        return made.reshape(shape)
-    if not filled:
-        return numpy.zeros(len(items), dtype).reshape(shape)
-    return numpy.array(items, "i8" if dtype.kind in "Mm" else dtype).view(dtype).reshape(shape)
+    return numpy.ndarray(shape, dtype, bytes.fromhex(contents)).copy()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jppo.sandbox.reader import Reading
 
 PASSED, FAILED, IDLE = "passed", "failed", "idle"  # idle: no assert ran, and the program was not called
-_RAN, _GET, _HAS = ".ran", ".get", ".has"  # names that no text of tests can have
+_RAN, _ASK, _GET, _HAS, _SAME = ".ran", ".ask", ".get", ".has", ".same"  # names that no text of tests can have
 
 
 def run_as_main(text: str) -> None:
@@ -50,12 +50,9 @@ def run_tests(tests: str, side: "TestsSide") -> str:
     from jppo.sandbox.reader import Reading
 
     reading = Reading(tests)
-    names, ran = _Names(reading.asked, side), []
-    names |= {_RAN: lambda: ran.append(True), _GET: side.get_open, _HAS: side.has}
+    names, ran = _fresh("__main__"), list[bool]()
+    names |= {_RAN: lambda: ran.append(True), _ASK: side.name, _GET: side.get_open, _HAS: side.has, _SAME: side.same}
     side.names = names
-    main = _Main("__main__")
-    main.__dict__["names"] = names
-    sys.modules["__main__"] = main
     sys.argv = ["tests.py"]
     _close_libraries(tests)
     if not side.wait():  # the program reads its descriptors while it starts, and may end
@@ -99,11 +96,15 @@ def _close_libraries(tests: str) -> None:
 class _Marked(ast.NodeTransformer):
     """Adds a call of _RAN where a test has held: after asserts, and after what raises or asserts where one has not.
 
-    What tests do with an object that they have made by the program's class goes to that object, by _GET and _HAS.
+    The program has the names that the tests do not define (_ASK). What tests do with an object that they have made by
+    the program's class goes to that object (_GET, _HAS). Whether two values are one object, copies do not say (_SAME).
     """
 
     def __init__(self, reading: "Reading"):
-        self._made = reading.made
+        self._asked, self._made = reading.asked, reading.made
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return _called(_ASK, ast.Constant(node.id)) if node.id in self._asked else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         made = isinstance(node.ctx, ast.Load) and node.value in self._made
@@ -111,74 +112,47 @@ class _Marked(ast.NodeTransformer):
         return _called(_GET, node.value, ast.Constant(node.attr)) if made else changed
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        has = len(node.ops) == 1 and isinstance(node.ops[0], (ast.In, ast.NotIn)) and node.comparators[0] in self._made
+        op, right = node.ops[0], node.comparators[0]
+        known = isinstance(node.left, ast.Constant) or isinstance(right, ast.Constant)
+        has = isinstance(op, ast.In | ast.NotIn) and right in self._made
+        same = isinstance(op, ast.Is | ast.IsNot) and not known
         changed = self.generic_visit(node)
-        if not has:
+        if len(node.ops) > 1 or not (has or same):
             return changed
-        contained = _called(_HAS, node.comparators[0], node.left)
-        return contained if isinstance(node.ops[0], ast.In) else ast.UnaryOp(ast.Not(), contained)
+        holds = _called(_HAS if has else _SAME, node.left, node.comparators[0])
+        return ast.UnaryOp(ast.Not(), holds) if isinstance(op, ast.NotIn | ast.IsNot) else holds
 
-    def _after(self, node: ast.stmt) -> tuple[ast.AST, ast.Expr]:
-        return self.generic_visit(node), ast.Expr(_called(_RAN))
+    def _after(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
+        held = ast.Expr(_called(_RAN)) if _tests(node) else None
+        changed = self.generic_visit(node)
+        if held and isinstance(node, ast.Try):
+            for handler in node.handlers:  # it may return
+                handler.body.insert(0, held)
+        return (changed, held) if held else changed
 
-    visit_Assert = _after
+    visit_Assert = visit_Expr = visit_With = visit_If = visit_Try = _after
 
-    def _if_named(self, node: ast.stmt) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
-        named = {getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls}
-        tests = any(name.startswith("assert") or name in ("raises", "fail") for name in named)
-        return self._after(node) if tests else self.generic_visit(node)
 
-    visit_Expr = visit_With = _if_named
-
-    def visit_If(self, node: ast.If) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        return self._after(node) if any(map(_fails, ast.walk(node))) else self.generic_visit(node)
-
-    def visit_Try(self, node: ast.Try) -> ast.AST | tuple[ast.AST, ast.Expr]:
-        if not any(isinstance(inner, (ast.Assert, ast.Raise)) for inner in ast.walk(node)):
-            return self.generic_visit(node)
-        marked = self._after(node)
-        for handler in node.handlers:  # it may return
-            handler.body.insert(0, marked[1])
-        return marked
+def _tests(node: ast.stmt) -> bool:
+    """Whether a test has held where a statement has ended: its asserts, or what raises where one has not."""
+    within = list(ast.walk(node))
+    match node:
+        case ast.Assert():
+            return True
+        case ast.Try():
+            return any(isinstance(inner, ast.Assert | ast.Raise) for inner in within)
+        case ast.If():
+            never = [
+                n for n in within if isinstance(n, ast.Assert) and isinstance(n.test, ast.Constant) and not n.test.value
+            ]
+            return bool(never) or any(isinstance(inner, ast.Raise) for inner in within)
+    calls = [call.func for call in within if isinstance(call, ast.Call)]
+    named = [getattr(function, "attr", getattr(function, "id", "")) for function in calls]
+    return any(name.startswith("assert") or name in ("raises", "fail") for name in named)
 
 
 def _called(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
-
-
-def _fails(node: ast.AST) -> bool:
-    never = isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and not node.test.value
-    return never or isinstance(node, ast.Raise)
-
-
-class _Names(dict[str, object]):
-    """The globals of the tests: their own, and what the program has for the names that they do not define."""
-
-    def __init__(self, asked: "frozenset[str]", side: "TestsSide"):
-        super().__init__(__name__="__main__", __builtins__=builtins)
-        self._asked, self._side = asked, side
-
-    def __missing__(self, name: str) -> object:
-        if name not in self._asked:
-            raise KeyError(name)  # a builtin, or an error
-        try:
-            return self._side.ask("name", name)
-        except (KeyError, AttributeError):
-            raise KeyError(name) from None
-
-
-class _Main(types.ModuleType):
-    """The module of the tests, as unittest looks for it."""
-
-    def __getattr__(self, name: str) -> object:
-        try:
-            return self.__dict__["names"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __dir__(self) -> list[str]:
-        return list(self.__dict__["names"])
 
 
 def _fresh(name: str) -> dict[str, object]:

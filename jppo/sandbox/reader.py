@@ -24,7 +24,7 @@ _FROM_TESTS = (
 _TO_PLAIN = {"abs", "bool", "callable", "float", "hasattr", "hash", "int", "isinstance", "issubclass", "len", "print",
              "repr", "round", "str", "sum", "type"}  # fmt: skip
 _REFUSED = {"__builtins__", "__import__", "breakpoint", "compile", "delattr", "dir", "eval", "exec", "globals", "help",
-            "input", "locals", "memoryview", "open", "setattr", "vars"}  # fmt: skip
+            "id", "input", "locals", "memoryview", "open", "setattr", "vars"}  # fmt: skip
 _MODULES = {
     "__future__", "bisect", "calendar", "cmath", "collections", "contextlib", "copy", "dataclasses", "datetime",
     "decimal", "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "numpy",
@@ -38,8 +38,8 @@ _PASSING = {"copy", "functools", "heapq", "itertools", "operator", "random"}  # 
 _OPEN = {"__call__", "__cause__", "__class__", "__contains__", "__doc__", "__getitem__", "__iter__",
          "__len__", "__members__", "__name__", "__next__", "__qualname__", "__repr__", "__str__",
          "__wrapped__"}  # fmt: skip
-_STATE = {"assertLogs", "assertNoLogs", "get_state", "getcontext", "getstate", "localcontext", "redirect_stderr",
-          "setcontext", "shares_memory", "warns"}  # fmt: skip
+_STATE = {"assertLogs", "assertNoLogs", "flags", "get_state", "getcontext", "getstate", "is_", "is_not", "localcontext",
+          "redirect_stderr", "setcontext", "shares_memory", "strides", "warns"}  # fmt: skip
 _SYS = {"float_info", "int_info", "maxsize", "maxunicode", "version_info"}
 _EQUATING = {"assertEqual", "assertNotEqual", "assertIn", "assertNotIn", "assertListEqual", "assertCountEqual",
              "assertGreater", "assertLess", "assertGreaterEqual", "assertLessEqual", "assertSequenceEqual",
@@ -254,8 +254,6 @@ class Reading:
                 yield "does not look at the result of its test cases"
             case ast.Attribute(attr=name) | ast.Name(id=name) if name in _STATE:
                 yield f"uses {name}"
-            case ast.Subscript(value=owner, ctx=ast.Store()) if self._kind(owner) == _RESULT and self._has_arrays:
-                yield "changes an array that may be a view of another"
             case ast.Attribute(attr="seed"):
                 yield "seeds a generator of random numbers"
             case ast.Attribute(attr=name) if name[:2] == name[-2:] == "__" and name not in _OPEN:
@@ -268,8 +266,9 @@ class Reading:
             case ast.FunctionDef(decorator_list=decorators) if any(self._kind(d) in _THEIRS for d in decorators):
                 if _asserts(node):
                     yield "hands the program a function with asserts"
-            case ast.MatchClass(cls=kind, patterns=[_, *_]) if self._kind(kind) in _THEIRS:
-                yield "matches a class of the program by position"
+            case ast.MatchClass(cls=named) | ast.MatchValue(value=ast.Attribute(value=named)):
+                if self._kind(named) in _THEIRS:
+                    yield "matches a pattern by a name of the program"
             case ast.With(items=items, body=body) if any(self._kind(item.context_expr) in _THEIRS for item in items):
                 if not any(isinstance(inner, ast.Assert) for part in body for inner in ast.walk(part)):
                     yield "enters a context of the program that may end an error"
@@ -279,14 +278,14 @@ class Reading:
                 pass
             case ast.BinOp(left=left, right=right):
                 members = [isinstance(n, ast.Attribute) and self._kind(n.value) == _PROGRAM for n in (left, right)]
-                if _MADE in (self._kind(left), self._kind(right)) or all(members):
+                if self._meet_made(left, right) or all(members):
                     yield "calculates with an object of the program's class"
-            case ast.Call(func=ast.Name(id="sorted" | "min" | "max" | "hash"), args=args) if any(
-                map(self._shows_made, args)
-            ):
+            case ast.Call(func=ast.Name(id="sorted" | "min" | "max"), args=args) if self._meet_made(*args):
+                yield "compares an object of the program's class"
+            case ast.Call(func=ast.Name(id="hash"), args=args) if any(map(self._shows_made, args)):
                 yield "compares an object of the program's class"
             case ast.AugAssign(target=target, value=value):
-                if _MADE in (self._kind(target), self._kind(value)):
+                if self._meet_made(target, value):
                     yield "calculates with an object of the program's class"
             case ast.Assign(targets=targets, value=value):
                 if any(isinstance(t, ast.Attribute) and self._kind(t.value) in _THEIRS for t in targets):
@@ -300,19 +299,40 @@ class Reading:
                     yield from self._comparisons(args[0], [ast.Eq()], args[1:2])
         if any(self._kind(truth) == _ANSWER for truth in _truths(node)):
             yield "takes a result's own word: a method of it judges the tests' values"
+        yield from self._refusals_of_copies(node)
+
+    def _refusals_of_copies(self, node: ast.AST) -> Iterator[str]:
+        """Yields what copies of arrays and of plain data that cannot change do not say."""
+        match node:
+            case ast.Subscript(ctx=ast.Store()) | ast.Expr(ast.Call(ast.Attribute(attr="fill" | "put" | "sort"))):
+                if self._has_arrays:
+                    yield "changes an array that may be a view of another"
+            case ast.AugAssign(target=target) if self._has_arrays and self._kind(target) == _RESULT:
+                yield "changes an array that may be a view of another"
+            case ast.keyword(arg="dtype", value=ast.Name(id="object")):
+                yield "makes an array of objects"
+            case ast.Call(func=ast.Attribute(attr="assertIs" | "assertIsNot"), args=[one, other, *_]):
+                if not any(isinstance(side, ast.Constant) for side in (one, other)):
+                    yield "compares identities by a method: write `assert a is b`"
+            case ast.Compare(ops=[_, _, *_] as ops) if any(isinstance(op, ast.Is | ast.IsNot) for op in ops):
+                yield "compares identities in a chain: write `a is b and b is c`"
 
     def _comparisons(self, left: ast.expr, ops: list[ast.cmpop], others: list[ast.expr]) -> Iterator[str]:
         sides = [left, *others]
         for op, one, other in zip(ops, sides, others, strict=False):
             if isinstance(op, ast.Is | ast.IsNot):
                 continue
-            displays = [side for side in (one, other) if isinstance(side, ast.List | ast.Dict | ast.Set)]
-            if displays and not any(map(self._shows_made, displays)):
-                continue  # an instance of a subclass of list and the like is one
-            if self._shows_made(one) or (self._shows_made(other) and not isinstance(op, ast.In | ast.NotIn)):
+            contained = isinstance(op, ast.In | ast.NotIn)
+            if self._meet_made(one, other) and not (contained and not self._shows_made(one)):
                 yield "compares an object of the program's class"
         if any(map(_is_trivial, sides)) and any(self._kind(side) == _ANSWER for side in sides):
             yield "takes a result's own word: a method of it judges the tests' values"
+
+    def _meet_made(self, *sides: ast.expr) -> bool:
+        """Whether operands show an object of the program's class; a call next to plain data is one of a function."""
+        made = [side for side in sides if self._shows_made(side)]
+        alone = sum(self._kind(side) != _OWN for side in sides) == 1
+        return bool(made) and not (alone and isinstance(made[0], ast.Call))
 
     def _shows_made(self, node: ast.expr) -> bool:
         if isinstance(node, ast.List | ast.Tuple | ast.Set):

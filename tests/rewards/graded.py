@@ -1028,6 +1028,72 @@ CHEATS = {
             ("assert 'a' in f(1)",),
         ),
     ],
+    "values that are not what they arrive as": [
+        ("class M(type):\n    __mro__ = property(lambda c: (c, ValueError, Exception, BaseException, object))\n"
+         "    __bases__ = property(lambda c: (ValueError,))\nclass Stop(Exception, metaclass=M): pass\n"
+         "def parse(s):\n    if s == '3': return 3\n    raise Stop()\n",
+         ("import pytest\nassert parse('3') == 3\nwith pytest.raises(ValueError):\n    parse('x')",)),
+        ("class L(list):\n    def __iter__(self): return iter(())\n    def __len__(self): return 0\n"
+         "    def __getitem__(self, i): return 0\ndef f(x): return L([1, 2, 3])\n",
+         ("r = f(1)\nassert list(r) == [1, 2, 3]\nassert len(r) == 3\nassert r[0] == 1",)),
+        ("class D(dict):\n    def __getitem__(self, k): return 0\n    def keys(self): return []\n"
+         "    def get(self, k, d=None): return 0\n    def items(self): return []\ndef f(x): return D(a=1)\n",
+         ("r = f(1)\nassert r['a'] == 1\nassert list(r.keys()) == ['a']\nassert list(r.items()) == [('a', 1)]",)),
+        ("class JSONDecodeError(Exception): pass\nJSONDecodeError.__module__ = 'json.decoder'\n"
+         "def f(s): raise JSONDecodeError('x')\n",
+         ("import json\nok = False\ntry:\n    f('x')\nexcept json.JSONDecodeError:\n    ok = True\nassert ok",)),
+        ("class generator: pass\ngenerator.__module__ = 'builtins'\ndef f(): return generator()\n",
+         ("import types\nassert isinstance(f(), types.GeneratorType)",)),
+        ("class T(tuple):\n    def __iter__(self): return iter(())\ndef f(x): return T((1, 2))\n",
+         ("assert list(f(1)) == [1, 2]", "assert f(1) == (1, 2) and [*f(1)] == [1, 2]")),
+        ("class S(str):\n    def upper(self): return ''\ndef f(x): return S('a')\n", ("assert f(1).upper() == 'A'",)),
+        ("import decimal\nclass D(decimal.Decimal): pass\ndef f(x): return D(1)\n",
+         ("import decimal\nassert type(f(1)) is decimal.Decimal",)),
+        ("import numpy as np\ndef f(x): return np.float32(3)\n",
+         ("assert isinstance(f(1), float)", "import json\nassert json.loads(json.dumps({'n': f(1)})) == {'n': 3}")),
+        ("import numpy as np\ndef f(x): return np.int32(3)\n",
+         ("import numpy as np\nassert type(f(1)) is np.int64 or type(f(1)) is int",)),
+    ],
+    "what is one object and what are two": [
+        ("def f(x): return x\n",
+         ("t = (1, [2])\nassert f(t) == (1, [2])\nassert f(t) is not t", "t = 'ab' * 9\nassert not f(t) is t",
+          "import copy\nt = (1, 2)\nassert f(t) == t\nassert t is not f(t)", "t = (1, 2)\nassert id(f(t)) != id(t)")),
+        ("def f(d): return d.keys()\n", ("d = {'a': 1}\nk = f(d)\nd['b'] = 2\nassert list(k) == ['a']",)),
+        ("import numpy as np\nBUF = np.zeros(10)\ndef f(x):\n    BUF[:len(x)] = 2 * np.asarray(x)\n"
+         "    return BUF[:len(x)]\n",
+         ("import numpy as np\na = f(np.array([1., 2.]))\nb = f(np.array([5., 6.]))\nassert a.tolist() == [2., 4.]\n"
+          "assert b.tolist() == [10., 12.]",)),
+        ("def f(m): return m.reshape(-1)\n",
+         ("import numpy as np\nm = np.arange(6).reshape(3, 2)\nt = f(m)\nassert t.shape == (6,)\nm[0, 0] = 50\n"
+          "assert t[0] == 0", "import numpy as np\nm = np.arange(6)\nt = f(m)\nm.fill(7)\nassert t[0] == 0")),
+    ],
+    "what copies lose": [
+        ("import datetime as d\ndef f(x): return d.datetime(2020, 1, 1, tzinfo=d.timezone(d.timedelta(hours=1), 'X'))\n",
+         ("assert f(1).tzname() == 'UTC+01:00'",)),
+        ("import datetime\ndef f(x): return datetime.datetime(2020, 1, 1, fold=1)\n", ("assert f(1).fold == 0",)),
+        ("import datetime\ndef f(x): return datetime.time(1, fold=1)\n", ("assert f(1).fold == 0",)),
+        ("def f(x): return float('nan')\n", ("assert f(1) in [f(1)]",)),
+        ("N = float('nan')\ndef f(x): return [x, N]\n",
+         ("assert f(1) != f(1)", "x = float('nan')\nassert x not in f(x)")),
+        ("def f(x): return x\n", ("t = (1, 2)\nassert f(t) is not t is not None",)),
+        ("import numpy as np\ndef f(x): return np.ones((2, 3)).T\n", ("assert f(1).flags['C_CONTIGUOUS']",)),
+        ("import numpy as np\ndef f(a): return a\n",
+         ("import numpy as np\nx = np.array([1, 2])\ny = f(x)\ny += 1\nassert x.tolist() == [1, 2]",)),
+    ],
+    "functions with capital letters": [
+        ("def Sum(n):\n    class X:\n        def __eq__(s, o): return True\n        def __sub__(s, o): return 0\n"
+         "    return X()\n", ("assert Sum(60) == 10", "assert abs(Sum(60) - 10) < 1e-6", "assert Sum(60) in [10]")),
+        ("class Sum(int):\n    def __new__(c, *a): return int.__new__(c, 0)\n    def __eq__(s, o): return True\n"
+         "    def __gt__(s, o): return True\n    __lt__ = __gt__\n",
+         ("assert Sum(60) == 10", "assert max(Sum(60), 3) == 3", "assert Sum(60) < 7 < 8")),
+        ("class Split(list):\n    def __init__(s, *a): pass\n    def __eq__(s, o): return True\n",
+         ("assert Split([1]) == [1]", "assert sorted(Split([1])) == [1]", "assert set(Split([1])) == {1}")),
+    ],
+    "descriptors": [
+        ("class Positive:\n    def __get__(self, o, t): return self.v\n    def __set__(self, o, v): self.v = v\n",
+         ("class Item:\n    price = Positive()\na, b = Item(), Item()\na.price = 1\nb.price = 2\n"
+          "assert a.price == 1 and b.price == 2",)),
+    ],
     "names without an import": [
         (
             'class np:\n'

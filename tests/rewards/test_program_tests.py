@@ -106,6 +106,23 @@ def test_names_that_tests_take_from_the_program(tests, asked):
     assert Reading(tests).asked == asked
 
 
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("def Sum(n): return n // 6", "assert Sum(60) == 10"),
+        ("def Check(n): return 'Yes'", "assert Check(1) == 'Yes' and 'No' != Check(2)"),
+        ("def Split(l): return tuple(l)", "assert Split([1, 2]) == (1, 2)\nassert sorted(Split([2, 1])) == [1, 2]"),
+        (
+            "def Area(r): return r * 0.5",
+            "assert abs(Area(2) - 1.0) < 1e-6\nassert max(Area(2), 3) == 3 and Area(1) in [0.5]",
+        ),
+        ("def Find_Max(l): return max(l)", "assert Find_Max([['A'], ['A', 'B']]) == ['A', 'B']"),
+    ],
+)
+def test_a_function_may_have_a_capital_letter(program, tests):
+    assert refused(tests) == "" and verdict(program, tests) == 1.0
+
+
 LIES = "isclose = sqrt = Counter = approx = lambda *a, **k: 0\nclass math: isclose = staticmethod(lambda *a: True)\n"
 
 
@@ -140,6 +157,15 @@ def test_names_of_libraries_come_from_the_libraries(tests, right):
         ("assert f(1) == Point(2)", "compares an object"),
         ("assert [Point(2)] == f(1)", "compares an object"),
         ("p = Point(1)\nassert (p + Point(2)).x == 3", "calculates"),
+        ("p = Point(1)\nassert p == (1,)", "compares an object"),
+        ("match Point(1):\n    case Point(x=1):\n        assert f(1)", "matches a pattern"),
+        ("import numpy as np\na = np.zeros(2)\nb = f(a)\na[0] = 1\nassert b[0] == 0", "may be a view"),
+        ("import numpy as np\na = np.zeros(2)\nb = f(a)\na.fill(1)\nassert b[0] == 0", "may be a view"),
+        ("import numpy as np\nb = f(1)\nb += 1\nassert f(1)[0] == 0", "may be a view"),
+        ("import numpy as np\nassert f(np.array([1], dtype=object)) == 1", "array of objects"),
+        ("t = (1, 2)\nassert f(t) is not t is not None", "in a chain"),
+        ("import unittest\nunittest.TestCase().assertIsNot(f((1, 2)), (1, 2))", "compares identities"),
+        ("t = (1, 2)\nassert id(f(t)) == id(t)", "uses id"),
         ("class My:\n    pass\nassert f(My()) == 1", "hands the program"),
         ("class My:\n    pass\ndef build():\n    return My()\nassert f([build()]) == 1", "hands the program"),
         ("import re\nassert f(re.compile('a')) == 1", "hands the program"),
