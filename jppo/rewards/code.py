@@ -100,11 +100,12 @@ def read_tests(ground_truth: str) -> Tests:
         return Tests(asserts=_parsed(text, shown))
     try:
         rows = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"ground_truth={shown!r} is not valid JSON: {e}") from e
     if isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows):
         return Tests(asserts=_parsed("\n".join(rows), shown))
-    if isinstance(rows, dict) and set(rows) == {"inputs", "outputs"}:  # as verl's code data sets have them
+    both = isinstance(rows, dict) and set(rows) == {"inputs", "outputs"}  # as verl's code data sets have them
+    if both and all(isinstance(part, list) for part in rows.values()):
         rows = [{"input": i, "output": o} for i, o in zip(rows["inputs"], rows["outputs"], strict=True)]
     if (
         not isinstance(rows, list)
@@ -124,7 +125,10 @@ def refused(ground_truth: str) -> str:
         tests = read_tests(ground_truth)
     except ValueError:
         return ""
-    return _with_imports(tests.asserts)[1] if tests.asserts else ""
+    try:
+        return _with_imports(tests.asserts)[1] if tests.asserts else ""
+    except RecursionError:
+        return "is nested too deep"
 
 
 @functools.lru_cache(maxsize=256)  # a group's samples have the same tests
@@ -177,7 +181,8 @@ def _origin(name: str, tests: str) -> str | None:
 
 
 def _passes_asserts(program: str, ground_truth: str, run: "_Counted", time_s: float) -> bool:
-    tests, why = _with_imports(read_tests(ground_truth).asserts)
+    tests, why = read_tests(ground_truth).asserts, refused(ground_truth)
+    tests = tests if why else _with_imports(tests)[0]
     reply = "" if why else next(iter(run(program, tests=tests, time_s=time_s / 2).replies), FAILED)
     if reply == IDLE:
         raise ValueError(f"ground_truth={_shown(ground_truth)!r} has no assert that runs; give it assert statements")
@@ -197,8 +202,8 @@ def _shown(text: str) -> str:
 def _parsed(tests: str, shown: str) -> str:
     try:
         tree = ast.parse(tests)
-    except (SyntaxError, ValueError) as e:
-        raise ValueError(f"ground_truth={shown!r} is neither JSON nor Python: {e}") from e
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise ValueError(f"ground_truth={shown!r} is neither JSON nor Python: {e or 'it is nested too deep'}") from e
     if not _asserts(tree):
         raise ValueError(f"ground_truth={shown!r} has no assert that runs; give it assert statements")
     return tests

@@ -198,9 +198,14 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
 
 def make_refusal(c: Settings) -> Callable[[str, str], str]:
     """Makes the function of data source and ground truth that returns why a row is left out, or ''."""
-    if _RULES not in _configured_parts(c, tool_rewards=False):
-        return lambda source, ground_truth: ""
-    return functools.partial(refusal, override=c.reward.grader, tests_in=c.reward.code.tests)
+    weights = parse_weights(c.reward.weights, _configured_parts(c, tool_rewards=True), optional=[_RULES, TOOLS])
+
+    def refuse(source: str, ground_truth: str) -> str:
+        if _RULES not in weights.of(source):
+            return ""
+        return refusal(source, ground_truth, override=c.reward.grader, tests_in=c.reward.code.tests)
+
+    return refuse
 
 
 def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from jppo.rewards.code import code, read_tests
+from jppo.rewards.code import code, read_tests, refused
 from jppo.sandbox import launcher
 from jppo.sandbox.choice import probe
 from jppo.sandbox.program import PASSED
@@ -96,11 +96,15 @@ def test_many_tests_that_do_not_end_in_time_are_an_error_and_no_zero():
 
 
 @pytest.mark.parametrize(
-    "truth", ["", "42", "assert f(", '["assert f("]', "[", "[]", "{}", '["assert 1", 2]', '[{"input": "1"}]']
-)
-def test_a_truth_without_tests_is_an_error(truth):
+    "truth",
+    ["", "42", "assert f(", '["assert f("]', "[", "[]", "{}", '["assert 1", 2]', '[{"input": "1"}]',
+     '{"inputs": null, "outputs": null}', "[" * 100_000, "assert f() == " + "+".join("1" * 5000)],
+    ids=range(12),
+)  # fmt: skip
+def test_a_truth_without_tests_is_an_error_and_no_row_is_left_out_for_it(truth):
     with pytest.raises(ValueError, match="ground_truth="):
         read_tests(truth)
+    assert refused(truth) == ""
 
 
 def test_a_program_sees_neither_the_environment_nor_its_arguments(monkeypatch):

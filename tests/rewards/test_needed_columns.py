@@ -3,7 +3,7 @@
 import pytest
 
 from jppo import settings
-from jppo.rewards.make import needed_columns
+from jppo.rewards.make import make_refusal, needed_columns
 from tests.make import typed
 
 JUDGE = {"reward.judge.api_type": "openai", "reward.judge.model": "m"}
@@ -38,3 +38,12 @@ def test_only_rules_and_some_judges_read_answers_and_sources(changes, needed):
     with c.unlocked():
         c.update_from_flattened_dict(changes)
     assert needed_columns(typed(c)) == needed
+
+
+@pytest.mark.parametrize(
+    "weights, left_out", [("", True), ("rm_score=1", False), ("rm_score=1,code:rule_score=1", True)]
+)
+def test_a_row_is_left_out_only_where_a_rule_grades_it(weights, left_out):
+    c = settings.default()
+    c.reward.model.path, c.reward.weights = "classifier", weights
+    assert bool(make_refusal(typed(c))("code", "assert eval(f(1)) == 3")) == left_out
