@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import socket
 import struct
 import subprocess
 import sys
@@ -269,8 +270,18 @@ def test_clients_name_the_model_or_its_name(monkeypatch, given, name):
 
     monkeypatch.setattr(tinker_command, "Service", service)
     with pytest.raises(KeyboardInterrupt):
-        tinker_command.main(["the/model", *given])
+        tinker_command.main(["the/model", "--port=0", *given])
     assert named == [name]
+
+
+def test_an_address_that_is_not_free_is_refused_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setenv(tinker_command.KEYS, KEY)
+    monkeypatch.setattr(tinker_command, "open_model", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port, why in ((70000, "must be 0 to 65535"), (taken.getsockname()[1], "in use")):
+            with pytest.raises(SystemExit) as e:
+                tinker_command.main(["the/model", f"--port={port}"])
+            assert e.value.code == 2 and why in capsys.readouterr().err
 
 
 def test_results_are_json_where_a_gradient_is_not_finite(post, model):
@@ -427,7 +438,9 @@ def test_a_request_that_fails_leaves_the_results_of_its_group(service, post, mod
     session, _ = model
     sampler = dict(session_id=session, sampling_session_seq_id=0, base_model="small")
     sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
-    asked = dict(sampling_session_id=sampler, prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1))
+    asked = dict(
+        sampling_session_id=sampler, prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1)
+    )
     monkeypatch.setattr(futures, "samples_message", fail_third)
     arrived, answer = threading.Event(), sessions.answer_samples
 
