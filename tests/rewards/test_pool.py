@@ -331,9 +331,10 @@ def test_a_file_that_never_ends_or_is_not_there(tmp_path):
 
 @pytest.mark.parametrize("start,letter", [(b"\xef\xbb\xbf", b"\xc3\xa4"), (b"# coding: latin-1\n", b"\xe4")])
 def test_a_file_is_read_in_its_encoding(tmp_path, start, letter, shared_pool):
-    (tmp_path / "score.py").write_bytes(start + b"def f(completions, **_): return [ord('%b') / 228.0]\n" % letter)
+    line = b"def f(data_source, solution_str, ground_truth, extra_info=None): return ord('%b') / 228.0\n" % letter
+    (tmp_path / "score.py").write_bytes(start + line)
     part = FunctionPart(f"{tmp_path}/score.py:f", pool=shared_pool, decode=bytes_as_text)
-    assert part.submit(sample("x")).result().score == 1.0
+    assert part.submit(sample("x")).result(60).score == 1.0
 
 
 def test_a_run_keeps_the_file_that_it_began_with(tmp_path, pool):
