@@ -55,13 +55,15 @@ def json_reply(value: Any, status: int = 200) -> HttpReply:
 
 def json_object(body: bytes) -> dict[str, Any]:
     """Returns a body's JSON object; BadRequest for another body."""
+    collects = gc.isenabled()
     gc.disable()  # it would look at millions of new lists again and again
     try:
         parsed = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as e:
         raise BadRequest(f"the body is not valid JSON: {e}") from e
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
     if not isinstance(parsed, dict):
         raise BadRequest("the body must be a JSON object")
     return parsed

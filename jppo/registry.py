@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
@@ -120,8 +121,7 @@ def resolve(spec: str, setting: str) -> Any:
     if attribute is None:
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         own = [key for key in there if getattr(getattr(module, key), "__module__", "") == module.__name__]
-        has = f"it has {', '.join(own)}" if own else "it has none"
-        raise UserError(f"{said_as}: {place} defines no {name!r}; {has}{did_you_mean(name, own)}")
+        raise _undefined(f"{said_as}: {place}", name, own)
     if not callable(attribute):
         raise UserError(f"{said_as}: {name!r} is of type {type(attribute).__name__}; it must be a function or a class")
     return attribute
@@ -137,6 +137,15 @@ def user_module(path: pathlib.Path, said_as: str) -> ModuleType:
         raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
 
 
+def read_source(path: pathlib.Path, said_as: str) -> str:
+    """Returns the text of the user's file, decoded as Python does; raises a UserError that begins with `said_as`."""
+    try:
+        return importlib.util.decode_source(path.read_bytes())
+    except (OSError, ValueError, SyntaxError) as e:  # the last two: of its encoding
+        why = "there is no such file" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
+        raise UserError(f"{said_as}: {why} ({path}); give the path of a Python file") from e
+
+
 def require_name(text: str, path: pathlib.Path, name: str, said_as: str) -> None:
     """Raises a UserError if the user's file, with this text, cannot define the name; does not run it."""
     try:
@@ -144,8 +153,12 @@ def require_name(text: str, path: pathlib.Path, name: str, said_as: str) -> None
     except (SyntaxError, ValueError) as e:  # ValueError: a NUL byte
         raise UserError(f"{said_as}: {path} cannot be run ({said(e)}); correct the file") from e
     if there is not None and name not in there:
-        has = ", ".join(known for known in there if not known.startswith("_")) or "none"
-        raise UserError(f"{said_as}: {path} defines no {name!r}; it has {has}{did_you_mean(name, there)}")
+        raise _undefined(f"{said_as}: {path}", name, there)
+
+
+def _undefined(said_as: str, name: str, there: list[str]) -> UserError:
+    has = ", ".join(known for known in there if not known.startswith("_")) or "none"
+    return UserError(f"{said_as} defines no {name!r}; it has {has}{did_you_mean(name, there)}")
 
 
 def _import(name: str, said_as: str) -> ModuleType:

@@ -27,6 +27,7 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
     described = importlib.util.spec_from_file_location(name, path)
     assert described is not None
     module = sys.modules[name] = importlib.util.module_from_spec(described)
+    _loaded[name] = version  # before it runs: a file that loads itself gets the module as it is, as by an import
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
@@ -34,7 +35,6 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
-    _loaded[name] = version
     return module
 
 

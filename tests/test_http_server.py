@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -20,6 +21,15 @@ from jppo.http_server import HttpServer, json_object, json_reply
 
 def refusal(error):
     return json_reply({"error": str(error)}, error.status)
+
+
+def test_the_collector_stays_off_where_it_was():
+    gc.disable()
+    try:
+        assert json_object(b"{}") == {} and not gc.isenabled()
+    finally:
+        gc.enable()
+    assert json_object(b"{}") == {} and gc.isenabled()
 
 
 def admit(key):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import tempfile
 
 import jax
@@ -284,6 +285,10 @@ def test_a_checkpoint_is_the_whole_state(m, batch, tmp_path):
     m.load(path, optimizer=False)
     step()
     assert not np.array_equal(m.logprobs(batch), after)
+    for later in (path.with_name(str(number + 20)), path.with_name(str(number + 30))):
+        shutil.copytree(path, later)
+    with pytest.raises(UserError, match=f"{number + 30}.*max_ckpt_to_keep=2 stay.* another folder"):
+        m.save(tmp_path)
 
 
 def test_any_token_may_end_a_response(m, batch):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import socket
 import struct
 import subprocess
 import sys
@@ -193,6 +194,10 @@ def test_what_a_session_holds_is_bounded(service, post, model, monkeypatch):
     monkeypatch.setattr(futures, "_MOST_WAITING", service[0]._sessions[session].waiting + 100)
     assert post("optim_step", step(id, 5) | dict(type="x" * 100)).status_code == 429
     assert post("optim_step", step(id, 5)).status_code == 200
+    monkeypatch.setattr(futures, "_MOST_WAITING", 0)
+    assert post("optim_step", step(id, 2)).status_code == 429
+    first = post("optim_step", step(id, 1)).json()  # all others wait for it
+    assert "without a gradient" in result(post, first)["error"]
 
 
 def test_requests_of_a_model_run_in_order_and_once(post, model):
@@ -213,14 +218,19 @@ def test_requests_of_a_model_run_in_order_and_once(post, model):
 
 
 def test_a_refused_request_takes_its_number(post, model):
-    """The client counts it, and sends the next one by the next number: two targets a position, then no checkpoint."""
+    """The client counts it, and sends the next one by the next number: too many parts, two targets, no checkpoint."""
     id = model[1]
+    parts = {1: (b"\x1a\x00" * 10**6, "1000000 "), 2: (b"\x1a\xc0\x84\x3d" + b"\x0a\x00" * 500_000, "500001 ")}
+    for number, (more, text) in parts.items():
+        head = MESSAGES["ForwardBackwardRequest"](model_id=id, seq_id=number).SerializeToString()
+        found = result(post, post("forward_backward", head + more).json())
+        assert text + "examples and arrays or more" in found["error"]
     square = dict(target_tokens=array(np.zeros(4), "<i8", INT64, shape=[2, 2]))
-    wrong = asking(id, 1, [3, 4], "cross_entropy", square)
-    lost = dict(model_id=id, seq_id=2, path="tinker://none/weights/none", optimizer=False)
+    wrong = asking(id, 3, [3, 4], "cross_entropy", square)
+    lost = dict(model_id=id, seq_id=4, path="tinker://none/weights/none", optimizer=False)
     for path, body, text in (("forward_backward", wrong, "shape [2, 2]"), ("load_weights", lost, "no checkpoint")):
         assert text in result(post, post(path, body).json())["error"]
-    assert b"loss:sum" in result(post, post("forward_backward", gradient(id, 3)).json())
+    assert b"loss:sum" in result(post, post("forward_backward", gradient(id, 5)).json())
 
 
 def test_a_checkpoint_can_be_loaded_by_the_next_request(post, model):
@@ -260,8 +270,18 @@ def test_clients_name_the_model_or_its_name(monkeypatch, given, name):
 
     monkeypatch.setattr(tinker_command, "Service", service)
     with pytest.raises(KeyboardInterrupt):
-        tinker_command.main(["the/model", *given])
+        tinker_command.main(["the/model", "--port=0", *given])
     assert named == [name]
+
+
+def test_an_address_that_is_not_free_is_refused_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setenv(tinker_command.KEYS, KEY)
+    monkeypatch.setattr(tinker_command, "open_model", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port, why in ((70000, "must be 0 to 65535"), (taken.getsockname()[1], "in use")):
+            with pytest.raises(SystemExit) as e:
+                tinker_command.main(["the/model", f"--port={port}"])
+            assert e.value.code == 2 and why in capsys.readouterr().err
 
 
 def test_results_are_json_where_a_gradient_is_not_finite(post, model):
@@ -392,6 +412,49 @@ def test_a_sampler_in_use_does_not_expire(post, model):
     assert expired.status_code == 404 and "expired" in expired.json()["detail"]
 
 
+def test_only_the_last_weights_of_a_name_are_kept(service, post, model):
+    session, id = model
+    names = []
+    for number in range(3):
+        saved = post("save_weights_for_sampler", dict(model_id=id, seq_id=number + 1, path="policy")).json()
+        sampler = dict(session_id=session, sampling_session_seq_id=number, model_path=result(post, saved)["path"])
+        names.append(post("create_sampling_session", sampler).json()["sampling_session_id"])
+    samplers = service[0]._sessions[session].samplers
+    assert [samplers[name] is None for name in names] == [True, True, False]
+    asked = dict(prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1), seq_id=0)
+    expired = post("asample", asked | dict(sampling_session_id=names[1]))
+    assert expired.status_code == 404 and "one of each name" in expired.json()["detail"]
+
+
+def test_a_request_that_fails_leaves_the_results_of_its_group(service, post, model, monkeypatch):
+    write, written = futures.samples_message, []
+
+    def fail_third(*given):
+        written.append(given)
+        if len(written) == 3:
+            raise ValueError
+        return write(*given)
+
+    session, _ = model
+    sampler = dict(session_id=session, sampling_session_seq_id=0, base_model="small")
+    sampler = post("create_sampling_session", sampler).json()["sampling_session_id"]
+    asked = dict(
+        sampling_session_id=sampler, prompt=dict(chunks=[dict(tokens=[3])]), sampling_params=dict(max_tokens=1)
+    )
+    monkeypatch.setattr(futures, "samples_message", fail_third)
+    arrived, answer = threading.Event(), sessions.answer_samples
+
+    def wait(base, jobs):
+        arrived.wait(60)
+        answer(base, jobs)
+
+    monkeypatch.setattr(sessions, "answer_samples", wait)
+    made = [post("asample", asked | dict(seq_id=number)).json() for number in range(3)]
+    arrived.set()
+    assert [type(result(post, one)) for one in made] == [bytes, bytes, dict]
+    assert service[0]._sessions[session].unfinished == 0
+
+
 def test_a_session_ends_when_its_client_closes_it(service, post, model):
     session, id = model
     asked = post("forward_backward", gradient(id, 1)).json()
@@ -447,8 +510,6 @@ def test_wrong_requests_get_one_line(post, model):
         ("forward_backward", b"\x10" + b"\xff" * 10 + b"\x01", "no protobuf message"),
         ("forward_backward", b"\x4b" * 10**5, "no protobuf message"),  # groups in groups
         ("forward_backward", b"\x0a\x02\xff\xfe", "no protobuf message"),  # a text that is not UTF-8
-        ("forward_backward", b"\x1a\x00" * 10**6, "1000000 examples and arrays or more"),
-        ("forward_backward", b"\x1a\xc0\x84\x3d" + b"\x0a\x00" * 500_000, "500001 examples and arrays or more"),
         ("optim_step", b" " * (2**22 + 1), "at most 4194304"),
         ("nothing", {}, "nothing"),
     ):

@@ -73,6 +73,14 @@ def test_a_file_that_raises_runs_anew(tmp_path):
             resolve(f"{file}:part", "a.b")
 
 
+def test_a_file_that_loads_itself_gets_its_module_as_it_is(tmp_path):
+    file = tmp_path / "part.py"
+    file.write_text(
+        "from jppo.registry import resolve\ndef part(): return 1\nsame = resolve(f'{__file__}:part', 'a.b')\n"
+    )
+    assert resolve(f"{file}:same", "a.b") is resolve(f"{file}:part", "a.b")
+
+
 def test_a_worker_starts_in_a_folder_with_a_file_json_py(tmp_path, monkeypatch):
     """It is none of Python's."""
     (tmp_path / "json.py").write_text("raise ValueError\n")

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from jppo.errors import expanded
-from jppo.registry import Registry, did_you_mean, require_name
+from jppo.registry import Registry, did_you_mean, read_source, require_name
 from jppo.rewards import code, rules
 from jppo.rewards.parts import Part, Sample, at_characters, failed, graded
 from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
@@ -289,15 +289,10 @@ def require_function(function: str) -> None:
 
 def _target(function: str) -> Target:
     file, colon, name = (function, ":", NAME) if function.endswith(".py") else function.rpartition(":")
-    if not (colon and file and name):
+    if not (colon and file.endswith(".py") and name):
         raise UserError(f"reward.function={function!r} must be PATH.py, or PATH.py:NAME, as in mine.py:{NAME}")
     path = expanded(file).resolve()
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        why = "there is no such file" if isinstance(e, FileNotFoundError) else f"the file cannot be read: {e}"
-        raise UserError(f"reward.function={function!r}: {why} ({path}); give the path of a Python file") from e
-    return ("function", str(path), name, source)
+    return ("function", str(path), name, read_source(path, f"reward.function={function!r}"))
 
 
 def overlong(length: int, *, max_response_length: int, buffer_tokens: int) -> float:

@@ -349,7 +349,14 @@ def save_state(c: Settings, learner: Learner, folder: pathlib.Path, now: TrainSt
     meta = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
     step = int(now.step)
     path = folder / "checkpoints" / str(step)
-    with Checkpoints(folder / "checkpoints", keep=c.trainer.max_ckpt_to_keep) as checkpoints:
+    keep = c.trainer.max_ckpt_to_keep
+    with Checkpoints(folder / "checkpoints", keep=keep) as checkpoints:
+        later = [other for other in checkpoints.steps() if other > step]
+        if len(later) >= keep:
+            raise UserError(
+                f"{folder} has checkpoints of later steps, {later}, and the last trainer.max_ckpt_to_keep={keep} stay:"
+                f" the one of step {step} would be removed at once; save it in another folder"
+            )
         before = path.stat().st_mtime_ns if path.is_dir() else None
         checkpoints.save(step, state.portable(now, learner.spare()), meta)
         checkpoints.wait()

@@ -8,13 +8,15 @@ of jppo.train: --rollout.name=inprocess, --mesh.fsdp=4. See docs/tinker.md.
 
 import ast
 import asyncio
+import contextlib
 import hmac
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo import settings
@@ -51,6 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     given = dict[str, Any]({"rollout.name": "vllm"}) | dict(_setting(argument) for argument in rest)
     lora = {"rank": args.lora, "alpha": _ALPHA} if args.lora else None
     engine = {"name": given.pop("rollout.name")}
+    if args.port > 65535:
+        raise UserError(f"--port={args.port} must be 0 to 65535; 0 takes a free one")
+    with _named_address(args.host, args.port):  # before the model is loaded
+        socket.create_server((args.host, args.port)).close()
     with open_model(args.model, lora=lora, engine=engine, **given) as model:
         name = args.name or args.model
         bounds = dict(expiry_s=args.expiry_s, most=args.sessions)
@@ -108,11 +114,17 @@ def start_server(service: Service, keys: Sequence[str], host: str, port: int) ->
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="jppo-tinker", daemon=True).start()
     server = HttpServer(answer, lambda key: _owner_of(key, keys), _refusal)
-    try:
+    with _named_address(host, port):
         host, port = asyncio.run_coroutine_threadsafe(server.start(host, port), loop).result()
+    return server, f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _named_address(host: str, port: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as e:
         raise UserError(f"--host={host} --port={port}: {e.strerror}; give an address that is free") from e
-    return server, f"http://{host}:{port}"
 
 
 def _refusal(error: BadRequest) -> HttpReply:

@@ -92,9 +92,10 @@ class Session:
     waiting: int = 0  # bytes of their requests
     ended: bool = False
 
-    def accept(self, future: Future) -> Future:
-        """Adds a future, on the server's loop; forgets the oldest results beyond _MOST_RESULTS."""
-        if self.unfinished >= _MOST_UNFINISHED or self.waiting + future.size > _MOST_WAITING:
+    def accept(self, future: Future, *, needed: bool = False) -> Future:
+        """Adds a future, on the server's loop, beyond the bounds if `needed`; forgets results beyond _MOST_RESULTS."""
+        full = self.unfinished >= _MOST_UNFINISHED or self.waiting + future.size > _MOST_WAITING
+        if full and not needed:
             raise BadRequest(f"{self.unfinished} requests of the session wait; send more after a result", status=429)
         self.unfinished += 1
         self.waiting += future.size

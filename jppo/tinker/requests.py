@@ -265,17 +265,20 @@ MESSAGES = {name.removeprefix("jppo."): kind for name, kind in _make_messages().
 
 
 def read_message(body: bytes) -> Message:
-    """Returns a ForwardBackwardRequest with a bounded number of parts."""
+    """Returns a ForwardBackwardRequest."""
     try:
-        message = MESSAGES["ForwardBackwardRequest"].FromString(body)
+        return MESSAGES["ForwardBackwardRequest"].FromString(body)
     except DecodeError as e:
         raise BadRequest("the body is no protobuf message; send a ForwardBackwardRequest") from e
+
+
+def excess_parts(message: Message) -> str:
+    """Returns why a request with too many parts is refused; '' for others."""
     parts = len(message.data) + len(message.options)
     if parts <= _MOST_PARTS:
         parts += sum(len(datum.chunks) + len(datum.inputs) for datum in message.data)
-    if parts > _MOST_PARTS:
-        raise BadRequest(f"the request has {parts} examples and arrays or more; send at most {_MOST_PARTS}", status=413)
-    return message
+    excess = f"the request has {parts} examples and arrays or more; send at most {_MOST_PARTS}"
+    return excess if parts > _MOST_PARTS else ""
 
 
 def read_gradient(message: Message) -> GradientRequest:

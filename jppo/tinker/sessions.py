@@ -167,7 +167,11 @@ class Service:
         return description | {"is_lora": bool(self._rank), "lora_rank": self._rank or None}
 
     def forward_backward(self, owner: str, message: requests.Message) -> dict[str, Any]:
-        """Adds a gradient, or with forward_only computes log-probs."""
+        """Adds a gradient, or with forward_only computes log-probs; refuses too many parts by a result."""
+        excess = requests.excess_parts(message)
+
+        def refuse(_: Model) -> bytes:
+            raise BadRequest(excess)
 
         def make(model: Model) -> bytes:
             asked = requests.read_gradient(message)
@@ -189,7 +193,7 @@ class Service:
             rows = [logprob[i, : len(x)] for i, x in enumerate(targets)]
             return requests.gradient_message(rows, {} if total is None else {"loss:sum": total})
 
-        return self._ordered(owner, message.model_id, message.seq_id, make)
+        return self._ordered(owner, message.model_id, message.seq_id, refuse if excess else make)
 
     def optim_step(self, owner: str, body: Body) -> dict[str, Any]:
         """Applies the accumulated gradient by AdamW with the request's hyperparameters."""
@@ -271,7 +275,11 @@ class Service:
             name = requests.name_of(body, f"{field(body, 'seq_id', int):06d}")
             if name not in run.kept and len(run.kept) >= NAMED:
                 raise BadRequest(f"path={name!r}: {NAMED} sets of weights are kept for sampling; reuse a name")
-            run.kept[name] = model.keep()
+            kept = model.keep()
+            with self._changed:
+                former, run.kept[name] = run.kept.get(name), kept
+                for sampler in [key for key, one in session.samplers.items() if one is not None and one is former]:
+                    session.samplers[sampler] = None
             return reply | {"path": f"{requests.SCHEME}{run.id}/sampler_weights/{name}"}
 
         return self._of_model(owner, body, make)
@@ -337,7 +345,8 @@ class Service:
                     jobs[0].finish(jobs[0].run())
             except Exception as e:
                 for job in jobs:
-                    job.fail(e)
+                    if job.reply is None:
+                        job.fail(e)
 
     def stop(self) -> None:
         """Ends `work` after the request that runs; a signal handler may call it."""
@@ -386,7 +395,8 @@ class Service:
             if number < run.next:
                 return self._told(session.futures.get(id), run.id)
             if number - run.next >= _MOST_HELD:
-                raise BadRequest(f"seq_id={number}: the next is {run.next}, and at most {_MOST_HELD} later ones wait")
+                why = f"seq_id={number}: the next is {run.next}, and at most {_MOST_HELD} later ones wait"
+                raise BadRequest(f"{why}; send it after a result", status=429)
 
             def on_model() -> Any:
                 if run.model is None:
@@ -394,7 +404,10 @@ class Service:
                 return make(run.model)
 
             if number not in run.held:
-                run.held[number] = session.accept(Future(id, session, on_model, size=self._size))
+                # Beyond the bounds, too, where all that wait are held: they would wait for this one for ever.
+                held_all = session.unfinished == sum(len(other.held) for other in session.runs.values())
+                future = Future(id, session, on_model, size=self._size)
+                run.held[number] = session.accept(future, needed=held_all and number == run.next)
             held = run.held[number]
             while (ready := run.held.pop(run.next, None)) is not None:
                 run.next += 1
@@ -431,7 +444,7 @@ class Service:
         session = self._session(owner, id.partition(":")[0])
         kept = session.samplers.get(id)
         if kept is None:
-            expired = f"expired: the last used {UNNAMED} without a name are kept"
+            expired = f"expired: the last used {UNNAMED} without a name are kept, and one of each name"
             why = expired if id in session.samplers else "is not known"
             raise BadRequest(f"the sampler {id[:80]!r} {why}; make another", status=404)
         session.name_sampler(id, kept)

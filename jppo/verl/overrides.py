@@ -279,7 +279,9 @@ def interpolated(values: dict[str, Any], look: Any) -> None:
                 values[key] = replacement if values[key] == mark else values[key].replace(mark, str(replacement))
 
 
-_NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_INT, _DIGITS = "(0|[1-9](_?[0-9])*)", "[0-9](_?[0-9])*"
+_INTEGER = re.compile(f"[+-]?{_INT}")
+_FLOAT = re.compile(rf"[+-]?({_INT}?\.{_DIGITS}|{_INT}\.|{_INT}(?=[eE]))([eE][+-]?{_DIGITS})?")
 
 
 def read_value(text: str) -> Any:
@@ -289,8 +291,10 @@ def read_value(text: str) -> Any:
         return None
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if _NUMBER.fullmatch(text):
-        return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
     if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
         return text[1:-1].replace(f"\\{text[0]}", text[0])
     if text.startswith("[") and text.endswith("]"):

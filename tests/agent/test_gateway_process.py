@@ -41,17 +41,43 @@ def test_a_wrong_name_of_an_agent_is_an_error_before_anything_runs(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "program.py").write_text("raise SystemExit('it ran')\ndef agent(task): pass\n")
     (tmp_path / "broken.py").write_text("def agent(task:\n")
-    for right in ("program.py:agent", f"{tmp_path}/program.py:agent", "program:agent", "os.path:join"):
+    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbfdef agent(task): pass\n")
+    (tmp_path / "latin.py").write_bytes(b"# coding: latin-1\ndef agent(task): '\xe4'\n")
+    (tmp_path / "odd.py").write_bytes(b"# coding: nothing\n")
+    for right in (
+        "marked.py:agent",
+        "latin.py:agent",
+        "program.py:agent",
+        f"{tmp_path}/program.py:agent",
+        "program:agent",
+        "os.path:join",
+    ):
         process.program_of(right)
     for wrong, said in (
         ("program.py:agnt", "defines no 'agnt'; it has agent; did you mean 'agent'?"),
         ("program:agnt", "defines no 'agnt'"),
         ("broken.py:agent", "cannot be run (SyntaxError"),
+        ("odd.py:agent", "cannot be read"),
         ("no_such_module:agent", "there is no module no_such_module"),
     ):
         with pytest.raises(UserError) as e:
             process.program_of(wrong)
         assert said in str(e.value) and str(e.value).startswith(f"rollout.agent={wrong!r}: ")
+
+
+def test_an_installed_module_comes_before_one_of_the_folder(tmp_path, monkeypatch):
+    """As in the process that imports it, where the folder is last; Python's own modules are found, too."""
+    for folder, name in (("installed", "agent"), ("here", "other")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "some_agents.py").write_text(f"def {name}(task): pass\n")
+    (tmp_path / "here" / "only_here.py").write_text("def agent(task): pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.syspath_prepend("")
+    monkeypatch.chdir(tmp_path / "here")
+    for right in ("some_agents:agent", "only_here:agent", "sys:exit", "json:dumps"):
+        process.program_of(right)
+    with pytest.raises(UserError, match="defines no 'other'"):
+        process.program_of("some_agents:other")
 
 
 def ends(tmp_path, program, tasks):

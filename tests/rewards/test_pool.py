@@ -312,16 +312,29 @@ def test_a_file_that_never_ends_or_is_not_there(tmp_path):
     with pytest.raises(UserError, match="longer than 2 s"):
         function(tmp_path, "while True: pass", pool)
     pool.close()
+    (tmp_path / "score.txt").write_text("def f(solution_str): return 1.0")
     for spec, complaint in (
         ("nowhere.py:f", "no such file"),
         ("nowhere.py", "no such file"),
         ("nowhere", r"must be PATH\.py, or PATH\.py:NAME"),
+        (f"{tmp_path}/score.txt:f", r"must be PATH\.py, or PATH\.py:NAME"),
         ("", "must be"),
     ):
         with pytest.raises(UserError, match=complaint):
             FunctionPart(spec, pool=pool, decode=bytes_as_text)
-    with pytest.raises(UserError, match="cannot be read"):
-        FunctionPart(f"{tmp_path}:f", pool=pool, decode=bytes_as_text)
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "odd.py").write_bytes(b"# coding: nothing\n")
+    for name in ("folder", "odd"):
+        with pytest.raises(UserError, match="cannot be read"):
+            FunctionPart(f"{tmp_path}/{name}.py:f", pool=pool, decode=bytes_as_text)
+
+
+@pytest.mark.parametrize("start,letter", [(b"\xef\xbb\xbf", b"\xc3\xa4"), (b"# coding: latin-1\n", b"\xe4")])
+def test_a_file_is_read_in_its_encoding(tmp_path, start, letter, shared_pool):
+    line = b"def f(data_source, solution_str, ground_truth, extra_info=None): return ord('%b') / 228.0\n" % letter
+    (tmp_path / "score.py").write_bytes(start + line)
+    part = FunctionPart(f"{tmp_path}/score.py:f", pool=shared_pool, decode=bytes_as_text)
+    assert part.submit(sample("x")).result(60).score == 1.0
 
 
 def test_a_run_keeps_the_file_that_it_began_with(tmp_path, pool):

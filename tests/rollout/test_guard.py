@@ -91,6 +91,7 @@ def test_without_a_challenge_there_is_no_proof(guarded):
     for headers, proofs in (({"Authorization": f"Bearer {key.token}"}, 0), (key.headers(), 1)):
         with urllib.request.urlopen(urllib.request.Request(f"{url}/health", headers=headers)) as reply:
             assert len(reply.headers.get_all("X-Jppo-Proof", [])) == proofs
+            assert os.uname().nodename not in reply.headers.get("X-Jppo-Process", "")
 
 
 def test_a_server_without_a_guard_is_warned_of(guarded, capsys):

@@ -140,6 +140,7 @@ def test_a_file_that_cannot_be_read_changes_nothing(run, servers, said):
     for times, bad in enumerate(("http://127.0.0.1\nftp://elsewhere\n", "http://me:secret@127.0.0.1:1\n"), 1):
         run.file.write_text(bad)
         until(lambda times=times: said().count("is no address") == times)
+    assert "secret" not in said()
     run.file.unlink()
     until(lambda: "No such file" in said())
     assert whole(sampler.generate(PROMPTS, SAMPLING, version=7))

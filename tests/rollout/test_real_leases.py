@@ -153,9 +153,9 @@ def test_a_second_trainer_is_refused_with_a_sentence(server, attach, monkeypatch
 def test_one_response_longer_than_the_timeout_and_a_queue_at_the_server_are_waited_for(server, attach):
     config, _, how, _ = server
     sampler = attach(ServerLimits(0.05, 60.0, 0, connections=64))
-    sampler.members[0].endpoint._timeout_s = 60.0
+    sampler.members[0].endpoint.timeout_s = 60.0
     sampler.load(random_weights(config, 1)[1].items(), version=1)
-    sampler.members[0].endpoint._timeout_s = 0.3
+    sampler.members[0].endpoint.timeout_s = 0.3
     assert how.max_num_seqs == 8
     many = dataclasses.replace(SAMPLING, max_tokens=80, ignore_eos=True, n=10)
     assert len(sampler.generate(PROMPTS, many, version=1)) == 40

@@ -22,7 +22,7 @@ import numpy as np
 
 from jppo import child_process
 from jppo.errors import expanded
-from jppo.registry import require_name
+from jppo.registry import read_source, require_name
 from jppo.rollout.protocol import RolloutError
 from jppo.settings import UserError
 
@@ -52,7 +52,8 @@ def program_of(agent: str) -> "Program":
         if file is not None and not file.is_file():
             raise UserError(f"rollout.agent={agent!r}: there is no file {place}; write its path")
         if file is not None:
-            require_name(file.read_text(encoding="utf-8"), file, name, f"rollout.agent={agent!r}")
+            said_as = f"rollout.agent={agent!r}"
+            require_name(read_source(file, said_as), file, name, said_as)
         return Program(agent, ("function", agent))
     try:
         command = shlex.split(agent)
@@ -65,9 +66,12 @@ def program_of(agent: str) -> "Program":
 
 
 def _module_file(name: str, agent: str) -> pathlib.Path | None:
-    """Returns the file of a module without a package, as the agents' process finds it; imports nothing."""
+    """Returns the file of a top-level module as `forks.py` finds it, with this folder last; imports nothing."""
     top, dot, _ = name.partition(".")
-    spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    here = os.getcwd()
+    further = [place for place in sys.path if place not in ("", here)]
+    places = [*child_process.python_path().split(os.pathsep), *further, here]
+    spec = PathFinder.find_spec(top, places) or importlib.util.find_spec(top)  # the last: built-in, or of other finders
     if spec is None:
         raise UserError(f"rollout.agent={agent!r}: there is no module {top}; install it, or write PATH.py:FUNCTION")
     return pathlib.Path(spec.origin) if spec.origin and spec.origin.endswith(".py") and not dot else None

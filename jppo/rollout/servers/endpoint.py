@@ -49,7 +49,7 @@ class Endpoint:
 
     def __init__(self, url: str, *, timeout_s: float, why: Callable[[], str], key: Key = OPEN):
         self._why = why
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.move(url, key)
 
     def move(self, url: str, key: Key) -> None:
@@ -79,7 +79,7 @@ class Endpoint:
     def within(self, timeout_s: float) -> "Endpoint":
         """Returns the same server with a shorter timeout."""
         other = copy.copy(self)
-        other._timeout_s = min(timeout_s, self._timeout_s)
+        other.timeout_s = min(timeout_s, self.timeout_s)
         return other
 
     def get(self, route: str) -> Any:
@@ -122,14 +122,9 @@ class Endpoint:
         """Blocking version of `look`."""
         self._sent("GET", route)
 
-    @property
-    def timeout_s(self) -> float:
-        """Returns the timeout of a request."""
-        return self._timeout_s
-
     def late(self, route: str) -> ServerFault:
         """Returns the fault of a late answer."""
-        return self.fault(f"did not answer {route} within {self._timeout_s:g} s")
+        return self.fault(f"did not answer {route} within {self.timeout_s:g} s")
 
     def _sent(self, method: str, route: str, body: Mapping[str, Any] | None = None, *, parsed: bool = False) -> Any:
         """Returns the content of the answer, or its JSON; a request that a busy server refuses is repeated."""
@@ -143,7 +138,7 @@ class Endpoint:
             reply = await self._request(method, route, body, headers=own)
             if reply.status != BUSY or tried == TRIES - 1:
                 break
-            await asyncio.sleep(wait_s(_after(reply), tried, self._timeout_s))
+            await asyncio.sleep(wait_s(_after(reply), tried, self.timeout_s))
         return self._accepted(route, own, reply)
 
     async def _prove(self) -> None:
@@ -159,7 +154,7 @@ class Endpoint:
     ) -> Reply:
         content = b"" if body is None else json.dumps(body).encode()
         with self._explained(route):
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 return await send(method, self.url + route, content, headers)
 
     @contextlib.contextmanager
@@ -183,16 +178,17 @@ class Endpoint:
     def _accepted(self, route: str, sent: Mapping[str, str], reply: Reply) -> bytes:
         """Returns the content of a good reply to a request with the headers `sent`."""
         status, opened = reply.status, self._key.opened(sent, reply.headers)
+        route = route.partition("?")[0]
         if status == 200 and opened:
             return reply.content
-        answered = f"answered {route.partition('?')[0]} with {status}: {quoted(reply.content, 500)}"
+        answered = f"answered {route} with {status}: {quoted(reply.content, 500)}"
         # of the server or of a proxy; the guard may know nothing of a crash
         if status in (MISSING, BUSY) or not (status == 200 or 400 <= status < 500):
             fault = self.fault(answered, Busy if status == BUSY else ServerFault)
             fault.after_s = _after(reply) if status < 500 or "retry-after" in reply.headers else None
             raise fault
         if not opened:
-            raise self.fault(f"sent no proof on {route.partition('?')[0]} that it is the server started here")
+            raise self.fault(f"sent no proof on {route} that it is the server started here")
         if status in (401, 403):
             answered += f"; set {TOKEN} to the value that the server was started with, and resume"
         # an error of the request; the server's message is complete

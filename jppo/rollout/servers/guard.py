@@ -27,7 +27,8 @@ MIDDLEWARE = "jppo.rollout.servers.guard.Guard"
 LEASE_S = 30.0  # without a request of the trainer, until its lease ends
 TICK_S = 0.5
 RESUMED_BY = {b"/pause": b"/resume", b"/pause_generation": b"/continue_generation"}  # of vLLM and SGLang
-OURS = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process, as a trainer or a server
+OURS = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"  # this process, as a trainer
+PROCESS = secrets.token_hex(8)  # this process, as a server: sent without the token, too
 NUMBERS = itertools.count(1)
 
 Message = MutableMapping[str, Any]
@@ -97,7 +98,7 @@ class Guard:
         async def prove(message: Message) -> None:
             if nonce and message["type"] == "http.response.start":
                 proved = (PROOF_HEADER.encode(), proof(self._token, nonce).encode())
-                message["headers"] = [*message.get("headers", ()), proved, (PROCESS_HEADER.encode(), OURS.encode())]
+                message["headers"] = [*message.get("headers", ()), proved, (PROCESS_HEADER.encode(), PROCESS.encode())]
             await send(message)
 
         if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):

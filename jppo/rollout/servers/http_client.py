@@ -38,9 +38,11 @@ class Reply:
     content: bytes
 
 
-def quoted(content: bytes, most: int) -> str:
+def quoted(content: bytes | str, most: int) -> str:
     """Returns the first characters of a reply's content in one line."""
-    return " ".join(escaped(content[: 4 * most].decode(errors="replace")).split())[:most]
+    start = content[: 4 * most]
+    text = start if isinstance(start, str) else start.decode(errors="replace")
+    return " ".join(escaped(text).split())[:most]
 
 
 def brief(value: Any) -> str:

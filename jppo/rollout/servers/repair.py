@@ -324,7 +324,9 @@ def _in_file(path: Path) -> list[str]:
     if not urls:  # also while a file is written in place
         raise ValueError(f"{path} names no server; write an address on each line")
     for url in urls:
-        if not url.startswith(("http://", "https://")) or "@" in url:
+        if "@" in url:
+            raise ValueError(f"{path}: one with a password is no address; the servers' token is JPPO_SERVER_TOKEN's")
+        if not url.startswith(("http://", "https://")):
             raise ValueError(f"{path}: {url!r} is no address; write it like http://127.0.0.1:8000")
     return urls
 

@@ -301,7 +301,7 @@ def accept(endpoint: Endpoint, version: int, method: str, /, **kwargs: Any) -> N
         if not isinstance(result.get("ok"), bool):
             raise ServerFault(f"the server at {endpoint.url} answered {method} with {brief(result)}")
         if not result["ok"]:
-            why = quoted(str(result.get("error")).encode(errors="replace"), 2000)
+            why = quoted(str(result.get("error")), 2000)
             raise RolloutError(f"the vLLM server at {endpoint.url} refused version {version} of the weights: {why}")
 
 
