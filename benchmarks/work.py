@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.learner import batch, cost, packing, ppo, sharding
+from jppo.learner import batch, cost, episodes, packing, ppo, sharding
 from jppo.learner.ppo import Learner
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
@@ -125,7 +125,7 @@ def flat_batch(trajectories: Sequence[Trajectory], mesh: Any, *, samples: int = 
     """Makes the flat batch with random scores, `samples` per prompt."""
     count, devices = len(trajectories), sharding.whole_row_multiple(mesh)
     scores = np.random.default_rng(2).random(count).astype(np.float32)
-    group = batch.comparison_groups(np.zeros(count, bool), samples)
+    group = episodes.comparison_groups(np.zeros(count, bool), samples)
     longest = max(int(np.ptp(np.flatnonzero(t.sampled))) + 1 for t in trajectories)
     shape = -(-count // devices) * devices, longest
     return batch.flatten(trajectories, [Reward(float(x), {}, None) for x in scores], group, shape=shape)

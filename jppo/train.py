@@ -9,7 +9,7 @@ weights to the engine (`rollout/publish.py`), test, log, save. `run/loop.py` rep
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -18,6 +18,7 @@ from jppo import settings
 from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, ppo
+from jppo.learner.episodes import Episodes, make_episodes, with_branches
 from jppo.learner.ppo import Learner
 from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences, utilisation
 from jppo.learner.state import next_step, order, scalar
@@ -44,6 +45,7 @@ from jppo.runlog.logger import print_summary
 from jppo.runlog.timers import Timers
 from jppo.runlog.trajectories import unanswered
 from jppo.samples.make import mark_stale
+from jppo.samples.queue import StepSamples
 from jppo.settings import Settings
 from jppo.types import Batch, Reward, TrainState, Trajectory
 
@@ -53,36 +55,21 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
 
     The publish ends in `finish` of `method`; it begins here, while the critic learns, if it may.
     """
-    c, learner, timer = run.c, run.learner, run.timer
+    learner, timer = run.learner, run.timer
     passes, recipe, policy, version = learner.passes, learner.recipe, learner.policy(now), int(now.step)
     with timer("gen"):
         timer.watch(functools.partial(run.supply.progress, version))
         drawn = run.supply.take(version)
         run.sampler.sleep()
-    trajectories = drawn.trajectories
     with timer("reward"):
-        graded, baseline = drawn.wait_for_rewards()  # waits for the grading, which began with the first response
-    rewards, group, greedy = batch.compare_samples(graded, baseline, n=c.rollout.n, compared=recipe.compares)
-    rewards, metrics = mark_stale(c, drawn, version, rewards)
-    asked = [prompt for prompt in drawn.prompts for _ in range(c.rollout.n)]
-    run.logger.samples(f"step_{version + 1}", sample_rows(asked, trajectories, rewards))
-    require_graded(rewards)
-    metrics |= drawn.metrics | sample_metrics(trajectories, graded, baseline) | mask_metrics(trajectories)
-    metrics |= source_means(graded, [p.data_source for p in asked])
-    metrics |= conversation_metrics(trajectories)
-    metrics |= run.hosts.summed(run.reward_sum.metrics() | run.sampler.metrics())
-    options: dict[str, Any] = dict(earns=recipe.earns, filter_truncated=c.algorithm.filter_truncated)
-    options["parts"] = recipe.estimator.parts
-    by_source = {source: run.reward_sum.earned(source) for source in {prompt.data_source for prompt in asked}}
-    earned = [by_source[prompt.data_source] for prompt in asked]
-    trajectories, rewards, group, greedy, index = batch.with_branches(trajectories, rewards, group, greedy, earned)
-    options["episode"] = index if recipe.branches else None
-    data = batch.flatten(trajectories, rewards, group, greedy, shape=learner.shape, **options)
+        graded, baseline = drawn.wait_for_rewards()  # the grading began with the first response
+    episodes, metrics = gather_episodes(run, drawn, graded, baseline, version)
+    trajectories = episodes.trajectories
+    data = batch_of(run, episodes)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
     with timer("old_log_prob"):
         data = ppo.with_old_logprob(passes, recipe, data, micros, policy, timer.part("micro-batches", len(micros)))
-    sources = [asked[i].data_source for i in index]
-    data, counted = add_reference(run, data, micros, trajectories, sources, policy)
+    data, counted = add_reference(run, data, micros, episodes, policy)
     if learner.critic is not None:
         with timer("values"):
             data = ppo.with_values(passes, data, micros, learner.value(now), timer.part("micro-batches", len(micros)))
@@ -92,16 +79,48 @@ def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, f
     metrics |= advantage_metrics | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
     run.match.require(metrics, data, micros, trajectories)
     cursor = run.supply.learned(drawn, graded)  # custom code, and an error in the update or later leaves no state
-    now, update_metrics = update_models(c, learner, now, data, trajectories, timer, run.publisher.begin)
+    now, update_metrics = update_models(run.c, learner, now, data, trajectories, timer, run.publisher.begin)
     metrics = update_metrics | metrics
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
         run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
     kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
     now = next_step(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
-    epochs = critic_epochs(c, version)
-    metrics |= utilisation(c, run.inputs, learner.mesh, trajectories, timer.so_far(), epochs=epochs)
+    epochs = critic_epochs(run.c, version)
+    metrics |= utilisation(run.c, run.inputs, learner.mesh, trajectories, timer.so_far(), epochs=epochs)
     return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
+
+
+def gather_episodes(
+    run: Run, drawn: StepSamples, graded: list[Reward], baseline: list[Reward] | None, version: int
+) -> tuple[Episodes, dict[str, float]]:
+    """Returns the episodes of a step's samples, which it logs, and their metrics; `baseline` grades greedy ones."""
+    made = make_episodes(drawn.prompts, drawn.trajectories, graded, baseline, compared=run.learner.recipe.compares)
+    rewards, stale = mark_stale(run.c, drawn, version, made.rewards)
+    episodes = dataclasses.replace(made, rewards=rewards)
+    run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, rewards))
+    require_graded(rewards)
+    metrics = stale | drawn.metrics | sample_metrics(drawn.trajectories, graded, baseline)
+    metrics |= mask_metrics(drawn.trajectories) | source_means(graded, episodes.sources)
+    metrics |= conversation_metrics(drawn.trajectories)
+    metrics |= run.hosts.summed(run.reward_sum.metrics() | run.sampler.metrics())
+    return with_branches(episodes, run.reward_sum.earned), metrics
+
+
+def batch_of(run: Run, episodes: Episodes) -> Batch:
+    """Returns the flat batch of a step's episodes."""
+    recipe = run.learner.recipe
+    return batch.flatten(
+        episodes.trajectories,
+        episodes.rewards,
+        episodes.group,
+        episodes.greedy,
+        shape=run.learner.shape,
+        filter_truncated=run.c.algorithm.filter_truncated,
+        earns=recipe.earns,
+        episode=episodes.first if recipe.branches else None,
+        parts=recipe.estimator.parts,
+    )
 
 
 def require_graded(rewards: list[Reward]) -> None:
@@ -111,12 +130,9 @@ def require_graded(rewards: list[Reward]) -> None:
 
 
 def add_reference(
-    run: Run, data: Batch, micros: Any, trajectories: Sequence[Trajectory], sources: Sequence[str], policy: Weights
+    run: Run, data: Batch, micros: Any, episodes: Episodes, policy: Weights
 ) -> tuple[Batch, dict[str, float]]:
-    """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of servers.
-
-    `sources`: each trajectory's data source.
-    """
+    """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of servers."""
     learner = run.learner
     if learner.reference is not None:
         with run.timer("ref"):
@@ -127,7 +143,7 @@ def add_reference(
             return extended, {}
     if run.reference is not None:
         with run.timer("ref"):
-            logprobs, metrics = run.reference.logprobs(trajectories, sources)
+            logprobs, metrics = run.reference.logprobs(episodes.trajectories, episodes.sources)
             return batch.with_reference_logprobs(data, logprobs), metrics
     return data, {}
 

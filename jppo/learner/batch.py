@@ -1,4 +1,4 @@
-"""A step's batch: groups of samples; flat [B, L] on the host and for advantages, packed rows [R, T] for the models.
+"""A step's batch: flat [B, L] on the host and for advantages, packed rows [R, T] for the models.
 
 A row of the flat batch [B, L] has the tokens of one response. For scoring, the whole batch is packed once. For
 learning, each epoch of an update shuffles and packs its own mini-batches. `unpack_rows` and `at` convert between the
@@ -6,7 +6,7 @@ layouts, by trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,42 +19,7 @@ from jppo.models import lora
 from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
 
 _STREAM = 3  # of the key of a step, after the shuffles of actor and critic and the selection of tokens
-Earned = tuple[tuple[int, float], ...]  # amounts by position, as in Reward
 _FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name in {field.name for field in dataclasses.fields(Batch)}]
-
-
-def comparison_groups(unusable: np.ndarray, n: int) -> np.ndarray:  # [B] bool -> [B] i32
-    """Groups the `n` consecutive samples of each prompt for comparison; an unusable one is alone.
-
-    A group's number is the index of its first usable member.
-    """
-    index = np.arange(len(unusable)).reshape(-1, n)
-    first = np.where(unusable.reshape(-1, n), len(unusable), index).min(1, keepdims=True)
-    return np.where(unusable, index.reshape(-1), np.repeat(first, n)).astype(np.int32)
-
-
-def compare_samples(
-    rewards: list[Reward], baseline: list[Reward] | None, *, n: int, compared: bool
-) -> tuple[list[Reward], np.ndarray, np.ndarray | None]:
-    """Returns the rewards, the groups [B] and the greedy responses' scores [B], for `n` consecutive samples per prompt.
-
-    A sample without a baseline becomes unusable. Then its prompt's greedy response was not graded, or, if samples are
-    `compared`, no other sample of its prompt was.
-    """
-    group = comparison_groups(np.array([r.unusable is not None for r in rewards]), n)
-    best = None if baseline is None else [r for r in baseline for _ in range(n)]
-    size = np.bincount(group, minlength=len(group))[group]
-
-    def why(i: int) -> str | None:
-        if rewards[i].unusable is not None:
-            return rewards[i].unusable
-        if best is not None and best[i].unusable is not None:
-            return f"its prompt's greedy response is {best[i].unusable}"
-        return "no other response to its prompt was graded" if compared and size[i] == 1 else None
-
-    marked = [dataclasses.replace(r, unusable=why(i)) for i, r in enumerate(rewards)]
-    greedy = None if best is None else np.array([0.0 if r.unusable else r.score for r in best], np.float32)
-    return marked, group, greedy
 
 
 def flatten(
@@ -129,25 +94,6 @@ def part_of(reward: Reward, name: str) -> float:
 def filtered_out(t: Trajectory, filter_truncated: bool) -> bool:
     """Whether over-long filtering keeps a response out of the loss."""
     return filter_truncated and t.finish == "length"
-
-
-def with_branches(
-    episodes: Sequence[Trajectory],
-    rewards: Sequence[Reward],
-    group: np.ndarray,
-    greedy: np.ndarray | None,
-    earned: Sequence[Callable[[Trajectory], Earned]],
-) -> tuple[list[Trajectory], list[Reward], np.ndarray, np.ndarray | None, np.ndarray]:
-    """Appends the other branches of episodes, each with its episode's reward and greedy score.
-
-    Groups compare episodes: another branch is alone in its group. The last result is each trajectory's episode.
-    `earned`: of each episode, the function that returns the amounts which a branch earned at its turns.
-    """
-    others = [(i, t) for i, episode in enumerate(episodes) for t in episode.branches]
-    index = np.array([*range(len(episodes)), *(i for i, _ in others)], np.int32)
-    graded = [*rewards, *(dataclasses.replace(rewards[i], earned=earned[i](t)) for i, t in others)]
-    group = np.concatenate([group, np.arange(len(episodes), len(index), dtype=group.dtype)])
-    return [*episodes, *(t for _, t in others)], graded, group, None if greedy is None else greedy[index], index
 
 
 def with_reference_logprobs(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:

@@ -14,12 +14,13 @@ from jppo.agent.gateway.apis import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from jppo.agent.gateway.episode import Episode
 from jppo.agent.gateway.process import Ended
 from jppo.errors import BadRequest
-from jppo.learner import batch
+from jppo.learner.episodes import Episodes, with_branches
 from jppo.rewards.parts import ConversationPart, PartWeights, RewardSum
 from jppo.rollout.protocol import Answer, greedy
 from jppo.runlog import trajectories
 from jppo.types import Exchange, Reward
 from tests.agent.test_gateway import CALCULATOR, RULES, language
+from tests.make import sample
 
 
 class Recording:
@@ -137,12 +138,13 @@ def test_branches_are_packed_and_trained_with_their_episode(hermes):
     parts = {"agent_score": ConversationPart(), "tool_score": ConversationPart(tools=True)}
     weights = PartWeights({"agent_score": 2.0, "tool_score": 8.0}, {("other", "tool_score"): None})
     summed = RewardSum(parts, weights, score_on_error=None)
-    earned = [summed.earned("other"), summed.earned("gsm8k")]
-    rows, graded, group, best, episode = batch.with_branches(
-        several, rewards, np.array([0, 1]), np.float32([5, 6]), earned
-    )
-    counts = [len(t.branches) for t in several]
-    assert len(rows) == len(graded) == 2 + sum(counts) and rows[-1] is branch
-    assert episode.tolist() == [0, 1, *[0] * counts[0], 1] and group.tolist() == list(range(2 + sum(counts)))
-    assert best.tolist() == [5, 6, *[5] * counts[0], 6]
+    prompts = [sample("", source=source).prompt for source in ("other", "gsm8k")]
+    one = np.arange(2, dtype=np.int32)
+    found = with_branches(Episodes(prompts, several, rewards, one, one, np.float32([5, 6])), summed.earned)
+    graded, counts = found.rewards, [len(t.branches) for t in several]
+    assert len(found.trajectories) == len(graded) == 2 + sum(counts) and found.trajectories[-1] is branch
+    assert found.first.tolist() == [0, 1, *[0] * counts[0], 1]
+    assert found.group.tolist() == list(range(2 + sum(counts)))
+    assert found.sources == ["other", "gsm8k", *["other"] * counts[0], "gsm8k"]
+    assert found.greedy.tolist() == [5, 6, *[5] * counts[0], 6]
     assert graded[2].score == 1.0 and graded[-1].unusable == "too late" and graded[-1].earned == ((3, 1.0), (4, 2.0))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jppo.algorithms import advantage, losses
-from jppo.learner import batch, estimate, estimators, optim, packing, ppo, sharding, state, update
+from jppo.learner import batch, episodes, estimate, estimators, optim, packing, ppo, sharding, state, update
 from jppo.models import config_reader, experts, modules, sequence_parallel
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
@@ -199,7 +199,7 @@ class Learner:
     def score(self, trajectories, scores, *, plan, policy, reference, value, unusable=()):
         """The stages between rollout and update, as `train.py` calls them."""
         rewards = [Reward(x, {}, None, unusable="said so" if i in unusable else None) for i, x in enumerate(scores)]
-        group = batch.comparison_groups(np.isnan(scores), 2)
+        group = episodes.comparison_groups(np.isnan(scores), 2)
         data = batch.flatten(trajectories, rewards, group, shape=self.shape)
         micros = batch.micros(data, trajectories, plan=plan, mesh=self.mesh)
         data = ppo.with_old_logprob(self.passes, self.recipe, data, micros, policy)

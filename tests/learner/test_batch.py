@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jppo.learner import batch, estimate, estimators, packing, sharding
+from jppo.learner.episodes import comparison_groups, make_episodes
 from jppo.types import Reward, Trajectory
+from tests.make import sample
 
 GRADED, FAILED = Reward(0.5, {}, None), Reward(float("nan"), {}, "boom", unusable="boom")
 WHOLE, REFUSED = Reward(1.0, {}, None), Reward(0.0, {}, None, unusable="not graded: boom")
@@ -30,7 +32,7 @@ def trajectory(tokens, sampled, uid="a"):
     ],
 )
 def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
-    found = batch.comparison_groups(np.array([x == "x" for x in unusable]), n)
+    found = comparison_groups(np.array([x == "x" for x in unusable]), n)
     assert found.tolist() == expected and found.dtype == np.int32
 
 
@@ -43,11 +45,12 @@ def test_a_group_has_the_usable_samples_of_a_prompt(unusable, n, expected):
     ],
 )
 def test_what_a_sample_cannot_be_learned_from_is_said_once(rewards, baseline, compared, expected):
-    found, group, greedy = batch.compare_samples(rewards, baseline, n=2, compared=compared)
-    for reward, why in zip(found, expected, strict=True):
+    prompts, some = [sample("").prompt] * 2, [trajectory([1, 2], [0, 1])] * 4
+    found = make_episodes(prompts, some, rewards, baseline, compared=compared)
+    for reward, why in zip(found.rewards, expected, strict=True):
         assert reward.unusable is None if why is None else why in reward.unusable
-    assert group.tolist() == ([0, 1, 2, 2] if REFUSED in rewards else [0, 0, 2, 2])
-    assert greedy is None if baseline is None else greedy.tolist() == [0, 0, 1, 1]
+    assert found.group.tolist() == ([0, 1, 2, 2] if REFUSED in rewards else [0, 0, 2, 2])
+    assert found.greedy is None if baseline is None else found.greedy.tolist() == [0, 0, 1, 1]
 
 
 def test_alignment_by_hand():

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from jppo.learner import batch, estimate, estimators
+from jppo.learner.episodes import make_episodes, with_branches
 from jppo.types import Reward
 from tests.learner.test_earned import trajectory
+from tests.make import sample
 
 SCORES = (1.0, 0.0, 0.25, 1.0)  # of four episodes of one prompt
 BRANCHES = (0, 3, 1, 0)  # further ones
@@ -43,9 +45,11 @@ def test_a_group_has_each_episode_once_with_all_its_branches(name):
     for i, count in enumerate(BRANCHES):
         first, *others = (trajectory(rng.random(6) < 0.7, str(i)) for _ in range(1 + count))
         episodes.append(dataclasses.replace(first, branches=tuple(others)))
-    rewards, group = [Reward(score, {}, None) for score in SCORES], np.zeros(4, np.int32)
-    rows, graded, group, _, episode = batch.with_branches(episodes, rewards, group, None, [lambda _: ()] * 4)
-    data = batch.flatten(rows, graded, group, shape=(12, 6), episode=episode)
+    rewards = [Reward(score, {}, None) for score in SCORES]
+    made = make_episodes([sample("").prompt], episodes, rewards, None, compared=True)
+    all_of_them = with_branches(made, lambda _: lambda _: ())
+    of_rows = all_of_them.trajectories, all_of_them.rewards, all_of_them.group
+    data = batch.flatten(*of_rows, shape=(12, 6), episode=all_of_them.first)
     penalty = rng.normal(size=data.mask.shape).astype(np.float32)
     how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
     made = dataclasses.replace(MADE[name](), whiten=False)
