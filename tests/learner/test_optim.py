@@ -291,7 +291,7 @@ def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     cfg = pad_vocab(config_reader.parse_config(shape, path="here"), mesh.shape["tensor"])
     what = state.model_weights(cfg, mesh, head="lm", param_dtype=jnp.float32)
     tx = make(name, matrices=what.matrices if name == "muon" else None)
-    opt, places = state.abstract_optimizer(tx, what)
+    opt, places = state.abstract_optimizer(tx, what, state.abstract(what))
     seen = set()
 
     def look(leaf, shape, place):
