@@ -162,5 +162,5 @@ def test_one_response_longer_than_the_timeout_and_a_queue_at_the_server_are_wait
     slow = dataclasses.replace(SAMPLING, max_tokens=370, ignore_eos=True, n=1)
     short, began = dataclasses.replace(PROMPTS[0], ids=PROMPTS[0].ids[:8]), time.monotonic()
     [t] = sampler.generate([short], slow, version=1)
-    assert len(t.tokens) == 378 and time.monotonic() - began > 0.3, "the request was not late"
+    assert len(t.tokens) == 378 and time.monotonic() - began > 2 * 0.3, "the request was not late"
     assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 0.0}
