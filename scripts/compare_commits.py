@@ -355,7 +355,7 @@ def take_programs(folder: pathlib.Path) -> dict[str, str]:
 
 
 def work(inputs: pathlib.Path, out: pathlib.Path, names: list[str]) -> None:
-    """Runs cases in the checkout that Python imports from; writes each one's results to a file of its own."""
+    """Runs cases with the jppo that Python imports; writes a file of results for each."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)

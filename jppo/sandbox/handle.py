@@ -44,7 +44,7 @@ _OF_PYTHON = {kind.__name__: kind for kind in (types.GeneratorType, types.Functi
 
 
 class Undecided(BaseException):
-    """Tests ask of an object of the program what it alone could say, and what decides them; they have failed."""
+    """The verdict would be up to an object of the program; the tests have failed."""
 
 
 def number_of(value: Any) -> Any:

@@ -382,7 +382,7 @@ _NO_BASES = (object, *TYPES.values())
 
 
 def _shape(value: Any, depth: int = 4) -> Any:
-    """Returns what must stay the same of a value that is looked at again."""
+    """Returns the part of a value that must be equal whenever the value is read."""
     if isinstance(value, Handle) or depth == 0:
         return type(value).__name__
     if isinstance(value, dict):

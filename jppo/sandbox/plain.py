@@ -50,7 +50,7 @@ TYPES = {kind.__name__: kind for kind in (*MUTABLE.values(), *COPIES, bool, type
 _KNOWN: dict[str, Any] = {**TYPES, "Ellipsis": Ellipsis, "NotImplemented": NotImplemented}
 _NAMES = {id(value): name for name, value in _KNOWN.items()}
 _ARRAYS = "biufcSUMm"  # kinds of numpy's types
-_NUMBERS = ("b1", "i8", "u8", "f8", "c16")  # those of fewer bits equal numbers that they are not, and wrap around
+_NUMBERS = ("b1", "i8", "u8", "f8", "c16")  # narrower numbers round and overflow, so they are references
 _MOST = 512  # containers that are followed from call to call, and items of one
 _TABLE = 2  # references to a container that only this side's tables have
 
