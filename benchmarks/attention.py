@@ -26,9 +26,9 @@ import numpy as np
 from machine import ROOT, begin, write
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.models import fused
 from jppo.models.attention import Attend
-from jppo.settings import UserError
 
 SHAPES = {
     "cpu": "2x256x4x2x64",

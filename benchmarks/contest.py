@@ -32,8 +32,8 @@ from throughput import stage_flops, write_model
 from work import LONGEST, MINI_BATCH, PROMPT, SHAPES, base_config, hf_config, make_batch, response_lengths
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.models import config_reader, decoder, hf_write
-from jppo.settings import UserError
 
 PEERS = ROOT / "benchmarks" / "peers"
 KNOWN = ("torch", "trl", "tunix")

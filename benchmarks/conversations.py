@@ -33,8 +33,8 @@ from jppo import settings, sft, train
 from jppo.agent.built_in_tools import Calculator
 from jppo.data.rows import write_jsonl
 from jppo.data.tokenizer import load_tokenizer, make_renderer
+from jppo.errors import UserError
 from jppo.rollout.vllm.client import Vllm
-from jppo.settings import UserError
 
 REWARDS = "benchmarks/conversation_rewards.py"
 MERGES = 1000

@@ -23,11 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from machine import ROOT, begin
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.forecast import account, compilers, machines
 from jppo.forecast import account as forecast
 from jppo.learner import sharding
 from jppo.models import config_reader, experts
-from jppo.settings import UserError
 
 OF_QWEN3 = dict(model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, vocab_size=512)
 OF_QWEN3 |= dict(

@@ -27,8 +27,8 @@ import numpy as np
 from machine import ROOT, begin, version, write
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.models import config_reader, decoder, heads, hf_write
-from jppo.settings import UserError
 
 MODEL = dict(
     hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=512,

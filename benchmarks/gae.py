@@ -24,7 +24,7 @@ from machine import ROOT, begin, version, write
 
 from jppo import settings
 from jppo.algorithms import advantage
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 GAMMA, LAM = 0.99, 0.95
 UNROLLS = (1, 4, 8, 16, 32)

@@ -27,8 +27,8 @@ from models import MODELS, make_config, measure
 from together import run_all, write
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner import sharding
-from jppo.settings import UserError
 
 IN_BF16 = {"q7"}  # weights and their optimizer, too
 # The least share of the maker's peak that is aimed at, on one GPU of H200's class.

@@ -30,8 +30,8 @@ from ml_collections import ConfigDict
 from work import change
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
 
 TRL = ROOT / "benchmarks/peers/.envs/trl/bin/python"
 SECONDS = ("gen", "reward", "old_log_prob", "ref", "update_actor", "update_weights", "step")

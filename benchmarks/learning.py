@@ -31,8 +31,8 @@ from machine import ROOT, begin, lines_of, machine, newest, title
 from ml_collections import ConfigDict
 
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
 
 SCORE, EXPLAINED = "critic/score/mean", "critic/vf_explained_var"
 LOGGED = (SCORE, EXPLAINED, "reward/rule_score/mean", "actor/reward_kl_penalty_seq", "actor/entropy")

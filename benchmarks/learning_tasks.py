@@ -25,7 +25,7 @@ from examples import arithmetic, stories
 from jppo import evaluate, reward_model, settings, sft
 from jppo.data import pairs
 from jppo.data.rows import write_jsonl
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 REWARDS = ROOT / "benchmarks" / "learning_rewards.py"
 TEST = 256  # held-out prompts

@@ -144,6 +144,6 @@ if __name__ == "__main__":
         from machine import ROOT, begin, title, version, write
 
         from examples import arithmetic
-        from jppo.settings import UserError
+        from jppo.errors import UserError
 
         main()

@@ -30,6 +30,7 @@ from models import CPU_SCANS, MODELS, some
 from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
 from jppo.learner.model_configs import ModelConfigs, make_adapters
 from jppo.learner.recipe import make_recipe, plan_of_run
@@ -37,7 +38,7 @@ from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
 from jppo.runlog.timers import Timers
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 from jppo.train import update_models
 from jppo.types import Trajectory
 

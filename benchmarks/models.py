@@ -47,13 +47,14 @@ from work import (
 )
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner import batch, packing, ppo, score, sharding, state, update
 from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
 from jppo.learner.recipe import make_recipe, plan_rows
 from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 from jppo.types import Array, Params, Rows, Trajectory
 
 QWEN: dict[str, Any] = {

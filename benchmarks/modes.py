@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
 from jppo.data.rows import write_jsonl
+from jppo.errors import UserError
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
 
 STEPS, LIMIT_S = 20, 900.0  # seconds of a run
 GAIN = 0.25  # of accuracy on the held-out problems, at least; eight standard errors

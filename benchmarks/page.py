@@ -24,7 +24,7 @@ from typing import Any
 from machine import ROOT, begin, title, write
 
 from jppo import settings
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 PAGE = ROOT / "docs/examples/tinystories.md"
 RUNS = "runs/tinystories"

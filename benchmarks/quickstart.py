@@ -25,7 +25,7 @@ from typing import Any
 from machine import ROOT, begin, title, version, write
 
 from jppo import settings
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 # Events of XLA's programs that are products: thunks on a CPU, kernels on a GPU.
 PRODUCT = re.compile(r"^(ynn_fusion|dot|__onednn|onednn|custom-call.*(gemm|matmul)|.*gemm|cublas|nvjet|cutlass)")

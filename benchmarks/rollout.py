@@ -38,6 +38,7 @@ from throughput import write_model
 from work import LONGEST, PROMPT, base_config
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
@@ -49,7 +50,6 @@ from jppo.rollout.vllm.arguments import check_vllm, vllm_environment, vllm_optio
 from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
 from jppo.samples.make import step_sampling
-from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
 PROMPTS, SAMPLES = 64, 4  # of each prompt

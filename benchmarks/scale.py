@@ -27,11 +27,11 @@ from throughput import make_config, stage_flops, step
 from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner.make import make_learner, make_mesh
 from jppo.learner.model_configs import ModelConfigs
 from jppo.models import config_reader
 from jppo.runlog.timers import Timers
-from jppo.settings import UserError
 
 TIMES = (1, 4, 16)
 LENGTHS, TOKENS = (128, 256, 512, 1024, 2048), 16384

@@ -24,10 +24,11 @@ import numpy as np
 from machine import ROOT, begin, title, version, write
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.models import hf, hf_write
 from jppo.rollout import make as rollout
 from jppo.samples.make import step_sampling
-from jppo.settings import Settings, UserError, exit_on_user_error
+from jppo.settings import Settings, exit_on_user_error
 from jppo.types import Prompt
 
 Samples = dict[str, tuple[list[int], list[float]]]  # tokens and log-probs by prompt

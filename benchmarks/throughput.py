@@ -44,6 +44,7 @@ from work import (
 )
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner import sharding
 from jppo.learner.make import make_learner, make_mesh
 from jppo.learner.model_configs import ModelConfigs
@@ -56,7 +57,7 @@ from jppo.rollout.publish import publish_policy
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.runlog.timers import Timers
 from jppo.samples.make import step_sampling
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 from jppo.train import update_models
 from jppo.types import Prompt, TrainState, Trajectory
 

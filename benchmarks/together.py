@@ -22,7 +22,7 @@ from typing import Any
 from machine import ROOT, commit, machine, slug
 
 from jppo import settings
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 # Script and its arguments, in the order of the page.
 SCRIPTS: dict[str, tuple[str, ...]] = {

@@ -8,12 +8,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner import batch, cost, episodes, packing, ppo, sharding
 from jppo.learner.ppo import Learner
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.runlog.timers import Timers
-from jppo.settings import UserError
 from jppo.types import Batch, Reward, Rows, TrainState, Trajectory
 
 PROMPT, SHORTEST, LONGEST = 64, 16, 128  # tokens of a prompt and of a response

@@ -15,12 +15,13 @@ Time and result: not run.
 import ml_collections
 
 from jppo import settings
+from jppo.errors import UserError
 
 
 def get_config(arg: str = "adapters") -> ml_collections.ConfigDict:
     """The recipe; `arg` is `adapters` or `all`, the weights that are trained."""
     if arg not in ("adapters", "all"):
-        raise settings.UserError(f"configs/gsm8k_moe.py:{arg}: must be adapters or all, the weights that are trained")
+        raise UserError(f"configs/gsm8k_moe.py:{arg}: must be adapters or all, the weights that are trained")
     config = settings.recipe("gsm8k_7b")
 
     config.model.path = "Qwen/Qwen3-30B-A3B"

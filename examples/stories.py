@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from jppo.data.rows import Row, checked_prompt, checked_text, read_rows, write_sets
-from jppo.settings import Parser, UserError, exit_on_user_error, natural
+from jppo.errors import UserError
+from jppo.settings import Parser, exit_on_user_error, natural
 
 GIRLS = ("Lily", "Sue", "Mia", "Anna", "Lucy", "Sara", "Amy", "Emma", "Jane", "Molly")
 BOYS = ("Tim", "Tom", "Max", "Ben", "Sam", "Jack", "Bob", "Leo", "John", "Billy")

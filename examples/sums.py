@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from jppo.data.rows import write_sets
-from jppo.settings import Parser, UserError, exit_on_user_error, natural
+from jppo.errors import UserError
+from jppo.settings import Parser, exit_on_user_error, natural
 
 LARGEST = 59
 ONES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")

@@ -25,7 +25,8 @@ import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
 
 from jppo.data.rows import write_sets
-from jppo.settings import Parser, UserError, exit_on_user_error, natural
+from jppo.errors import UserError
+from jppo.settings import Parser, exit_on_user_error, natural
 
 ROLE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 

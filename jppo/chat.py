@@ -22,13 +22,13 @@ import jax
 from jppo.data.prompts import tokenise
 from jppo.data.rows import Row, checked_text
 from jppo.data.tokenizer import decode, decode_stream, end_token_ids, load_tokenizer
-from jppo.errors import escaped, one_line
+from jppo.errors import UserError, escaped, one_line
 from jppo.learner import sharding, state
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig
 from jppo.rollout.inprocess import InprocessSettings, make_programs, stream
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
-from jppo.settings import Parser, UserError, exit_on_user_error
+from jppo.settings import Parser, exit_on_user_error
 from jppo.types import Params
 
 DTYPES = ("float32", "bfloat16", "float16")

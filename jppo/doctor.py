@@ -18,11 +18,12 @@ from collections.abc import Iterator
 import rich.console
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.preflight import checks as run
 from jppo.preflight import machine
 from jppo.preflight.finding import GIB, Finding, check_room, print_findings
 from jppo.preflight.memory_budget import available_memory
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 
 MEMORY = 3 * GIB  # a small trainer and its vLLM on a CPU
 SHARED_MEMORY = GIB  # used by vLLM's processes

@@ -20,6 +20,7 @@ from jppo.data.preferences import PairSet
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import encode_all, make_renderer
+from jppo.errors import UserError
 from jppo.learner import ppo, preference, sharding, update
 from jppo.learner.make import logprob_of_texts
 from jppo.learner.model_configs import make_adapters
@@ -44,7 +45,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         hf.check_weights(c.model.path, cfg, head="lm")
     tokenizer = read_tokenizer(c, cfg)
     if tokenizer.eos_token_id is None:
-        raise settings.UserError("the tokenizer has no end token to end responses with; set eos_token in its config")
+        raise UserError("the tokenizer has no end token to end responses with; set eos_token in its config")
     render = make_renderer(tokenizer)
 
     def asked(messages: Messages) -> list[int]:

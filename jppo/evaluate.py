@@ -22,7 +22,7 @@ import rich.console
 import rich.table
 
 from jppo import process, settings, statistics
-from jppo.errors import expanded, one_line
+from jppo.errors import UserError, expanded, one_line
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.process import share_gpu
@@ -39,7 +39,7 @@ from jppo.runlog.durable_files import own
 from jppo.runlog.logger import write_samples_file
 from jppo.runlog.timers import Timers
 from jppo.samples.make import val_sampling
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 
 # Short option: the setting and its help text.
 SHORT = {

@@ -20,13 +20,13 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library, whichever that is
 
 from jppo import __version__
-from jppo.errors import escaped
+from jppo.errors import UserError, escaped
 from jppo.models import hf_write
 from jppo.report.run_folder import read_jsonl
 from jppo.run import trained_model
 from jppo.run.trained_model import TrainedPolicy
 from jppo.runlog.logger import FILE
-from jppo.settings import Parser, UserError, exit_on_user_error
+from jppo.settings import Parser, exit_on_user_error
 
 DTYPES = ("float32", "bfloat16", "float16")
 OWN = {".gitattributes"}  # of a repository: created by the hub itself

@@ -27,8 +27,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jppo import settings
-from jppo.errors import escaped, expanded
-from jppo.settings import UserError, table
+from jppo.errors import UserError, escaped, expanded
+from jppo.settings import table
 from jppo.verl import names
 from jppo.verl.overrides import MAINS, OVERRIDE, TUNING, Script, main_of, read_script, started
 from jppo.verl.translate import PATHS, Translation, translate, translate_tuning

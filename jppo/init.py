@@ -20,7 +20,7 @@ import jax
 from jppo import settings
 from jppo.data.prompts import SOLUTIONS
 from jppo.data.rows import Row, read_sources
-from jppo.errors import escaped, expanded
+from jppo.errors import UserError, escaped, expanded
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory
@@ -28,7 +28,7 @@ from jppo.rewards.graders import FunctionPart, grader_of
 from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.run.inputs import Inputs, read_inputs
-from jppo.settings import Parser, Settings, UserError
+from jppo.settings import Parser, Settings
 
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # names of the column, tried in turn

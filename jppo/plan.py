@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.forecast import compilers, machines
 from jppo.forecast.machines import GIB, Machine
 from jppo.learner.make import make_mesh
@@ -29,7 +30,7 @@ from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
 from jppo.rollout.make import with_servers
 from jppo.run.inputs import Inputs, read_inputs
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 
 PACKING = ("buckets", "segments")
 HEAD = f"{'s a step':>9}  {'peak GiB':>8}  {'':<12}  {'slowest stage, bound by':<26}  settings"

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from jppo import child_process, settings
+from jppo.errors import UserError
 from jppo.models import hf
 from jppo.rollout.make import server_settings
 from jppo.rollout.protocol import RolloutError
@@ -30,7 +31,7 @@ from jppo.rollout.servers.launch import die_with_parent
 from jppo.rollout.servers.member import HOST
 from jppo.rollout.vllm import arguments
 from jppo.runlog import durable_files
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 
 POLL_S = 0.5
 

@@ -25,14 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jppo import settings
-from jppo.errors import escaped, expanded
+from jppo.errors import UserError, escaped, expanded
 from jppo.report import write_report
 from jppo.rollout.servers.launch import die_with_parent
 from jppo.runlog import durable_files
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import FILE as METRICS
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
 from jppo.settings.plan import PlannedRun, check_apart, differing, plan
 
 FILE = "sweep.json"

@@ -22,11 +22,11 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
+from jppo.errors import UserError
 from jppo.forecast import compilers, machines, schedule
 from jppo.learner.make import make_mesh
 from jppo.preflight import memory, preview
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 
 KEPT = pathlib.Path(__file__).resolve().parents[1] / "tests/accounts"
 GROWTH = 1.03

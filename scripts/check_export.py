@@ -24,13 +24,13 @@ import transformers
 from jppo.data.prompts import prompt_of, tokenise
 from jppo.data.rows import read_rows
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
+from jppo.errors import UserError
 from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.config import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
-from jppo.settings import UserError
 from jppo.types import Params, Prompt
 
 Answers = list[list[int]]  # token ids of each response, the end token included

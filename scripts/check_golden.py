@@ -29,8 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.algorithms import advantage, correction, kl, losses, masked
+from jppo.errors import UserError
 from jppo.models import heads
-from jppo.settings import UserError, importance_band, rejection_rules
+from jppo.settings import importance_band, rejection_rules
 from jppo.types import Array
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4}

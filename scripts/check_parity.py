@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import transformers
 
+from jppo.errors import UserError
 from jppo.models import attention, decoder, heads, hf
-from jppo.settings import UserError
 
 TOLERANCE = 1e-4
 

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.models import decoder, heads, hf, hf_write
 from jppo.models.config import ModelConfig
 from jppo.rollout.protocol import RolloutError, greedy
@@ -38,7 +39,6 @@ from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel
 from jppo.run.agreement import TOLERANCE, LogpGap, MismatchLimits
-from jppo.settings import UserError
 from jppo.types import Params, Prompt, Trajectory
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))

@@ -29,8 +29,8 @@ from jppo.agent.calls import PARSERS
 from jppo.agent.conversation import PartnerReply, Turns, make_talk
 from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner
 from jppo.data.tokenizer import decode, load_tokenizer, spell
+from jppo.errors import UserError
 from jppo.rollout.protocol import Answer, greedy
-from jppo.settings import UserError
 from jppo.types import Prompt
 
 KINDS = {"users": ("user",), "tools": ("tool",), "both": ("tool", "user")}

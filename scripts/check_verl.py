@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jppo import from_verl, settings
-from jppo.settings import UserError, table
+from jppo.errors import UserError
+from jppo.settings import table
 
 STAND_INS = (
     "accelerate apt-get chmod conda curl deepspeed git hf huggingface-cli ifconfig ip kubectl ninja npu-smi nsys"

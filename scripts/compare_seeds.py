@@ -18,8 +18,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jppo.errors import UserError
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError, exit_on_user_error
+from jppo.settings import exit_on_user_error
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 from intervals import interval

@@ -10,8 +10,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+from jppo.errors import UserError
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError, exit_on_user_error
+from jppo.settings import exit_on_user_error
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 from curve import write_curve

@@ -30,10 +30,10 @@ from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.errors import escaped
+from jppo.errors import UserError, escaped
 from jppo.models import hf
 from jppo.rewards.classifier import read_classifier
-from jppo.settings import UserError, table
+from jppo.settings import table
 
 LIMIT_S = 60
 DEFAULTS = (settings.default, settings.sft_default, settings.reward_model_default)

@@ -8,11 +8,11 @@ import signal
 import sys
 
 from jppo import train
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.run import start as opened
 from jppo.run import trained_model
 from jppo.samples.queue import SampleQueue
-from jppo.settings import UserError
 
 what, _, host = sys.argv[1].partition("@")
 take, ask, read, write = SampleQueue.take, SampleQueue._take, opened.read_inputs, trained_model.write_model

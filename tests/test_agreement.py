@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import make_learner, make_mesh
 from jppo.models import config_reader, decoder, hf
@@ -23,7 +24,6 @@ from jppo.run import agreement
 from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree
 from jppo.run.inputs import read_inputs
 from jppo.samples.make import step_sampling
-from jppo.settings import UserError
 from jppo.types import Reward
 from tests import make
 from tests.make import read_lines, typed

@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.learner.make import make_mesh
 from jppo.models import config_reader, lora
-from jppo.settings import UserError
 from tests import make
 from tests.make import typed
 

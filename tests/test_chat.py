@@ -13,8 +13,8 @@ import transformers
 from jppo import chat
 from jppo.chat import ChatModel, Conversation, fitting
 from jppo.data.tokenizer import decode, end_token_ids, load_tokenizer
+from jppo.errors import UserError
 from jppo.rollout.inprocess import InprocessEngine
-from jppo.settings import UserError
 from jppo.types import Prompt, Sampling
 from tests.make import one_line
 

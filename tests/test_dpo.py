@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from examples import arithmetic
 from jppo import dpo, settings
 from jppo.data.preferences import Pair, PairSet
+from jppo.errors import UserError
 from jppo.export import card
 from jppo.learner import batch, ppo, sharding
 from jppo.learner.make import load_trained, make_descent
@@ -22,7 +23,6 @@ from jppo.report import page
 from jppo.run import pairs, supervised
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
-from jppo.settings import UserError
 from tests.make import typed
 from tests.test_reward_model import SHAPE, rows
 

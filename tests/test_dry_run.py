@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jppo import settings, sft, train
+from jppo.errors import UserError
 from jppo.forecast import machines
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
@@ -23,7 +24,6 @@ from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.preview import DryRun
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 from tests.make import typed, write_lines
 
 KEY = jax.random.key(0)

@@ -8,12 +8,12 @@ import pytest
 
 from jppo import settings, train
 from jppo.data.stream import Cursor
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter, differs, trains
 from jppo.samples.queue import StepSamples
-from jppo.settings import UserError
 from jppo.types import Prompt, Reward, Trajectory
 from tests.test_resume import again, broken_off, untimed, weights
 

@@ -13,10 +13,11 @@ from safetensors.numpy import load_file
 
 from jppo import settings, train
 from jppo.distributed.hosts import Hosts
+from jppo.errors import UserError
 from jppo.rollout.make import own_urls
 from jppo.run import start
 from jppo.run.start import require_shareable
-from jppo.settings import UserError, table
+from jppo.settings import table
 from tests.make import ROOT, changed, read_lines, typed
 
 STEPS = 3

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from examples import arithmetic
+from jppo.errors import UserError
 from jppo.learner.make import make_learner, make_mesh
 from jppo.models import hf
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 from tests.make import typed
 
 

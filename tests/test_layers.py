@@ -124,7 +124,7 @@ OF_ROOT = ("typing", "collections", "jppo.run.own_loop")  # but `jppo.open` load
 OF_JPPO = {
     "jppo.algorithms": ("jppo.types", "jppo.algorithms"),
     "jppo.statistics": (),
-    "configs": ("jppo.settings",),
+    "configs": ("jppo.settings", "jppo.errors"),
     "jppo.rollout.vllm.weight_engine": (
         "jppo.rollout.vllm.layout",
         "jppo.rollout.vllm.transports",
@@ -152,8 +152,7 @@ OF_JPPO = {
     "jppo.rewards.rules": (),
     "jppo.rollout.servers.launch": (),
 }
-# Few modules read settings. All may take the first from jppo.settings, all but pure rooms also what commands need.
-OF_CONFIG = ("jppo.settings.UserError",)
+# Few modules read settings. All but pure rooms may take what commands need.
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
 MAKERS = tuple(
@@ -253,9 +252,9 @@ def is_pure(module: str) -> bool:
 
 
 def against_settings(module: str, found: Import) -> Iterator[str]:
-    if is_pure(module) and found.name not in OF_CONFIG:
+    if is_pure(module):
         yield "a pure room reads no settings"
-    elif not any(within(module, reader) for reader in READERS) and found.name not in OF_CONFIG + OF_COMMANDS:
+    elif not any(within(module, reader) for reader in READERS) and found.name not in OF_COMMANDS:
         yield "it is none of READERS, which take settings; let the room's make.py hand values on"
 
 
@@ -343,7 +342,7 @@ def test_the_walk_sees_the_project():
         ("jppo.train", "from jppo import sft", "layer 10 may import only"),
         ("jppo.train", "from jppo.data import check", "jppo.data.check is a command"),
         ("jppo.preflight.models_and_data", "from jppo.data import check", None),
-        ("jppo.learner.ppo", "from jppo.settings import UserError", None),
+        ("jppo.learner.ppo", "from jppo.errors import UserError", None),
         ("jppo.learner.make", "from jppo.settings import Settings", None),
         ("jppo.learner.ppo", "from jppo.settings import Settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "from jppo import settings", "a pure room reads no settings"),
@@ -373,7 +372,7 @@ def test_the_walk_sees_the_project():
             "import importlib\nimportlib.import_module('torch')",
             "only jppo.rollout.vllm.worker",
         ),
-        ("configs.gsm8k", "from jppo import run", "configs may import of jppo only jppo.settings"),
+        ("configs.gsm8k", "from jppo import run", "configs may import of jppo only jppo.settings, jppo.errors"),
         ("jppo.rollout", "from jppo.rollout.vllm.client import start_vllm", "jppo.rollout must import nothing"),
         ("jppo.rollout.servers.member", "from jppo import __version__", None),
     ],

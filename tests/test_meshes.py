@@ -6,6 +6,7 @@ import types
 import pytest
 
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.learner.recipe import plan_of_run
@@ -15,7 +16,6 @@ from jppo.models.families import QWEN3
 from jppo.preflight.preview import preview_run
 from jppo.rollout import make as rollout
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 from tests.learner.test_state import SHAPE
 from tests.make import typed
 

@@ -12,13 +12,14 @@ import pytest
 
 from examples import arithmetic
 from jppo import reward_model, settings, sft
+from jppo.errors import UserError
 from jppo.learner import optim
 from jppo.run import resume, supervised
 from jppo.run.inputs import read_inputs
 from jppo.run.resume import former_name
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
-from jppo.settings import UserError, configfile
+from jppo.settings import configfile
 from tests.make import changed, one_line, typed, untimed, weights, write_lines
 
 STEPS, SAVED = 8, 4

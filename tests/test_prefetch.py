@@ -13,12 +13,12 @@ import pytest
 from jppo import train
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor, MixPart, next_batch
+from jppo.errors import UserError
 from jppo.rewards.parts import Grading
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.runlog import trajectories
 from jppo.samples.make import mark_stale
 from jppo.samples.queue import How, SampleQueue, ages
-from jppo.settings import UserError
 from jppo.types import OVERFLOW, Exchange, Prompt, Reward, Trajectory
 from tests.make import trajectory, typed, untimed
 

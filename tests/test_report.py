@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jppo import settings as config
+from jppo.errors import UserError
 from jppo.report import __main__ as command
 from jppo.report import page, report_line, run_folder, write_report
-from jppo.settings import UserError
 from tests import browser
 from tests.make import ROOT, one_line, write_lines
 

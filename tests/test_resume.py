@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jppo import __version__, settings, train
+from jppo.errors import UserError
 from jppo.learner import state
 from jppo.learner.make import make_learner, make_mesh
 from jppo.preflight.preview import OutOfMemory
@@ -23,7 +24,6 @@ from jppo.run.inputs import read_inputs
 from jppo.run.resume import finished
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.watchdog import Stopped
-from jppo.settings import UserError
 from tests.make import ROOT, changed, typed, untimed, weights
 
 

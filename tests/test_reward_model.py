@@ -11,6 +11,7 @@ import pytest
 from examples import arithmetic
 from jppo import reward_model, settings
 from jppo.data.preferences import Pair
+from jppo.errors import UserError
 from jppo.learner import batch, packing, sharding
 from jppo.learner.make import load_trained, make_descent
 from jppo.models import hf, hf_write
@@ -19,7 +20,6 @@ from jppo.rewards.model import Texts
 from jppo.run import pairs
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
 from tests.make import record_reads, typed, unread
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}

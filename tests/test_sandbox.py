@@ -20,6 +20,7 @@ import pytest
 
 from jppo import settings
 from jppo.agent.built_in_tools import Python
+from jppo.errors import UserError
 from jppo.rewards.code import code, program_output, refused
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
@@ -27,7 +28,6 @@ from jppo.run.start import introduce_sandbox
 from jppo.sandbox import choice, confine, kernel, launcher, peer, plain
 from jppo.sandbox.choice import describe_sandbox, make_runner
 from jppo.sandbox.launcher import Guards, NoSandbox
-from jppo.settings import UserError
 from tests.hostile_programs import PROGRAMS
 from tests.make import alive, sample, typed
 from tests.rewards import graded

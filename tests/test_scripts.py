@@ -18,8 +18,8 @@ import pytest
 from examples import arithmetic
 from jppo import settings
 from jppo.data.tokenizer import load_tokenizer
+from jppo.errors import UserError
 from jppo.models import decoder, hf, hf_write
-from jppo.settings import UserError
 from tests.make import ROOT, one_line, script, write_lines
 from tests.models.conftest import torch_model
 

@@ -13,8 +13,8 @@ import textwrap
 import pytest
 
 from jppo import serve
+from jppo.errors import UserError
 from jppo.rollout.servers import guard
-from jppo.settings import UserError
 from tests.make import one_line, until
 
 SERVER = textwrap.dedent("""

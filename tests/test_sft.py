@@ -8,10 +8,10 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings, sft
+from jppo.errors import UserError
 from jppo.models import hf
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics
-from jppo.settings import UserError
 
 
 def test_the_loss_falls_and_the_model_is_written(tmp_path):

@@ -16,11 +16,11 @@ import pytest
 
 from examples import arithmetic
 from jppo import reward_model, settings, sft
+from jppo.errors import UserError
 from jppo.run import pairs, supervised
 from jppo.run.loop import Diverged
 from jppo.runlog.logger import read_metrics
 from jppo.runlog.watchdog import Stopped
-from jppo.settings import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "pad_token_id": None}

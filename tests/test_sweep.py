@@ -14,7 +14,8 @@ import pytest
 
 from examples import arithmetic
 from jppo import sweep
-from jppo.settings import UserError, plan
+from jppo.errors import UserError
+from jppo.settings import plan
 from tests.make import ROOT, one_line, until, write_lines
 
 HEAD = """

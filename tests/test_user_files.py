@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from jppo import user_files
+from jppo.errors import UserError
 from jppo.registry import resolve
 from jppo.rewards.pool import Pool
-from jppo.settings import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from jppo import from_verl
+from jppo.errors import UserError
 from jppo.sandbox import choice, launcher
-from jppo.settings import UserError
 from jppo.verl.overrides import read_script
 from tests.make import one_line, script
 

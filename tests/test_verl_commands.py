@@ -7,7 +7,8 @@ import shlex
 import pytest
 
 from jppo import from_verl, settings
-from jppo.settings import UserError, table
+from jppo.errors import UserError
+from jppo.settings import table
 
 FILE = pathlib.Path(__file__).parent / "verl_commands.sh"
 START, *BLOCKS = re.split(r"(?m)^### (.*)\n", FILE.read_text())

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from jppo.data.rows import read_rows, text_column
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.rewards.pool import Pool, Target
 from jppo.sandbox.choice import STRICT, make_runner
-from jppo.settings import UserError
 
 _LONGEST = 500  # characters of an expression
 DEPTH = 50  # nesting of parentheses, signs and powers

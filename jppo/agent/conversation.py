@@ -30,10 +30,10 @@ from jppo.agent.calls import OPENING, Parser, opened_thought
 from jppo.agent.gateway.history import nothing_said
 from jppo.agent.tools import Context, Toolbox, ToolReplies, UserCodeRunner
 from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken, as_messages
+from jppo.errors import UserError
 from jppo.registry import resolve, said
 from jppo.rewards.earned import finite, short
 from jppo.rollout.protocol import Answer, Ask, Kept, Talk, joined, kept_array, of_tokens, sample_seed
-from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
 
 

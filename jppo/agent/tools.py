@@ -28,11 +28,10 @@ import yaml
 
 from jppo.agent.built_in_tools import Calculator, Python, Search
 from jppo.agent.calls import Call, Fault, Found, Schema
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.registry import Registry, said, user_module
 from jppo.rewards.earned import finite, short
 from jppo.sandbox.choice import STRICT
-from jppo.settings import UserError
 from jppo.types import Prompt
 
 

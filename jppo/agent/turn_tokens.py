@@ -23,7 +23,7 @@ from jppo.agent.calls import Call, Found, Parser, Schema, opened_thought, withou
 from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import make_renderer, spell, tokenize
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "asked-first"}]
 SAID = "said-by-the-assistant"  # the text of a made-up turn, which no template has

@@ -12,7 +12,8 @@ from typing import Any
 
 from jppo.data import prepare
 from jppo.data.rows import Row, brief, text_column
-from jppo.settings import UserError, exit_on_user_error
+from jppo.errors import UserError
+from jppo.settings import exit_on_user_error
 
 
 def _example(row: Row, index: int) -> dict[str, Any]:

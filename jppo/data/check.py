@@ -27,8 +27,8 @@ from jppo.data.prompts import (
 )
 from jppo.data.rows import Row, Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
-from jppo.errors import escaped
-from jppo.settings import Parser, UserError, exit_on_user_error
+from jppo.errors import UserError, escaped
+from jppo.settings import Parser, exit_on_user_error
 
 _BINS = 10
 BAR = 40  # characters of the longest bar

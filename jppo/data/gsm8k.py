@@ -21,9 +21,9 @@ import numpy as np
 
 from jppo.data import prepare
 from jppo.data.rows import TFDS_MISSING, Row, make_directory, read_rows, text_column
-from jppo.errors import escaped, first_line
+from jppo.errors import UserError, escaped, first_line
 from jppo.registry import said
-from jppo.settings import Parser, UserError, exit_on_user_error
+from jppo.settings import Parser, exit_on_user_error
 
 _SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
 TFDS_NAME, TFDS_VERSION = "gsm8k", "1.0.0"

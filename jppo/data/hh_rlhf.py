@@ -14,7 +14,8 @@ from typing import Any
 
 from jppo.data import prepare
 from jppo.data.rows import Row, text_column
-from jppo.settings import UserError, exit_on_user_error
+from jppo.errors import UserError
+from jppo.settings import exit_on_user_error
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}

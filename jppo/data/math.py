@@ -11,8 +11,9 @@ from typing import Any
 
 from jppo.data import prepare
 from jppo.data.rows import Row, text_column
+from jppo.errors import UserError
 from jppo.rewards.rules import last_box
-from jppo.settings import UserError, exit_on_user_error
+from jppo.settings import exit_on_user_error
 
 _SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 _SUFFIX = r"Let's think step by step and output the final answer within \boxed{}."

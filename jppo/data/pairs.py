@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jppo.data.rows import Row, brief, checked_prompt, checked_text, is_finite, make_directory, read_rows, write_jsonl
-from jppo.errors import escaped
-from jppo.settings import Parser, UserError, exit_on_user_error, natural
+from jppo.errors import UserError, escaped
+from jppo.settings import Parser, exit_on_user_error, natural
 
 
 def _pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:

@@ -14,8 +14,7 @@ import numpy as np
 from jppo.data.prompts import Messages, prompt_of, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, is_finite, read_sources, text_column
 from jppo.data.tokenizer import enough
-from jppo.errors import first_line
-from jppo.settings import UserError
+from jppo.errors import UserError, first_line
 
 Encode = Callable[[Messages, str], list[int]]  # prompt and response -> the tokens of both
 

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.data.rows import SUFFIXES, Row, checked_messages, make_directory, read_rows, text_column
-from jppo.errors import escaped
-from jppo.settings import UserError
+from jppo.errors import UserError, escaped
 
 # DAPO's published prompt; the rule `math_dapo` reads the line of the answer.
 DAPO_PROMPT = (

@@ -20,7 +20,7 @@ from rich import console, progress
 from jppo.data.rows import Row, checked_messages, checked_text, is_finite, read_sources, text_column
 from jppo.data.stream import Curriculum, MixPart, Order, mix_parts, parse_mix
 from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos, make_renderer
-from jppo.settings import UserError
+from jppo.errors import UserError
 from jppo.types import Prompt
 
 Messages = str | list[dict[str, str]]

@@ -28,9 +28,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jppo.errors import escaped, expanded, first_line
+from jppo.errors import UserError, escaped, expanded, first_line
 from jppo.registry import resolve, said
-from jppo.settings import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 TFDS = "tfds:"

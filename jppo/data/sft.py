@@ -17,7 +17,7 @@ import numpy as np
 from jppo.data.prompts import Messages, prompt_of, tokenise, with_system_prompt
 from jppo.data.rows import Row, brief, checked_messages, checked_text, read_sources, text_column
 from jppo.data.tokenizer import encode_all, make_renderer
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 Segments = list[tuple[str, bool]]  # texts, and whether each is trained on with an end token
 

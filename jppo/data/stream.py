@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.registry import resolve, said
-from jppo.settings import UserError
 from jppo.types import Prompt, Reward
 
 Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64

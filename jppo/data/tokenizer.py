@@ -27,8 +27,7 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of
 
 from jppo.child_process import python_path
 from jppo.data.rows import Row
-from jppo.errors import expanded, first_line
-from jppo.settings import UserError
+from jppo.errors import UserError, expanded, first_line
 
 LONG = 1_000_000  # characters of one text
 CUT_FROM = 100_000  # characters; shorter texts are always tokenised quickly

@@ -25,8 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jppo.errors import RunEnded
-from jppo.settings import UserError
+from jppo.errors import RunEnded, UserError
 
 T = TypeVar("T")
 _POLL_S = 0.5

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jppo.distributed.hosts import ALONE, LOST, RESUMES, Hosts
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 _POLL_S = 0.5
 # Environment variables that make JAX's own detection find several processes.

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import jax
 
+from jppo.errors import UserError
 from jppo.forecast.machines import Gpu, Machine, Tpu, target_config
-from jppo.settings import UserError
 
 READY = ".ready"
 CUDNN = "9.20.0.48"  # which an installation with vLLM 0.32 gets: torch 2.13 pins it; JAX alone takes the newest

@@ -14,8 +14,8 @@ import math
 import re
 from typing import Literal
 
+from jppo.errors import UserError
 from jppo.learner import sharding
-from jppo.settings import UserError
 
 Kind = Literal["product", "attention", "memory", "link", "network", "program"]
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
+from jppo.errors import UserError
 from jppo.learner import model_configs, ppo, programs, score, sharding, state, update
 from jppo.learner.model_configs import ModelConfigs, critic_init, path_of_critic
 from jppo.learner.ppo import Learner
@@ -26,7 +27,7 @@ from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
-from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings, UserError
+from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings
 from jppo.types import Params, TrainState
 
 

@@ -5,12 +5,13 @@ import dataclasses
 import jax
 from jax.sharding import Mesh
 
+from jppo.errors import UserError
 from jppo.learner.sharding import require_divisible
 from jppo.models import hf, lora, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
-from jppo.settings import Common, Critic, Model, Settings, UserError, parts
+from jppo.settings import Common, Critic, Model, Settings, parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,22 +15,14 @@ import optax
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
+from jppo.errors import UserError
 from jppo.learner import cost, estimate, optim, packing, ppo, sharding, state
 from jppo.learner.estimate import Estimator
 from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.policy_losses import Objective
 from jppo.models import attention
 from jppo.models.config import ModelConfig
-from jppo.settings import (
-    Common,
-    Optimizer,
-    Settings,
-    UserError,
-    importance_band,
-    optimizers,
-    parts,
-    rejection_rules,
-)
+from jppo.settings import Common, Optimizer, Settings, importance_band, optimizers, parts, rejection_rules
 from jppo.types import Array, Trajectory
 
 

@@ -21,13 +21,13 @@ import optax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jppo.errors import UserError
 from jppo.learner import optim
 from jppo.models import placing
 from jppo.models.config import ModelConfig
 from jppo.models.kernels import Quantized, einsum
 from jppo.models.sequence_parallel import COLUMNS, EXPERT, POSITIONS, WHOLE, dividing, row_axes
 from jppo.models.sequence_parallel import ROWS as ROW_AXES
-from jppo.settings import UserError
 from jppo.types import Params, Rows
 
 AXES = ("data", "fsdp", "tensor", "sequence", "expert")

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jppo.errors import UserError
 from jppo.models.config import DeepSeekVersion, ExpertNames, Experts, Gemma4, Heads, Routing
 from jppo.models.families import VERSION_2, VERSION_3, Family
 from jppo.models.rotary import Rotary, Yarn
-from jppo.settings import UserError
 
 LARGEST = 1 << 40  # of a whole number: more than any model has
 _REQUIRED = object()

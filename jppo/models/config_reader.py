@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from jppo.errors import UserError
 from jppo.models import config_fields, families
 from jppo.models.config import AttentionKind, Delta, DeltaLayout, Heads, Latent, ModelConfig
 from jppo.models.config_fields import Fields
 from jppo.models.families import FAMILIES, Family
 from jppo.models.rotary import STILL, Rotary
-from jppo.settings import UserError
 
 MOST_LAYERS = 10_000  # more than any model has; a loop visits each
 

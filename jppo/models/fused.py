@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jppo.errors import UserError
 from jppo.models.attention import NAME, Attend, Windows, make_plain
 from jppo.models.sequence_parallel import EXCHANGED, Split, repeated, row_axes
-from jppo.settings import UserError
 
 NAMES = ("auto", "xla", "cudnn", "pallas", "splash")
 

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.models import config_reader, kernels, lora, params, placing, tensorfile
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head
 from jppo.models.params import Entry, Head
-from jppo.settings import UserError
 from jppo.types import Params
 
 # Other files of a model directory besides weights and config.json: copied unchanged.

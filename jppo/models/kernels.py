@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jppo.errors import UserError
 from jppo.models.params import Entry
 from jppo.models.tensorfile import BLOCK
-from jppo.settings import UserError
 from jppo.types import Params
 
 NAME = "product"  # under which remat policies save outputs

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.models import kernels, params, placing
 from jppo.models.config import ModelConfig, Stack
 from jppo.models.params import Entry, Head
-from jppo.settings import UserError
 from jppo.types import Array, Params
 
 COLLECTION = "lora"

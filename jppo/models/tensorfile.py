@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo import tensorheader
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 DTYPES = {code: jnp.dtype(name) for name, code in tensorheader.CODES.items()}
 _SIZES = {code: dtype.itemsize for code, dtype in DTYPES.items()} | {"U8": 1}

@@ -11,9 +11,8 @@ import rich.console
 import rich.table
 import rich.text
 
-from jppo.errors import escaped
+from jppo.errors import UserError, escaped
 from jppo.rollout.protocol import RolloutError
-from jppo.settings import UserError
 
 GIB = 2**30
 STYLE = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}

@@ -22,7 +22,7 @@ from packaging.version import Version
 import jppo
 from jppo import settings
 from jppo.child_process import executable
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.forecast.compilers import CUDNN
 from jppo.preflight.finding import GIB, Finding, Verdict
 from jppo.preflight.memory_budget import CHOSEN, MemoryBudget, NvidiaGpu, gpus
@@ -34,7 +34,7 @@ from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.make import require_loggers
 from jppo.sandbox import choice
-from jppo.settings import Common, Settings, UserError
+from jppo.settings import Common, Settings
 
 # Runs in a separate process: a broken jaxlib ends it, and a device may be slow or in use.
 _DEVICES = """

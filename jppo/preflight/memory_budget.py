@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from jppo import process, settings
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import UserError
 from jppo.forecast.machines import GIB, Machine
 from jppo.learner import sharding
 from jppo.preflight import memory
@@ -24,7 +25,7 @@ from jppo.preflight.programs import Estimate, announce
 from jppo.rollout.publish import published_dtype
 from jppo.run.inputs import Inputs
 from jppo.runlog import durable_files
-from jppo.settings import Common, Settings, UserError
+from jppo.settings import Common, Settings
 from jppo.settings.rules_rollout import publish_via
 
 C = TypeVar("C", bound=Common)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
+from jppo.errors import UserError
 from jppo.learner.model_configs import path_of_critic, read_models
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
@@ -28,7 +29,7 @@ from jppo.rewards.graders import grader_of
 from jppo.rewards.make import make_judge, make_refusal, make_reward_sum, needed_columns, require_values
 from jppo.rollout.make import served_reference
 from jppo.run.inputs import Inputs, columns_of, read_tokenizer
-from jppo.settings import Settings, UserError, template_arguments
+from jppo.settings import Settings, template_arguments
 from jppo.types import Params
 
 SHORT = 200  # characters of an error

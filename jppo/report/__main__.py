@@ -6,9 +6,9 @@ The page opens from disk without a network: curves, stage times, scores, samples
 import pathlib
 import sys
 
-from jppo.errors import escaped
+from jppo.errors import UserError, escaped
 from jppo.report.page import NAME, write_report
-from jppo.settings import Parser, UserError, exit_on_user_error
+from jppo.settings import Parser, exit_on_user_error
 
 
 @exit_on_user_error

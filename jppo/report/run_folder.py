@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.runlog import durable_files, logger
 from jppo.runlog.timers import STAGES
-from jppo.settings import UserError
 
 SERVER_HEAD = 65_536  # bytes of a server's log that contain its version
 

@@ -18,13 +18,14 @@ from jppo import process, settings
 from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
 from jppo.data.rows import read_sources
 from jppo.data.tokenizer import load_tokenizer
+from jppo.errors import UserError
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.rewards.graders import describe_refused
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns
 from jppo.rewards.parts import RewardSum, Sample
 from jppo.run.inputs import columns_of
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 from jppo.types import Prompt, Reward
 
 _ROWS = 8  # per source

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.child_process import executable, python_path
+from jppo.errors import UserError
 from jppo.models import families, heads, hf, tensorfile
 from jppo.models.attention import Attend
 from jppo.models.decoder import Decoder, identity
 from jppo.models.experts import make_mix
-from jppo.settings import UserError
 from jppo.types import Params
 
 

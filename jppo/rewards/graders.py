@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.registry import Registry, did_you_mean, read_source, require_name
 from jppo.rewards import code, rules
 from jppo.rewards.parts import Part, Sample, at_characters, failed, graded
 from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
 from jppo.rewards.rules import Verdict
 from jppo.sandbox.choice import STRICT
-from jppo.settings import UserError
 from jppo.types import Reward
 
 Grader = Callable[[str, str], Verdict | Reward]  # (response, ground truth)

@@ -24,10 +24,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.rewards.judge_client import JudgeClient, JudgeError, JudgeReply
 from jppo.rewards.parts import Part, Sample, failed, graded, pending
-from jppo.settings import UserError
 from jppo.types import Reward
 
 _NAMES = ("prompt", "response", "ground_truth")

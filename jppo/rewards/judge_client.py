@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 
 from jppo.data.tokenizer import decode, load_tokenizer
 from jppo.distributed.hosts import ALONE, Hosts, own_folder
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
@@ -44,7 +44,7 @@ from jppo.rewards.parts import (
 )
 from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm
-from jppo.settings import Settings, UserError
+from jppo.settings import Settings
 from jppo.settings.parts import estimator
 from jppo.settings.texts import entries
 from jppo.types import Prompt

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.rewards.earned import step_ends
 from jppo.rewards.parts import Sample, at_characters, failed, pending
-from jppo.settings import UserError
 from jppo.types import Reward
 
 _PLACE = "said-by-the-policy"

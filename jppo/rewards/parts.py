@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jppo import traces
+from jppo.errors import UserError
 from jppo.rewards.earned import Amounts
-from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Reward, Trajectory
 
 

@@ -20,13 +20,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jppo.errors import UserError
 from jppo.models import experts, generate, placing
 from jppo.models.config import ModelConfig
 from jppo.models.generate import SamplingRule, Slots
 from jppo.models.lora import Weights
 from jppo.rollout import protocol
 from jppo.rollout.protocol import Answer, Done, Kept, RolloutError, Sampler, Served, Talk, cut_at, greedy, require_kept
-from jppo.settings import UserError
 from jppo.types import Params, Prompt, Sampling, Trajectory
 
 TURNS = 32  # tokens per row between two checks by the host

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import UserError
 from jppo.learner import cost, sharding
 from jppo.learner.make import make_mesh
 from jppo.learner.recipe import kept_tokens, sequences_of_step
@@ -23,7 +24,7 @@ from jppo.rollout.servers.repair import Lookup, address_lookup
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import ServedReferences, start_vllm
-from jppo.settings import Rollout, Settings, UserError, parts, texts
+from jppo.settings import Rollout, Settings, parts, texts
 from jppo.settings.rules_rollout import publish_via
 
 SMALL = 2e7  # FLOP of a token

@@ -10,14 +10,14 @@ from jppo.agent.make import Agent, make_agent
 from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models
 from jppo.learner.recipe import require_optimizers
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
 from jppo.samples.make import prompts_per_batch
-from jppo.settings import Common, Settings, UserError, template_arguments
+from jppo.settings import Common, Settings, template_arguments
 from jppo.settings.texts import by_source
 
 

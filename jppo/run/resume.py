@@ -14,7 +14,7 @@ import numpy as np
 from jppo import __version__, settings
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.learner import optim, state
 from jppo.learner.ppo import Learner, Spare
 from jppo.learner.state import scalar
@@ -24,7 +24,7 @@ from jppo.run.loop import Progress
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import Restored, checksum_of_all, require_checkpoint, restore
-from jppo.settings import Common, Settings, UserError, table
+from jppo.settings import Common, Settings, table
 from jppo.types import TrainState
 
 # Settings that a resume cannot change, and what of the checkpoint depends on them.

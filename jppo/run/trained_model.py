@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jppo.errors import RunEnded
+from jppo.errors import RunEnded, UserError
 from jppo.learner import sharding, state
 from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.ppo import Learner
@@ -21,7 +21,7 @@ from jppo.models.lora import Lora
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import checksum_of_all, restore_field
-from jppo.settings import Settings, UserError, by_name
+from jppo.settings import Settings, by_name
 from jppo.types import Params, TrainState
 
 Found = dict[str, Any]  # settings by their dotted names

@@ -19,10 +19,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.errors import escaped, first_line
+from jppo.errors import UserError, escaped, first_line
 from jppo.runlog import checkpoint_arrays, durable_files
 from jppo.runlog.checkpoint_arrays import Damaged, Restored, checkpointer, quiet, restore
-from jppo.settings import UserError
 
 BEST = "best.json"
 EXPORT = ".hf-tmp"

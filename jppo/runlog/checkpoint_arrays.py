@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from jppo.errors import first_line
-from jppo.settings import UserError
+from jppo.errors import UserError, first_line
 
 LARGE = 2**26  # bytes of an array that all devices should help to copy
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 
 class Appender:

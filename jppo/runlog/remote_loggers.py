@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from jppo.errors import UserError
 from jppo.runlog import durable_files
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.sinks import About, Rows
-from jppo.settings import UserError
 
 COLUMNS = ("prompt", "response", "ground_truth", "score", "error", "finish")  # shown of samples
 GIVE_UP_S = 120.0  # at the end; unsent data is then in RUN/wandb/ for `wandb sync`

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jppo.distributed.hosts import Hosts
-from jppo.settings import UserError
+from jppo.errors import UserError
 from jppo.types import Exchange, Reward, Trajectory
 
 ARRAYS = ("tokens", "sampled", "logprob", "version")

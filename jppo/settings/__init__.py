@@ -5,7 +5,6 @@ else reads the frozen sections that it returns. The settings are in `table_train
 `table.py`, which puts them together.
 """
 
-from jppo.errors import UserError, UserErrors
 from jppo.settings.configfile import (
     Parser,
     check,
@@ -67,8 +66,6 @@ __all__ = [
     "Rollout",
     "Settings",
     "Supervised",
-    "UserError",
-    "UserErrors",
     "ValKwargs",
     "as_dict",
     "by_name",

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jppo import settings
-from jppo.errors import BadRequest
+from jppo.errors import BadRequest, UserError
 from jppo.http_server import HttpReply, HttpRequest, HttpServer, json_reply
 from jppo.run.own_loop import open_model
-from jppo.settings import UserError
 from jppo.tinker.sessions import Service
 
 KEYS = "JPPO_TINKER_KEYS"

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from jppo.errors import UserError
 from jppo.sandbox import shell
 from jppo.sandbox.launcher import NoSandbox
-from jppo.settings import UserError
 
 _BY_HAND = (
     'to do it by hand: mkdir stand-in; printf \'#!/bin/sh\\nprintf "%%s\\\\0" "$@" > /tmp/words\\n\' >'

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.sandbox.shell import HIDDEN
-from jppo.settings import UserError, sft_default, table
+from jppo.settings import sft_default, table
 from jppo.verl import derived, overrides
 from jppo.verl.derived import untaught
 from jppo.verl.name import Look, Moot, Name, Unfit, key_of, read_with

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from jppo.errors import first_line
-from jppo.settings import UserError
+from jppo.errors import UserError, first_line
 from jppo.settings.table import TABLE
 from jppo.settings.texts import LOGGERS
 from jppo.verl import derived

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jppo.agent.conversation import Turns, make_environment, make_interaction
+from jppo.errors import UserError
 from jppo.rollout.protocol import greedy
-from jppo.settings import UserError
 from jppo.types import Exchange
 
 SCHEMA = {"type": "function", "function": {"name": "slow", "parameters": {"properties": {"x": {"type": "string"}}}}}

@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from jppo.agent.gateway import forks, process
-from jppo.settings import UserError
+from jppo.errors import UserError
 from tests.agent.test_gateway import running, wait_for
 
 

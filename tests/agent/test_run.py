@@ -9,10 +9,10 @@ import pytest
 from examples import arithmetic, multiplication
 from jppo import evaluate, settings, train
 from jppo.distributed.hosts import Stopped
+from jppo.errors import UserError
 from jppo.models import decoder, hf, hf_write
 from jppo.rollout.protocol import RolloutError
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 from tests.make import typed
 
 WORLD = '''

@@ -12,7 +12,7 @@ import pytest
 from jppo.agent.built_in_tools import Index, Python, Search
 from jppo.agent.calls import Call
 from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner, cut_to_length, read_tools
-from jppo.settings import UserError
+from jppo.errors import UserError
 from jppo.types import Prompt
 from tests.make import until
 

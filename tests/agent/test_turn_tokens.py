@@ -8,7 +8,7 @@ import pytest
 from jppo.agent import turn_tokens
 from jppo.agent.calls import hermes as hermes_calls
 from jppo.data.prompts import read_prompts
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 KEEPS = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n{% endif %}"

@@ -5,7 +5,7 @@ import tokenizers
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
 from examples import arithmetic
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 SETTINGS = {"seed": 1, "test": 1000, "sloppy": 0.6, "demonstrations": 8}
 

@@ -10,7 +10,7 @@ import pytest
 from jppo.data import gsm8k
 from jppo.data.prompts import read_prompts
 from jppo.data.tokenizer import load_tokenizer
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
 

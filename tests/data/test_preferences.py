@@ -1,7 +1,7 @@
 import pytest
 
 from jppo.data.preferences import read_pairs
-from jppo.settings import UserError
+from jppo.errors import UserError
 from tests.make import write_rows
 
 

@@ -9,7 +9,7 @@ import pytest
 from jppo.data import prompts
 from jppo.data.prompts import read_prompts
 from jppo.data.tokenizer import Renderer, load_tokenizer
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 GOOD = {"prompt": "1+2=", "ground_truth": "3", "data_source": "arithmetic"}
 

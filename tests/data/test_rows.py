@@ -9,7 +9,7 @@ import pytest
 
 from jppo.data.prompts import read_prompts
 from jppo.data.rows import _hide_gpus, read_rows, read_sources, tfds_spec
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 CLASSES = """
 import dataclasses

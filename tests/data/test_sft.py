@@ -4,7 +4,7 @@ import pytest
 
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import load_tokenizer
-from jppo.settings import UserError
+from jppo.errors import UserError
 from jppo.sft import as_trajectory
 from tests.make import write_rows
 

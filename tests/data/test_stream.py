@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jppo.data.stream import Cursor, MixPart, mix_parts, next_batch, parse_mix, seen, steps_per_epoch, user_order
-from jppo.settings import UserError
+from jppo.errors import UserError
 from jppo.types import Prompt, Reward
 
 

@@ -9,7 +9,7 @@ from jppo.data import template_worker
 from jppo.data import tokenizer as template_module
 from jppo.data.rows import Row
 from jppo.data.tokenizer import load_tokenizer, make_renderer
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 ASKED = [{"role": "user", "content": "1"}]
 

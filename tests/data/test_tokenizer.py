@@ -15,7 +15,7 @@ from jppo.data.tokenizer import (
     pieces,
     tokenize,
 )
-from jppo.settings import UserError
+from jppo.errors import UserError
 from tests.make import bytes_as_text
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from jppo.distributed import hosts as module
 from jppo.distributed.hosts import ALONE, Elsewhere, Hosts, Stopped, own_folder
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.run.agreement import Mismatch
-from jppo.settings import UserError
 
 
 class Store:

@@ -9,7 +9,7 @@ import pytest
 from jppo.distributed import launchers
 from jppo.distributed.hosts import ALONE
 from jppo.distributed.launchers import HostPlace, find_place, join_launched
-from jppo.settings import UserError
+from jppo.errors import UserError
 
 MASTER = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
 ALL = {"NNODES": "4", "NODE_RANK": "2", **MASTER}

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.forecast import account as forecast
 from jppo.forecast import compilers, machines
 from jppo.forecast.account import Account
 from jppo.forecast.machines import SHARES
 from jppo.forecast.schedule import Collective, CollectiveStart, Kernel, Loop, Wait
-from jppo.settings import UserError
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jppo.errors import UserError
 from jppo.learner import optim, ppo, state, update
 from jppo.models import lora
 from jppo.models.lora import Lora, join
-from jppo.settings import UserError
 
 SGD = optim.at_rate(optax.sgd)  # the gradient itself, scaled by the learning rate
 START = dict(mini=8, epochs=2, lr=0.1, tx=SGD)

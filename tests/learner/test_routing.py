@@ -10,11 +10,11 @@ import torch
 import transformers
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner import packing, ppo, score
 from jppo.learner.recipe import replayed
 from jppo.models import config_reader, decoder, hf_write, params
 from jppo.runlog import trajectories as saved
-from jppo.settings import UserError
 from tests.make import trajectory
 
 E, K, LAYERS = 5, 2, 3

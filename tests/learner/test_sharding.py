@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jppo.errors import UserError
 from jppo.learner import make, packing, sharding
-from jppo.settings import UserError
 
 
 @pytest.mark.parametrize(

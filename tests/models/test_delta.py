@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.learner import cost, sharding
 from jppo.learner.sharding import require_divisible
 from jppo.models import attention, config_reader, decoder, delta, hf_write, lora
 from jppo.rollout.vllm.arguments import ServerSettings, require_delta_nets
-from jppo.settings import UserError
 from tests.models.conftest import config_of
 
 R, T, N, G, A, W = 2, 150, 2, 3, 10, 7

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jppo.errors import UserError
 from jppo.learner import sharding, state
 from jppo.models import (
     config_reader,
@@ -24,7 +25,6 @@ from jppo.models import (
     sequence_parallel,
 )
 from jppo.models.attention import make_plain
-from jppo.settings import UserError
 from tests.make import whole
 from tests.models.conftest import SHAPES, config_of
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
+from jppo.errors import UserError
 from jppo.models import config_reader
 from jppo.models.config import AttentionKind
 from jppo.models.rotary import Rotary
-from jppo.settings import UserError
 
 
 def test_fields_are_read(hf_config):

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.learner.sharding import mesh_of_shape
 from jppo.models import config_reader, decoder, fused
 from jppo.models.fused import Needs
-from jppo.settings import UserError
 
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the norm
 

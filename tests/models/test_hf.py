@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jppo.errors import UserError
 from jppo.learner import sharding, state
 from jppo.models import decoder, heads, hf, hf_write, params, tensorfile
 from jppo.models.config import pad_vocab
-from jppo.settings import UserError
 from tests.make import whole
 from tests.models.conftest import BY_FAMILY
 

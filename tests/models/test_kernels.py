@@ -12,12 +12,12 @@ import pytest
 import safetensors.numpy
 
 from jppo import export, settings, train
+from jppo.errors import UserError
 from jppo.learner import state
 from jppo.learner.sharding import mesh_of_shape
 from jppo.models import decoder, hf, kernels, lora
 from jppo.models.kernels import einsum, product
 from jppo.models.lora import Lora
-from jppo.settings import UserError
 from tests.make import assert_close, changed, logits, untimed, weights, whole
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import safetensors
 
+from jppo.errors import UserError
 from jppo.models import decoder, heads, hf, hf_write, lora, params
 from jppo.models.lora import Lora
-from jppo.settings import UserError
 from tests.make import assert_close, logits, whole
 
 ALL = Lora(rank=3, alpha=8, targets=tuple(lora.TARGETS))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jppo.errors import UserError
 from jppo.models import hf, hf_write, tensorfile
 from jppo.preflight import models_and_data
-from jppo.settings import UserError
 from tests.models.conftest import config_of
 
 torch = pytest.importorskip("torch")

@@ -8,9 +8,9 @@ import time
 import pytest
 import rich.console
 
+from jppo.errors import UserError
 from jppo.preflight.finding import Check, Finding, examine, print_findings
 from jppo.rollout.protocol import RolloutError
-from jppo.settings import UserError
 
 
 def fine():

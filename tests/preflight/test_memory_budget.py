@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.forecast import compilers, machines, schedule
 from jppo.forecast.account import Account
 from jppo.learner.make import make_mesh
 from jppo.preflight import checks, memory_budget, preview, programs
 from jppo.preflight.programs import Estimate, ProgramMemory, exchange_lines
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 from tests.make import typed
 from tests.test_resume import again, untimed
 

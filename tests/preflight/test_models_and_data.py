@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.learner.make import make_mesh
 from jppo.preflight import models_and_data
 from jppo.preflight.finding import Check, examine
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 from tests.make import typed
 
 

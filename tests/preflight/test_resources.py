@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.preflight import machine
 from jppo.preflight.finding import GIB
 from jppo.preflight.memory_budget import MemoryBudget
-from jppo.settings import UserError
 from tests.make import typed
 
 

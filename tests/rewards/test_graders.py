@@ -3,11 +3,11 @@ import math
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rewards.graders import GRADERS, RulePart, graders_for
 from jppo.rewards.parts import Sample
 from jppo.rewards.pool import Pool
 from jppo.rewards.rules import exact, gsm8k
-from jppo.settings import UserError
 from jppo.types import Prompt
 
 

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from jppo.errors import UserError
 from jppo.rewards import judge_client
 from jppo.rewards.judge import PRESETS, JudgePart, Rubric, ScoreCache, make_rubric, read_score
 from jppo.rewards.judge_client import JudgeClient
-from jppo.settings import UserError
 from tests.make import sample
 
 KEY = "sk-Odd/key+with%chars-0123456789abcdef"

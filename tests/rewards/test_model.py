@@ -20,6 +20,7 @@ import tokenizers
 import transformers
 
 from jppo.data import tokenizer
+from jppo.errors import UserError
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.rewards import classifier
@@ -34,7 +35,6 @@ from jppo.rewards.classifier import (
 from jppo.rewards.model import ModelPart, Normalizer, ScoringError, Texts
 from jppo.rewards.model_process import TransformersRewardModel, VllmRewardModel
 from jppo.rewards.parts import Sample
-from jppo.settings import UserError
 from jppo.types import Prompt
 from tests.make import alive
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rewards.graders import OverlongPart, overlong
 from jppo.rewards.parts import ConversationPart, Sample
-from jppo.settings import UserError
 from jppo.types import Exchange, Prompt
 
 PROMPT = Prompt("u", "s", "q", np.zeros(1, np.int32), "", {})

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
+from jppo.errors import UserError
 from jppo.rewards import graders, pool_worker, rules
 from jppo.rewards.graders import FormatPart, FunctionPart, RulePart
 from jppo.rewards.pool import Pool
-from jppo.settings import UserError
 from tests.make import bytes_as_text, sample
 
 NASTY = """

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rewards.parts import ConversationPart, Part, RewardSum, failed, parse_weights
-from jppo.settings import UserError
 from jppo.types import Exchange, Reward
 from tests.make import sample
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from jppo.errors import UserError
 from jppo.rewards import graders, rules
-from jppo.settings import UserError
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden/graders.json").read_text())
 SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")

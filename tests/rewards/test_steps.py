@@ -11,13 +11,13 @@ import pytest
 import transformers
 
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.learner import sharding, state
 from jppo.models import hf
 from jppo.rewards.classifier import JaxRewardModel, converted, read_classifier
 from jppo.rewards.model import StepPart, Texts
 from jppo.rewards.model_process import TransformersRewardModel
 from jppo.rewards.parts import RewardSum, Sample, parse_weights
-from jppo.settings import UserError
 from jppo.types import Prompt
 from tests.rewards.test_model import WORDS, edit, load_tokenizer, make_model
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import repair
@@ -15,7 +16,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import buckets, layout, transports
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.layout import Staging
-from jppo.settings import UserError, default
+from jppo.settings import default
 from jppo.settings.rules_rollout import publish_via
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, until, whole

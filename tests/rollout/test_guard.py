@@ -14,12 +14,12 @@ import urllib.request
 
 import pytest
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.delivery import wants_token
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault, attached_key
 from jppo.rollout.servers.guard import Guard, Key, foreign, new_key
-from jppo.settings import UserError
 from tests.rollout import nobody
 
 ROUTES = ("/health", "/metrics", "/openapi.json", "/v1/models", "/collective_rpc", "/pause", "/anything")

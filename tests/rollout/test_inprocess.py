@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jppo import train
+from jppo.errors import UserError
 from jppo.learner import packing, score, sharding, state
 from jppo.models import attention, config_reader, decoder, heads, lora, params
 from jppo.models.config import pad_vocab
@@ -20,7 +21,6 @@ from jppo.rollout import inprocess, protocol
 from jppo.rollout.inprocess import InprocessEngine, InprocessSampler, InprocessSettings
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import RolloutError, greedy, require_kept, sample_seed
-from jppo.settings import UserError
 from jppo.types import OVERFLOW, Prompt
 from tests.learner.test_compilations import compilations
 from tests.make import read_lines, typed

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import buckets, device_carriers, transports
 from jppo.rollout.vllm.client import start_vllm
-from jppo.settings import UserError
 from tests.rollout.test_fleet import PROMPTS, SAMPLING, asked, serve, whole
 from tests.rollout.test_nccl import UPDATE, engine, has, library, source, works  # noqa: F401 (fixtures)
 

@@ -18,6 +18,7 @@ import pytest
 import jppo
 from examples import arithmetic
 from jppo import settings as settings_room
+from jppo.errors import UserError
 from jppo.learner.make import make_mesh
 from jppo.models import config_reader
 from jppo.rollout.make import describe_servers, require_routing, server_threads, with_servers
@@ -35,7 +36,7 @@ from jppo.rollout.vllm.arguments import (
     vllm_options,
     vllm_program,
 )
-from jppo.settings import UserError, cpu_dtype, default, rules_rollout
+from jppo.settings import cpu_dtype, default, rules_rollout
 from tests.make import typed
 from tests.models.conftest import config_of
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jppo.distributed.hosts import ALONE, Hosts
+from jppo.errors import UserError
 from jppo.rollout.make import attached
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
@@ -15,7 +16,7 @@ from jppo.rollout.servers import fleet, repair
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.servers.repair import address_lookup
 from jppo.rollout.vllm.client import GENERATE, start_vllm
-from jppo.settings import UserError, texts
+from jppo.settings import texts
 from tests.rollout import test_buckets
 from tests.rollout.conftest import INFO, FakeServer
 from tests.rollout.test_fleet import PROMPTS, REVIVED, SAMPLING, SWAP, TENSORS, asked, serve, until, whole

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import buckets, device_carriers
 from jppo.rollout.vllm.client import start_vllm
-from jppo.settings import UserError
 from tests.rollout.conftest import INFO
 from tests.rollout.test_fleet import asked, serve
 

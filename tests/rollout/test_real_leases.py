@@ -10,12 +10,12 @@ import time
 
 import pytest
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import publish
 from jppo.rollout.vllm.client import start_vllm
-from jppo.settings import UserError
 from tests.rollout.test_real_vllm import PROMPTS, SAMPLING, gap, make_model, random_weights
 
 pytestmark = [

@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.models import hf
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.publish import Repeatable
@@ -22,7 +23,6 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments, buckets, publish
 from jppo.rollout.vllm.client import start_vllm
 from jppo.rollout.vllm.publish import Buffers
-from jppo.settings import UserError
 from jppo.types import OVERFLOW, Prompt
 from tests.rollout import nobody
 from tests.rollout.test_publish_changes import published_share

@@ -18,12 +18,12 @@ import pytest
 from examples import arithmetic
 from jppo import settings, train
 from jppo.data.tokenizer import load_tokenizer
+from jppo.errors import UserError
 from jppo.preflight import models_and_data
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.vllm import client
 from jppo.rollout.vllm.client import SCORE_ROUTE, ServedReferences
 from jppo.run.inputs import read_inputs
-from jppo.settings import UserError
 from jppo.types import Trajectory
 from tests.make import typed
 

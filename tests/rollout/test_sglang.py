@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jppo import train
+from jppo.errors import UserError
 from jppo.models import hf
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.rollout.servers import replies
@@ -23,7 +24,7 @@ from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.sglang import client
 from jppo.rollout.sglang.client import GENERATE, OURS, Sglang, check_sglang, sglang_options, start_sglang
 from jppo.run.inputs import read_inputs, read_test, require_publishable
-from jppo.settings import UserError, check
+from jppo.settings import check
 from jppo.types import Prompt
 from tests.make import typed
 from tests.models.conftest import config_of

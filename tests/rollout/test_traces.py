@@ -8,9 +8,10 @@ import threading
 import pytest
 
 from jppo import traces, train
+from jppo.errors import UserError
 from jppo.rewards.parts import RewardSum, parse_weights, sample_of
 from jppo.runlog.make import require_loggers
-from jppo.settings import UserError, check
+from jppo.settings import check
 from jppo.types import Reward
 from tests.make import typed
 from tests.rollout import test_fleet

@@ -9,13 +9,13 @@ import pathlib
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError, greedy, sample_seed
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.servers.member import ServerLimits
 from jppo.rollout.vllm import arguments
 from jppo.rollout.vllm.client import GENERATE, start_vllm
 from jppo.rollout.vllm.publish import call_workers
-from jppo.settings import UserError
 from jppo.types import OVERFLOW, Prompt
 
 SAMPLING = dataclasses.replace(greedy(8), temperature=0.7, n=2, seed=5)

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from jppo.errors import UserError
 from jppo.rollout.vllm import client, layout, publish
 from jppo.rollout.vllm.publish import Buffers, FilePublisher
-from jppo.settings import UserError
 
 TENSORS = {f"w{i}": np.arange(i, i + 500, dtype=np.float32) for i in range(5)}
 SHAPES = {name: tensor.shape for name, tensor in TENSORS.items()}

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.metadata import array_metadata_store
 
+from jppo.errors import UserError
 from jppo.runlog import checkpoint, checkpoint_arrays
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
-from jppo.settings import UserError
 from jppo.types import TrainState
 
 

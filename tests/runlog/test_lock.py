@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from jppo import train
+from jppo.errors import UserError
 from jppo.runlog.durable_files import FILE, own
-from jppo.settings import UserError
 
 HOLDER = """
 import pathlib, subprocess, sys, time

@@ -7,8 +7,9 @@ import pathlib
 import pytest
 
 from jppo import train
+from jppo.errors import UserError
 from jppo.runlog.timers import Profiler, Timers
-from jppo.settings import UserError, check_within, parse_steps
+from jppo.settings import check_within, parse_steps
 
 
 def names_of(file):

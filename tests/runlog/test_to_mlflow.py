@@ -6,10 +6,10 @@ import types
 
 import pytest
 
+from jppo.errors import UserError
 from jppo.runlog import remote_loggers
 from jppo.runlog.logger import Logger
 from jppo.runlog.sinks import About
-from jppo.settings import UserError
 
 
 def test_no_package_is_the_users_to_mend(monkeypatch):

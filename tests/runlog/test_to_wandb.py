@@ -9,10 +9,10 @@ import sys
 import pytest
 import rich.console
 
+from jppo.errors import UserError
 from jppo.runlog import remote_loggers
 from jppo.runlog.logger import Logger, read_metrics
 from jppo.runlog.sinks import About
-from jppo.settings import UserError
 
 wandb = pytest.importorskip("wandb", reason="the extra wandb is not installed")
 from wandb.proto.wandb_internal_pb2 import Record  # noqa: E402

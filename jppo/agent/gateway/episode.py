@@ -17,10 +17,9 @@ from jppo.agent.gateway.history import Turn
 from jppo.agent.gateway.process import Ended
 from jppo.agent.gateway.request import Body, Choice, Message, Reply, Request, ToolCall
 from jppo.agent.turn_tokens import Chat
-from jppo.errors import BadRequest
+from jppo.errors import BadRequest, UserError
 from jppo.rewards.earned import finite, short
 from jppo.rollout.protocol import Answer, sample_seed
-from jppo.settings import UserError
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
 
 MODEL = "policy"

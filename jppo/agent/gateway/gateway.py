@@ -17,11 +17,10 @@ from jppo.agent.gateway import process
 from jppo.agent.gateway.apis import APIS, RESPONSES
 from jppo.agent.gateway.episode import MODEL, Episode, Language, Rules
 from jppo.agent.gateway.request import Request
-from jppo.errors import BadRequest
+from jppo.errors import BadRequest, UserError
 from jppo.http_server import HttpReply, HttpRequest, HttpServer, json_object, json_reply
 from jppo.process import allow_files
 from jppo.rollout.protocol import Answer, Ask, RolloutError
-from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 
 HOST = "127.0.0.1"

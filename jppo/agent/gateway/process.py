@@ -21,10 +21,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from jppo import child_process
-from jppo.errors import expanded
+from jppo.errors import UserError, expanded
 from jppo.registry import read_source, require_name
 from jppo.rollout.protocol import RolloutError
-from jppo.settings import UserError
 
 MOST_OUTPUT = 2**16  # bytes of the output's end that are read
 MOST_DEATHS = 3  # of the process that forks, without a program that ends between them

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import Kept, RolloutError, Served
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.member import Inspected, Member, Router
-from jppo.settings import UserError
 from jppo.types import Sampling
 
 

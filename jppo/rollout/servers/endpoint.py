@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError, run
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.guard import PROCESS_HEADER, TOKEN, Key
 from jppo.rollout.servers.http_client import Broken, Reply, brief, quoted, send
-from jppo.settings import UserError
 
 T = TypeVar("T")
 OPEN = Key()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jppo import traces
+from jppo.errors import UserError
 from jppo.process import allow_files
 from jppo.rollout import protocol
 from jppo.rollout.protocol import (
@@ -39,7 +40,6 @@ from jppo.rollout.servers.endpoint import TRIES, Busy, Endpoint, ServerFault, Ta
 from jppo.rollout.servers.member import Cut, Member, Router, Server, ServerLimits, stop_all
 from jppo.rollout.servers.repair import LOOKUP_S, Lookup, Membership, Repairs
 from jppo.rollout.servers.replies import largest, reading
-from jppo.settings import UserError
 from jppo.types import Prompt, Sampling, Trajectory
 
 T = TypeVar("T")

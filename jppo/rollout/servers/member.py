@@ -24,10 +24,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
-from jppo.settings import UserError
 
 HOST = "127.0.0.1"  # other users of the machine can reach it: see guard.py
 STOP_S = 15.0  # longer than the launcher takes

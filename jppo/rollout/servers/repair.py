@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import ServedWeights, ServerApi, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.guard import TOKEN
 from jppo.rollout.servers.member import Member, Router, ServerLimits
-from jppo.settings import UserError
 
 PROBE_S = 2.0  # between two health checks
 POLL_S = 0.5

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from jppo import child_process, tensorheader
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard, replies
 from jppo.rollout.servers.delivery import Completion, Offers, sampling_params
@@ -33,7 +34,6 @@ from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import ServerSettings, make_program, parse_engine_args, triton, visible_devices
 from jppo.rollout.vllm.publish import SHARED_MEMORY, make_folder, write_tensors
-from jppo.settings import UserError
 from jppo.types import Sampling
 
 GENERATE = "/generate"

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jppo import child_process
+from jppo.errors import UserError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.member import HOST, ServerProgram
-from jppo.settings import UserError
 
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "jppo.rollout.vllm.worker.WeightLoader"

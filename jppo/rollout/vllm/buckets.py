@@ -20,13 +20,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Delivery, Offers, Step, WeightsGone
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.vllm import layout, transports
 from jppo.rollout.vllm.layout import TensorEntry
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, accept, call_workers
-from jppo.settings import UserError
 
 BUCKET = 3 << 26  # bytes: with 64 MiB in flight from the device, 256 MiB in all
 IN_TIME = 0.8  # fraction of the request timeout: a longer transfer is refused, with the reason

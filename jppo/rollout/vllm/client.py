@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import Kept, RolloutError
 from jppo.rollout.servers import guard, replies
 from jppo.rollout.servers.delivery import Completion, sampling_params
@@ -33,7 +34,6 @@ from jppo.rollout.servers.repair import Lookup
 from jppo.rollout.vllm import arguments, buckets, device_carriers
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, call_workers
-from jppo.settings import UserError
 from jppo.types import OVERFLOW, Sampling, Trajectory
 
 GENERATE = "/inference/v1/generate"

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Step
 from jppo.rollout.servers.endpoint import Endpoint
 from jppo.rollout.vllm import buckets, layout, transports
 from jppo.rollout.vllm.layout import TensorEntry
 from jppo.rollout.vllm.publish import call_workers
-from jppo.settings import UserError
 
 ID_BYTES = 128
 UINT8, FLOAT32, SUM = 1, 7, 0  # of ncclDataType_t and ncclRedOp_t

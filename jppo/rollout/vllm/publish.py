@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from jppo.errors import UserError
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers.delivery import Delivery, Offers
 from jppo.rollout.servers.endpoint import Endpoint, ServerFault
 from jppo.rollout.servers.http_client import brief, quoted
 from jppo.rollout.servers.replies import reading
 from jppo.rollout.vllm import layout
-from jppo.settings import UserError
 
 SHARED_MEMORY = "/dev/shm"
 UNDER_WAY = 1 << 26  # bytes of tensors being written while the next ones are made
