@@ -25,7 +25,6 @@ from unittest import mock
 
 import numpy as np
 from machine import ROOT, begin, lines_of, machine, newest, version
-from ml_collections import ConfigDict
 
 sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic, multiplication
@@ -34,6 +33,7 @@ from jppo.agent.built_in_tools import Calculator
 from jppo.data.rows import write_jsonl
 from jppo.data.tokenizer import load_tokenizer, make_renderer
 from jppo.errors import UserError
+from jppo.learner import ppo
 from jppo.rollout.vllm.client import Vllm
 
 REWARDS = "benchmarks/conversation_rewards.py"
@@ -277,7 +277,7 @@ class Tokens:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Records every answer as it arrives over HTTP, and compares every batch before its update."""
-        request, part, update = Vllm.request, Vllm.part, train.update_models
+        request, part, update = Vllm.request, Vllm.part, ppo.learn
 
         def requested(vllm: Vllm, ids: Sequence[int], *rest: Any) -> Any:
             self._asked[asyncio.current_task()] = list(ids)
@@ -290,18 +290,18 @@ class Tokens:
             self.answers += 1
             return part(vllm, reply, *rest)
 
-        def updated(c: ConfigDict, learner: Any, now: Any, data: Any, trajectories: Any, *rest: Any) -> Any:
+        def updated(learner: Any, now: Any, data: Any, trajectories: Any, *rest: Any) -> Any:
             for first, mask, t in zip(np.asarray(data.first), np.asarray(data.mask), trajectories, strict=False):
                 trained = np.zeros(len(t.tokens), np.bool_)
                 trained[first + 1 :] = mask[: len(t.tokens) - first - 1]
                 self.compare(t.tokens.tolist(), trained, t.logprob, first + 1)
                 self.mixed += len({*t.version[trained].tolist()}) > 1
-            return update(c, learner, now, data, trajectories, *rest)
+            return update(learner, now, data, trajectories, *rest)
 
         with (
             mock.patch.object(Vllm, "request", requested),
             mock.patch.object(Vllm, "part", answered),
-            mock.patch.object(train, "update_models", updated),
+            mock.patch.object(ppo, "learn", updated),
         ):
             yield
 

@@ -27,19 +27,20 @@ import jax
 from machine import ROOT, begin, title, write
 from ml_collections import ConfigDict
 from models import CPU_SCANS, MODELS, some
-from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score_batch
+from work import SEQUENCES, base_config, change, make_batch, make_rows, response_lengths, score
 
 from jppo import settings
 from jppo.errors import UserError
+from jppo.learner import ppo
 from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
-from jppo.learner.model_configs import ModelConfigs, make_adapters
+from jppo.learner.model_configs import make_adapters
+from jppo.learner.ppo import ModelConfigs
 from jppo.learner.recipe import make_recipe, plan_of_run
 from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings
-from jppo.train import update_models
 from jppo.types import Trajectory
 
 LIMIT = 0.2  # how far off an estimate may be
@@ -71,10 +72,10 @@ def make_inputs(c: Settings, described: dict[str, Any]) -> ModelConfigs:
     )
 
 
-def step(c: Settings, learner: Any, now: Any, trajectories: list[Trajectory]) -> Any:
+def step(learner: Any, now: Any, trajectories: list[Trajectory]) -> Any:
     """Runs the device part of a step."""
-    data = score_batch(learner, now, trajectories, Timers())
-    return update_models(c, learner, now, data, trajectories, Timers())[0]
+    data = score(learner, now, trajectories, Timers())
+    return ppo.learn(learner, now, data, trajectories, Timers())[0]
 
 
 def status(field: str) -> int | None:
@@ -100,7 +101,7 @@ def measure(name: str, *, layers: int, tokens: int | None, changes: Sequence[str
     learner, now = make_learner(c, inputs, mesh)
     run_programs(list_run_programs(c, learner, now))
     for _ in range(2):
-        now = step(c, learner, now, trajectories)
+        now = step(learner, now, trajectories)
     jax.block_until_ready(now)
     devices = jax.local_device_count()
     return {

@@ -48,8 +48,8 @@ from work import (
 
 from jppo import settings
 from jppo.errors import UserError
-from jppo.learner import batch, packing, ppo, score, sharding, state, update
-from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_descent, make_mesh
+from jppo.learner import batch, packing, score, sharding, state, update
+from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_mesh, make_trainable
 from jppo.learner.recipe import make_recipe, plan_rows
 from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
@@ -256,7 +256,7 @@ def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
     if s.c.model.param_dtype != "float32" and s.c.actor.master_dtype == "float32":
         kept += gradients
     check_room(gradients + kept + max(program["results"] + program["temporaries"] for program in programs))
-    descent, opt = make_descent(s.c.actor, "actor", accumulate, trained, total_steps=1)
+    descent, opt = make_trainable(s.c.actor, "actor", accumulate, trained, total_steps=1)
     step = np.zeros((), np.int32)
     programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step, np.True_))
     check_room(gradients + programs[-1]["results"] + programs[-1]["temporaries"])
@@ -264,7 +264,7 @@ def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
     now = [trained.learned, opt]
 
     def run() -> None:
-        now[:] = ppo.descend(descent, *now, step, minis, None)[:2]
+        now[:] = descent.learn(*now, step, minis, None)[:2]
 
     del opt
     measured = timed(s, run, flops)

@@ -26,11 +26,10 @@ from work import SHAPES, base_config, flat_batch, hf_config, make_batch, make_ro
 from jppo import settings
 from jppo.learner import batch, ppo
 from jppo.learner.make import make_learner, make_mesh
-from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.ppo import ModelConfigs
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.runlog.timers import Timers
-from jppo.train import update_models
 from jppo.types import Trajectory
 
 CASES = ("64:16-128", "256:16-128", "104:56-500")  # prompt:shortest-longest response; the last has GSM8K's means
@@ -88,7 +87,7 @@ def make_turn(
         seconds = {"old_log_prob": since(begin)}
         data, _ = ppo.with_advantages(learner.passes, data, now.kl_coef, mesh)
         begin = time.perf_counter(), time.process_time()
-        state[0], _ = update_models(typed, learner, now, data, trajectories, Timers())
+        state[0], _ = ppo.learn(learner, now, data, trajectories, Timers())
         return seconds | {"update_actor": since(begin)}
 
     shapes = [rows.inputs.shape for rows in make_rows(trajectories, learner.plan, mesh)]

@@ -29,7 +29,7 @@ from work import PROMPT, SHAPES, hf_config, make_batch, response_lengths
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner.make import make_learner, make_mesh
-from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.ppo import ModelConfigs
 from jppo.models import config_reader
 from jppo.runlog.timers import Timers
 

@@ -40,15 +40,14 @@ from work import (
     make_batch,
     make_rows,
     response_lengths,
-    score_batch,
+    score,
 )
 
 from jppo import settings
 from jppo.errors import UserError
-from jppo.learner import sharding
+from jppo.learner import ppo, sharding
 from jppo.learner.make import make_learner, make_mesh
-from jppo.learner.model_configs import ModelConfigs
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.process import share_gpu
@@ -58,7 +57,6 @@ from jppo.rollout.vllm.arguments import check_vllm
 from jppo.runlog.timers import Timers
 from jppo.samples.make import step_sampling
 from jppo.settings import Settings
-from jppo.train import update_models
 from jppo.types import Prompt, TrainState, Trajectory
 
 # Stages by timer, with their names in the tables.
@@ -125,8 +123,8 @@ def step(
         if sampler is not None:
             with timer("gen"):
                 draw(c, sampler, trajectories, version=int(now.step))
-        data = score_batch(learner, now, trajectories, timer)
-        now, _ = update_models(c, learner, now, data, trajectories, timer)
+        data = score(learner, now, trajectories, timer)
+        now, _ = ppo.learn(learner, now, data, trajectories, timer)
         now = dataclasses.replace(now, step=now.step + 1)
         if sampler is not None:
             with timer("update_weights"):

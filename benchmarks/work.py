@@ -131,20 +131,12 @@ def flat_batch(trajectories: Sequence[Trajectory], mesh: Any, *, samples: int = 
     return batch.flatten(trajectories, [Reward(float(x), {}, None) for x in scores], group, shape=shape)
 
 
-def score_batch(
+def score(
     learner: Learner, now: TrainState, trajectories: Sequence[Trajectory], timer: Timers, *, samples: int = 1
 ) -> Batch:
     """Runs the stages of a `jppo.train` step between grading and learning."""
     data = flat_batch(trajectories, learner.mesh, samples=samples)
     micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
-    passes, policy = learner.passes, learner.policy(now)
-    with timer("old_log_prob"):
-        data = ppo.with_old_logprob(passes, learner.recipe, data, micros, policy)
-    if learner.reference is not None:
-        with timer("ref"):
-            data = ppo.with_reference(passes, learner.recipe, data, micros, policy, learner.reference)
-    if learner.critic is not None:
-        with timer("values"):
-            data = ppo.with_values(passes, data, micros, learner.value(now))
+    data = ppo.score_batch(learner, now, data, micros, timer)
     with timer("adv"):
-        return ppo.with_advantages(passes, data, now.kl_coef, learner.mesh)[0]
+        return ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh)[0]

@@ -21,10 +21,11 @@ from jppo.data.prompts import Messages
 from jppo.data.rows import Row
 from jppo.data.tokenizer import encode_all, make_renderer
 from jppo.errors import UserError
-from jppo.learner import ppo, preference, sharding, update
+from jppo.learner import preference, sharding, update
 from jppo.learner.make import logprob_of_texts
 from jppo.learner.model_configs import make_adapters
 from jppo.learner.recipe import plan_rows
+from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
@@ -80,7 +81,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         adapters=make_adapters(c),
         scores=preference.make_scores(logprobs, mesh=mesh),
         slope=preference.make_dpo_slope(c.dpo.loss_type, beta=c.dpo.beta),
-        accumulate=update.make_accumulate(preference.make_pulled(logprobs), mesh=mesh, options=options),
+        loss=CompiledLoss(update.make_accumulate(preference.make_pulled(logprobs), mesh=mesh, options=options)),
     )
 
 
@@ -89,7 +90,7 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
     c = settings.typed(config, PreferenceTuning)
     initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
 
-    def begin(task: pairs.PairTask, model: ppo.ModelUpdate, params: Params) -> None:
+    def begin(task: pairs.PairTask, model: Trainable, params: Params) -> None:
         def logprobs(of: PairSet, which: Sequence[int], params: Params) -> np.ndarray:
             rows = pairs.pack_pairs(task, [of.pairs[i] for i in which])
             return np.asarray(pairs.score_pairs(task, model, params, rows, len(which)))

@@ -21,6 +21,7 @@ from jppo.learner import preference, score, sharding, update
 from jppo.learner.make import make_decoder
 from jppo.learner.model_configs import make_adapters
 from jppo.learner.recipe import plan_rows
+from jppo.learner.trainable import CompiledLoss
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
 from jppo.preflight import preview
@@ -79,7 +80,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
         adapters=make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
-        accumulate=update.make_accumulate(preference.make_pulled(value), mesh=mesh, options=options),
+        loss=CompiledLoss(update.make_accumulate(preference.make_pulled(value), mesh=mesh, options=options)),
     )
 
 

@@ -14,11 +14,12 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
-from jppo.learner import batch, packing, ppo, sharding, update
+from jppo.learner import batch, packing, sharding, update
 from jppo.learner.make import logprob_of_texts
 from jppo.learner.model_configs import make_adapters
 from jppo.learner.programs import Program, update_programs
 from jppo.learner.recipe import plan_rows
+from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.preflight import memory, preview
@@ -75,7 +76,7 @@ def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
         ),
         cfg=cfg,
         adapters=make_adapters(c),
-        accumulate=update.make_accumulate(update.make_imitation_loss(logprob), mesh=mesh, options=options),
+        loss=CompiledLoss(update.make_accumulate(update.make_imitation_loss(logprob), mesh=mesh, options=options)),
     )
 
 
@@ -87,7 +88,7 @@ def train(config: FineTuning | ConfigDict) -> None:
     task = prepare(c)
     demonstrations = task.demonstrations
 
-    def draw(descent: ppo.ModelUpdate, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
+    def draw(descent: Trainable, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
         some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
         rows = packing.pack(some, range(len(some)), task.plan)
         mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))
@@ -126,9 +127,7 @@ def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
 def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
     plan, shapes = task.plan, memory.largest_shapes(task.plan)
-    how, now = memory.sketch_update(
-        c, task.mesh, task.cfg, task.accumulate, name="sft", head="lm", adapters=task.adapters
-    )
+    how, now = memory.sketch_update(c, task.mesh, task.cfg, task.loss, name="sft", head="lm", adapters=task.adapters)
     listed = update_programs(how, now.policy, now.policy_opt, now, [packing.empty_rows(shape) for shape in shapes])
 
     def needed(program: Program) -> int:

@@ -9,8 +9,7 @@ weights to the engine (`rollout/publish.py`), test, log, save. `run/loop.py` rep
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -19,10 +18,8 @@ from jppo.data.stream import Cursor
 from jppo.errors import expanded
 from jppo.learner import batch, ppo
 from jppo.learner.episodes import Episodes, make_episodes, with_branches
-from jppo.learner.ppo import Learner
-from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, most_sequences, utilisation
-from jppo.learner.state import next_step, order, scalar
-from jppo.models.lora import Weights
+from jppo.learner.state import next_step
+from jppo.learner.utilisation import utilisation
 from jppo.preflight.checks import dry_run_of_ppo
 from jppo.preflight.preview import memory_explained
 from jppo.report import report_line
@@ -42,53 +39,66 @@ from jppo.run.start import Run, join_hosts, open_run, run_training
 from jppo.run.trained_model import export_policy, write_model
 from jppo.run.validation import validate
 from jppo.runlog.logger import print_summary
-from jppo.runlog.timers import Timers
 from jppo.runlog.trajectories import unanswered
 from jppo.samples.make import mark_stale
 from jppo.samples.queue import StepSamples
 from jppo.settings import Settings
-from jppo.types import Batch, Reward, TrainState, Trajectory
+from jppo.types import Batch, Reward, TrainState
 
 
-def ppo_step(run: Run, now: TrainState) -> tuple[TrainState, Cursor, dict[str, float]]:
-    """Runs one PPO step; returns the next state, the next data cursor and the metrics.
+class Step(NamedTuple):
+    """The result of a step."""
+
+    state: TrainState
+    cursor: Cursor  # of the data
+    metrics: dict[str, float]
+
+
+def ppo_step(run: Run, now: TrainState) -> Step:
+    """One step of PPO (Schulman et al., 2017), top to bottom.
 
     The publish ends in `finish` of `method`; it begins here, while the critic learns, if it may.
     """
-    learner, timer = run.learner, run.timer
-    passes, recipe, policy, version = learner.passes, learner.recipe, learner.policy(now), int(now.step)
-    with timer("gen"):
+    learner, timer, version = run.learner, run.timer, int(now.step)
+    with timer("gen"):  # y ~ π(· | x)
         timer.watch(functools.partial(run.supply.progress, version))
         drawn = run.supply.take(version)
         run.sampler.sleep()
-    with timer("reward"):
-        graded, baseline = drawn.wait_for_rewards()  # the grading began with the first response
-    episodes, metrics = gather_episodes(run, drawn, graded, baseline, version)
-    trajectories = episodes.trajectories
-    data = batch_of(run, episodes)
-    micros = batch.micros(data, trajectories, plan=learner.plan, mesh=learner.mesh)
-    with timer("old_log_prob"):
-        data = ppo.with_old_logprob(passes, recipe, data, micros, policy, timer.part("micro-batches", len(micros)))
-    data, counted = add_reference(run, data, micros, episodes, policy)
-    if learner.critic is not None:
-        with timer("values"):
-            data = ppo.with_values(passes, data, micros, learner.value(now), timer.part("micro-batches", len(micros)))
-    with timer("adv"):
-        data, advantage_metrics = ppo.with_advantages(passes, data, now.kl_coef, learner.mesh, now.value_norm)
+    with timer("reward"):  # s(x, y), whose grading began with the first response
+        graded, baseline = drawn.wait_for_rewards()
+    episodes, of_samples = gather_episodes(run, drawn, graded, baseline, version)
+    data = flatten(run, episodes)  # [B, L]
+    micros = batch.micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)
+    data = ppo.score_batch(learner, now, data, micros, timer)  # log π_old, log π_ref, V
+    data, of_servers = add_served_reference(run, data, episodes)
+    with timer("adv"):  # r = s - β KL, A, R
+        data, of_advantages = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
     record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
-    metrics |= advantage_metrics | counted | {"actor/reward_kl_penalty_coeff": float(now.kl_coef)}
-    run.match.require(metrics, data, micros, trajectories)
+    run.match.require(of_advantages, data, micros, episodes.trajectories)  # the engine sampled from the policy
     cursor = run.supply.learned(drawn, graded)  # custom code, and an error in the update or later leaves no state
-    now, update_metrics = update_models(run.c, learner, now, data, trajectories, timer, run.publisher.begin)
-    metrics = update_metrics | metrics
+    now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, run.publisher.begin)
+    metrics = of_update | of_samples | of_advantages | of_servers
+    metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
+    now = end_step(run, now, data, episodes, metrics)
+    mfu = utilisation(
+        learner, run.inputs, episodes.trajectories, timer.so_far(), step=version, dtype=run.c.model.compute_dtype
+    )
+    return Step(now, cursor, metrics | mfu | {"trainer/bad_steps": float(now.bad_steps)})
+
+
+def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics: dict[str, float]) -> TrainState:
+    """Returns the state after the updates of a step; the batch of a skipped one is written to a file."""
     bad = metrics.get("actor/skipped", 0.0) + metrics.get("critic/skipped", 0.0) > 0
     if bad:
-        run.logger.arrays(f"step_{version + 1}", batch.arrays(data, trajectories))
-    kl, learned = metrics["actor/reward_kl_penalty"], bool(data.mask.any())
-    now = next_step(recipe, now, kl, bad=bad, learned=learned, value_norm=data.value_norm)
-    epochs = critic_epochs(run.c, version)
-    metrics |= utilisation(run.c, run.inputs, learner.mesh, trajectories, timer.so_far(), epochs=epochs)
-    return now, cursor, metrics | {"trainer/bad_steps": float(now.bad_steps)}
+        run.logger.arrays(f"step_{int(now.step) + 1}", batch.arrays(data, episodes.trajectories))
+    return next_step(
+        now,
+        metrics["actor/reward_kl_penalty"],
+        bad=bad,
+        learned=bool(data.mask.any()),
+        adapt_kl=run.learner.recipe.adapt_kl,
+        value_norm=data.value_norm,
+    )
 
 
 def gather_episodes(
@@ -107,7 +117,7 @@ def gather_episodes(
     return with_branches(episodes, run.reward_sum.earned), metrics
 
 
-def batch_of(run: Run, episodes: Episodes) -> Batch:
+def flatten(run: Run, episodes: Episodes) -> Batch:
     """Returns the flat batch of a step's episodes."""
     recipe = run.learner.recipe
     return batch.flatten(
@@ -129,65 +139,13 @@ def require_graded(rewards: list[Reward]) -> None:
         raise Diverged(f"every grader of the step failed; the first said: {rewards[0].error}")
 
 
-def add_reference(
-    run: Run, data: Batch, micros: Any, episodes: Episodes, policy: Weights
-) -> tuple[Batch, dict[str, float]]:
-    """Adds the log-probs, or the exact KL to the reference, to the batch; returns also metrics of servers."""
-    learner = run.learner
-    if learner.reference is not None:
-        with run.timer("ref"):
-            count = run.timer.part("micro-batches", len(micros))
-            extended = ppo.with_reference(
-                learner.passes, learner.recipe, data, micros, policy, learner.reference, count
-            )
-            return extended, {}
-    if run.reference is not None:
-        with run.timer("ref"):
-            logprobs, metrics = run.reference.logprobs(episodes.trajectories, episodes.sources)
-            return batch.with_reference_logprobs(data, logprobs), metrics
-    return data, {}
-
-
-def update_models(
-    c: Settings,
-    learner: Learner,
-    now: TrainState,
-    data: Batch,
-    trajectories: list[Trajectory],
-    timer: Timers,
-    between: Callable[[TrainState], None] = lambda _: None,
-) -> tuple[TrainState, dict[str, float]]:
-    """Updates actor and critic on the batch, each with its own mini-batches and epochs.
-
-    `between` is called between the two updates with the step's state, whose policy is final.
-    """
-
-    def minis(epochs: int, shuffle: bool, size: int, model: int) -> Iterator[batch.Mini]:
-        for epoch in range(epochs):
-            taken = order(now, model, epoch, len(trajectories), shuffle=shuffle, most=most_sequences(c))
-            cut = batch.mini_batches(
-                data, trajectories, order=taken, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
-            )
-            name = f"mini-batches of epoch {epoch + 1} of {epochs}"
-            yield from timer.counted(name, cut, -(-len(trajectories) // size))
-
-    metrics = {}
-    warm = scalar(int(now.step) - c.trainer.critic_warmup, now.step)  # the actor's schedule starts here
-    if int(warm) >= 0:
-        with timer("update_actor"):
-            cut = minis(c.actor.ppo_epochs, c.actor.shuffle, c.actor.ppo_mini_batch_size, 0)
-            policy, policy_opt, actor_metrics = ppo.descend(
-                learner.actor, now.policy, now.policy_opt, warm, cut, learner.recipe.in_loss(learner.reference),
-                key=now.key,
-            )  # fmt: skip
-        now, metrics = dataclasses.replace(now, policy=policy, policy_opt=policy_opt), actor_metrics
-    if learner.critic is not None:
-        between(dataclasses.replace(now, step=scalar(int(now.step) + 1, now.step)))
-        with timer("update_critic"):
-            cut = minis(critic_epochs(c, int(now.step)), c.critic.shuffle, critic_mini_batch_size(c), 1)
-            value, value_opt, critic_metrics = ppo.descend(learner.critic, now.value, now.value_opt, now.step, cut)
-        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), critic_metrics | metrics
-    return now, metrics
+def add_served_reference(run: Run, data: Batch, episodes: Episodes) -> tuple[Batch, dict[str, float]]:
+    """Adds the log-probs of a reference that servers hold, if any does; returns also metrics of the servers."""
+    if run.reference is None:
+        return data, {}
+    with run.timer("ref"):
+        logprobs, metrics = run.reference.logprobs(episodes.trajectories, episodes.sources)
+        return batch.with_reference_logprobs(data, logprobs), metrics
 
 
 def method(run: Run) -> loop.Method:
@@ -195,9 +153,9 @@ def method(run: Run) -> loop.Method:
     c = run.c
 
     def step(now: Progress) -> Progress:
-        state, cursor, metrics = ppo_step(run, now.state)
+        after = ppo_step(run, now.state)
         run.supply.forget(now.step)
-        return Progress(state, place_of(cursor, run.reward_sum), metrics)
+        return Progress(after.state, place_of(after.cursor, run.reward_sum), after.metrics)
 
     def finish(now: Progress) -> None:
         if c.rollout.on_update == "wait":

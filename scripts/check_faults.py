@@ -78,12 +78,12 @@ IN_GENERATION = """
     SampleQueue.take = broken
 """
 BETWEEN_UPDATES = """
-    descend = train.ppo.descend
+    learn = Trainable.learn
     def broken(how, params, opt, step, *rest, **named):
         if how.name == "critic" and int(step) == 3:
             die()
-        return descend(how, params, opt, step, *rest, **named)
-    train.ppo.descend = broken
+        return learn(how, params, opt, step, *rest, **named)
+    Trainable.learn = broken
 """
 IN_A_SAVE = """
     save = Checkpoints.save
@@ -94,13 +94,13 @@ IN_A_SAVE = """
     Checkpoints.save = broken
 """
 NAN_GRADIENT = """
-    update = train.update_models
-    def broken(c, learner, now, data, *rest, **named):
+    learn = train.ppo.learn
+    def broken(learner, now, data, *rest, **named):
         if int(now.step) == 3:
             mark.touch()
             data = dataclasses.replace(data, advantage=data.advantage * float("nan"))
-        return update(c, learner, now, data, *rest, **named)
-    train.update_models = broken
+        return learn(learner, now, data, *rest, **named)
+    train.ppo.learn = broken
 """
 STUCK_STAGE = """
     take = SampleQueue.take

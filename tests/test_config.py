@@ -17,8 +17,9 @@ import pytest
 from jppo import settings, train
 from jppo.agent import make as agent
 from jppo.data import gsm8k
+from jppo.errors import UserError, UserErrors
 from jppo.learner import model_configs, sharding
-from jppo.learner.recipe import batch_shape, critic_epochs
+from jppo.learner.recipe import batch_shape, make_epochs
 from jppo.rewards import make as reward
 from jppo.rewards.classifier import Classifier
 from jppo.rollout.make import connections
@@ -75,7 +76,7 @@ def names(config):
 def refusal(config, name, value):
     """What check says of one changed setting; that must be one line which names the setting."""
     put(config, name, value)
-    with pytest.raises(settings.UserError) as e:
+    with pytest.raises(UserError) as e:
         settings.check(config)
     said = str(e.value)
     assert "\n" not in said and name in said
@@ -133,7 +134,7 @@ def test_every_setting_takes_what_it_allows_and_refuses_the_rest_in_one_line(set
     for value in inside(setting):
         setting.check(value)
     for value in outside(setting):
-        with pytest.raises(settings.UserError) as e:
+        with pytest.raises(UserError) as e:
             setting.check(value)
         assert setting.name in str(e.value) and "\n" not in str(e.value)
         assert f"{value!r}" in str(e.value) or f"{value}" in str(e.value)
@@ -187,7 +188,7 @@ def test_a_value_is_checked_as_part_of_the_config(config, name, refused, taken, 
 def test_a_setting_that_no_table_has_is_refused(config):
     with config.unlocked():
         config.actor.lrr = 1.0
-    with pytest.raises(settings.UserError, match=r"no setting 'actor\.lrr'.*did you mean 'actor\.lr'"):
+    with pytest.raises(UserError, match=r"no setting 'actor\.lrr'.*did you mean 'actor\.lr'"):
         settings.check(config)
 
 
@@ -488,7 +489,7 @@ def test_what_is_none_unless_given_may_be_given(config):
 def test_settings_that_contradict_each_other(config, changes, said):
     for name, value in changes.items():
         put(config, name, value)
-    with pytest.raises(settings.UserError) as e:
+    with pytest.raises(UserError) as e:
         settings.check(config)
     assert "\n" not in str(e.value)
     for part in said:
@@ -524,7 +525,7 @@ def test_a_test_alone_needs_no_training_set_and_no_batch_that_divides(config):
     config.data.train_files, config.actor.ppo_mini_batch_size, config.actor.max_tokens_per_device = "", 7, 1
     settings.check(config, training=False)
     config.rollout.val_kwargs.n = 3
-    with pytest.raises(settings.UserError, match=r"temperature=0\.0"):
+    with pytest.raises(UserError, match=r"temperature=0\.0"):
         settings.check(config, training=False)
 
 
@@ -536,7 +537,7 @@ def test_a_command_may_do_without_a_file():
         ("--config.trainer.seed=x", "type int"),
         ("--config=", "name one file"),
     ):
-        with pytest.raises(settings.UserError, match=said):
+        with pytest.raises(UserError, match=said):
             settings.parse([argument], "about", settings.default(), needs_file=False)
 
 
@@ -577,7 +578,7 @@ def test_temperatures_that_vllm_has_not_are_the_trainers_own(config):
     config.rollout.name, config.rollout.temperature, config.rollout.val_kwargs.temperature = "inprocess", 0.005, 2.5
     settings.check(config)
     config.rollout.temperature = 0.0
-    with pytest.raises(settings.UserError, match=r"rollout\.temperature=0\.0"):
+    with pytest.raises(UserError, match=r"rollout\.temperature=0\.0"):
         settings.check(config)
     settings.check(config, training=False)
 
@@ -660,7 +661,7 @@ def test_overrides_reach_the_config_and_an_explicit_0_survives(parse):
     ],
 )
 def test_a_bad_argument_is_one_line(parse, argument, said):
-    with pytest.raises(settings.UserError) as e:
+    with pytest.raises(UserError) as e:
         parse(argument)
     assert said in str(e.value) and "\n" not in str(e.value)
 
@@ -687,7 +688,7 @@ def test_a_fault_in_a_config_file_is_one_line_with_its_place(tmp_path, line, sai
     file.write_text(
         f"from jppo import settings\ndef get_config():\n    c = settings.default()\n    {line}\n    return c\n"
     )
-    with pytest.raises(settings.UserError) as e:
+    with pytest.raises(UserError) as e:
         settings.parse([f"--config={file}"], "about", settings.default())
     assert str(e.value).startswith(str(file)) and said in str(e.value) and "\n" not in str(e.value)
 
@@ -695,10 +696,10 @@ def test_a_fault_in_a_config_file_is_one_line_with_its_place(tmp_path, line, sai
 def test_a_file_without_get_config_or_with_an_argument_that_it_does_not_take(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("x = 1\n")
-    with pytest.raises(settings.UserError, match=r"has no get_config\(\)"):
+    with pytest.raises(UserError, match=r"has no get_config\(\)"):
         settings.parse([f"--config={file}"], "about", settings.default())
     file.write_text("def get_config():\n    return 1\n")
-    with pytest.raises(settings.UserError, match="takes no argument"):
+    with pytest.raises(UserError, match="takes no argument"):
         settings.parse([f"--config={file}:x"], "about", settings.default())
 
 
@@ -707,7 +708,7 @@ def test_an_error_reaches_the_terminal_as_one_line_without_controls(capsys):
     def command(error):
         raise error
 
-    for error in (settings.UserError("a\nb\x1b[2J"), OSError(errno.ENAMETOOLONG, "File name too long", "x")):
+    for error in (UserError("a\nb\x1b[2J"), OSError(errno.ENAMETOOLONG, "File name too long", "x")):
         with pytest.raises(SystemExit) as e:
             command(error)
         assert e.value.code == 2
@@ -746,9 +747,9 @@ def test_a_path_with_controls_is_escaped_where_a_command_prints_it(tmp_path, mon
 
 
 def test_a_config_that_is_not_there():
-    with pytest.raises(settings.UserError, match=r"--config=no\.py: no such file"):
+    with pytest.raises(UserError, match=r"--config=no\.py: no such file"):
         settings.parse(["--config=no.py"], "about", settings.default())
-    with pytest.raises(settings.UserError, match="given 0 times"):
+    with pytest.raises(UserError, match="given 0 times"):
         settings.parse([], "about", settings.default())
 
 
@@ -763,7 +764,7 @@ def test_a_config_that_is_not_there():
 )
 def test_loggers_that_cannot_be(config, names, said):
     config.trainer.logger = names
-    with pytest.raises(settings.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         settings.check(config)
 
 
@@ -788,7 +789,7 @@ def test_the_command_ends_with_2_and_one_line():
 def test_every_fault_of_a_config_is_listed_at_once(config, capsys):
     config.algorithm.adv_estimator, config.algorithm.gamma, config.rollout.temperature = "gea", 1.5, 0.0
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.data.truncation = 100, 64, "lft"
-    with pytest.raises(settings.UserErrors) as e:
+    with pytest.raises(UserErrors) as e:
         settings.check(config)
     named = ("algorithm.adv_estimator='gea'", "algorithm.gamma=1.5", "data.truncation='lft'", "rollout.temperature=0.0")
     for part in (*named, "actor.ppo_mini_batch_size=64"):
@@ -802,13 +803,13 @@ def test_every_fault_of_a_config_is_listed_at_once(config, capsys):
 
 def test_a_rule_is_not_checked_by_a_value_that_is_wrong_itself(config):
     config.data.train_batch_size, config.actor.ppo_mini_batch_size = -3, 7  # 256 % 7, of the default, is no fault
-    with pytest.raises(settings.UserError) as e:
+    with pytest.raises(UserError) as e:
         settings.check(config)
-    assert str(e.value).startswith("data.train_batch_size=-3") and not isinstance(e.value, settings.UserErrors)
+    assert str(e.value).startswith("data.train_batch_size=-3") and not isinstance(e.value, UserErrors)
 
 
 def test_unknown_settings_of_a_command_line_are_listed_at_once(parse):
-    with pytest.raises(settings.UserErrors) as e:
+    with pytest.raises(UserErrors) as e:
         parse("--config.actor.lrr=1", "--config.actr.lr=1")
     assert [fault[:28] for fault in e.value.faults] == ["there is no setting 'lrr'; d", "there is no setting 'actr'; "]
 
@@ -835,7 +836,7 @@ def test_unknown_settings_of_a_command_line_are_listed_at_once(parse):
     ],
 )
 def test_names_of_other_libraries_lead_to_the_setting(parse, word, meant):
-    with pytest.raises(settings.UserError, match=re.escape(meant)):
+    with pytest.raises(UserError, match=re.escape(meant)):
         parse(word)
 
 
@@ -844,7 +845,7 @@ def test_other_names_are_none_of_jppos_and_lead_to_settings():
         assert set(meant) <= set(TABLE), name
     values = [(TABLE[name], value, meant) for name, of in OTHER_VALUES.items() for value, meant in of.items()]
     assert values and all(value not in setting.choices and meant in setting.choices for setting, value, meant in values)
-    with pytest.raises(settings.UserError, match=r"did you mean optim\.lr\?"):
+    with pytest.raises(UserError, match=r"did you mean optim\.lr\?"):
         settings.parse(["--config.learning_rate=1"], "", settings.sft_default(), needs_file=False)
 
 
@@ -953,9 +954,9 @@ def test_all_presets_are_there_and_a_threshold_replaces_the_presets(config):
 def test_critic_epochs_are_the_actors_unless_set():
     config = settings.default()
     config.actor.ppo_epochs = 3
-    assert critic_epochs(typed(config), step=0) == 3
+    assert [epochs.of_step(0) for epochs in make_epochs(typed(config))] == [3, 3]
     config.critic.ppo_epochs = 2
-    assert critic_epochs(typed(config), step=0) == 2
+    assert [epochs.of_step(0) for epochs in make_epochs(typed(config))] == [3, 2]
 
 
 def test_requests_in_flight_follow_max_num_seqs():

@@ -11,6 +11,7 @@ import pytest
 
 from examples import arithmetic, multiplication
 from jppo import settings, sft, train
+from jppo.errors import UserError
 from jppo.models import hf, params
 from jppo.preflight import machine
 from jppo.settings import configfile
@@ -78,7 +79,7 @@ GSM8K = {
 def test_gsm8k_is_the_published_recipe():
     config = configfile.recipe("gsm8k")
     assert {name: config[name.split(".")[0]][name.split(".")[1]] for name in GSM8K} == GSM8K and config.is_locked
-    with pytest.raises(settings.UserError, match="takes no argument"):
+    with pytest.raises(UserError, match="takes no argument"):
         settings.parse(["--config=configs/gsm8k.py:big"], "", settings.default())
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.run.inputs import read_inputs
 from tests.make import typed, write_weights
 
@@ -78,7 +79,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(student, change, said):
         arithmetic.write_model(teacher, change)
         write_weights(teacher)
     student.update_from_flattened_dict(REWARD)
-    with pytest.raises(settings.UserError) as e:
+    with pytest.raises(UserError) as e:
         read_inputs(typed(student))
     assert student.ref.path in str(e.value) and "\n" not in str(e.value)
     assert all(part in str(e.value) for part in said), e.value

@@ -17,8 +17,8 @@ from jppo import dpo, settings
 from jppo.data.preferences import Pair, PairSet
 from jppo.errors import UserError
 from jppo.export import card
-from jppo.learner import batch, ppo, sharding
-from jppo.learner.make import load_trained, make_descent
+from jppo.learner import batch, sharding
+from jppo.learner.make import load_trained, make_trainable
 from jppo.report import page
 from jppo.run import pairs, supervised
 from jppo.runlog.logger import read_metrics
@@ -248,14 +248,14 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, tmp_path, initial):
     rows, scores = pairs.pack_pairs(task, some), []
     for path in (policy, reference):
         trained = load_trained(c, task.mesh, task.cfg, str(path), head="lm", key=jax.random.key(0), adapters=None)
-        model, opt = make_descent(c.optim, "dpo", task.accumulate, trained, 1)
+        model, opt = make_trainable(c.optim, "dpo", task.loss, trained, 1)
         scores.append((model, opt, trained.learned, pairs.score_pairs(task, model, trained.learned, rows, len(some))))
     (model, opt, params, now), (*_, then) = scores
     halves = [(p.chosen, p.starts[0]) for p in some] + [(p.rejected, p.starts[1]) for p in some]
     tokens = np.array([len(ids) - start for ids, start in halves], np.float32)
     (loss, metrics), slope = task.slope(now, then, tokens)
     mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))
-    stats = ppo.descend(model, params, opt, np.int32(0), [mini], slope)[2]
+    stats = model.learn(params, opt, np.int32(0), [mini], slope)[2]
     found = {
         "loss": loss,
         "grad_norm": stats["dpo/grad_norm"],

@@ -212,7 +212,7 @@ def test_a_killed_run_resumes_to_the_bit(dynamic, quick_compilation, monkeypatch
     assert all(m["actor/positive_lm_loss"] > 0 for m in steps)
     assert all(m["actor/loss"] > m["actor/pg_loss"] for m in steps)
     assert all(m["critic/score/mean"] == 0.5 for m in steps), "a group of two that differ has one of each score"
-    for function, at in ((train.update_models, 2), (train.validate, 3)):
+    for function, at in ((train.ppo.learn, 2), (train.validate, 3)):
         stopped = dict(in_call_of=function, at=at, error=Stopped(0, "asked"))
         c = broken_off(dynamic, tmp_path / function.__name__, monkeypatch, **stopped)
         train.train(c)
@@ -247,7 +247,7 @@ def test_a_part_that_only_some_samples_have_ends_neither_a_run_nor_its_resume(
     without = [m["training/filter_groups/without_metric"] for m in steps]
     assert 0.0 < np.mean(without) < 1.0
     at = 1 + without.index(1.0, 1)  # a step of gen batches without the part alone, after the first
-    stopped = dict(in_call_of=train.update_models, at=at, error=Stopped(0, "asked"))
+    stopped = dict(in_call_of=train.ppo.learn, at=at, error=Stopped(0, "asked"))
     resumed = broken_off(c, tmp_path / "other", monkeypatch, **stopped)
     assert len(read_metrics(pathlib.Path(resumed.trainer.run_dir))[1:]) == at - 1
     train.train(resumed)
@@ -283,7 +283,7 @@ def test_a_custom_order_is_resumed_with_its_own_alone(dynamic, quick_compilation
     dynamic.data.sampler = f"{tmp_path}/mine.py:backwards"
     train.train(dynamic)
     c = broken_off(
-        dynamic, tmp_path / "other", monkeypatch, in_call_of=train.update_models, at=2, error=Stopped(0, "asked")
+        dynamic, tmp_path / "other", monkeypatch, in_call_of=train.ppo.learn, at=2, error=Stopped(0, "asked")
     )
     with pytest.raises(UserError, match=r"data\.sampler='' was '.*backwards' when the checkpoint was written"):
         train.train(again(c, data__sampler=""))

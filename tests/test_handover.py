@@ -8,7 +8,7 @@ import pytest
 
 from jppo import train
 from jppo.distributed.hosts import ALONE, Hosts
-from jppo.learner import ppo
+from jppo.learner.trainable import Trainable
 from jppo.rollout import publish
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import PolicyPublisher, may_overlap
@@ -17,21 +17,21 @@ from tests.make import typed, untimed
 
 def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monkeypatch, tmp_path):
     loading, meet = engine.load, threading.Barrier(2)
-    descend, seen = ppo.descend, []
+    learn, seen = Trainable.learn, []
 
     def load(tensors, *, version, mode="wait"):
         if version:
             meet.wait(60)  # both are at work: else this would not be reached before the critic is through
         loading(tensors, version=version, mode=mode)
 
-    def descending(how, *rest, **named):
+    def learning(how, *rest, **named):
         seen.append(how.name)
         if how.name == "critic":
             meet.wait(60)
-        return descend(how, *rest, **named)
+        return learn(how, *rest, **named)
 
     monkeypatch.setattr(engine, "load", load)
-    monkeypatch.setattr(ppo, "descend", descending)
+    monkeypatch.setattr(Trainable, "learn", learning)
     train.train(small_run)
     assert seen == ["actor", "critic"] * 2
     monkeypatch.undo()

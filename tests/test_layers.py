@@ -173,7 +173,7 @@ BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.publish")
 
 
 class Import(NamedTuple):
-    name: str  # dotted, with what is taken from it: jppo.settings.UserError
+    name: str  # dotted, with what is taken from it: jppo.UserError
     line: int
     in_function: bool
 

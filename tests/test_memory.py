@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jppo import settings, sft, train
+from jppo.errors import UserError
 from jppo.learner import batch, packing
 from jppo.learner.make import make_learner, make_mesh
 from jppo.models import placing
@@ -167,7 +168,7 @@ def test_each_stage_brings_the_models_that_it_reads(small_run, exact):
 def test_devices_without_such_memory_are_refused_before_anything_starts(small_run, tmp_path, monkeypatch):
     monkeypatch.setattr(placing, "KINDS", ("tape",))
     c = in_folder(small_run, tmp_path / "run", {"ref.param_offload": True})
-    with pytest.raises(settings.UserError, match=r"ref\.param_offload=True: cpu has no memory of the host"):
+    with pytest.raises(UserError, match=r"ref\.param_offload=True: cpu has no memory of the host"):
         train.train(c)
 
 

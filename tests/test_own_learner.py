@@ -11,7 +11,7 @@ import jppo
 from examples import arithmetic
 from jppo import settings
 from jppo.errors import UserError
-from jppo.learner import batch, ppo
+from jppo.learner import batch
 from jppo.learner import make as learning
 from jppo.run.own_learner import NO_REFERENCE, Losses
 from jppo.settings import changed
@@ -91,17 +91,15 @@ def by_training(m, whole, loss, options):
         array[:N] = getattr(whole.data, name)
     cut = dict(order=rows, mini_batch_size=MINI, plan=learner.plan, mesh=learner.mesh)
     minis = batch.mini_batches(dataclasses.replace(flat, **known), whole.trajectories, **cut)
-    how, seen = dataclasses.replace(one.how, accumulate=passes.critic), []
-    if loss != "value":
-        how = dataclasses.replace(how, accumulate=passes.actor, load=passes.router_load, select=passes.select)
+    seen, compiled = [], passes.critic if loss == "value" else passes.actor
 
     def apply(params, opt, carry, step, learns):
         seen.append(leaves(carry, params))
         return params, opt, {"skipped": 0.0}
 
     further = () if loss == "value" else (recipe.in_loss(learner.reference),)
-    how, params = dataclasses.replace(how, apply=apply), jax.tree.map(lambda x: x, one.params)
-    ppo.descend(how, params, one.opt, m._now.step, minis, *further, key=m._now.key)
+    how, params = dataclasses.replace(one.how, loss=compiled, apply=apply), jax.tree.map(lambda x: x, one.params)
+    how.learn(params, one.opt, m._now.step, minis, *further, key=m._now.key)
     return seen
 
 

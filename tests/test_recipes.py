@@ -13,9 +13,11 @@ import pytest
 import safetensors.numpy
 
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.learner import ppo, state
 from jppo.learner.make import make_learner
 from jppo.learner.model_configs import make_adapters
+from jppo.learner.trainable import Trainable
 from jppo.models import hf, hf_write, lora
 from jppo.rewards import graders
 from jppo.run import start
@@ -116,14 +118,14 @@ def test_correction_mixed_sources_and_what_the_critic_has_of_its_own(learn, smal
     rows = (tmp_path / "train.jsonl").read_text().splitlines()
     (tmp_path / "other.jsonl").write_text("\n".join(reversed(rows)))
     small_run.data.train_files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'other.jsonl'}"
-    steps, descend = [], ppo.descend
+    steps, learning = [], Trainable.learn
 
     def counted(how, params, opt, step, minis, *further, **named):
         minis = list(minis)
         steps.append((how.name, len(minis)))
-        return descend(how, params, opt, step, minis, *further, **named)
+        return learning(how, params, opt, step, minis, *further, **named)
 
-    monkeypatch.setattr(ppo, "descend", counted)
+    monkeypatch.setattr(Trainable, "learn", counted)
     actor = {"actor.ppo_epochs": 3, "actor.lr_warmup_steps_ratio": 0.0, "actor.lr": 1e-2}
     critic = {"critic.ppo_mini_batch_size": 2, "critic.ppo_epochs": 2, "critic.shuffle": True}
     warm_up = {"trainer.critic_warmup": 1, "critic.warmup_epochs": 5}
@@ -285,10 +287,10 @@ def test_a_run_starts_from_the_adapters_of_another(learn, small_run, tmp_path):
     ):
         for name, value in changes.items():
             small_run.model[name.removeprefix("model.")] = value
-        with pytest.raises(settings.UserError, match=said):
+        with pytest.raises(UserError, match=said):
             make_adapters(settings.typed(small_run, settings.Settings))
     fewer = lora.Lora(4, 8, lora.parse_targets("q_proj"))
-    with pytest.raises(settings.UserError, match="also has base_model"):
+    with pytest.raises(UserError, match="also has base_model"):
         hf.load_adapters(str(last), hf.read_config(small_run.model.path)[1], fewer, shardings=None)
 
 
@@ -415,7 +417,7 @@ def test_a_name_that_the_reward_lacks_ends_the_run_before_anything_starts(
     monkeypatch.setattr(start, "run_programs", lambda *_: started.append("a compilation"))
     small_run.rollout.n, small_run.algorithm.adv_estimator = 2, "gdpo"
     placed = {name: f"{tmp_path}/{value}" if ".py" in str(value) else value for name, value in changes.items()}
-    with pytest.raises(settings.UserError, match=said) as e:
+    with pytest.raises(UserError, match=said) as e:
         learn(placed)
     assert started == [] and "\n" not in str(e.value)
 

@@ -17,6 +17,7 @@ import yaml
 import jppo
 from jppo import __main__ as listing
 from jppo import settings
+from jppo.errors import UserError
 from jppo.settings import configfile
 from tests.make import ROOT, one_line
 
@@ -137,7 +138,7 @@ def test_every_config_of_the_checkout_is_found_by_its_name():
     config, _ = configfile.parse(words, "", settings.default())
     assert (config.trainer.run_dir, config.actor.lr) == ("some/run", 0.0)
     for name in ("nothing", "", "../configs/gsm8k"):
-        with pytest.raises(settings.UserError, match=r"jppo has no config .*; it has .*gsm8k.*quickstart"):
+        with pytest.raises(UserError, match=r"jppo has no config .*; it has .*gsm8k.*quickstart"):
             configfile.parse([f"--config=jppo://{name}"], "", settings.default())
 
 

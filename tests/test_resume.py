@@ -17,6 +17,7 @@ from jppo import __version__, settings, train
 from jppo.errors import UserError
 from jppo.learner import state
 from jppo.learner.make import make_learner, make_mesh
+from jppo.learner.trainable import Trainable
 from jppo.preflight.preview import OutOfMemory
 from jppo.rollout.protocol import RolloutError
 from jppo.run import resume
@@ -67,7 +68,7 @@ def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
 @pytest.mark.parametrize(
     "function,at,error",
     [
-        (train.update_models, 2, Stopped(0, "asked")),  # in the second step: it is done again
+        (train.ppo.learn, 2, Stopped(0, "asked")),  # in the second step: it is done again
         # In the test after the first step: the step stays done, the test is made.
         pytest.param(train.validate, 2, Stopped(0, "asked"), marks=pytest.mark.slow),
         (train.validate, 3, RolloutError("the server died")),  # in the test after the last
@@ -83,13 +84,13 @@ def test_whatever_ends_a_run_each_step_counts_once(whole, monkeypatch, tmp_path,
 @pytest.mark.parametrize(
     "function,at,error",
     [
-        (train.update_models, 2, UserError("custom code said so")),
+        (train.ppo.learn, 2, UserError("custom code said so")),
         (train.require_progress, 1, MemoryError("of the host")),  # the step is logged
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                (train.update_models, 2, KeyboardInterrupt()),
-                (train.update_models, 2, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")),
+                (train.ppo.learn, 2, KeyboardInterrupt()),
+                (train.ppo.learn, 2, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")),
                 (train.record_tokens, 2, OSError(28, "No space left on device")),
                 (train.sample_metrics, 2, SystemExit(3)),
                 (train.mark_stale, 2, ZeroDivisionError("a bug")),
@@ -112,7 +113,7 @@ def test_any_error_leaves_a_checkpoint(whole, monkeypatch, tmp_path, function, a
 @pytest.mark.parametrize("name", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
 def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypatch, name):
     """The optimizer step has donated the old weights; those of the checkpoint before remain."""
-    real = train.ppo.descend
+    real = Trainable.learn
 
     def broken(how, params, opt, step, *rest, **named):
         found = real(how, params, opt, step, *rest, **named)
@@ -120,12 +121,12 @@ def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypa
             raise MemoryError("in the middle")
         return found
 
-    monkeypatch.setattr(train.ppo, "descend", broken)
+    monkeypatch.setattr(Trainable, "learn", broken)
     small_run.trainer.save_freq = 1
     with pytest.raises(MemoryError, match="in the middle"):
         train.train(small_run)
     assert saved_steps(small_run) == [1]
-    monkeypatch.setattr(train.ppo, "descend", lambda *_, **__: (_ for _ in ()).throw(MemoryError("before it")))
+    monkeypatch.setattr(Trainable, "learn", lambda *_, **__: (_ for _ in ()).throw(MemoryError("before it")))
     small_run.trainer.run_dir += "-other"
     with pytest.raises(MemoryError, match="before it"):
         train.train(small_run)
@@ -133,13 +134,13 @@ def test_a_state_whose_update_broke_off_is_not_saved(small_run, engine, monkeypa
 
 
 def test_a_broken_update_says_that_nothing_is_saved(small_run, engine, monkeypatch, capsys):
-    real = train.ppo.descend
+    real = Trainable.learn
 
     def broken(*given, **named):
         real(*given, **named)
         raise MemoryError("in the middle")
 
-    monkeypatch.setattr(train.ppo, "descend", broken)
+    monkeypatch.setattr(Trainable, "learn", broken)
     with pytest.raises(MemoryError):
         train.train(small_run)
     assert "step 1 broke off in its update, so that nothing is saved" in " ".join(capsys.readouterr().out.split())
@@ -176,9 +177,7 @@ def test_a_resume_keeps_the_statistics_that_normalise_values(
     critic = dict(critic__value_norm_decay=0.5, critic__lam=1.0, critic__warmup_epochs=3, trainer__critic_warmup=1)
     config = again(small_run, **critic, **head)
     train.train(config)
-    c = broken_off(
-        config, tmp_path / "other", monkeypatch, in_call_of=train.update_models, at=2, error=Stopped(0, "asked")
-    )
+    c = broken_off(config, tmp_path / "other", monkeypatch, in_call_of=train.ppo.learn, at=2, error=Stopped(0, "asked"))
     train.train(c)
     assert untimed(c.trainer.run_dir) == untimed(config.trainer.run_dir)
     assert weights(c.trainer.run_dir) == weights(config.trainer.run_dir)

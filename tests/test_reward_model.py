@@ -13,7 +13,7 @@ from jppo import reward_model, settings
 from jppo.data.preferences import Pair
 from jppo.errors import UserError
 from jppo.learner import batch, packing, sharding
-from jppo.learner.make import load_trained, make_descent
+from jppo.learner.make import load_trained, make_trainable
 from jppo.models import hf, hf_write
 from jppo.rewards.classifier import JaxRewardModel, choose_engine, read_classifier
 from jppo.rewards.model import Texts
@@ -120,7 +120,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     cfg, some = task.cfg, task.pairs.pairs[:12]
     how = dict(head="value", key=jax.random.key(3), adapters=task.adapters)
     trained = load_trained(typed(c), task.mesh, cfg, c.model.path, **how)
-    descent, _ = make_descent(typed(c).optim, "rm", task.accumulate, trained, 1)
+    descent, _ = make_trainable(typed(c).optim, "rm", task.loss, trained, 1)
     how = dict(source=c.model.path, dtype="float32", head="value", changes=task.changes)
     path = hf_write.save_model(c.trainer.run_dir, trained.learned, cfg, **how)
     micros = pairs.pack_pairs(task, some)
@@ -130,7 +130,7 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
     for micro in mini.micros:
         rows = jax.device_put(micro, mini.place)
-        carry, _ = task.accumulate(trained.learned, None, carry, rows, mini.counts, slopes[1])
+        carry, _ = task.loss.accumulate(trained.learned, None, carry, rows, mini.counts, slopes[1])
     # groups of devices along `data` have sums of their own
     whole = jax.tree.map(lambda g, p: g.sum(0) if g.ndim > p.ndim else g, carry[0], trained.learned)
     ours = dict(hf_write.hf_tensors(whole, cfg, head="value"))

@@ -17,6 +17,7 @@ import pytest
 from examples import arithmetic
 from jppo import reward_model, settings, sft
 from jppo.errors import UserError
+from jppo.learner.trainable import Trainable
 from jppo.run import pairs, supervised
 from jppo.run.loop import Diverged
 from jppo.runlog.logger import read_metrics
@@ -156,7 +157,7 @@ def test_any_error_leaves_a_checkpoint(lab, small, monkeypatch, error):
 
 def test_a_step_that_was_skipped_leaves_the_state_before_it(lab, small, monkeypatch):
     """Its loss is NaN: the update changes nothing, and the weights are in new buffers."""
-    real, calls = supervised.ppo.descend, []
+    real, calls = Trainable.learn, []
 
     def nan(how, *rest, **named):
         calls.append(1)
@@ -171,7 +172,7 @@ def test_a_step_that_was_skipped_leaves_the_state_before_it(lab, small, monkeypa
         return real(how, *rest, **named)
 
     with monkeypatch.context() as patch, pytest.raises(Diverged, match=r"step 4: .* must be finite numbers"):
-        patch.setattr(supervised.ppo, "descend", nan)
+        patch.setattr(Trainable, "learn", nan)
         lab.train("nan", trainer__save_freq=-1)
     assert lab.checkpoints("nan") == ["3"]
     assert lab.train("nan", trainer__save_freq=-1) == small

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from jppo import settings, train
+from jppo.errors import UserError
 from jppo.rewards import graders
 from jppo.types import Reward
 from tests.make import ROOT, one_line, read_lines
@@ -96,12 +97,12 @@ def test_a_user_defined_part_that_cannot_be_is_one_line(parts, capsys, setting, 
 
 def test_the_needs_of_a_user_defined_loss_are_checked(config, parts):
     config.actor.loss_mode, config.actor.loss_agg_mode = f"{parts}:by_sum", "seq-mean-token-mean"
-    with pytest.raises(settings.UserError, match=r"is always averaged by seq-mean-token-sum; set that"):
+    with pytest.raises(UserError, match=r"is always averaged by seq-mean-token-sum; set that"):
         settings.check(config)
 
 
 def test_an_engine_that_is_none_is_one_line(small_run, parts):
     small_run.rollout.name = f"{parts}:engine"
     settings.check(small_run)
-    with pytest.raises(settings.UserError, match=r"returns int, which has no ready\(\)"):
+    with pytest.raises(UserError, match=r"returns int, which has no ready\(\)"):
         train.train(small_run)

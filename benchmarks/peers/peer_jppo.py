@@ -15,10 +15,9 @@ from worker import Parts, Stage, Work, serve, timed
 from jppo import settings
 from jppo.learner import batch, ppo
 from jppo.learner.make import make_learner, make_mesh
-from jppo.learner.model_configs import ModelConfigs
+from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.runlog.timers import Timers
-from jppo.train import update_models
 from jppo.types import Batch, Trajectory
 
 
@@ -65,7 +64,7 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
     def updated() -> tuple[Parts, float]:
         nonlocal now
         timer = Timers()
-        now, metrics = update_models(c, learner, now, flat, trajectories, timer)
+        now, metrics = ppo.learn(learner, now, flat, trajectories, timer)
         took = timer.next_step()
         parts = {part: took[f"timing_s/update_{part}"] for part in ("actor", "critic")}
         return parts, metrics["actor/pg_loss"]

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
 from jppo.errors import UserError
 from jppo.learner import model_configs, ppo, programs, score, sharding, state, update
-from jppo.learner.model_configs import ModelConfigs, critic_init, path_of_critic
-from jppo.learner.ppo import Learner
+from jppo.learner.model_configs import critic_init, path_of_critic
+from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.recipe import (
     batch_shape,
+    make_epochs,
     make_recipe,
     most_sequences,
     optimizer_of,
@@ -22,6 +23,7 @@ from jppo.learner.recipe import (
     rate_schedule,
     shared_prompts,
 )
+from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import experts, fused, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
@@ -236,20 +238,20 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOA
     policy = how.load(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
     steps = inputs.total_steps - c.trainer.critic_warmup
-    actor, policy_opt = make_descent(a, "actor", passes.actor, policy, steps, how)
-    actor = dataclasses.replace(actor, load=passes.router_load, select=passes.select)
+    actor, policy_opt = make_trainable(a, "actor", passes.actor, policy, steps, how)
     value = value_opt = critic = None
-    if inputs.critic is not None:
+    if inputs.critic is not None and passes.critic is not None:
         shared = shares_trunk(c, inputs)
         trunk = policy.base.params if shared and policy.base is not None else None
         options = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
         trained = how.load(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **options)
         trained = wait(trained, c.critic.param_offload, shared=shared)
         value = trained.learned
-        critic, value_opt = make_descent(c.critic, "critic", passes.critic, trained, inputs.total_steps, how)
+        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, trained, inputs.total_steps, how)
     reference = None
     if inputs.reference is not None:
         reference = load_reference(c, mesh, fit(inputs.reference), policy, keys(2), how)
+    actor_epochs, critic_epochs = make_epochs(c)
     learner = Learner(
         mesh=mesh,
         cfg=cfg,
@@ -260,6 +262,8 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOA
         actor=actor,
         critic=critic,
         reference=reference,
+        actor_epochs=actor_epochs,
+        critic_epochs=critic_epochs,
     )
     begin = state.begin_state(
         policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
@@ -337,10 +341,10 @@ def load_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, ke
     return how.copy(policy.learned, c.ref.param_offload)
 
 
-def make_descent(
-    section: Optimizer, name: str, accumulate: Any, trained: Trained, total_steps: int, how: Making = LOADED
-) -> tuple[ppo.ModelUpdate, Any]:
-    """Makes one model's optimizer from its section of the config, and the initial optimizer state."""
+def make_trainable(
+    section: Optimizer, name: str, loss: CompiledLoss, trained: Trained, total_steps: int, how: Making = LOADED
+) -> tuple[Trainable, Any]:
+    """Makes what trains a model by a section of the config, and the initial state of its optimizer."""
     tx = optimizer_of(section, name, trained.layout)
     opt, places = how.begin_optimizer(tx, trained.layout, trained.learned)
     apply = make_scheduled_apply(section, tx, trained.layout, places, total_steps)
@@ -349,10 +353,8 @@ def make_descent(
     spare = trained.layout.spare, state.spare_of_optimizer(tx, trained.layout)
     opt = placing.to_host(opt) if section.optimizer_offload else opt
     exchange = update.make_exchange(trained.layout.shardings)
-    descent = ppo.ModelUpdate(
-        accumulate, apply, zeros, exchange, name, base=trained.base, spare=spare, apply_given=given
-    )
-    return descent, opt
+    made = Trainable(name, loss, apply, zeros, exchange, base=trained.base, spare=spare, apply_given=given)
+    return made, opt
 
 
 def make_scheduled_apply(section: Optimizer, tx: Any, layout: state.ModelLayout, places: Any, total_steps: int) -> Any:

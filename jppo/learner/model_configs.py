@@ -6,24 +6,13 @@ import jax
 from jax.sharding import Mesh
 
 from jppo.errors import UserError
+from jppo.learner.ppo import ModelConfigs
 from jppo.learner.sharding import require_divisible
 from jppo.models import hf, lora, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.models.params import Head
 from jppo.settings import Common, Critic, Model, Settings, parts
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfigs:
-    """The models of a PPO run, and its length."""
-
-    policy: ModelConfig
-    critic: ModelConfig | None = None  # None: the estimator needs none
-    reference: ModelConfig | None = None  # None: no KL is used
-    adapters: Lora | None = None  # of the policy; None: full fine-tuning
-    critic_adapters: Lora | None = None
-    total_steps: int = 0
 
 
 def read_models(c: Settings, *, weights: bool = True) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:

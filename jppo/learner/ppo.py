@@ -4,25 +4,37 @@
 both with the models. The losses are in `algorithms/losses.py`, the updates in `update.py`.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
-from jppo.learner import batch, estimate, packing, score, sharding, update
-from jppo.learner.policy_losses import Select, Selection, make_select
-from jppo.models import placing, router
+from jppo.learner import batch, estimate, packing, score, sharding, state, update
+from jppo.learner.policy_losses import Selection, make_select
+from jppo.learner.trainable import CompiledLoss, Trainable
+from jppo.models import placing
 from jppo.models.config import ModelConfig
-from jppo.models.lora import Base, Weights, join
-from jppo.types import Array, Batch, Params, Rows, TrainState
+from jppo.models.lora import Lora, Weights
+from jppo.types import Array, Batch, Params, Rows, TrainState, Trajectory
 
 Model = tuple[Any, ModelConfig]  # the flax module, and its config
-Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfigs:
+    """The models of a PPO run, and its length."""
+
+    policy: ModelConfig
+    critic: ModelConfig | None = None  # None: the estimator needs none
+    reference: ModelConfig | None = None  # None: no KL is used
+    adapters: Lora | None = None  # of the policy; None: full fine-tuning
+    critic_adapters: Lora | None = None
+    total_steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +97,8 @@ class Passes:
     reference: Callable[..., tuple[Array | None, Array | None]] | None
     value: score.Value | None
     advantages: Callable[..., tuple[dict[str, Array], dict[str, Array]]]
-    actor: Callable[..., tuple[update.Carry, dict[str, Array]]]
-    critic: Callable[..., tuple[update.Carry, dict[str, Array]]] | None
-    router_load: Callable[[Weights, Rows], Array] | None = None  # for the load-balancing loss
-    select: Select | None = None  # of the policy loss
+    actor: CompiledLoss
+    critic: CompiledLoss | None
 
 
 def make_passes(
@@ -115,7 +125,7 @@ def make_passes(
     value = critic = None
     if models.critic is not None:
         value, loss = make_critic(models.critic, r)
-        critic = update.make_accumulate(loss, mesh=mesh, options=options)
+        critic = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options))
     whole = None if mesh is None else sharding.replicated(mesh)
     logprob_options = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
     advantages = estimate.make_advantages(
@@ -123,15 +133,18 @@ def make_passes(
         by_sequence=r.by_sequence, value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
     )  # fmt: skip
     old_logprob = compiled(score.make_logprob(*models.policy, with_entropy=r.entropy_metric, **logprob_options))
+    actor = CompiledLoss(
+        update.make_accumulate(actor_loss_of(models, r, **heads), mesh=mesh, options=options),
+        load=make_router_load(models, r, mesh, options),
+        select=None if r.selection is None else make_select(r.selection, old_logprob),
+    )
     return Passes(
         logprob=old_logprob,
-        select=None if r.selection is None else make_select(r.selection, old_logprob),
         reference=compiled(reference),
         value=compiled(value),
         advantages=jax.jit(advantages, out_shardings=whole),
-        actor=update.make_accumulate(actor_loss_of(models, r, **heads), mesh=mesh, options=options),
+        actor=actor,
         critic=critic,
-        router_load=make_router_load(models, r, mesh, options),
     )
 
 
@@ -190,51 +203,23 @@ def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelUpdate:
-    """The update of one model: its compiled gradient, optimizer step and accumulator."""
+class Epochs:
+    """How often, and in which mini-batches, a model goes over the batch of a step."""
 
-    accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
-    apply: jax.stages.Wrapped
-    zeros: Callable[[], update.Carry]
-    exchange: Any  # of gradients, between groups of devices; None where there is one group
-    name: str  # 'actor' or 'critic', of its metrics
-    base: Base | None = None  # frozen weights of a model with adapters
-    spare: tuple[Any, Any] = ((), ())  # padding rows of the learned parameters and of the optimizer state
-    load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
-    select: Select | None = None  # of the policy loss
-    apply_given: jax.stages.Wrapped | None = None  # `apply` with Hyperparameters in place of the step
+    count: int
+    mini_batch_size: int  # sequences
+    shuffle: bool  # new mini-batches in every epoch
+    most: int  # sequences of the largest step, which one program orders
+    warmup: int  # first steps, in which the policy does not learn
+    in_warmup: int  # epochs over the batch of these
 
-    @property
-    def drops(self) -> bool:
-        """Whether the adapters have dropout."""
-        return self.base is not None and self.base.dropout > 0
+    def of_step(self, step: int) -> int:
+        """Returns the number of epochs over the batch of a step."""
+        return self.in_warmup if step < self.warmup else self.count
 
-    def model(self, learned: Params) -> Weights:
-        """Returns the whole model."""
-        return join(learned, self.base)
-
-    def before(
-        self, model: Weights, mini: batch.Mini, key: Array | None, step: Array | None, number: int
-    ) -> batch.Mini:
-        """Adds what the loss needs of the whole mini-batch before its gradient, as constants.
-
-        These are the tokens that it treats apart and the load of the experts. `number` is the mini-batch's in the step.
-        """
-        if self.select is not None:
-            mini = self.select(model, mini, key, step, number)
-        if self.load is None:
-            return mini
-        load: Any = sum(placing.fetch(self.load(model, placing.put(m.rows, mini.place))) for m in mini.micros)
-        return dataclasses.replace(mini, counts=dataclasses.replace(mini.counts, load=load))
-
-
-def spare_rows(policy: ModelUpdate | None, value: ModelUpdate | None) -> Spare:
-    """Returns the rows of mesh padding of these models and their optimizers; {} without any."""
-    spares: dict[str, Any] = {}
-    for name, model in (("policy", policy), ("value", value)):
-        if model is not None:
-            spares |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
-    return {name: spare for name, spare in spares.items() if any(jax.tree.leaves(spare))}
+    def begin(self) -> int:
+        """Returns the first step with an epoch, with which the schedule of the learning rate starts."""
+        return 0 if self.in_warmup else self.warmup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +232,11 @@ class Learner:
     shape: tuple[int, int]  # of a step's flat batch, [B, L]
     recipe: Recipe
     passes: Passes
-    actor: ModelUpdate
-    critic: ModelUpdate | None
+    actor: Trainable
+    critic: Trainable | None
     reference: Params | None
+    actor_epochs: Epochs
+    critic_epochs: Epochs
 
     def policy(self, now: TrainState) -> Weights:
         """Returns the policy, its frozen base included."""
@@ -259,9 +246,22 @@ class Learner:
         """Returns the critic, its frozen base included."""
         return None if self.critic is None else self.critic.model(now.value)
 
-    def spare(self) -> Spare:
+    def spare(self) -> state.Spare:
         """Returns the rows of mesh padding by field of the train state; {} without any."""
-        return spare_rows(self.actor, self.critic)
+        return state.spare_rows(policy=self.actor, value=self.critic)
+
+
+class Clock(Protocol):
+    """What measures the stages of a step, as `runlog.timers.Timers` does."""
+
+    def __call__(self, stage: str) -> contextlib.AbstractContextManager[None]:
+        """Measures what is done within."""
+
+    def part(self, label: str, total: int) -> Callable[[], None]:
+        """Begins a part of a stage that is done in `total` pieces; returns what is called after each."""
+
+    def counted(self, label: str, items: Iterable[batch.Mini], total: int) -> Iterator[batch.Mini]:
+        """Yields the items, and counts them as pieces of a part."""
 
 
 def silent() -> None:
@@ -357,69 +357,59 @@ def with_advantages(
     return dataclasses.replace(data, **known), {name: float(x) for name, x in metrics.items()}
 
 
-def descend(
-    model: ModelUpdate, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any,
-    key: Array | None = None,
-) -> tuple[Params, Any, dict[str, float]]:  # fmt: skip
-    """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
+def score_batch(learner: Learner, now: TrainState, data: Batch, micros: Sequence[batch.Micro], clock: Clock) -> Batch:
+    """Adds what the learner's models know of the batch: log π_old, log π_ref or the exact KL, and V."""
+    passes, policy = learner.passes, learner.policy(now)
 
-    `key` is for dropout and for the draws of a policy loss that selects tokens. Offloaded arrays are moved to the
-    devices: the models for the whole update, the optimizer state for its steps.
+    def count() -> Callable[[], None]:
+        return clock.part("micro-batches", len(micros))
+
+    with clock("old_log_prob"):
+        data = with_old_logprob(passes, learner.recipe, data, micros, policy, count())
+    if learner.reference is not None:
+        with clock("ref"):
+            data = with_reference(passes, learner.recipe, data, micros, policy, learner.reference, count())
+    if learner.critic is not None:
+        with clock("values"):
+            data = with_values(passes, data, micros, learner.value(now), count())
+    return data
+
+
+def learn(
+    learner: Learner,
+    now: TrainState,
+    data: Batch,
+    trajectories: Sequence[Trajectory],
+    clock: Clock,
+    between: Callable[[TrainState], None] = lambda _: None,
+) -> tuple[TrainState, dict[str, float]]:
+    """Updates actor and critic on the batch, each with its own mini-batches and epochs.
+
+    `between` is called between the two updates with the step's state, whose policy is final.
     """
-    before, history = params, []
-    base, further = placing.to_device((model.base, further))
-    params = placing.take(params)
-    for number, mini in enumerate(minis):
-        if model.drops:
-            mini = batch.with_dropout(mini, key, step, number)
-        mini = model.before(join(params, base), mini, key, step, number)
-        carry, sums = forward_backward(model, params, base, model.zeros(), mini, *further)
-        params, opt, stats = optim_step(model, params, opt, carry, step, learns=mini.learns)
-        history.append((sums, stats))
-        del carry  # frees it before the next one exists
-    params = jax.block_until_ready(placing.put_back(params, before))
-    return params, opt, update_metrics(jax.device_get(history), model.name)
+    version, metrics = int(now.step), dict[str, float]()
 
+    def minis(epochs: Epochs, model: int) -> Iterator[batch.Mini]:
+        size, count, total = epochs.mini_batch_size, len(trajectories), epochs.of_step(version)
+        for epoch in range(total):
+            order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, most=epochs.most)
+            cut = batch.mini_batches(
+                data, trajectories, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
+            )
+            yield from clock.counted(f"mini-batches of epoch {epoch + 1} of {total}", cut, -(-count // size))
 
-def forward_backward(
-    model: ModelUpdate, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
-) -> tuple[update.Carry, list[dict[str, Any]]]:
-    """Adds the gradient of a mini-batch to the carry, which is donated; returns also the sums of each micro-batch.
-
-    `params`, `base` and `further` are on the devices, and the mini-batch is from `ModelUpdate.before`.
-    """
-    sums = list[dict[str, Any]]()
-    for micro in mini.micros:
-        rows = placing.put(micro, mini.place)
-        carry, part = model.accumulate(params, base, carry, rows, mini.counts, *further)
-        jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
-        sums.append(part)
-    return carry, sums
-
-
-def optim_step(
-    model: ModelUpdate, params: Params, opt: Any, carry: update.Carry, step: Any, *, learns: bool
-) -> tuple[Params, Any, dict[str, Any]]:
-    """Takes an optimizer step with the accumulated gradient; donates parameters on the devices and optimizer state.
-
-    Returns the parameters on the devices, the state where it was, and the statistics of the step.
-    """
-    carry = carry if model.exchange is None else model.exchange(carry)
-    params, stepped, stats = model.apply(params, placing.take(opt), carry, step, np.bool_(learns))
-    return params, placing.put_back(stepped, opt), jax.block_until_ready(stats)
-
-
-def update_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: str) -> dict[str, float]:
-    """Sums metrics over micro-batches, except extremes (`_max`, `_min`), and averages them over mini-batches."""
-    minis = []
-    for sums, stats in history:
-        total = {key: sum(part[key] for part in sums) for key in sums[0] if not key.endswith(("_max", "_min"))}
-        extremes = router.load_metrics(total.pop(router.LOAD)) if router.LOAD in total else {}
-        mini = {key: float(value) for key, value in total.items()} | extremes
-        mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
-        mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}
-        minis.append(mini | {f"{name}/{key}": float(value) for key, value in stats.items()})
-    out = {key: float(np.mean([mini[key] for mini in minis])) for key in minis[0]}
-    out |= {key: max(mini[key] for mini in minis) for key in out if key.endswith("_max")}
-    out |= {key: min(mini[key] for mini in minis) for key in out if key.endswith("_min")}
-    return out
+    if learner.actor_epochs.of_step(version):
+        with clock("update_actor"):
+            step = state.scalar(version - learner.actor_epochs.begin(), now.step)
+            policy, policy_opt, metrics = learner.actor.learn(
+                now.policy, now.policy_opt, step, minis(learner.actor_epochs, 0),
+                learner.recipe.in_loss(learner.reference), key=now.key,
+            )  # fmt: skip
+        now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)
+    if learner.critic is not None:
+        between(dataclasses.replace(now, step=state.scalar(version + 1, now.step)))
+        with clock("update_critic"):
+            cut = minis(learner.critic_epochs, 1)
+            value, value_opt, of_critic = learner.critic.learn(now.value, now.value_opt, now.step, cut)
+        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), of_critic | metrics
+    return now, metrics

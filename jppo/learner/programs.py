@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from jppo.learner import batch, packing, ppo, sharding, state, update
-from jppo.learner.ppo import Learner, ModelUpdate
+from jppo.learner.ppo import Learner
+from jppo.learner.trainable import Trainable
 from jppo.models import placing
 from jppo.types import Batch, Counts, Params, Rows, Scored, TrainState
 
@@ -87,7 +88,7 @@ def scoring_programs(learner: Learner, now: TrainState, rows: Rows) -> Iterator[
 
 
 def update_programs(
-    how: ModelUpdate,
+    how: Trainable,
     learned: Params,
     opt: Any,
     now: TrainState,
@@ -106,36 +107,36 @@ def update_programs(
     yield Program(f"{name} zeros", "other", how.zeros, (), name)
     if how.drops:
         yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)
-    if how.select is not None:
+    if how.loss.select is not None:
         assert data is not None
         arrays = np.zeros(data.mask.shape, np.float32), data.old_logprob, data.advantage, data.mask
         choice = now.key, now.step, number, *arrays, number
-        yield Program(f"{name} selection", "other", how.select.choose, choice, name)
+        yield Program(f"{name} selection", "other", how.loss.select.choose, choice, name)
     for micro in micros:
         there = placing.shapes(with_constants(how, micro), sharding.rows_sharding(mesh))
         rows = there.rows if isinstance(there, Scored) else there
         shape = rows.inputs.shape
-        if how.load is not None:
-            load = Program(f"{name} load", "other", how.load, (how.model(learned), rows), name, shape)
+        if how.loss.load is not None:
+            load = Program(f"{name} load", "other", how.loss.load, (how.model(learned), rows), name, shape)
             yield load
             by_expert = load.results()
             counts = dataclasses.replace(counts, load=np.zeros(by_expert.shape, by_expert.dtype))
         given = learned, how.base, carry, there, counts, *further
-        yield Program(f"{name} gradient", "gradient", how.accumulate, given, name, shape, **beside)
+        yield Program(f"{name} gradient", "gradient", how.loss.accumulate, given, name, shape, **beside)
     if how.exchange is not None:
         yield Program(f"{name} exchange", "exchange", how.exchange, (carry,), name, **beside)
     last = learned, opt, carry, now.step, np.True_
     yield Program(f"{name} step", "step", how.apply, last, name, **beside)
 
 
-def with_constants(how: ModelUpdate, micro: Scored | Rows) -> Scored | Rows:
-    """Returns an empty micro-batch with what `ModelUpdate.before` and dropout add to it."""
+def with_constants(how: Trainable, micro: Scored | Rows) -> Scored | Rows:
+    """Returns an empty micro-batch with what `CompiledLoss.look_ahead` and dropout add to it."""
     rows = micro.rows if isinstance(micro, Scored) else micro
     if how.drops:
         rows = dataclasses.replace(rows, dropout=np.zeros(rows.inputs.shape, np.uint32))
     if not isinstance(micro, Scored):
         return rows
-    selected = None if how.select is None else np.zeros(rows.inputs.shape, np.bool_)
+    selected = None if how.loss.select is None else np.zeros(rows.inputs.shape, np.bool_)
     return dataclasses.replace(micro, rows=rows, selected=selected)
 
 

@@ -1,29 +1,24 @@
-"""Parts of a learner from the settings: estimator, policy loss, KL, rollout correction, optimizers, shapes of rows.
-
-And the FLOP utilisation (MFU) of its stages.
-"""
+"""Parts of a learner from the settings: estimator, policy loss, KL, rollout correction, optimizers, shapes of rows."""
 
 import dataclasses
 import functools
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
 from jppo.errors import UserError
 from jppo.learner import cost, estimate, optim, packing, ppo, sharding, state
 from jppo.learner.estimate import Estimator
-from jppo.learner.model_configs import ModelConfigs
 from jppo.learner.policy_losses import Objective
 from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.settings import Common, Optimizer, Settings, importance_band, optimizers, parts, rejection_rules
-from jppo.types import Array, Trajectory
+from jppo.types import Array
 
 
 def make_estimator(c: Settings) -> Estimator:
@@ -109,7 +104,7 @@ def make_recipe(c: Settings) -> ppo.Recipe:
 
 
 def optimizer_of(section: Optimizer, name: str, layout: state.ModelLayout) -> Any:
-    """Makes the optimizer of a section of the config; `name` as in `make_descent`."""
+    """Makes the optimizer of a section of the config; `name` as in `make_trainable`."""
     chain = make_chain(section, name if name in ("actor", "critic") else "optim", layout.matrices)
     narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(layout.shapes))
     return optim.make_optimizer(
@@ -230,7 +225,7 @@ def plan_rows(
 
 def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
     """Plans the row shapes of a PPO run of `steps`."""
-    sizes = (c.actor.ppo_mini_batch_size, critic_mini_batch_size(c))
+    sizes = tuple(epochs.mini_batch_size for epochs in make_epochs(c))
     plan = plan_rows(
         c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
         policy=policy, sizes=() if c.rollout.has_branches else sizes,
@@ -254,18 +249,16 @@ def replayed(c: Settings, policy: ModelConfig) -> tuple[int, int] | None:
     return policy.num_layers, policy.experts.active
 
 
-def critic_mini_batch_size(c: Settings) -> int:
-    """Returns the critic's sequences per optimizer step."""
-    own = c.critic.ppo_mini_batch_size
-    return c.actor.ppo_mini_batch_size if own is None else own
-
-
-def critic_epochs(c: Settings, step: int) -> int:
-    """Returns the critic's epochs over the batch of a step; in its warm-up they may be more."""
-    of_warmup, own, actors = c.critic.warmup_epochs, c.critic.ppo_epochs, c.actor.ppo_epochs
-    if step < c.trainer.critic_warmup and of_warmup is not None:
-        return int(of_warmup)
-    return int(actors if own is None else own)
+def make_epochs(c: Settings) -> tuple[ppo.Epochs, ppo.Epochs]:
+    """Returns how actor and critic go over the batch of a step."""
+    a, v, most, warmup = c.actor, c.critic, most_sequences(c), c.trainer.critic_warmup
+    size = a.ppo_mini_batch_size if v.ppo_mini_batch_size is None else v.ppo_mini_batch_size
+    count = a.ppo_epochs if v.ppo_epochs is None else v.ppo_epochs
+    in_warmup = count if v.warmup_epochs is None else v.warmup_epochs
+    return (
+        ppo.Epochs(a.ppo_epochs, a.ppo_mini_batch_size, a.shuffle, most, warmup, 0),
+        ppo.Epochs(count, size, v.shuffle, most, warmup, in_warmup),
+    )
 
 
 def sequences_of_step(c: Common) -> int:
@@ -282,45 +275,3 @@ def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
     """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
     devices = sharding.whole_row_multiple(mesh)
     return -(-most_sequences(c) // devices) * devices, c.data.max_response_length
-
-
-# verl's names for the stages that are passes of a single model.
-_STAGES = {"perf/mfu/actor": "update_actor", "perf/mfu/critic": "update_critic", "perf/mfu/actor_infer": "old_log_prob"}
-
-
-def introduce_peak(c: Settings, mesh: Mesh) -> str:
-    """Describes the peak FLOP/s behind perf/mfu, for the console."""
-    peak = sharding.find_peak(mesh, c.model.compute_dtype)  # if measured, once per process
-    return f"FLOP utilisation is of {peak.flops_per_s / 1e12:,.3g} TFLOP/s, {peak.source}"
-
-
-def _stage_flops(c: Settings, inputs: ModelConfigs, trajectories: Sequence[Trajectory], epochs: int) -> dict[str, int]:
-    """Counts FLOP per stage over the batch, of the critic in so many epochs; the head counts sampled tokens only."""
-    lengths = [len(t.tokens) for t in trajectories]
-    sampled = sum(int(t.sampled.sum()) for t in trajectories)
-    policy, adapters = inputs.policy, inputs.adapters
-    flops = {"update_actor": c.actor.ppo_epochs * cost.update(policy, lengths, head_tokens=sampled, adapters=adapters)}
-    if c.algorithm.old_logprob != "bypass":
-        flops["old_log_prob"] = cost.forward(policy, lengths, head_tokens=sampled, adapters=adapters)
-    if inputs.critic is not None:
-        once = cost.update(inputs.critic, lengths, head_tokens=0, adapters=inputs.critic_adapters)
-        flops["update_critic"] = epochs * once
-    return flops
-
-
-def utilisation(
-    c: Settings,
-    inputs: ModelConfigs,
-    mesh: Mesh,
-    trajectories: Sequence[Trajectory],
-    seconds: Mapping[str, float],
-    *,
-    epochs: int,
-) -> dict[str, float]:
-    """Returns MFU by stage, for the stages that ran in this step, with so many epochs of the critic."""
-    flops, rate = (
-        _stage_flops(c, inputs, trajectories, epochs),
-        sharding.find_peak(mesh, c.model.compute_dtype).flops_per_s,
-    )
-    took_place = {name: stage for name, stage in _STAGES.items() if stage in flops and stage in seconds}
-    return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ from optax.contrib import MuonDimensionNumbers
 
 from jppo.learner import sharding
 from jppo.learner.optim import in_f32, map_state
-from jppo.learner.ppo import Recipe, Spare
+from jppo.learner.trainable import Trainable
 from jppo.models import hf, kernels, lora, params, placing
 from jppo.models.config import ModelConfig
 from jppo.models.decoder import init_head, init_params
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
 from jppo.types import Array, Params, TrainState
+
+Spare = Mapping[str, Any]  # rows of padding that a mesh added to arrays, by field of the train state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,15 @@ def spare_of_optimizer(tx: optax.GradientTransformation, layout: ModelLayout) ->
     return map_state(spare, jax.eval_shape(tx.init, layout.shapes), layout.shapes, layout.spare, other=lambda _: 0)
 
 
+def spare_rows(*, policy: Trainable | None = None, value: Trainable | None = None) -> Spare:
+    """Returns the rows of mesh padding of these models and their optimizers; {} without any."""
+    spares: dict[str, Any] = {}
+    for name, model in (("policy", policy), ("value", value)):
+        if model is not None:
+            spares |= dict(zip((name, f"{name}_opt"), model.spare, strict=True))
+    return {name: spare for name, spare in spares.items() if any(jax.tree.leaves(spare))}
+
+
 def portable(now: TrainState, spare: Spare) -> TrainState:
     """Returns the state without mesh padding, so that it fits any mesh."""
 
@@ -187,11 +198,17 @@ def begin_state(
 
 
 def next_step(
-    recipe: Recipe, now: TrainState, kl: float, *, bad: bool, learned: bool, value_norm: Any = None
+    now: TrainState,
+    kl: float,
+    *,
+    bad: bool,
+    learned: bool,
+    adapt_kl: Callable[[Array, Array], Array] | None = None,
+    value_norm: Any = None,
 ) -> TrainState:
     """Returns the state after a step with KL `kl` in the reward and new statistics of returns.
 
-    `bad`: an update was skipped, and its statistics may be non-finite.
+    `bad`: an update was skipped, and its statistics may be non-finite. `adapt_kl` is (β, KL) -> the next β.
 
     A step without a token to learn from (`learned` is False) changes only its number.
     """
@@ -199,8 +216,8 @@ def next_step(
     if not learned:
         return dataclasses.replace(now, step=step)
     kl_coef = now.kl_coef
-    if recipe.adapt_kl is not None and not bad:  # a non-finite KL would stay in the coefficient
-        kl_coef = scalar(recipe.adapt_kl(now.kl_coef, np.asarray(kl, np.float32)), now.kl_coef)
+    if adapt_kl is not None and not bad:  # a non-finite KL would stay in the coefficient
+        kl_coef = scalar(adapt_kl(now.kl_coef, np.asarray(kl, np.float32)), now.kl_coef)
     bad_steps = scalar((int(now.bad_steps) + 1) * bad, now.bad_steps)
     if now.value_norm is not None and not bad:
         now = dataclasses.replace(now, value_norm=scalar(value_norm, now.value_norm))

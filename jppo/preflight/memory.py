@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jppo.learner import cost, make, packing, ppo, sharding, state
-from jppo.learner.model_configs import ModelConfigs, offloaded_parts
+from jppo.learner import cost, make, packing, sharding, state
+from jppo.learner.model_configs import offloaded_parts
+from jppo.learner.ppo import ModelConfigs
 from jppo.learner.programs import Program
 from jppo.learner.recipe import optimizer_of
+from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -118,18 +120,18 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
 
 
 def sketch_update(
-    c: Supervised, mesh: Any, cfg: ModelConfig, accumulate: Any, *, name: str, head: Head, adapters: Lora | None
-) -> tuple[ppo.ModelUpdate, TrainState]:
+    c: Supervised, mesh: Any, cfg: ModelConfig, loss: CompiledLoss, *, name: str, head: Head, adapters: Lora | None
+) -> tuple[Trainable, TrainState]:
     """Returns the update and the state of a run that trains one model, as shapes."""
     trained = make.sketch_trained(c, mesh, cfg, "", head=head, adapters=adapters)
-    how, opt = make.make_descent(c.optim, name, accumulate, trained, 1, make.SHAPES)
+    how, opt = make.make_trainable(c.optim, name, loss, trained, 1, make.SHAPES)
     policy, value = ((trained.learned, opt), (None, None))[:: 1 if head == "lm" else -1]
     return how, state.begin_state(*policy, *value, seed=c.trainer.seed, put=placing.shapes)
 
 
 def of_one_model(
     c: Supervised,
-    how: ppo.ModelUpdate,
+    how: Trainable,
     now: TrainState,
     moments: Sequence[ProgramMemory],
     packed: Sequence[Rows],

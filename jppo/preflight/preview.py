@@ -24,7 +24,7 @@ from jppo.forecast import compilers, machines
 from jppo.forecast.machines import GIB, Machine
 from jppo.learner import packing, sharding
 from jppo.learner.make import make_mesh, sketch_trained
-from jppo.learner.recipe import critic_epochs, critic_mini_batch_size, plan_of_run, sequences_of_step
+from jppo.learner.recipe import make_epochs, plan_of_run, sequences_of_step
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.programs import (
     Estimate,
@@ -99,9 +99,9 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Computes the work of a step."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
     step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
-    models = {"actor": (c.actor.ppo_epochs, c.actor.ppo_mini_batch_size)}
-    if inputs.critic is not None:
-        models["critic"] = (critic_epochs(c, c.trainer.critic_warmup), critic_mini_batch_size(c))
+    models = dict(zip(("actor", "critic"), make_epochs(c), strict=True))
+    if inputs.critic is None:
+        del models["critic"]
     packed = packing.micro_batch_shapes(step, plan)
     published = memory.served(inputs.policy, published_dtype(c))
     if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
@@ -109,7 +109,7 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     return Work(
         scoring=len(packed),
         entries=sum(map(math.prod, packed)),
-        updates={name: descents(step, plan, epochs=epochs, size=size) for name, (epochs, size) in models.items()},
+        updates={name: descents(step, plan, epochs=e.count, size=e.mini_batch_size) for name, e in models.items()},
         sampled=per_step * c.data.max_response_length,
         servers=server_work(c, mesh, published, memory.served(inputs.policy, c.rollout.dtype)),
     )

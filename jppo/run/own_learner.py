@@ -28,10 +28,10 @@ from jppo.algorithms.masked import masked_sum
 from jppo.errors import UserError
 from jppo.learner import make, optim, ppo, score, sharding, state, update
 from jppo.learner.batch import Mini, with_whole
-from jppo.learner.model_configs import ModelConfigs
-from jppo.learner.policy_losses import Select, make_select
-from jppo.learner.ppo import Learner
+from jppo.learner.policy_losses import make_select
+from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.recipe import make_recipe, rate_schedule
+from jppo.learner.trainable import CompiledLoss, Trainable, merge_metrics
 from jppo.models import placing, router
 from jppo.models.lora import Weights, join
 from jppo.registry import did_you_mean
@@ -41,7 +41,7 @@ from jppo.run.trained_model import find_checkpoint, is_checkpoint
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
 from jppo.settings import Optimizer, Settings, changed, check, parts, table, without_unread
-from jppo.types import Array, Counts, Params, Rows, Scored, TrainState
+from jppo.types import Array, Counts, Params, Scored, TrainState
 
 Function = Callable[..., Any]
 SAME = {"logp": "logprob", "old_logp": "old_logprob", "old": "old_logprob"}
@@ -72,20 +72,13 @@ FUNCTIONS: dict[str, Function] = {f.__name__: f for f in (cross_entropy, importa
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledLoss:
-    """The compiled gradient of a loss, with the arrays that it reads."""
+class BatchLoss:
+    """A loss over a batch of responses, with what it reads."""
 
-    accumulate: Any
+    compiled: CompiledLoss
     of_critic: bool
     needs: tuple[str, ...]  # arrays of the batch
     exact: bool = False  # reads the reference's weights
-    load: Callable[[Weights, Rows], Array] | None = None  # as in ModelUpdate
-    select: Select | None = None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether it needs a pass over the whole mini-batch before its gradient."""
-        return self.load is not None or self.select is not None
 
 
 class Losses:
@@ -95,10 +88,10 @@ class Losses:
         self._c, self._mesh, self._passes = c, mesh, passes
         self._models, self._heads = make.make_models(c, inputs, mesh)
         self._options = sharding.compiler_options(mesh, c.model.compiler_options)
-        self._made: dict[Any, CompiledLoss] = {}
-        self._load = passes.router_load
+        self._made: dict[Any, BatchLoss] = {}
+        self._load = passes.actor.load
 
-    def find(self, loss: str | Function | None, options: Mapping[str, Any]) -> CompiledLoss:
+    def find(self, loss: str | Function | None, options: Mapping[str, Any]) -> BatchLoss:
         """Returns the loss of this name or function; None is the one of the settings.
 
         `options` are settings of `actor`, or of `critic` for a loss of values. Raises UserError by the rules of
@@ -143,7 +136,7 @@ class Losses:
             f" {', '.join(ARGUMENTS)}{did_you_mean(str(loss), known)}"
         )
 
-    def _of_policy(self, c: Settings, *, usual: bool) -> CompiledLoss:
+    def _of_policy(self, c: Settings, *, usual: bool) -> BatchLoss:
         recipe, select = make_recipe(c), None
         exact = recipe.kl_loss_type in kl.EXACT
         if exact and self._models.reference is None:
@@ -157,24 +150,25 @@ class Losses:
         sampled_kl = recipe.kl_loss_type is not None and not exact
         needs = ("old_logprob", "advantage", *(["ref_logprob"] if sampled_kl else []))
         if usual and c.actor == self._c.actor:
-            accumulate = self._passes.actor  # training's own program
+            compiled = self._passes.actor  # training's own program
         else:
-            accumulate = self._compiled(ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads))
-        load = self._load if recipe.router_aux_loss_coef else None
-        return CompiledLoss(accumulate, False, needs, exact, load, select)
+            loss = self._compiled(ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads))
+            load = self._load if recipe.router_aux_loss_coef else None
+            compiled = dataclasses.replace(loss, load=load, select=select)
+        return BatchLoss(compiled, False, needs, exact)
 
-    def _of_values(self, c: Settings) -> CompiledLoss:
-        if self._models.critic is None:
+    def _of_values(self, c: Settings) -> BatchLoss:
+        if self._models.critic is None or self._passes.critic is None:
             raise UserError(f"loss={VALUE!r} is of a critic, and this model has none; open it with critic=True")
         if c.critic == self._c.critic:
-            return CompiledLoss(self._passes.critic, True, ("value", "returns"))
+            return BatchLoss(self._passes.critic, True, ("value", "returns"))
         loss = ppo.make_critic(self._models.critic, make_recipe(c))[1]
-        return CompiledLoss(self._compiled(loss), True, ("value", "returns"))
+        return BatchLoss(self._compiled(loss), True, ("value", "returns"))
 
-    def _compiled(self, loss: update.Loss) -> Any:
-        return update.make_accumulate(loss, mesh=self._mesh, options=self._options)
+    def _compiled(self, loss: update.Loss) -> CompiledLoss:
+        return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options))
 
-    def _of_function(self, function: Function, c: Settings) -> CompiledLoss:
+    def _of_function(self, function: Function, c: Settings) -> BatchLoss:
         names, recipe = _arguments(function), make_recipe(c)
         asked = {SAME.get(name, name) for name in names}
         of_critic = "value" in asked
@@ -207,7 +201,7 @@ class Losses:
             return out, {"critic/vf_loss": out} if of_critic else {"actor/loss": out, update.TOKENS: arrays["logprob"]}
 
         needs = tuple(OF_BATCH[name] for name in OF_BATCH if name in asked)
-        return CompiledLoss(self._compiled(loss), of_critic, needs)
+        return BatchLoss(self._compiled(loss), of_critic, needs)
 
 
 def _arguments(function: Function) -> tuple[str, ...]:
@@ -242,12 +236,12 @@ def _shown(function: Function) -> str:
     return f"loss {getattr(inner, '__name__', type(inner).__name__)!r}"
 
 
-class Trainable:
-    """The policy or the critic of a custom loop."""
+class TrainedWeights:
+    """The policy or the critic of a loop: its weights and its optimizer's state, with the gradient so far."""
 
-    def __init__(self, descent: ppo.ModelUpdate, params: Params, opt: Any, section: Optimizer, total_steps: int):
+    def __init__(self, how: Trainable, params: Params, opt: Any, section: Optimizer, total_steps: int):
         """`section` has the optimizer's settings; its schedule is over `total_steps`."""
-        self.how, self.params, self.opt = descent, params, opt
+        self.how, self.params, self.opt = how, params, opt
         self._section, self._schedule = section, rate_schedule(section, total_steps)
         self._carry: Any = None
         self.accumulated = 0  # gradients since the last step
@@ -281,17 +275,16 @@ class Trainable:
         return with_whole(mini, self._whole[2])
 
     def _before(self, loss: CompiledLoss, mini: Mini, now: TrainState) -> Mini:
-        how = dataclasses.replace(self.how, load=loss.load, select=loss.select)
-        params, base = placing.to_device((self.params, how.base))
-        return how.before(join(params, base), mini, now.key, now.step, self.stepped)
+        params, base = placing.to_device((self.params, self.how.base))
+        return loss.look_ahead(join(params, base), mini, now.key, now.step, self.stepped)
 
     def forward_backward(self, loss: CompiledLoss, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Any]]:
         """Adds the gradient of a mini-batch; returns its metrics, and the sums of each micro-batch."""
-        descent = dataclasses.replace(self.how, accumulate=loss.accumulate)
-        params, base, further = placing.to_device((self.params, descent.base, further))
-        carry, self._carry = descent.zeros() if self._carry is None else self._carry, None
+        how = dataclasses.replace(self.how, loss=loss)
+        params, base, further = placing.to_device((self.params, how.base, further))
+        carry, self._carry = how.zeros() if self._carry is None else self._carry, None
         try:
-            carry, sums = ppo.forward_backward(descent, params, base, carry, mini, *further)
+            carry, sums = how.forward_backward(params, base, carry, mini, *further)
         except BaseException:
             self.discard()  # the carry was donated
             raise
@@ -300,19 +293,16 @@ class Trainable:
         self._learns = self._learns or mini.learns
         fetched = jax.device_get(sums)
         metrics = [{name: x for name, x in one.items() if np.ndim(x) == 0 or name == router.LOAD} for one in fetched]
-        return ppo.update_metrics([(metrics, {})], descent.name), fetched
+        return merge_metrics([(metrics, {})], how.name), fetched
 
     def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
         """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""
-        name, descent = self.how.name, self.how
-        where: Any = step
+        name, where = self.how.name, cast(Any, step)
         if any(x is not None for x in given.values()):
-            assert descent.apply_given is not None
-            where, descent = self._hyperparameters(step, given), dataclasses.replace(descent, apply=descent.apply_given)
-        before, carry = self.params, self._carry
-        self._carry = None
+            where = self._hyperparameters(step, given)
+        before, carry, self._carry = self.params, self._carry, None
         params = placing.take(self.params)
-        params, self.opt, stats = ppo.optim_step(descent, params, self.opt, carry, where, learns=self._learns)
+        params, self.opt, stats = self.how.optim_step(params, self.opt, carry, where, learns=self._learns)
         self.params = jax.block_until_ready(placing.put_back(params, before))
         self.stepped += 1
         self.discard()

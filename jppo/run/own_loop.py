@@ -29,14 +29,14 @@ from jppo import process
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
-from jppo.learner.model_configs import ModelConfigs, make_adapters, read_models, require_models_fit
-from jppo.learner.ppo import Learner
+from jppo.learner.model_configs import make_adapters, read_models, require_models_fit
+from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
 from jppo.run.inputs import read_tokenizer, require_publishable
 from jppo.run.own_inputs import UNUSED, PromptLike, make_prompts, make_settings, require_sampling
-from jppo.run.own_learner import NO_REFERENCE, Losses, Trainable, load_state, save_state
+from jppo.run.own_learner import NO_REFERENCE, Losses, TrainedWeights, load_state, save_state
 from jppo.run.own_samples import Engine, Kept, Responses, aims, of_samples, trajectory_of
 from jppo.samples.make import step_sampling
 from jppo.settings import Settings, changed
@@ -68,10 +68,10 @@ class Model:
     def __init__(self, parts: Parts, begin: TrainState, close: contextlib.ExitStack | None):
         c, learner, steps = parts.c, parts.learner, max(parts.inputs.total_steps, 0)
         self._parts, self._now, self._close = parts, dataclasses.replace(begin, policy=None, value=None), close
-        self.policy = Trainable(learner.actor, begin.policy, begin.policy_opt, c.actor, steps)
-        self.critic: Trainable | None = None
+        self.policy = TrainedWeights(learner.actor, begin.policy, begin.policy_opt, c.actor, steps)
+        self.critic: TrainedWeights | None = None
         if learner.critic is not None:
-            self.critic = Trainable(learner.critic, begin.value, begin.value_opt, c.critic, steps)
+            self.critic = TrainedWeights(learner.critic, begin.value, begin.value_opt, c.critic, steps)
         self._sampled = 0  # calls of `sample` in this step
         self._closed = False
 
@@ -81,7 +81,7 @@ class Model:
         return int(self._now.step)
 
     @property
-    def _trained(self) -> list[Trainable]:
+    def _trained(self) -> list[TrainedWeights]:
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     @property
@@ -228,19 +228,19 @@ class Model:
         define functions once.
         """
         self._require_open()
-        compiled = self._parts.losses.find(loss, options)
-        read = {"the batch": batch} | ({} if of is None or compiled.select is None else {"`of`": of})
-        for owner, name in ((owner, name) for owner in read for name in compiled.needs):
+        found = self._parts.losses.find(loss, options)
+        read = {"the batch": batch} | ({} if of is None or found.compiled.select is None else {"`of`": of})
+        for owner, name in ((owner, name) for owner in read for name in found.needs):
             if getattr(read[owner], name) is None:
                 raise UserError(
                     f"loss={loss if isinstance(loss, str) else getattr(loss, '__name__', None)!r} reads {name}, which"
                     f" {owner} lacks; set it by batch.replace({name}=...)"
                 )
-        learner, trained = self._parts.learner, self.critic if compiled.of_critic else self.policy
+        learner, trained = self._parts.learner, self.critic if found.of_critic else self.policy
         assert trained is not None
-        mini = trained.mini(compiled, batch, of, lambda one: one.mini(learner.plan, learner.mesh), self._now)
-        further = () if compiled.of_critic else (learner.reference if compiled.exact else None,)
-        metrics, sums = trained.forward_backward(compiled, mini, *further)
+        mini = trained.mini(found.compiled, batch, of, lambda one: one.mini(learner.plan, learner.mesh), self._now)
+        further = () if found.of_critic else (learner.reference if found.exact else None,)
+        metrics, sums = trained.forward_backward(found.compiled, mini, *further)
         return Gradient(metrics, batch.logprob_of(mini, sums))
 
     def optim_step(

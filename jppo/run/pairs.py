@@ -13,8 +13,9 @@ import numpy as np
 
 from jppo.data.preferences import Pair, PairSet, read_pairs
 from jppo.errors import escaped
-from jppo.learner import batch, cost, packing, ppo, sharding
+from jppo.learner import batch, cost, packing, sharding
 from jppo.learner.programs import Program, update_programs
+from jppo.learner.trainable import Trainable
 from jppo.models import placing
 from jppo.models.params import Head
 from jppo.preflight import memory, preview, programs
@@ -34,7 +35,7 @@ HEADS: dict[type[Paired], Head] = {PairTraining: "value", PreferenceTuning: "lm"
 
 @dataclasses.dataclass(frozen=True)
 class PairTask(supervised.Task):
-    """The inputs of a run, before it loads the model; `accumulate` is the second pass."""
+    """The inputs of a run, before it loads the model; `loss` is the second pass."""
 
     name: str  # of its metrics: rm, dpo
     head: Head
@@ -51,7 +52,7 @@ def train_on_pairs(
     prepare: Callable[[C], PairTask],
     columns: Columns,
     given: Callable[[PairTask, PairSet, Sequence[int]], Given],
-    begin: Callable[[PairTask, ppo.ModelUpdate, Params], None] | None = None,
+    begin: Callable[[PairTask, Trainable, Params], None] | None = None,
 ) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model.
 
@@ -61,10 +62,10 @@ def train_on_pairs(
     require_resumable(c)
     task = prepare(c)
 
-    def judged(model: ppo.ModelUpdate, params: Params, of: PairSet, which: Sequence[int], rows: list[Rows]) -> Any:
+    def judged(model: Trainable, params: Params, of: PairSet, which: Sequence[int], rows: list[Rows]) -> Any:
         return task.slope(score_pairs(task, model, params, rows, len(which)), *given(task, of, which))
 
-    def draw(model: ppo.ModelUpdate, params: Params, indices: np.ndarray) -> supervised.ExampleBatch:
+    def draw(model: Trainable, params: Params, indices: np.ndarray) -> supervised.ExampleBatch:
         some = [task.pairs.pairs[i] for i in indices]
         rows = pack_pairs(task, some)
         (_, metrics), slope = judged(model, params, task.pairs, [*indices], rows)
@@ -75,7 +76,7 @@ def train_on_pairs(
             metrics={f"{task.name}/{name}": float(value) for name, value in metrics.items()},
         )
 
-    def test(model: ppo.ModelUpdate, params: Params) -> dict[str, float]:
+    def test(model: Trainable, params: Params) -> dict[str, float]:
         pairs, sums = task.held_out.pairs, {"loss": 0.0, "accuracy": 0.0}
         for some in pair_blocks(c, len(pairs)):
             rows = pack_pairs(task, [pairs[i] for i in some])
@@ -113,7 +114,7 @@ def read_pair_sets(c: Paired, tokenizer: Any, **options: Any) -> tuple[PairSet, 
     return train, held_out
 
 
-def score_pairs(task: PairTask, model: ppo.ModelUpdate, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
+def score_pairs(task: PairTask, model: Trainable, params: Any, rows: Sequence[Rows], pairs: int) -> Array:
     """Scores a batch of pairs, [2N] f32: the chosen halves, then the rejected."""
     base, params = placing.to_device((model.base, params))
     whole, place = sharding.replicated(task.mesh), sharding.rows_sharding(task.mesh)
@@ -151,7 +152,7 @@ def _estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     shapes, lm = memory.largest_shapes(plan), task.head == "lm"
     how, now = memory.sketch_update(
-        c, mesh, task.cfg, task.accumulate, name=task.name, head=task.head, adapters=task.adapters
+        c, mesh, task.cfg, task.loss, name=task.name, head=task.head, adapters=task.adapters
     )
     rows = [packing.empty_rows(shape) for shape in shapes]
     scores = jax.ShapeDtypeStruct((2 * count,), np.float32, sharding=sharding.replicated(mesh))

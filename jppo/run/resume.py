@@ -16,8 +16,8 @@ from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
 from jppo.errors import UserError, expanded
 from jppo.learner import optim, state
-from jppo.learner.ppo import Learner, Spare
-from jppo.learner.state import scalar
+from jppo.learner.ppo import Learner
+from jppo.learner.state import Spare, scalar
 from jppo.rewards.parts import RewardSum
 from jppo.run.inputs import Inputs
 from jppo.run.loop import Progress

@@ -25,7 +25,8 @@ from jppo.learner import model_configs, packing, sharding
 from jppo.learner.make import attention_kernel, list_run_programs, make_learner, make_mesh, run_programs
 from jppo.learner.model_configs import require_models_fit
 from jppo.learner.ppo import Learner
-from jppo.learner.recipe import introduce_peak, replayed
+from jppo.learner.recipe import replayed
+from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import memory_budget, preview, programs
 from jppo.preflight.preview import DryRun, sampling_warnings
 from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
@@ -318,7 +319,7 @@ def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps
         describe_decoding(inputs.policy),
         describe_servers(c, mesh),
         model_configs.describe_offload(c, inputs, mesh.devices.flat[0]),
-        introduce_peak(c, mesh),
+        introduce_peak(mesh, c.model.compute_dtype),
         chosen,
         f"seconds of the start: {laps}",
     ]

@@ -16,11 +16,11 @@ from jppo import settings
 from jppo.data.stream import Cursor, next_batch
 from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
-from jppo.learner import batch, model_configs, packing, ppo
-from jppo.learner.make import Trained, load_trained, make_descent
-from jppo.learner.ppo import spare_rows
+from jppo.learner import batch, model_configs, packing
+from jppo.learner.make import Trained, load_trained, make_trainable
 from jppo.learner.state import begin_state as begin_state
-from jppo.learner.state import portable, scalar
+from jppo.learner.state import portable, scalar, spare_rows
+from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
@@ -50,7 +50,7 @@ class Task:
     plan: packing.Plan
     cfg: ModelConfig
     adapters: Lora | None
-    accumulate: Any  # compiled gradient
+    loss: CompiledLoss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,9 @@ class ExampleObjective:
     checksum: int  # of the examples in order: a resume rejects others
     columns: Columns
     opening: str  # first console line
-    draw: Callable[[ppo.ModelUpdate, Params, np.ndarray], ExampleBatch]  # returns the batch of these indices
-    begin: Callable[[ppo.ModelUpdate, Params], None] | None = None  # sees the model before it is trained
-    test: Callable[[ppo.ModelUpdate, Params], dict[str, float]] | None = None
+    draw: Callable[[Trainable, Params, np.ndarray], ExampleBatch]  # returns the batch of these indices
+    begin: Callable[[Trainable, Params], None] | None = None  # sees the model before it is trained
+    test: Callable[[Trainable, Params], dict[str, float]] | None = None
     test_freq: int = -1
     changes: Mapping[str, Any] | None = None  # to the model's config.json
 
@@ -87,7 +87,7 @@ class SupervisedRun(loop.Opened):
     c: Supervised
     task: Task
     objective: ExampleObjective
-    descent: ppo.ModelUpdate
+    descent: Trainable
     origin: dict[str, Any]
 
 
@@ -107,7 +107,7 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             timer.part("the model")
             options = dict[str, Any](head=objective.head, key=jax.random.key(t.seed), adapters=task.adapters)
             trained = load_trained(c, task.mesh, task.cfg, c.model.path, **options)
-            descent, opt = make_descent(c.optim, objective.name, task.accumulate, trained, task.steps)
+            descent, opt = make_trainable(c.optim, objective.name, task.loss, trained, task.steps)
             origin = _make_origin(c, task, objective, trained)
             timer.part("the first pass")
             if objective.begin is not None:
@@ -158,16 +158,16 @@ def begin(
     c: Supervised,
     checkpoints: Checkpoints,
     objective: ExampleObjective,
-    descent: ppo.ModelUpdate,
+    descent: Trainable,
     first: Params,
     opt: Any,
     origin: dict[str, Any],
 ) -> Begun:
     """Resumes, or begins with the loaded model: the policy of the train state, or its value model."""
     if objective.head == "lm":
-        state, spare = begin_state(first, opt, None, None, seed=c.trainer.seed), spare_rows(descent, None)
+        state, spare = begin_state(first, opt, None, None, seed=c.trainer.seed), spare_rows(policy=descent)
     else:
-        state, spare = begin_state(None, None, first, opt, seed=c.trainer.seed), spare_rows(None, descent)
+        state, spare = begin_state(None, None, first, opt, seed=c.trainer.seed), spare_rows(value=descent)
     return resume_or_begin(c, checkpoints, spare, state, origin)
 
 
@@ -194,7 +194,7 @@ def _method(run: SupervisedRun) -> loop.Method:
             for batch in drawn:
                 require_finite(run.descent, learned(objective, now.state)[0], batch)
             run.logger.sync()
-            spare = spare_rows(*((run.descent, None) if objective.head == "lm" else (None, run.descent)))
+            spare = spare_rows(**{"policy" if objective.head == "lm" else "value": run.descent})
             run.checkpoints.save(now.step, portable(now.state, spare), meta)
 
     def test(now: Progress) -> dict[str, float]:
@@ -226,9 +226,7 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
     params, opt = learned(objective, now.state)
     drawn = objective.draw(descent, params, indices)
     number = np.asarray(now.step, np.int32)
-    params, opt, update_metrics = ppo.descend(
-        descent, params, opt, number, [drawn.mini], *drawn.further, key=now.state.key
-    )
+    params, opt, update_metrics = descent.learn(params, opt, number, [drawn.mini], *drawn.further, key=now.state.key)
     bad = bool(update_metrics[f"{objective.name}/skipped"])
     names = ("policy", "policy_opt") if objective.head == "lm" else ("value", "value_opt")
     state = dataclasses.replace(
@@ -255,11 +253,11 @@ def _remedy(c: Supervised) -> str:
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 
 
-def require_finite(descent: ppo.ModelUpdate, learned: Params, drawn: ExampleBatch) -> None:
+def require_finite(descent: Trainable, learned: Params, drawn: ExampleBatch) -> None:
     """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
     params, base, further = placing.to_device((learned, descent.base, drawn.further))
     rows = placing.put(drawn.mini.micros[0], drawn.mini.place)
-    carry, _ = descent.accumulate(params, base, descent.zeros(), rows, drawn.mini.counts, *further)
+    carry, _ = descent.loss.accumulate(params, base, descent.zeros(), rows, drawn.mini.counts, *further)
     leaves: Sequence[Any] = jax.tree.leaves(carry)
     if nonfinite({str(number): leaf for number, leaf in enumerate(leaves)}):
         raise NonFinite("the loss or its gradient is not a finite number")

@@ -14,8 +14,7 @@ import jax
 
 from jppo.errors import RunEnded, UserError
 from jppo.learner import sharding, state
-from jppo.learner.model_configs import ModelConfigs
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.models import hf, hf_write, lora, tensorfile
 from jppo.models.lora import Lora
 from jppo.runlog import durable_files

@@ -13,6 +13,7 @@ import pytest
 
 from jppo.algorithms import advantage, losses
 from jppo.learner import batch, episodes, estimate, estimators, optim, packing, ppo, sharding, state, update
+from jppo.learner.trainable import Trainable
 from jppo.models import config_reader, experts, modules, sequence_parallel
 from jppo.models.attention import make_plain
 from jppo.models.decoder import Decoder, attention_settings, init_params
@@ -189,11 +190,9 @@ class Learner:
         if (name, lr, tx) not in self.applies:
             schedule = optim.make_schedule("constant", lr=lr, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
             self.applies[name, lr, tx] = update.make_apply(tx, schedule, shardings=(what.shardings, places))
-        how = ppo.ModelUpdate(
-            accumulate=getattr(self.passes, name), apply=self.applies[name, lr, tx], zeros=self.zeros[name],
-            exchange=self.exchange[name], name=name, load=self.passes.router_load if name == "actor" else None,
-            select=self.passes.select if name == "actor" else None,
-        )  # fmt: skip
+        how = Trainable(
+            name, getattr(self.passes, name), self.applies[name, lr, tx], self.zeros[name], self.exchange[name]
+        )
         return how, opt
 
     def score(self, trajectories, scores, *, plan, policy, reference, value, unusable=()):
@@ -231,7 +230,7 @@ class Learner:
                 continue
             how, opt = self.descent(name, params, lr=lr, tx=tx)
             minis = self.minis(flat, trajectories, plan=plan, mini=mini, epochs=epochs, order=order)
-            params, _, metrics = ppo.descend(how, params, opt, np.int32(0), minis, *further)
+            params, _, metrics = how.learn(params, opt, np.int32(0), minis, *further)
             found = metrics | found
             out[name] = jax.device_get(params)
         return out, found, flat

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jppo.algorithms import losses
-from jppo.learner import estimate, ppo, sharding, state
+from jppo.learner import estimate, sharding, state
 from jppo.learner.make import run_programs
 from jppo.learner.policy_losses import Selection
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import Epochs, Learner
 from jppo.learner.programs import list_programs
 
 CORRECTED = dict(
@@ -26,6 +26,7 @@ SELECTED = dict(
     policy_loss=functools.partial(losses.clip_cov, **CLIP),
     selection=Selection(functools.partial(losses.drawn_by_covariance, low=-9.0, high=9.0, **CLIP), 0.2),
 )
+EPOCHS = Epochs(1, 8, shuffle=False, most=16, warmup=0, in_warmup=0)
 EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -73,7 +74,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     )
     learner = Learner(
         mesh=ours.mesh, cfg=None, plan=plan, shape=ours.shape, recipe=ours.recipe, passes=ours.passes,
-        reference=reference, **how,
+        reference=reference, actor_epochs=EPOCHS, critic_epochs=EPOCHS, **how,
     )  # fmt: skip
     run_programs(list_programs(learner, now))
     step = jax.device_put(np.int32(0), sharding.replicated(ours.mesh))
@@ -86,8 +87,8 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
         with compilations() as seen:
             flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=value)
             minis = list(ours.minis(flat, trajectories, plan=plan, mini=8))
-            value, value_opt, _ = ppo.descend(how["critic"], value, value_opt, step, minis)
-            policy, policy_opt, _ = ppo.descend(how["actor"], policy, policy_opt, step, minis, judge, key=now.key)
+            value, value_opt, _ = how["critic"].learn(value, value_opt, step, minis)
+            policy, policy_opt, _ = how["actor"].learn(policy, policy_opt, step, minis, judge, key=now.key)
             step = step + 1
         shapes.append({micro.advantage.shape for mini in minis for micro in mini.micros})
         if number:

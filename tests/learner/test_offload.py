@@ -10,6 +10,7 @@ import pytest
 
 from jppo import settings
 from jppo.learner import model_configs, ppo
+from jppo.learner.trainable import CompiledLoss
 from jppo.models import placing
 from jppo.models.decoder import Decoder
 from tests.make import typed
@@ -29,7 +30,7 @@ def updated(ours, drawn, *, params=False, optimizer=False, reference=False, toke
     plan = ours.plan("none", tokens_per_micro, 8)
     flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=judge, value=None)
     minis = ours.minis(flat, trajectories, plan=plan, mini=8)
-    after = ppo.descend(how, policy, opt, np.int32(0), minis, ours.recipe.in_loss(judge))
+    after = how.learn(policy, opt, np.int32(0), minis, ours.recipe.in_loss(judge))
     assert all(x.is_deleted() for x in jax.tree.leaves((policy, opt)))  # wherever it lay
     assert kinds(judge) == ({"pinned_host"} if reference else {"device"})
     return after
@@ -94,7 +95,7 @@ def watched(ours, drawn, sequences):
 
     def accumulate(*args):
         nonlocal most, calls
-        out = how.accumulate(*args)
+        out = how.loss.accumulate(*args)
         del args
         calls += 1
         most = max(most, sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted()))
@@ -102,7 +103,7 @@ def watched(ours, drawn, sequences):
 
     (mini,) = ours.minis(flat, trajectories[:sequences], plan=plan, mini=sequences)
     assert len({micro.advantage.shape for micro in mini.micros}) == 1
-    ppo.descend(dataclasses.replace(how, accumulate=accumulate), policy, opt, np.int32(0), [mini], None)
+    dataclasses.replace(how, loss=CompiledLoss(accumulate)).learn(policy, opt, np.int32(0), [mini], None)
     return most, calls
 
 

@@ -18,6 +18,7 @@ from jppo import settings as options
 from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
 from jppo.learner.policy_losses import make_select
 from jppo.learner.recipe import make_recipe
+from jppo.learner.trainable import CompiledLoss
 from jppo.settings.table import TABLE
 from jppo.types import Reward
 from tests import make
@@ -84,12 +85,16 @@ def passes_of(made):
     return dataclasses.replace(
         passes,
         logprob=logprob,
-        select=None if made.selection is None else make_select(made.selection, logprob),
         reference=jax.jit(score.make_reference(made.kl_penalty, made.kl_loss_type, look_up, None)),
         value=jax.jit(value) if made.estimator.critic else None,
-        actor=update.make_accumulate(loss),
-        critic=update.make_accumulate(
-            update.make_critic_loss(value, made.weigh_value, cliprange_value=made.cliprange_value)
+        actor=CompiledLoss(
+            update.make_accumulate(loss),
+            select=None if made.selection is None else make_select(made.selection, logprob),
+        ),
+        critic=CompiledLoss(
+            update.make_accumulate(
+                update.make_critic_loss(value, made.weigh_value, cliprange_value=made.cliprange_value)
+            )
         ),
     )
 
@@ -125,10 +130,10 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
         for name, further in models:
             table = jnp.asarray(tables["new" if name == "actor" else "value"] * 1.1)
             carry, taken = (jnp.zeros_like(table), jnp.float32(0)), mini
-            if name == "actor" and passes.select is not None:
-                taken = passes.select(table, mini, jax.random.key(0), np.int32(0), 0)
+            if name == "actor" and passes.actor.select is not None:
+                taken = passes.actor.select(table, mini, jax.random.key(0), np.int32(0), 0)
             for micro in taken.micros:
-                carry, _ = getattr(passes, name)(table, None, carry, micro, mini.counts, *further)
+                carry, _ = getattr(passes, name).accumulate(table, None, carry, micro, mini.counts, *further)
             gradient = np.zeros((B, LONGEST), np.float32)
             gradient[order] = carry[0]
             out |= {f"{name} gradient": gradient, f"{name} loss": np.asarray(carry[1])}

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.learner import ppo, state
+from jppo.learner import state
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -124,7 +124,7 @@ def test_one_step_equals_plain_torch(new_learner, settings, drawn, tmp_path, thr
     for name, further in (("actor", (begin["reference"],)), ("critic", ())):
         how, opt = ours.descent(name, begin[name], lr=LR[name], tx=ours.adamw)
         minis = ours.minis(flat, trajectories, plan=plan, mini=MINI, epochs=EPOCHS)
-        after[name], _, found = ppo.descend(how, begin[name], opt, np.int32(0), minis, *further)
+        after[name], _, found = how.learn(begin[name], opt, np.int32(0), minis, *further)
         metrics |= found
 
     plain = Plain(settings, ours.kl_coef)

@@ -22,25 +22,23 @@ def state(*, step=3, bad_steps=0, value_norm=None):
 @pytest.mark.parametrize(
     "bad,learned,norm,expected", [(False, True, NEW, NEW), (True, True, NEW * np.nan, OLD), (False, False, NEW, OLD)]
 )
-def test_statistics_of_returns_are_kept_where_nothing_was_learned(make_recipe, bad, learned, norm, expected):
+def test_statistics_of_returns_are_kept_where_nothing_was_learned(bad, learned, norm, expected):
     now = state(value_norm=jnp.asarray(OLD))
-    after = step.next_step(make_recipe(), now, 0.0, bad=bad, learned=learned, value_norm=norm)
+    after = step.next_step(now, 0.0, bad=bad, learned=learned, value_norm=norm)
     np.testing.assert_array_equal(after.value_norm, expected)
     assert int(after.step) == 4 and int(after.bad_steps) == (bad and learned)
 
 
 @pytest.mark.parametrize("bad, expected", [(False, 0.3), (True, 0.1)])
-def test_the_kl_coefficient_adapts_unless_an_update_was_skipped(make_recipe, bad, expected):
-    after = step.next_step(make_recipe(adapt_kl=lambda old, kl: old + kl), state(), 0.2, bad=bad, learned=True)
+def test_the_kl_coefficient_adapts_unless_an_update_was_skipped(bad, expected):
+    after = step.next_step(state(), 0.2, bad=bad, learned=True, adapt_kl=lambda old, kl: old + kl)
     np.testing.assert_allclose(after.kl_coef, expected, rtol=1e-6)
-    np.testing.assert_allclose(
-        step.next_step(make_recipe(), state(), 0.2, bad=bad, learned=True).kl_coef, 0.1, rtol=1e-6
-    )
+    np.testing.assert_allclose(step.next_step(state(), 0.2, bad=bad, learned=True).kl_coef, 0.1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("before, bad, expected", [(0, False, 0), (2, True, 3), (2, False, 0)])
-def test_skipped_steps_are_counted_in_a_row(make_recipe, before, bad, expected):
-    after = step.next_step(make_recipe(), state(bad_steps=before), 0.0, bad=bad, learned=True)
+def test_skipped_steps_are_counted_in_a_row(before, bad, expected):
+    after = step.next_step(state(bad_steps=before), 0.0, bad=bad, learned=True)
     assert int(after.bad_steps) == expected
 
 

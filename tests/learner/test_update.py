@@ -16,6 +16,7 @@ from jppo import settings as options
 from jppo.algorithms import losses
 from jppo.learner import estimate, optim, ppo, sharding, state, update
 from jppo.learner.score import Scores
+from jppo.learner.trainable import merge_metrics
 from jppo.models.decoder import Decoder
 from jppo.types import Counts, Rows, Scored
 from tests import make
@@ -125,7 +126,7 @@ def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(lear
     steps = []
     for rate in (1.0, 1.0):
         how, opt = some.descent("critic", new, lr=rate, tx=optim.at_rate(optax.sgd))
-        new, _, _ = ppo.descend(how, new, opt, np.int32(0), some.minis(flat, trajectories, plan=plan, mini=8))
+        new, _, _ = how.learn(new, opt, np.int32(0), some.minis(flat, trajectories, plan=plan, mini=8))
         steps.append(jax.device_get(new))
     np.testing.assert_allclose(-steps[0]["score"]["kernel"][:, 0], slopes / kept, rtol=1e-4, atol=1e-6)
     assert np.abs(steps[0]["score"]["kernel"]).max() > 1e-3
@@ -158,7 +159,7 @@ def test_a_metric_is_summed_over_micro_batches_and_averaged_over_mini_batches():
         ([{"a": 1.0, "a_max": 1.0, "a_min": 1.0}, {"a": 2.0, "a_max": 7.0, "a_min": 3.0}], {"skipped": 1.0}),
         ([{"a": 5.0, "a_max": 2.0, "a_min": -1.0}], {"skipped": 0.0}),
     ]
-    assert ppo.update_metrics(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
+    assert merge_metrics(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
 
 
 @pytest.mark.parametrize("name, expected", [("x", 6.0), ("x_max", 3.0), ("x_min", 1.0)])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jppo import train
-from jppo.learner import ppo
+from jppo.learner.trainable import Trainable
 from jppo.preflight import preview
 from jppo.preflight.preview import OutOfMemory
 from tests.make import typed
@@ -18,10 +18,10 @@ from tests.make import typed
 def greedy(monkeypatch):
     """Every update asks for more than any machine has."""
 
-    def descend(*_, **__):
+    def learn(*_, **__):
         jnp.zeros(1 << 44, jnp.float32).block_until_ready()
 
-    monkeypatch.setattr(ppo, "descend", descend)
+    monkeypatch.setattr(Trainable, "learn", learn)
 
 
 @pytest.mark.parametrize("room", ["small", "taken"])

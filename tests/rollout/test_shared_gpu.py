@@ -14,6 +14,7 @@ import pytest
 
 from jppo import train
 from jppo.learner import ppo
+from jppo.learner.trainable import Trainable
 from jppo.preflight.memory_budget import CONTEXT, device_budgets
 from jppo.preflight.programs import Estimate, ProgramMemory
 from jppo.preflight.servers import ASLEEP, ServerMemory
@@ -66,8 +67,9 @@ def card(config, python, tmp_path, monkeypatch):
 
     enters(start, "make_learner", STATE, STATE)
     enters(start, "run_programs", STATE + UPDATE, STATE)
-    for name, count in (("with_old_logprob", SCORING), ("with_values", SCORING), ("descend", UPDATE)):
-        enters(ppo, name, STATE + count, STATE)
+    for name in ("with_old_logprob", "with_values"):
+        enters(ppo, name, STATE + SCORING, STATE)
+    enters(Trainable, "learn", STATE + UPDATE, STATE)
     c = write_small_run(config, tmp_path)
     c.rollout.python, c.rollout.sleep_level, c.rollout.gpu_memory_utilization = python, 2, 0.5
     c.rollout.max_kl_jump, c.rollout.health_timeout_s = 0.0, 5.0
@@ -97,14 +99,14 @@ def kill(server):
 
 def test_no_moment_takes_more_than_the_card_has_or_the_dry_run_said(card, servers, monkeypatch):
     c, ledger = card
-    killed, descend = [], ppo.descend
+    killed, learn = [], Trainable.learn
 
-    def descending(*args, **kwargs):
+    def learning(*args, **kwargs):
         if not killed:
             killed.append(kill(servers[0]))
-        return descend(*args, **kwargs)
+        return learn(*args, **kwargs)
 
-    monkeypatch.setattr(ppo, "descend", descending)
+    monkeypatch.setattr(Trainable, "learn", learning)
     run(c, 2)
     ledger.hold("trainer", CONTEXT, "a new process")
     run(c, 3)

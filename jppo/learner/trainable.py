@@ -1,0 +1,138 @@
+"""A model that learns: gradients of a loss over mini-batches, accumulated, and optimizer steps.
+
+Weights and the optimizer's state go in and come out, so that one `Trainable` serves any number of sets of weights:
+PPO's actor and critic, fine-tuning, reward models, DPO, and the loops of `jppo.open`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jppo.learner import batch, update
+from jppo.learner.optim import Hyperparameters
+from jppo.learner.policy_losses import Select
+from jppo.models import placing, router
+from jppo.models.lora import Base, Weights, join
+from jppo.types import Array, Params, Rows
+
+Spare = tuple[Any, Any]  # rows of padding that a mesh added to the learned parameters, and to the optimizer's state
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledLoss:
+    """The compiled gradient of a loss, and the passes over the whole mini-batch that it needs before."""
+
+    accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
+    load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
+    select: Select | None = None  # the tokens that a policy loss treats apart
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it needs a pass over the whole mini-batch before its gradient."""
+        return self.load is not None or self.select is not None
+
+    def look_ahead(
+        self, model: Weights, mini: batch.Mini, key: Array | None, step: Array | None, number: int
+    ) -> batch.Mini:
+        """Adds what the loss needs of the whole mini-batch, as constants; `number` is the mini-batch's in the step."""
+        if self.select is not None:
+            mini = self.select(model, mini, key, step, number)
+        if self.load is None:
+            return mini
+        load: Any = sum(placing.fetch(self.load(model, placing.put(m.rows, mini.place))) for m in mini.micros)
+        return dataclasses.replace(mini, counts=dataclasses.replace(mini.counts, load=load))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainable:
+    """How one model learns: its loss, its optimizer step and its accumulator of gradients."""
+
+    name: str  # 'actor', 'critic' or another training's, of its metrics
+    loss: CompiledLoss
+    apply: jax.stages.Wrapped
+    zeros: Callable[[], update.Carry]
+    exchange: Any  # of gradients, between groups of devices; None where there is one group
+    base: Base | None = None  # frozen weights of a model with adapters
+    spare: Spare = ((), ())
+    apply_given: jax.stages.Wrapped | None = None  # `apply` with Hyperparameters in place of the step
+
+    @property
+    def drops(self) -> bool:
+        """Whether the adapters have dropout."""
+        return self.base is not None and self.base.dropout > 0
+
+    def model(self, learned: Params) -> Weights:
+        """Returns the whole model."""
+        return join(learned, self.base)
+
+    def learn(
+        self, params: Params, opt: Any, step: Array, minis: Iterable[batch.Mini], *further: Any,
+        key: Array | None = None,
+    ) -> tuple[Params, Any, dict[str, float]]:  # fmt: skip
+        """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
+
+        `further` are arguments of the loss, `key` is for dropout and for the draws of a policy loss that selects
+        tokens. Offloaded arrays are moved to the devices: the models for the whole update, the optimizer state for its
+        steps.
+        """
+        before, history = params, []
+        base, further = placing.to_device((self.base, further))
+        params = placing.take(params)
+        for number, mini in enumerate(minis):
+            if self.drops:
+                mini = batch.with_dropout(mini, key, step, number)
+            mini = self.loss.look_ahead(join(params, base), mini, key, step, number)
+            carry, sums = self.forward_backward(params, base, self.zeros(), mini, *further)
+            params, opt, stats = self.optim_step(params, opt, carry, step, learns=mini.learns)
+            history.append((sums, stats))
+            del carry  # frees it before the next one exists
+        params = jax.block_until_ready(placing.put_back(params, before))
+        return params, opt, merge_metrics(jax.device_get(history), self.name)
+
+    def forward_backward(
+        self, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
+    ) -> tuple[update.Carry, list[dict[str, Any]]]:
+        """Adds the gradient of a mini-batch to the carry, which is donated; returns also each micro-batch's sums.
+
+        `params`, `base` and `further` are on the devices, and the mini-batch is from `CompiledLoss.look_ahead`.
+        """
+        sums = list[dict[str, Any]]()
+        for micro in mini.micros:
+            rows = placing.put(micro, mini.place)
+            carry, part = self.loss.accumulate(params, base, carry, rows, mini.counts, *further)
+            jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
+            sums.append(part)
+        return carry, sums
+
+    def optim_step(
+        self, params: Params, opt: Any, carry: update.Carry, step: Any, *, learns: bool
+    ) -> tuple[Params, Any, dict[str, Any]]:
+        """Takes an optimizer step with the gradient; donates parameters on the devices and the optimizer's state.
+
+        Returns the parameters on the devices, the state where it was, and the statistics of the step. `step` is the
+        number by which the rate follows its schedule, or the `Hyperparameters`.
+        """
+        apply = self.apply_given if isinstance(step, Hyperparameters) else self.apply
+        assert apply is not None
+        carry = carry if self.exchange is None else self.exchange(carry)
+        params, stepped, stats = apply(params, placing.take(opt), carry, step, np.bool_(learns))
+        return params, placing.put_back(stepped, opt), jax.block_until_ready(stats)
+
+
+def merge_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: str) -> dict[str, float]:
+    """Sums metrics over micro-batches, except extremes (`_max`, `_min`), and averages them over mini-batches."""
+    minis = []
+    for sums, stats in history:
+        total = {key: sum(part[key] for part in sums) for key in sums[0] if not key.endswith(("_max", "_min"))}
+        extremes = router.load_metrics(total.pop(router.LOAD)) if router.LOAD in total else {}
+        mini = {key: float(value) for key, value in total.items()} | extremes
+        mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
+        mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}
+        minis.append(mini | {f"{name}/{key}": float(value) for key, value in stats.items()})
+    out = {key: float(np.mean([mini[key] for mini in minis])) for key in minis[0]}
+    out |= {key: max(mini[key] for mini in minis) for key in out if key.endswith("_max")}
+    out |= {key: min(mini[key] for mini in minis) for key in out if key.endswith("_min")}
+    return out
