@@ -51,6 +51,7 @@ from jppo.errors import UserError
 from jppo.learner import batch, packing, score, sharding, state, update
 from jppo.learner.make import Trained, chunk_tokens, load_trained, make_decoder, make_mesh, make_trainable
 from jppo.learner.recipe import make_recipe, plan_rows
+from jppo.learner.trainable import CompiledLoss
 from jppo.models import config_reader, lora
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora
@@ -197,7 +198,7 @@ def make_minis(s: Subject) -> list[batch.Mini]:
     )
 
 
-def make_accumulate(s: Subject) -> Callable[..., Any]:
+def make_loss(s: Subject) -> CompiledLoss:
     """The gradient of the clipped loss, compiled."""
     recipe = make_recipe(s.c)
     loss = update.make_actor_loss(
@@ -207,7 +208,7 @@ def make_accumulate(s: Subject) -> Callable[..., Any]:
         entropy_coeff=0.0,
         kl_loss_coef=0.0,
     )
-    return update.make_accumulate(loss, mesh=s.mesh)
+    return CompiledLoss(update.make_accumulate(loss, mesh=s.mesh))
 
 
 def forward(s: Subject) -> dict[str, Any]:
@@ -238,7 +239,7 @@ def _over_rows(s: Subject, fn: Any, *, lm_head: bool) -> dict[str, Any]:
 
 def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
     """An update over the batch, of all weights or of the `adapters`: gradients and optimizer steps."""
-    minis, accumulate = make_minis(s), make_accumulate(s)
+    minis, compiled = make_minis(s), make_loss(s)
     trained, flops = s.trained, 3 * forward_flops(s.cfg, s.responses, prompt=s.prompt, lm_head=True)
     if adapters is not None:
         layout = state.adapters(s.cfg, s.mesh, adapters, head="lm")
@@ -248,7 +249,7 @@ def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
     carry = update.abstract_carry(trained.layout.shapes, trained.layout.shardings)
     gradients = size(carry)
     programs = [
-        account("gradient", accumulate, trained.learned, trained.base, carry, micro, minis[0].counts, None)
+        account("gradient", compiled.accumulate, trained.learned, trained.base, carry, micro, minis[0].counts, None)
         for micro in _of_each_shape([micro for mini in minis for micro in mini.micros]).values()
     ]
     # The accumulator, in f32, and the optimizer's state are not there yet.
@@ -256,7 +257,7 @@ def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
     if s.c.model.param_dtype != "float32" and s.c.actor.master_dtype == "float32":
         kept += gradients
     check_room(gradients + kept + max(program["results"] + program["temporaries"] for program in programs))
-    descent, opt = make_trainable(s.c.actor, "actor", accumulate, trained, total_steps=1)
+    descent, opt = make_trainable(s.c.actor, "actor", compiled, trained, total_steps=1)
     step = np.zeros((), np.int32)
     programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step, np.True_))
     check_room(gradients + programs[-1]["results"] + programs[-1]["temporaries"])

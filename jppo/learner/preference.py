@@ -17,6 +17,7 @@ from jppo.algorithms import masked
 from jppo.algorithms.losses import bradley_terry, dpo, ipo
 from jppo.learner import sharding
 from jppo.learner.score import Value
+from jppo.learner.stats import Outputs
 from jppo.learner.update import Loss
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Counts, Params, Rows
@@ -90,8 +91,8 @@ def _judged(losses: Array, chosen: Array, rejected: Array) -> tuple[Array, Metri
 def make_pulled(value: Value) -> Loss:
     """Makes Σ g r over the rows' sequences for slopes g [B]; its gradient is their part of the loss gradient."""
 
-    def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, dict[str, Array]]:
+    def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, Outputs]:
         chex.assert_rank(slope, 1)
-        return masked.masked_sum(value(params, rows) * slope[jnp.maximum(rows.sequence, 0)], rows.mask), {}
+        return masked.masked_sum(value(params, rows) * slope[jnp.maximum(rows.sequence, 0)], rows.mask), Outputs({})
 
     return loss

@@ -5,7 +5,7 @@ PPO's actor and critic, fine-tuning, reward models, DPO, and the loops of `jppo.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 from jppo.learner import batch, update
 from jppo.learner.optim import Hyperparameters
 from jppo.learner.policy_losses import Select
-from jppo.models import placing, router
+from jppo.learner.stats import Outputs, Stat, average, join_parts
+from jppo.models import placing
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Params, Rows
 
@@ -25,7 +26,7 @@ Spare = tuple[Any, Any]  # rows of padding that a mesh added to the learned para
 class CompiledLoss:
     """The compiled gradient of a loss, and the passes over the whole mini-batch that it needs before."""
 
-    accumulate: Callable[..., tuple[update.Carry, dict[str, Array]]]
+    accumulate: Callable[..., tuple[update.Carry, Outputs]]
     load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
     select: Select | None = None  # the tokens that a policy loss treats apart
 
@@ -78,34 +79,39 @@ class Trainable:
         tokens. Offloaded arrays are moved to the devices: the models for the whole update, the optimizer state for its
         steps.
         """
-        before, history = params, []
+        before, history = params, list[tuple[list[Outputs], dict[str, Array]]]()
         base, further = placing.to_device((self.base, further))
         params = placing.take(params)
         for number, mini in enumerate(minis):
             if self.drops:
                 mini = batch.with_dropout(mini, key, step, number)
             mini = self.loss.look_ahead(join(params, base), mini, key, step, number)
-            carry, sums = self.forward_backward(params, base, self.zeros(), mini, *further)
+            carry, parts = self.forward_backward(params, base, self.zeros(), mini, *further)
             params, opt, stats = self.optim_step(params, opt, carry, step, learns=mini.learns)
-            history.append((sums, stats))
+            history.append((parts, stats))
             del carry  # frees it before the next one exists
         params = jax.block_until_ready(placing.put_back(params, before))
-        return params, opt, merge_metrics(jax.device_get(history), self.name)
+        taken = [join_parts(parts) | self._named(stats) for parts, stats in jax.device_get(history)]
+        return params, opt, average(taken)
 
     def forward_backward(
         self, params: Params, base: Base | None, carry: update.Carry, mini: batch.Mini, *further: Any
-    ) -> tuple[update.Carry, list[dict[str, Any]]]:
-        """Adds the gradient of a mini-batch to the carry, which is donated; returns also each micro-batch's sums.
+    ) -> tuple[update.Carry, list[Outputs]]:
+        """Adds the gradient of a mini-batch to the carry, which is donated; returns also each micro-batch's outputs.
 
         `params`, `base` and `further` are on the devices, and the mini-batch is from `CompiledLoss.look_ahead`.
         """
-        sums = list[dict[str, Any]]()
+        parts = list[Outputs]()
         for micro in mini.micros:
             rows = placing.put(micro, mini.place)
             carry, part = self.loss.accumulate(params, base, carry, rows, mini.counts, *further)
-            jax.block_until_ready(sums[-1:])  # else the rows of all micro-batches would be on the devices at once
-            sums.append(part)
-        return carry, sums
+            jax.block_until_ready(parts[-1:])  # else the rows of all micro-batches would be on the devices at once
+            parts.append(part)
+        return carry, parts
+
+    def _named(self, stats: Mapping[str, Array]) -> dict[str, Stat]:
+        """Returns the statistics of an optimizer step as metrics of the model."""
+        return {f"{self.name}/{key}": Stat(x) for key, x in stats.items()}
 
     def optim_step(
         self, params: Params, opt: Any, carry: update.Carry, step: Any, *, learns: bool
@@ -120,19 +126,3 @@ class Trainable:
         carry = carry if self.exchange is None else self.exchange(carry)
         params, stepped, stats = apply(params, placing.take(opt), carry, step, np.bool_(learns))
         return params, placing.put_back(stepped, opt), jax.block_until_ready(stats)
-
-
-def merge_metrics(history: list[tuple[list[dict[str, Any]], dict[str, Any]]], name: str) -> dict[str, float]:
-    """Sums metrics over micro-batches, except extremes (`_max`, `_min`), and averages them over mini-batches."""
-    minis = []
-    for sums, stats in history:
-        total = {key: sum(part[key] for part in sums) for key in sums[0] if not key.endswith(("_max", "_min"))}
-        extremes = router.load_metrics(total.pop(router.LOAD)) if router.LOAD in total else {}
-        mini = {key: float(value) for key, value in total.items()} | extremes
-        mini |= {key: float(max(part[key] for part in sums)) for key in sums[0] if key.endswith("_max")}
-        mini |= {key: float(min(part[key] for part in sums)) for key in sums[0] if key.endswith("_min")}
-        minis.append(mini | {f"{name}/{key}": float(value) for key, value in stats.items()})
-    out = {key: float(np.mean([mini[key] for mini in minis])) for key in minis[0]}
-    out |= {key: max(mini[key] for mini in minis) for key in out if key.endswith("_max")}
-    out |= {key: min(mini[key] for mini in minis) for key in out if key.endswith("_min")}
-    return out

@@ -18,16 +18,16 @@ from jppo.algorithms.masked import FAR, masked_sum
 from jppo.learner import sharding
 from jppo.learner.optim import Hyperparameters, apply_gradients
 from jppo.learner.score import LogProb, LogProbKL, Value
+from jppo.learner.stats import Outputs, Stat, join_groups, stats_of
 from jppo.models.lora import Base, Weights, join
-from jppo.models.router import RouterSums, balance_loss, router_metrics, z_loss
+from jppo.models.router import RouterSums, balance_loss, z_loss
 from jppo.models.sequence_parallel import POSITIONS, divided, row_axes
 from jppo.types import Array, Counts, Params, Rows, Scored
 
 GROUPS = "data"  # the mesh axis along which groups of devices hold the same parameters
 
-TOKENS = "logprob"  # the log-probs of a micro-batch, [R, T] f32, among the sums of a loss that returns them
-# (params, micro-batch, counts of the mini-batch, further arguments) -> loss, sums over the mini-batch's tokens
-Loss = Callable[..., tuple[Array, dict[str, Array]]]
+# (params, micro-batch, counts of the mini-batch, further arguments) -> the micro-batch's part of the loss, and more
+Loss = Callable[..., tuple[Array, Outputs]]
 Weigh = Callable[..., Array]  # (mask, segment, tokens=, sequences=) -> the weight of each token in the loss
 # Gradient and loss of the micro-batches so far; gradients have a first axis of `data` if that is above 1.
 Carry = tuple[Params, Array]
@@ -52,12 +52,10 @@ def make_actor_loss(
 
     Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9),
     and the losses of routers. `current` corrects bypass: it weights and rejects tokens of the policy loss. With
-    `by_token`, the sums have the tokens' log-probs.
+    `by_token`, the outputs have the tokens' log-probs.
     """
 
-    def loss(
-        params: Weights, scored: Scored, counts: Counts, reference: Weights | None
-    ) -> tuple[Array, dict[str, Array]]:
+    def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None) -> tuple[Array, Outputs]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         scores = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
         logprob, entropy, penalty, router, differs, _ = scores
@@ -72,7 +70,7 @@ def make_actor_loss(
 
         surrogate, sums = _surrogate(policy_loss, weigh, current, logprob, scored, counts)
         out = surrogate - entropy_coeff * total(entropy)
-        sums |= _of_ratio(jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR), mean)
+        of_ratio = _of_ratio(jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR), mean)
         if entropy_metric:
             sums["actor/entropy"] = mean(entropy)
         if differs is not None:
@@ -84,10 +82,12 @@ def make_actor_loss(
         if scored.positive is not None:
             sums["actor/positive_lm_loss"] = -masked_sum(scored.positive * logprob, mask)
             out += positive_lm_coef * sums["actor/positive_lm_loss"]
+        load: tuple[Array, ...] = ()
         if router is not None:
             of_router, routing_metrics = _of_router(router, counts, router_aux_loss_coef, router_z_loss_coef)
-            out, sums = out + of_router, sums | routing_metrics
-        return out, sums | {"actor/loss": out} | ({TOKENS: logprob} if by_token else {})
+            out, sums, load = out + of_router, sums | routing_metrics, (router.load / counts.tokens,)
+        stats = stats_of(sums | {"actor/loss": out}) | of_ratio
+        return out, Outputs(stats, {"logprob": logprob} if by_token else {}, load)
 
     return loss
 
@@ -117,19 +117,19 @@ def _surrogate(
     return sums["actor/pg_loss"], sums
 
 
-def _of_ratio(delta: Array, mean: Callable[[Array], Array]) -> dict[str, Array]:
+def _of_ratio(delta: Array, mean: Callable[[Array], Array]) -> dict[str, Stat]:
     """Returns metrics of the ratio, exp(delta); delta is 0 outside of the mask."""
     return {
-        "actor/ppo_kl": mean(-delta),
-        "actor/ratio_mean": mean(jnp.exp(delta)),
-        "actor/ratio_max": jnp.exp(jnp.max(delta)),
-        "actor/ratio_min": jnp.exp(jnp.min(delta)),
+        "actor/ppo_kl": Stat(mean(-delta)),
+        "actor/ratio_mean": Stat(mean(jnp.exp(delta))),
+        "actor/ratio_max": Stat(jnp.exp(jnp.max(delta)), "max"),
+        "actor/ratio_min": Stat(jnp.exp(jnp.min(delta)), "min"),
     }
 
 
 def _of_router(router: RouterSums, counts: Counts, aux_coef: float, z_coef: float) -> tuple[Array, dict[str, Array]]:
     """Returns the losses of routers, times their coefficients, and their metrics."""
-    sums: dict[str, Array] = router_metrics(router, counts.tokens)
+    sums: dict[str, Array] = {"actor/router_entropy": jnp.mean(router.entropy) / counts.tokens}
     out: Array = jnp.zeros(())
     if z_coef:
         sums["actor/router_z_loss"] = z_loss(router, counts.tokens)
@@ -146,7 +146,7 @@ def make_critic_loss(
 ) -> Loss:
     """Makes the clipped value loss, or with `value_range` the histogram's, summed with the weights of tokens."""
 
-    def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, dict[str, Array]]:
+    def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, Outputs]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         mask, segment = scored.rows.mask, scored.rows.segment
         assert scored.value is not None and scored.returns is not None
@@ -162,7 +162,7 @@ def make_critic_loss(
             "critic/vf_clipfrac": masked_sum(held.astype(jnp.float32), mask) / counts.tokens,
             "critic/vpred_mean": masked_sum(new, mask) / counts.tokens,
         }
-        return out, sums
+        return out, Outputs(stats_of(sums))
 
     return loss
 
@@ -170,20 +170,12 @@ def make_critic_loss(
 def make_imitation_loss(logprob: LogProb) -> Loss:
     """Makes the mean over tokens of -log π(target): supervised fine-tuning."""
 
-    def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, dict[str, Array]]:
+    def loss(params: Weights, rows: Rows, counts: Counts) -> tuple[Array, Outputs]:
         chex.assert_rank(rows.mask, 2)
         out = -masked_sum(logprob(params, rows).logprob, rows.mask) / counts.tokens
-        return out, {"sft/loss": out}
+        return out, Outputs({"sft/loss": Stat(out)})
 
     return loss
-
-
-def combine_groups(name: str, each: Array) -> Array:
-    """Combines a metric of each group of devices: its sum, except of extremes (`_max`, `_min`) and of `TOKENS`."""
-    if name == TOKENS:
-        return each.reshape(-1, *each.shape[2:])
-    reduce = jnp.max if name.endswith("_max") else jnp.min if name.endswith("_min") else jnp.sum
-    return reduce(each, axis=0)
 
 
 def groups_of(mesh: Mesh) -> int:
@@ -196,8 +188,8 @@ def groups_of(mesh: Mesh) -> int:
 
 def make_accumulate(
     loss: Loss, *, mesh: Mesh | None = None, options: dict[str, Any] | None = None
-) -> Callable[..., tuple[Carry, dict[str, Array]]]:
-    """(learned, base, carry, micro-batch, counts, ...) -> the carry with gradient and loss added; the metric sums.
+) -> Callable[..., tuple[Carry, Outputs]]:
+    """(learned, base, carry, micro-batch, counts, ...) -> the carry with gradient and loss added; the loss's outputs.
 
     The gradient is by the learned parameters; a frozen `base` has none. Groups of devices along `data` keep their own
     sums of gradients, which take no more memory than one sum. `make_exchange` adds these up, once a mini-batch.
@@ -214,22 +206,21 @@ def make_accumulate(
 
     def accumulate(
         learned: Params, base: Base | None, carry: Carry, micro: Scored | Rows, counts: Counts, *further: Any
-    ) -> tuple[Carry, dict[str, Array]]:
+    ) -> tuple[Carry, Outputs]:
         def gradient(micro: Scored | Rows) -> Any:
-            def of(learned: Params) -> tuple[Array, dict[str, Array]]:
+            def of(learned: Params) -> tuple[Array, Outputs]:
                 return loss(join(learned, base), micro, counts, *further)
 
             return jax.value_and_grad(of, has_aux=True)(learned)
 
         grads, so_far = carry
         if groups == 1:
-            (new_loss, sums), new = gradient(micro)
+            (new_loss, out), new = gradient(micro)
         else:
             with divided(GROUPS):
-                outputs = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
-            (new_loss, sums), new = outputs
-            new_loss, sums = jnp.sum(new_loss), {name: combine_groups(name, each) for name, each in sums.items()}
-        return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), sums
+                (new_loss, each), new = jax.vmap(gradient, spmd_axis_name=GROUPS)(jax.tree.map(by_group, micro))
+            new_loss, out = jnp.sum(new_loss), join_groups(each)
+        return (jax.tree.map(lambda a, g: a + g.astype(jnp.float32), grads, new), so_far + new_loss), out
 
     return jax.jit(accumulate, donate_argnums=2, compiler_options=options)
 

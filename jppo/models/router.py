@@ -18,7 +18,6 @@ from jppo.types import Array
 
 SUMS, SUMS_NAME = "router", "sums"  # the collection of `RouterSums`, and their name in a layer
 CHOICES, CHOICES_NAME = "routing", "chosen"  # of the routers' own choices, and their name: [R, T, active] i16
-LOAD = "expert_load"  # the sum, [layers, E], of which metrics are made
 Given = jax.Array | None  # experts in place of the routers' choices, -1 for none
 Givens = tuple[Given, ...]
 
@@ -116,25 +115,10 @@ def z_loss(sums: RouterSums, tokens: Array) -> jax.Array:
     return jnp.mean(sums.z) / tokens
 
 
-def router_metrics(sums: RouterSums, tokens: Array) -> dict[str, Array]:
-    """Returns a micro-batch's part of the metrics: the load of each expert, and the entropy."""
-    return {
-        LOAD: sums.load / tokens,
-        "actor/router_entropy": jnp.mean(sums.entropy) / tokens,
-    }
-
-
-def load_metrics(load: np.ndarray) -> dict[str, float]:
-    """Returns the largest and smallest load [layers, E] of an expert, relative to an even one.
-
-    And the share of dropped tokens, which is 0 by construction (`experts.py`).
-    """
+def load_extremes(load: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the largest and the smallest load [layers, E] of an expert, relative to an even one."""
     relative = load / np.maximum(np.mean(load, axis=1, keepdims=True), 1e-30)
-    return {
-        "actor/expert_load_max": float(np.max(relative)),
-        "actor/expert_load_min": float(np.min(relative)),
-        "actor/experts_dropped": 0.0,
-    }
+    return np.max(relative), np.min(relative)
 
 
 def load_shape(cfg: ModelConfig) -> tuple[int, int]:

@@ -31,8 +31,9 @@ from jppo.learner.batch import Mini, with_whole
 from jppo.learner.policy_losses import make_select
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.recipe import make_recipe, rate_schedule
-from jppo.learner.trainable import CompiledLoss, Trainable, merge_metrics
-from jppo.models import placing, router
+from jppo.learner.stats import Outputs, Stat, average, join_parts
+from jppo.learner.trainable import CompiledLoss, Trainable
+from jppo.models import placing
 from jppo.models.lora import Weights, join
 from jppo.registry import did_you_mean
 from jppo.run.own_samples import Responses
@@ -180,7 +181,7 @@ class Losses:
             value = ppo.make_critic(self._models.critic, recipe)[0]
         weigh = recipe.weigh_value if of_critic else recipe.weigh
 
-        def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, dict[str, Array]]:
+        def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, Outputs]:
             rows, arrays = scored.rows, dict[str, Any]()
             if of_critic:
                 arrays["value"] = value(params, rows)
@@ -198,7 +199,9 @@ class Losses:
             each = each if scored.weight is None else each * scored.weight
             share = weigh(rows.mask, rows.segment, tokens=counts.tokens, sequences=counts.sequences)
             out = masked_sum(share * each, rows.mask)
-            return out, {"critic/vf_loss": out} if of_critic else {"actor/loss": out, update.TOKENS: arrays["logprob"]}
+            if of_critic:
+                return out, Outputs({"critic/vf_loss": Stat(out)})
+            return out, Outputs({"actor/loss": Stat(out)}, {"logprob": arrays["logprob"]})
 
         needs = tuple(OF_BATCH[name] for name in OF_BATCH if name in asked)
         return BatchLoss(self._compiled(loss), of_critic, needs)
@@ -278,22 +281,21 @@ class TrainedWeights:
         params, base = placing.to_device((self.params, self.how.base))
         return loss.look_ahead(join(params, base), mini, now.key, now.step, self.stepped)
 
-    def forward_backward(self, loss: CompiledLoss, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Any]]:
-        """Adds the gradient of a mini-batch; returns its metrics, and the sums of each micro-batch."""
+    def forward_backward(self, loss: CompiledLoss, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Outputs]]:
+        """Adds the gradient of a mini-batch; returns its metrics, and the outputs of each micro-batch."""
         how = dataclasses.replace(self.how, loss=loss)
         params, base, further = placing.to_device((self.params, how.base, further))
         carry, self._carry = how.zeros() if self._carry is None else self._carry, None
         try:
-            carry, sums = how.forward_backward(params, base, carry, mini, *further)
+            carry, parts = how.forward_backward(params, base, carry, mini, *further)
         except BaseException:
             self.discard()  # the carry was donated
             raise
         self._carry = carry
         self.accumulated += 1
         self._learns = self._learns or mini.learns
-        fetched = jax.device_get(sums)
-        metrics = [{name: x for name, x in one.items() if np.ndim(x) == 0 or name == router.LOAD} for one in fetched]
-        return merge_metrics([(metrics, {})], how.name), fetched
+        fetched: list[Outputs] = jax.device_get(parts)
+        return average([join_parts(fetched)]), fetched
 
     def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
         """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""

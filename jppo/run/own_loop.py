@@ -240,8 +240,8 @@ class Model:
         assert trained is not None
         mini = trained.mini(found.compiled, batch, of, lambda one: one.mini(learner.plan, learner.mesh), self._now)
         further = () if found.of_critic else (learner.reference if found.exact else None,)
-        metrics, sums = trained.forward_backward(found.compiled, mini, *further)
-        return Gradient(metrics, batch.logprob_of(mini, sums))
+        metrics, parts = trained.forward_backward(found.compiled, mini, *further)
+        return Gradient(metrics, batch.logprob_of(mini, parts))
 
     def optim_step(
         self,

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from jppo import settings
 from jppo.data.tokenizer import decode
 from jppo.errors import UserError
-from jppo.learner import batch, packing, sharding, update
+from jppo.learner import batch, packing, sharding
 from jppo.learner.ppo import Learner
+from jppo.learner.stats import Outputs
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import Source
 from jppo.rollout.publish import publish_base, publish_policy
@@ -153,11 +154,11 @@ class Responses:
         tokens, sequences = max(int(mask.sum()), 1), max(int(mask.any(1).sum()), 1)
         return Counts(tokens=np.asarray(tokens, np.float32), sequences=np.asarray(sequences, np.float32))
 
-    def logprob_of(self, mini: batch.Mini, sums: Sequence[dict[str, Any]]) -> np.ndarray | None:
-        """Returns the log-probs among the sums of the micro-batches of `mini`, [N, L]; None without them."""
-        if not sums or update.TOKENS not in sums[0]:
+    def logprob_of(self, mini: batch.Mini, parts: Sequence[Outputs]) -> np.ndarray | None:
+        """Returns the log-probs among the outputs of the micro-batches of `mini`, [N, L]; None without them."""
+        if not parts or "logprob" not in parts[0].rows:
             return None
-        pairs = [(m.rows, np.asarray(one[update.TOKENS])) for m, one in zip(mini.micros, sums, strict=True)]
+        pairs = [(m.rows, np.asarray(part.rows["logprob"])) for m, part in zip(mini.micros, parts, strict=True)]
         assert mini.batch is not None
         unpacked: np.ndarray = batch.unpack_rows(mini.batch, pairs)[self.place.rows]
         return unpacked

@@ -16,7 +16,7 @@ from jppo import settings as options
 from jppo.algorithms import losses
 from jppo.learner import estimate, optim, ppo, sharding, state, update
 from jppo.learner.score import Scores
-from jppo.learner.trainable import merge_metrics
+from jppo.learner.stats import Outputs, Stat, average, join_groups, join_parts
 from jppo.models.decoder import Decoder
 from jppo.types import Counts, Rows, Scored
 from tests import make
@@ -56,7 +56,7 @@ def counts_of(rows):
 def test_the_actors_loss_and_metrics_are_those_of_the_papers(scored):
     batch, new = scored
     weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
-    out, sums = actor_loss(new, weigh)(None, batch, counts_of(batch.rows), None)
+    out, found = actor_loss(new, weigh)(None, batch, counts_of(batch.rows), None)
     kept = batch.rows.mask
     ratio = np.exp(new.logprob - batch.old_logprob)[kept]
     a = batch.advantage[kept]
@@ -82,9 +82,9 @@ def test_the_actors_loss_and_metrics_are_those_of_the_papers(scored):
         + COEF["kl_loss_coef"] * expected["actor/kl_loss"]
         + COEF["positive_lm_coef"] * expected["actor/positive_lm_loss"]
     )
-    assert set(sums) == set(expected)
+    assert set(found.stats) == set(expected)
     for name, value in expected.items():
-        np.testing.assert_allclose(sums[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found.stats[name].value, value, rtol=1e-5, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(out, expected["actor/loss"], rtol=1e-5)
 
 
@@ -92,15 +92,15 @@ def test_the_critics_loss_and_metrics_are_those_of_the_papers(scored):
     batch, new = scored
     weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
     loss = update.make_critic_loss(lambda *_: new.value, weigh, cliprange_value=0.2)
-    out, sums = loss(None, batch, counts_of(batch.rows))
+    out, found = loss(None, batch, counts_of(batch.rows))
     kept = batch.rows.mask
     value, old, returns = new.value[kept], batch.value[kept], batch.returns[kept]
     near = old + np.clip(value - old, -0.2, 0.2)
     plain, held = (value - returns) ** 2, (near - returns) ** 2
     expected = np.mean(np.maximum(plain, held)) / 2
-    np.testing.assert_allclose([out, sums["critic/vf_loss"]], expected, rtol=1e-5)
-    np.testing.assert_allclose(sums["critic/vf_clipfrac"], np.mean(held > plain), rtol=1e-6)
-    np.testing.assert_allclose(sums["critic/vpred_mean"], value.mean(), rtol=1e-5)
+    np.testing.assert_allclose([out, found.stats["critic/vf_loss"].value], expected, rtol=1e-5)
+    np.testing.assert_allclose(found.stats["critic/vf_clipfrac"].value, np.mean(held > plain), rtol=1e-6)
+    np.testing.assert_allclose(found.stats["critic/vpred_mean"].value, value.mean(), rtol=1e-5)
 
 
 def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(learner, drawn):
@@ -140,31 +140,50 @@ def test_a_histograms_loss_and_metrics_are_those_of_the_paper(scored):
     weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
     logits = np.random.default_rng(2).normal(size=(R, T, 4)).astype(np.float32)
     loss = update.make_critic_loss(lambda *_: logits, weigh, cliprange_value=0.2, value_range=(-1.0, 1.0))
-    out, sums = loss(None, batch, counts_of(batch.rows))
+    out, found = loss(None, batch, counts_of(batch.rows))
     kept = batch.rows.mask
     returns, logp = batch.returns[kept], logits[kept] - np.log(np.sum(np.exp(logits[kept]), -1, keepdims=True))
     edges, sigma = np.linspace(-1, 1, 5), 0.75 * 0.5
     below = special.ndtr((edges - np.clip(returns, -1, 1)[:, None]) / sigma)
     target = np.diff(below) / (below[:, -1:] - below[:, :1])
-    np.testing.assert_allclose([out, sums["critic/vf_loss"]], -np.mean(np.sum(target * logp, -1)), rtol=1e-5)
+    np.testing.assert_allclose(
+        [out, found.stats["critic/vf_loss"].value], -np.mean(np.sum(target * logp, -1)), rtol=1e-5
+    )
     outside = np.mean(np.abs(returns) > 1)
     assert 0 < outside < 1
-    np.testing.assert_allclose(sums["critic/vf_clipfrac"], outside, rtol=1e-6)
+    np.testing.assert_allclose(found.stats["critic/vf_clipfrac"].value, outside, rtol=1e-6)
     values = np.exp(logp) @ [-0.75, -0.25, 0.25, 0.75]
-    np.testing.assert_allclose(sums["critic/vpred_mean"], values.mean(), rtol=1e-5)
+    np.testing.assert_allclose(found.stats["critic/vpred_mean"].value, values.mean(), rtol=1e-5)
+
+
+def outputs(total, largest, smallest, load=()):
+    """What a loss returns of a micro-batch, on the host."""
+    found = {"a": Stat(total), "b": Stat(largest, "max"), "c": Stat(smallest, "min")}
+    return Outputs({name: dataclasses.replace(x, value=np.float32(x.value)) for name, x in found.items()}, load=load)
 
 
 def test_a_metric_is_summed_over_micro_batches_and_averaged_over_mini_batches():
-    history = [
-        ([{"a": 1.0, "a_max": 1.0, "a_min": 1.0}, {"a": 2.0, "a_max": 7.0, "a_min": 3.0}], {"skipped": 1.0}),
-        ([{"a": 5.0, "a_max": 2.0, "a_min": -1.0}], {"skipped": 0.0}),
-    ]
-    assert merge_metrics(history, "actor") == {"a": 4.0, "a_max": 7.0, "a_min": -1.0, "actor/skipped": 0.5}
+    minis = [join_parts([outputs(1, 1, 1), outputs(2, 7, 3)]), join_parts([outputs(5, 2, -1)])]
+    assert average(minis) == {"a": 4.0, "b": 7.0, "c": -1.0}
 
 
-@pytest.mark.parametrize("name, expected", [("x", 6.0), ("x_max", 3.0), ("x_min", 1.0)])
-def test_metrics_of_groups_of_devices_are_combined_by_their_names(name, expected):
-    assert float(update.combine_groups(name, jnp.array([2.0, 3.0, 1.0]))) == expected
+def test_the_load_of_an_expert_is_summed_before_it_is_compared_with_an_even_one():
+    parts = [outputs(0, 0, 0, load=(np.float32([[1, 0, 0]]),)), outputs(0, 0, 0, load=(np.float32([[2, 1, 2]]),))]
+    found = average([join_parts(parts)])
+    assert (found["actor/expert_load_max"], found["actor/expert_load_min"]) == (1.5, 0.5)
+
+
+def test_groups_of_devices_join_by_what_a_metric_is():
+    each = outputs([2, 3, 1], [2, 3, 1], [2, 3, 1])
+    rows = {"logprob": jnp.arange(12.0).reshape(3, 2, 2)}
+    found = join_groups(each._replace(rows=rows, load=(jnp.ones((3, 1, 4)),)))
+    assert {name: (float(x.value), x.kind) for name, x in found.stats.items()} == {
+        "a": (6.0, "sum"),
+        "b": (3.0, "max"),
+        "c": (1.0, "min"),
+    }
+    np.testing.assert_array_equal(found.rows["logprob"], np.arange(12.0).reshape(6, 2))
+    np.testing.assert_array_equal(found.load[0], np.full((1, 4), 3.0))
 
 
 @pytest.mark.parametrize(
@@ -232,9 +251,9 @@ def test_bypass_weights_and_rejects_by_the_current_policy_as_verls_function_does
     batch = Scored(rows=rows, old_logprob=x["old_logprob"], advantage=x["advantages"])
     kept, _ = estimate.make_current(what)(x["logprob"], x["old_logprob"], mask, segment)
     counts = Counts(np.float32(kept.sum()), np.float32(kept.any(axis=1).sum()))  # verl's function counts by itself
-    (out, sums), grad = jax.value_and_grad(loss, has_aux=True)(x["logprob"], batch, counts, None)
+    (out, found), grad = jax.value_and_grad(loss, has_aux=True)(x["logprob"], batch, counts, None)
     expected = np.float64(one["expected"]["grad"])
     np.testing.assert_allclose(out, one["expected"]["loss"], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
     rejected = np.sum(mask & ~np.asarray(kept)) / counts.tokens
-    np.testing.assert_allclose(sums["rollout_corr/rollout_rs_masked_fraction"], rejected, rtol=1e-6)
+    np.testing.assert_allclose(found.stats["rollout_corr/rollout_rs_masked_fraction"].value, rejected, rtol=1e-6)

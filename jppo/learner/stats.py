@@ -1,0 +1,76 @@
+"""Metrics that know how they add: over groups of devices, over a mini-batch's parts, and over mini-batches.
+
+Within a mini-batch a metric is a sum, since each token's share is of the whole mini-batch; across mini-batches it is
+the mean. The largest and the smallest stay so.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.models.router import load_extremes
+from jppo.types import Array
+
+Kind = Literal["sum", "max", "min"]
+JOINS: dict[Kind, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}  # of the parts of a mini-batch
+REDUCTIONS: dict[Kind, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
+ACROSS: dict[Kind, Callable[..., Any]] = {"sum": np.mean, "max": max, "min": min}  # mini-batches
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["kind"])
+@dataclasses.dataclass(frozen=True)
+class Stat:
+    """A metric of a part of a mini-batch."""
+
+    value: Array
+    kind: Kind = "sum"
+
+
+Stats = Mapping[str, Stat]
+
+
+class Outputs(NamedTuple):
+    """What a loss returns of a micro-batch besides its value."""
+
+    stats: dict[str, Stat]
+    rows: dict[str, Array] = {}  # noqa: RUF012  # by token, [R, T]
+    load: tuple[Array, ...] = ()  # [layers, E], the tokens of each expert relative to all, of a mixture
+
+
+def stats_of(values: Mapping[str, Array]) -> dict[str, Stat]:
+    """Returns metrics that are sums."""
+    return {name: Stat(x) for name, x in values.items()}
+
+
+def join_groups(each: Outputs) -> Outputs:
+    """Joins what groups of devices computed of their rows of a micro-batch, along the first axis."""
+    return Outputs(
+        {name: Stat(REDUCTIONS[x.kind](x.value, axis=0), x.kind) for name, x in each.stats.items()},
+        {name: x.reshape(-1, *x.shape[2:]) for name, x in each.rows.items()},
+        tuple(jnp.sum(x, axis=0) for x in each.load),
+    )
+
+
+def join_parts(parts: Sequence[Outputs]) -> dict[str, Stat]:
+    """Joins the metrics of a mini-batch's micro-batches, which are on the host."""
+    joined = {
+        name: Stat(np.asarray(JOINS[stat.kind](part.stats[name].value for part in parts)), stat.kind)
+        for name, stat in parts[0].stats.items()
+    }
+    if parts[0].load:
+        largest, smallest = load_extremes(np.sum([part.load[0] for part in parts], axis=0))
+        joined |= {"actor/expert_load_max": Stat(largest, "max"), "actor/expert_load_min": Stat(smallest, "min")}
+        joined["actor/experts_dropped"] = Stat(np.zeros(()))  # by construction (`experts.py`)
+    return joined
+
+
+def average(minis: Sequence[Stats]) -> dict[str, float]:
+    """Returns the metrics of an update from those of its mini-batches."""
+    return {
+        name: float(ACROSS[stat.kind]([float(mini[name].value) for mini in minis])) for name, stat in minis[0].items()
+    }
