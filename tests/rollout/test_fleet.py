@@ -498,6 +498,22 @@ def test_one_response_that_is_slow_alone_is_waited_for_while_the_server_samples_
     assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 0.0}
 
 
+def test_workers_have_the_health_timeout_to_say_that_they_sample_a_late_response(made, fakes):
+    sampler, said = made(1, health_s=60.0), threading.Event()
+    sampler.members[0].endpoint.timeout_s = 0.05
+    (_, good), begun = fakes[0].answers[GENERATE], []
+    fakes[0].answers[GENERATE] = (200, lambda body: begun.append(1) or (said.wait(60) and good(body)))
+
+    def between_steps(_):
+        time.sleep(0.5)
+        said.set()
+        return {"results": [{"requests": 1, "most": 8}]}
+
+    fakes[0].answers["jppo_working"] = (200, between_steps)
+    assert len(sampler.generate(PROMPTS[:1], dataclasses.replace(SAMPLING, n=1), version=7)) == 1 and len(begun) == 1
+    assert sampler.metrics() == {"rollout/servers": 1.0, "rollout/restarts": 0.0, "rollout/asked_again": 0.0}
+
+
 def test_a_response_that_others_overtake_is_waited_for_while_the_server_samples_as_many_as_are_here(made, fakes):
     sampler = made(1, timeout_s=1.0, connections=3)
     (_, good), begun, lock = fakes[0].answers[GENERATE], [], threading.Lock()

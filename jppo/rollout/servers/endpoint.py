@@ -77,9 +77,9 @@ class Endpoint:
             self.see("/health")
 
     def within(self, timeout_s: float) -> "Endpoint":
-        """Returns the same server with a shorter timeout."""
+        """Returns the same server with another timeout."""
         other = copy.copy(self)
-        other.timeout_s = min(timeout_s, self.timeout_s)
+        other.timeout_s = timeout_s
         return other
 
     def get(self, route: str) -> Any:

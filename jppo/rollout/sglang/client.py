@@ -115,7 +115,7 @@ class Sglang:
         """Whether requests would wait: no route reports it, but one samples a token and gives up."""
         endpoint.get(INFO)
         try:
-            endpoint.within(AWAKE_S).see(AWAKE)
+            endpoint.within(min(AWAKE_S, endpoint.timeout_s)).see(AWAKE)
         except ServerFault:
             return True
         return False
