@@ -37,13 +37,12 @@ from models import MODELS
 from throughput import write_model
 from work import LONGEST, PROMPT, base_config
 
-from jppo import settings
+from jppo import process, settings
 from jppo.errors import UserError
 from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
-from jppo.process import share_gpu
-from jppo.rollout.make import open_engine, server_settings
-from jppo.rollout.publish import Repeatable, published_dtype
+from jppo.rollout.make import open_engine, published_dtype, server_settings, servers_gpu_share
+from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm, vllm_environment, vllm_options
@@ -250,7 +249,7 @@ def measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         c = base_config(folder, args.dtype)
         c.rollout.publish_via = "tcp"  # its servers take files too
-        share_gpu(settings.typed(c))
+        process.share_gpu(servers_gpu_share(settings.typed(c)), sleeping=False)
         write_model(pathlib.Path(folder), described)
         engine = open_engine(settings.typed(c), pathlib.Path(folder))
         try:

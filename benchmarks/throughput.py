@@ -43,15 +43,14 @@ from work import (
     score,
 )
 
-from jppo import settings
+from jppo import process, settings
 from jppo.errors import UserError
 from jppo.learner import ppo, sharding
 from jppo.learner.make import make_learner, make_mesh
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
-from jppo.process import share_gpu
-from jppo.rollout.make import open_engine
+from jppo.rollout.make import make_publish_settings, open_engine, servers_gpu_share
 from jppo.rollout.publish import publish_policy
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.runlog.timers import Timers
@@ -83,7 +82,7 @@ def stage_flops(cfg: ModelConfig, responses: Lengths, *, prompt: int) -> dict[st
 def make_config(folder: str, dtype: str, changes: Sequence[str]) -> ConfigDict:
     """The defaults of training, for this batch; `changes` are SECTION.NAME=VALUE."""
     c = base_config(folder, dtype)
-    share_gpu(settings.typed(c))  # before JAX starts, as training does
+    process.share_gpu(servers_gpu_share(settings.typed(c)), sleeping=False)  # before JAX starts, as training does
     c.model.scan_layers = jax.default_backend() != "cpu"
     return change(c, changes)
 
@@ -128,7 +127,7 @@ def step(
         now = dataclasses.replace(now, step=now.step + 1)
         if sampler is not None:
             with timer("update_weights"):
-                publish_policy(c, learner, sampler, now, None)
+                publish_policy(make_publish_settings(c, None), learner, sampler, now)
     return now
 
 
@@ -150,7 +149,7 @@ def time_stages(
         learner, now = make_learner(c, inputs, mesh)
         if rollout:
             sampler = engine.ready(eos_token_ids=(), decode=lambda _: "")
-            publish_policy(c, learner, sampler, now, None)
+            publish_policy(make_publish_settings(c, None), learner, sampler, now)
         timer.next_step()
         for _ in range(1 + repeats):
             start = time.perf_counter()

@@ -25,9 +25,8 @@ from jppo import process, settings, statistics
 from jppo.errors import UserError, expanded, one_line
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
-from jppo.process import share_gpu
 from jppo.rewards.make import make_reward_sum
-from jppo.rollout.make import open_engine, with_servers
+from jppo.rollout.make import open_engine, servers_gpu_share, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_stored
 from jppo.run import validation
@@ -68,7 +67,7 @@ Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 def _evaluate(c: Settings, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
     began, out = time.monotonic(), expanded(c.trainer.run_dir)
-    share_gpu(c)
+    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
     inputs = read_test(c)
     sampling = val_sampling(c)
     with contextlib.ExitStack() as stack:
@@ -76,7 +75,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
         mesh = make_mesh(c)
-        process.prepare_process(c, sharding.platform(mesh))
+        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         c = with_servers(c, mesh)
         reward_sum = make_reward_sum(c, mesh, **inputs.graded())
         stack.callback(reward_sum.close)
@@ -89,7 +88,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
             timer.part("waiting for the sampler")
             sampler = engine.ready(**speaking(inputs))
             timer.part("the first publish")
-            publish_stored(c, sampler, inputs.policy)
+            publish_stored(c.model.path, sampler, inputs.policy, mesh, param_dtype=c.model.param_dtype)
             reward_sum.ready()
         stack.enter_context(timer("testing"))
         tested = validation.run_test(

@@ -12,7 +12,6 @@ import jax
 from jaxlib import version
 
 from jppo.errors import expanded
-from jppo.settings import Common, Settings
 
 # Shares of a GPU's memory: JAX's default, and the total of a trainer and its servers.
 DEFAULT_SHARE, SHARED_BY_BOTH = 0.75, 0.92
@@ -43,45 +42,43 @@ def keep_programs(folder: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def prepare_process(c: Common, platform: str) -> None:
-    """Sets what programs of these settings need on a mesh of this platform, which may be a described machine's."""
+def prepare_process(platform: str, compile_cache: str, compute_dtype: str) -> None:
+    """Sets what programs need on a mesh of this platform, which may be a described machine's.
+
+    `compile_cache` is the folder of `keep_programs`.
+    """
     if platform == jax.default_backend():
-        keep_programs(c.trainer.compile_cache)
-    if platform != "cpu" and c.model.compute_dtype == "float32":
+        keep_programs(compile_cache)
+    if platform != "cpu" and compute_dtype == "float32":
         # By default a float32 product is TF32 on GPUs and bfloat16 on TPUs, unlike in the rollout engine.
         jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def share_gpu(c: Settings) -> None:
-    """Leaves the servers' share of a GPU to them: JAX would preallocate three quarters of it.
+def share_gpu(servers_share: float, *, sleeping: bool) -> None:
+    """Leaves the servers' share of a GPU, 0.0 without any on it, to them: JAX would preallocate three quarters of it.
 
     With sleeping servers, JAX frees each array's memory at once, so that the servers can wake.
     """
-    if c.rollout.name != "inprocess" and c.rollout.sleep_level:
+    if sleeping:
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-        return
-    if c.rollout.name != "inprocess" and not c.rollout.urls:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{trainer_share(c):.2f}")
+    elif servers_share:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{trainer_share(servers_share, sleeping=False):.2f}")
 
 
-def trainer_share(c: Settings) -> float:
-    """Returns the trainer's share of a GPU's memory, given servers on the same GPU."""
-    if c.rollout.name == "inprocess":
-        return DEFAULT_SHARE
-    if c.rollout.sleep_level:
+def trainer_share(servers_share: float, *, sleeping: bool) -> float:
+    """Returns the trainer's share of a GPU's memory, given the servers' or that they sleep while it learns."""
+    if sleeping:
         return SHARED_BY_BOTH
-    if c.rollout.urls or servers_apart(c):
-        return DEFAULT_SHARE
-    return max(0.1, SHARED_BY_BOTH - c.rollout.gpu_memory_utilization)
+    return max(0.1, SHARED_BY_BOTH - servers_share) if servers_share else DEFAULT_SHARE
 
 
-def servers_apart(c: Settings) -> bool:
-    """Whether the servers' GPUs, `rollout.devices`, are disjoint from CUDA_VISIBLE_DEVICES."""
+def servers_apart(devices: str) -> bool:
+    """Whether these GPUs, the servers', are disjoint from CUDA_VISIBLE_DEVICES."""
 
     def numbers(text: str) -> set[str]:
         return {number.strip() for number in text.split(",") if number.strip()}
 
-    theirs, ours = numbers(c.rollout.devices), numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    theirs, ours = numbers(devices), numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     return bool(theirs and ours) and not theirs & ours
 
 

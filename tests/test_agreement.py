@@ -17,7 +17,7 @@ from jppo.learner.make import make_learner, make_mesh
 from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
 from jppo.preflight.preview import preview_run, sampling_warnings
-from jppo.rollout.make import open_engine
+from jppo.rollout.make import make_publish_settings, open_engine
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_policy
 from jppo.run import agreement
@@ -46,7 +46,7 @@ def test_sampler_and_trainer_agree_whatever_is_cut_and_at_the_temperature_of_sam
     learner, now = make_learner(typed(c), inputs, mesh)
     engine = open_engine(typed(c), file.parent)
     sampler = engine.ready(eos_token_ids=inputs.end_tokens, decode=str)
-    publish_policy(typed(c), learner, sampler, now, None)
+    publish_policy(make_publish_settings(typed(c), None), learner, sampler, now)
     assert "agree" in agree(typed(c), inputs, learner, now, sampler, 0)
     # what the run then samples is cut: by the same comparison it would not agree
     drawn = sampler.generate(inputs.train.prompts, step_sampling(typed(c), 0), version=0)

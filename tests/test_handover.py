@@ -9,9 +9,9 @@ import pytest
 from jppo import train
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner.trainable import Trainable
-from jppo.rollout import publish
+from jppo.rollout import make
+from jppo.rollout.make import make_publisher, may_overlap
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.publish import PolicyPublisher, may_overlap
 from tests.make import typed, untimed
 
 
@@ -36,7 +36,7 @@ def test_servers_get_the_policy_while_the_critic_learns(small_run, engine, monke
     assert seen == ["actor", "critic"] * 2
     monkeypatch.undo()
     monkeypatch.setattr("jppo.rollout.make.start_vllm", lambda *_, **__: engine)
-    monkeypatch.setattr(publish, "may_overlap", lambda *_: False)
+    monkeypatch.setattr(make, "may_overlap", lambda *_: False)
     small_run.trainer.run_dir, first = str(tmp_path / "after"), small_run.trainer.run_dir
     train.train(small_run)
     assert untimed(first, "time") == untimed(tmp_path / "after", "time")
@@ -70,15 +70,15 @@ def test_what_is_against_it(config):
 def test_each_state_is_published_once(config, monkeypatch, mode, critic):
     published, threads = [], set()
 
-    def publish_policy(c, learner, sampler, now, **_):
+    def publish_policy(how, learner, sampler, now, **_):
         published.append(now)
         threads.add(threading.current_thread())
 
-    monkeypatch.setattr(publish, "publish_policy", publish_policy)
+    monkeypatch.setattr(make, "publish_policy", publish_policy)
     with config.unlocked():
         config.rollout.mode = mode
     learner = types.SimpleNamespace(critic=critic)
-    with PolicyPublisher(typed(config), learner, "a sampler") as publisher:
+    with make_publisher(typed(config), learner, "a sampler") as publisher:
         for state in ("a", "b"):
             publisher.begin(state)
             publisher.finish(state)

@@ -159,10 +159,10 @@ MAKERS = tuple(
     f"jppo.learner.{name}" for name in ("make", "recipe", "model_configs")
 )  # of learner/, which read settings
 READERS = (
-    *("configs", "jppo.settings", "jppo.run", "jppo.preflight", "jppo.process"),
+    *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
-    *("jppo.rollout.publish", "jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
+    *("jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
     *MAKERS,
 )
 SECTIONS = {name.split(".")[0] for name in table.TABLE}

@@ -65,3 +65,24 @@ def test_flags_that_a_user_chose_for_sums_stay(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=+reduce")
     process.correct_sums()
     assert os.environ["XLA_FLAGS"] == "--xla_cpu_experimental_ynn_fusion_type=+reduce"
+
+
+SWITCHES = ("XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+@pytest.mark.parametrize(
+    "servers, sleeping, share, switches",
+    [
+        (0.0, False, 0.75, (None, None)),  # JAX's default
+        (0.4, False, 0.52, (None, "0.52")),
+        (0.9, False, 0.1, (None, "0.10")),
+        (0.4, True, 0.92, ("platform", None)),
+    ],
+)
+def test_servers_on_the_trainers_gpu_get_their_share(monkeypatch, servers, sleeping, share, switches):
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "")  # so that it is as before at the end
+        del os.environ[name]
+    process.share_gpu(servers, sleeping=sleeping)
+    assert tuple(map(os.environ.get, SWITCHES)) == switches
+    assert process.trainer_share(servers, sleeping=sleeping) == pytest.approx(share)

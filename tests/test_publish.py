@@ -10,6 +10,7 @@ import pytest
 from jppo import settings
 from jppo.models import decoder, hf, hf_write, lora
 from jppo.rollout import publish
+from jppo.rollout.make import make_publish_settings
 
 
 class Served:
@@ -50,7 +51,7 @@ def test_weights_go_out_in_the_narrower_dtype(small_run, policy, ours, theirs, s
     small_run.model.param_dtype, small_run.rollout.dtype = ours, theirs
     values = jax.tree.map(lambda x: x.astype(ours), values)
     served, now = Served(), types.SimpleNamespace(step=3)
-    publish.publish_policy(small_run, learner_of(cfg, values), served, now, None)
+    publish.publish_policy(make_publish_settings(small_run, None), learner_of(cfg, values), served, now)
     assert {tensor.dtype.name for tensor in served.loaded[0].values()} == {sent}
     if ours == sent:
         for name, tensor in hf_write.hf_tensors(values, cfg):
@@ -82,20 +83,21 @@ def test_beside_the_base_only_adapters_go_out(small_run, policy, monkeypatch):
     served, now = Served(), types.SimpleNamespace(step=3, policy=None)
     monkeypatch.setattr(hf_write, "_export", None)  # no tensor is made
     how = lora.Lora(2, 4.0, lora.parse_targets("all-linear"))
-    publish.publish_policy(small_run, learner_of(cfg, None), served, now, how)
+    publish.publish_policy(make_publish_settings(small_run, how), learner_of(cfg, None), served, now)
     assert served.adapters == [3] and served.loaded == []
 
 
-@pytest.mark.parametrize("how, sent", [("adapter", 1), ("merge", 0)])
-def test_the_base_goes_out_once_where_only_adapters_follow(small_run, policy, how, sent):
+@pytest.mark.parametrize("lora_sync, sent", [("adapter", 1), ("merge", 0)])
+def test_the_base_goes_out_once_where_only_adapters_follow(small_run, policy, lora_sync, sent):
     cfg, values = policy
-    small_run.rollout.lora_sync = how
+    small_run.rollout.lora_sync = lora_sync
+    how = make_publish_settings(small_run, lora.Lora(2, 4.0, lora.parse_targets("all-linear")))
     learner, served = learner_of(cfg, None), Served()
     learner.actor = types.SimpleNamespace(base=types.SimpleNamespace(params=values))
-    publish.publish_base(small_run, learner, served, 3)
+    publish.publish_base(how, learner, served, 3)
     assert len(served.loaded) == sent
     learner.actor.base = None  # whole weights are trained
-    publish.publish_base(small_run, learner, served, 3)
+    publish.publish_base(how, learner, served, 3)
     assert len(served.loaded) == sent
 
 
@@ -103,7 +105,8 @@ def test_merged_adapters_go_out_as_whole_weights(small_run, policy):
     cfg, values = policy
     small_run.model.lora_rank = 2
     served, how = Served(), lora.Lora(2, 4.0, lora.parse_targets("all-linear"))
-    publish.publish_policy(small_run, learner_of(cfg, values), served, types.SimpleNamespace(step=3), how)
+    settings_of_publish = make_publish_settings(small_run, how)
+    publish.publish_policy(settings_of_publish, learner_of(cfg, values), served, types.SimpleNamespace(step=3))
     assert served.adapters == [] and set(served.loaded[0]) == {name for name, _ in hf_write.hf_tensors(values, cfg)}
 
 

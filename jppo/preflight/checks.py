@@ -20,9 +20,8 @@ from jppo.preflight import machine, memory, memory_budget, models_and_data, prev
 from jppo.preflight.finding import Check, Finding, examine
 from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
-from jppo.process import share_gpu
-from jppo.rollout.make import open_engine, with_servers
-from jppo.rollout.publish import publish_base, publish_policy, published_dtype
+from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, servers_gpu_share, with_servers
+from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, read_inputs, require_reward, speaking
 from jppo.run.supervised import Task
@@ -50,8 +49,8 @@ class Read:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices."""
-        mesh = make_mesh(self.c)
-        process.prepare_process(self.c, sharding.platform(mesh))
+        c, mesh = self.c, make_mesh(self.c)
+        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         return mesh
 
     @functools.cached_property
@@ -125,7 +124,7 @@ def with_findings(text: str, findings: Sequence[Finding]) -> str:
 
 def machine_findings(c: Settings) -> Iterator[Finding]:
     """Checks programs, devices and protections; call it before JAX takes a device."""
-    share_gpu(c)
+    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
     process.take_little()
     served = c.rollout.name != "inprocess" and not c.rollout.urls
     yield from machine.check_environment(c.rollout.python if served else None, c.rollout.name)
@@ -252,8 +251,9 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
     def publish() -> Iterator[Finding]:
         trainer, begin = learner()
         start = time.monotonic()
-        publish_base(c, trainer, sampler(), 0)
-        publish_policy(c, trainer, sampler(), begin, read.inputs.adapters)
+        how = make_publish_settings(c, read.inputs.adapters)
+        publish_base(how, trainer, sampler(), 0)
+        publish_policy(how, trainer, sampler(), begin)
         size = memory.served(read.inputs.policy, c.model.param_dtype) / memory_budget.MIB
         yield Finding("publish", "OK", f"{size:,.0f} MiB checked and loaded in {time.monotonic() - start:.1f} s")
 

@@ -22,7 +22,7 @@ from jppo.learner import sharding
 from jppo.preflight import memory
 from jppo.preflight.finding import Verdict
 from jppo.preflight.programs import Estimate, announce
-from jppo.rollout.publish import published_dtype
+from jppo.rollout.make import published_dtype, servers_gpu_share
 from jppo.run.inputs import Inputs
 from jppo.runlog import durable_files
 from jppo.settings import Common, Settings
@@ -187,7 +187,9 @@ def capacity(c: Common, machine: Machine) -> tuple[int, str]:
     """Returns the bytes of a device that the trainer may use, and the reason."""
     if machine.chip.platform == "tpu":
         return machine.chip.memory, "all that XLA gives a program"
-    share = process.trainer_share(c) if isinstance(c, Settings) else process.DEFAULT_SHARE
+    share = process.DEFAULT_SHARE
+    if isinstance(c, Settings):
+        share = process.trainer_share(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
     return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
 
 

@@ -41,8 +41,7 @@ from jppo.preflight.programs import (
     step_lines,
 )
 from jppo.preflight.servers import server_work
-from jppo.rollout.make import describe_servers, with_servers
-from jppo.rollout.publish import published_dtype
+from jppo.rollout.make import describe_servers, published_dtype, servers_gpu_share, with_servers
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.timers import IN_STAGE
@@ -62,7 +61,7 @@ class DryRun:
     def mesh(self, c: Common) -> Any:
         """Makes the config's mesh of the devices."""
         mesh = make_mesh(c, None if self.machine is None else compilers.devices_of(self.machine))
-        process.prepare_process(c, sharding.platform(mesh))
+        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         return mesh
 
     def write(self, report: dict[str, Any]) -> None:
@@ -213,7 +212,7 @@ def report_here(
 
 def preview_run(c: Settings, request: DryRun = HERE) -> str:
     """Reports on a PPO run with these settings."""
-    process.share_gpu(c)
+    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
     process.take_little()
     inputs = read_inputs(c, weights=request.machine is None)
     mesh = request.mesh(c)

@@ -17,7 +17,7 @@ from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import sharding
 from jppo.models import attention
 from jppo.models.config import ModelConfig
-from jppo.rollout.publish import may_overlap
+from jppo.rollout.make import may_overlap
 from jppo.rollout.vllm.buckets import BUCKET
 from jppo.run.agreement import LOOKS, PROBES
 from jppo.settings import Settings
@@ -64,7 +64,7 @@ def server_memory(c: Settings, policy: ModelConfig, weights: int, mesh: Any) -> 
     `weights` are the bytes of the whole policy in a server.
     """
     r, name = c.rollout, {"vllm": "vLLM", "sglang": "SGLang"}.get(c.rollout.name)
-    if name is None or r.urls or sharding.platform(mesh) != "gpu" or process.servers_apart(c):
+    if name is None or r.urls or sharding.platform(mesh) != "gpu" or process.servers_apart(r.devices):
         return None
     ours = [device for device in mesh.devices.flat if device.process_index == mesh.devices.flat[0].process_index]
     width, item = r.tensor_model_parallel_size, int(jnp.dtype(r.dtype).itemsize)

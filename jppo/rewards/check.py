@@ -9,14 +9,14 @@ errors, and suspicious scores are a warning. Exit code 1 if one fails. Settings 
 --config.SECTION.NAME=VALUE; those of models, batches and engines are not read.
 """
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from jppo import process, settings
 from jppo.data.prompts import SOLUTIONS, make_prompt, prompt_of
-from jppo.data.rows import read_sources
+from jppo.data.rows import Source, read_sources
 from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import UserError
 from jppo.learner import sharding
@@ -155,33 +155,18 @@ def _report(findings: Sequence[SourceCheck]) -> str:
     return "\n".join(lines)
 
 
-def _run(c: Settings) -> bool:
-    """Prints the report; False if a source fails."""
-    if world := c.rollout.multi_turn.environment:
+def _require_answers(environment: str, agent: str, agent_reward: str) -> None:
+    """Raises UserError where the reward is an environment's or an agent program's, which no row has an answer for."""
+    if environment:
         raise UserError(
-            f"rollout.multi_turn.environment={world!r} rewards the turns of a conversation, and the data has no right"
-            " answers to test it with; read the samples of a short run"
-        )
-    if c.rollout.agent and c.rollout.agent_reward != "graders":
-        raise UserError(
-            f"rollout.agent_reward={c.rollout.agent_reward!r} rewards what an agent program does, and the data has no"
+            f"rollout.multi_turn.environment={environment!r} rewards the turns of a conversation, and the data has no"
             " right answers to test it with; read the samples of a short run"
         )
-    needs_tokenizer = c.data.custom_cls or c.reward.model.step_aggregation
-    tokenizer = load_tokenizer(c.model.path) if needs_tokenizer else None
-    tools = bool(c.rollout.multi_turn.tool_config_path) and "tool_score" in c.reward.weights
-    prompts = _gradable(_prompts(c, tokenizer, needed_columns(c, tools)), make_refusal(c))
-    mesh = make_mesh(c)
-    process.prepare_process(c, sharding.platform(mesh))
-    sources = sorted({prompt.data_source for prompt in prompts})
-    reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
-    try:
-        reward_sum.ready()
-        findings = check_sources(reward_sum, prompts)
-    finally:
-        reward_sum.close()
-    print(_report(findings))
-    return all(f.good for f in findings)
+    if agent and agent_reward != "graders":
+        raise UserError(
+            f"rollout.agent_reward={agent_reward!r} rewards what an agent program does, and the data has no"
+            " right answers to test it with; read the samples of a short run"
+        )
 
 
 def _gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> list[Prompt]:
@@ -195,10 +180,8 @@ def _gradable(prompts: list[Prompt], refuse: Callable[[str, str], str]) -> list[
     return [prompt for prompt in prompts if not reasons[prompt.uid]]
 
 
-def _prompts(c: Settings, tokenizer: Any, needed: Collection[str]) -> list[Prompt]:
-    """Returns the rows as prompts without token ids."""
-    read = dict[str, Any](custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c))
-    sources = read_sources(c.data.train_files, "data.train_files", **read)
+def _make_prompts(sources: Sequence[Source], needed: Collection[str]) -> list[Prompt]:
+    """Makes prompts without token ids of all rows."""
     return [make_prompt(row, prompt_of(row), [], source.name, needed) for source in sources for row in source.rows]
 
 
@@ -213,7 +196,23 @@ def main(argv: list[str] | None = None) -> None:
     if switches["dry_run"]:
         print(settings.dump(c), end="")
         return
-    if not _run(c):
+    _require_answers(c.rollout.multi_turn.environment, c.rollout.agent, c.rollout.agent_reward)
+    needs_tokenizer = c.data.custom_cls or c.reward.model.step_aggregation
+    tokenizer = load_tokenizer(c.model.path) if needs_tokenizer else None
+    tools = bool(c.rollout.multi_turn.tool_config_path) and "tool_score" in c.reward.weights
+    files = read_sources(
+        c.data.train_files, "data.train_files", custom_cls=c.data.custom_cls, tokenizer=tokenizer, columns=columns_of(c)
+    )
+    prompts = _gradable(_make_prompts(files, needed_columns(c, tools)), make_refusal(c))
+    mesh = make_mesh(c)
+    process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
+    sources = sorted({prompt.data_source for prompt in prompts})
+    reward_sum = make_reward_sum(c, mesh, tokenizer=tokenizer, sources=sources, tool_rewards=tools)
+    with contextlib.closing(reward_sum):
+        reward_sum.ready()
+        findings = check_sources(reward_sum, prompts)
+    print(_report(findings))
+    if not all(finding.good for finding in findings):
         sys.exit(1)
 
 

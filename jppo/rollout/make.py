@@ -1,4 +1,4 @@
-"""The rollout engine from the settings: its kind, its servers, its start."""
+"""The rollout engine from the settings: its kind, its servers, its start, its publishes."""
 
 import functools
 import os
@@ -7,17 +7,21 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jppo import settings
+from jppo import process, settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.learner import cost, sharding
 from jppo.learner.make import make_mesh
+from jppo.learner.ppo import Learner
 from jppo.learner.recipe import kept_tokens, sequences_of_step
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab
-from jppo.rollout.inprocess import InprocessEngine, InprocessSettings
+from jppo.models.lora import Lora
+from jppo.rollout.inprocess import InprocessEngine, InprocessSettings, Source
+from jppo.rollout.publish import PolicyPublisher, PublishSettings, publish_policy
 from jppo.rollout.servers.fleet import ServerEngine
 from jppo.rollout.servers.member import CONNECTIONS, ServerLimits
 from jppo.rollout.servers.repair import Lookup, address_lookup
@@ -220,6 +224,52 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
         experts=r.routing_replay,
         kept=kept_tokens(c, cfg),
     )
+
+
+def make_publisher(
+    c: Settings, learner: Learner, sampler: Source, adapters: Lora | None = None, hosts: Hosts = ALONE
+) -> PolicyPublisher:
+    """Makes the publisher of a run's policies."""
+    publish = functools.partial(publish_policy, make_publish_settings(c, adapters), learner, sampler, hosts=hosts)
+    return PolicyPublisher(publish, early=learner.critic is not None and may_overlap(c, hosts))
+
+
+def make_publish_settings(c: Settings, adapters: Lora | None) -> PublishSettings:
+    """Makes the settings of each publish of a policy that has `adapters`, or none."""
+    r = c.rollout
+    return PublishSettings(
+        dtype=published_dtype(c),
+        on_device=r.publish_via in ("nccl", "ipc"),
+        adapters=adapters if r.lora_sync == "adapter" else None,
+        base=c.model.path,
+        on_update=r.on_update,
+    )
+
+
+def published_dtype(c: Settings) -> str:
+    """Returns the dtype of published weights: the policy's, or the servers' if smaller.
+
+    Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
+    """
+    ours, theirs = c.model.param_dtype, c.rollout.dtype
+    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
+
+
+def may_overlap(c: Settings, hosts: Hosts) -> bool:
+    """Whether servers may get the policy while the critic learns.
+
+    Not with several hosts: their exchanges would mix. Not with sleeping servers: they would wake on a GPU in use. Not
+    in asynchronous mode: responses are in flight.
+    """
+    served = c.rollout.name != "inprocess"
+    return hosts.count == 1 and served and c.rollout.mode == "sync" and not c.rollout.sleep_level
+
+
+def servers_gpu_share(c: Settings) -> float:
+    """Returns the fraction of the trainer's GPU that servers started here take; 0.0 if they take none of it."""
+    r = c.rollout
+    here = r.name != "inprocess" and not r.urls and not process.servers_apart(r.devices)
+    return r.gpu_memory_utilization if here else 0.0
 
 
 def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:

@@ -16,41 +16,36 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import sharding, state
-from jppo.learner.make import make_mesh
 from jppo.learner.ppo import Learner
 from jppo.models import hf, hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora, Weights
 from jppo.rollout.inprocess import InprocessSampler, Source
 from jppo.rollout.protocol import Served
-from jppo.settings import Settings
 from jppo.types import TrainState
 
 
-def may_overlap(c: Settings, hosts: Hosts) -> bool:
-    """Whether servers may get the policy while the critic learns.
+@dataclasses.dataclass(frozen=True)
+class PublishSettings:
+    """What is published of each policy, and how."""
 
-    Not with several hosts: their exchanges would mix. Not with sleeping servers: they would wake on a GPU in use. Not
-    in asynchronous mode: responses are in flight.
-    """
-    served = c.rollout.name != "inprocess"
-    return hosts.count == 1 and served and c.rollout.mode == "sync" and not c.rollout.sleep_level
+    dtype: str  # of whole weights
+    on_device: bool  # whole weights are sent from the device's memory, without a copy on the host
+    adapters: Lora | None  # published alone, after the frozen base; None: whole weights, with any adapters merged
+    base: str  # path of the model that published adapters belong to
+    on_update: str  # the servers' treatment of running requests: wait, abort or keep
 
 
 class PolicyPublisher:
-    """Publishes a step's final policy: started early by `begin`, or made by `finish`."""
+    """Publishes a step's final policy: by `begin`, where it may start `early`, or by `finish`."""
 
-    def __init__(
-        self, c: Settings, learner: Learner, sampler: Source, adapters: Lora | None = None, hosts: Hosts = ALONE
-    ):
-        self._publish = functools.partial(publish_policy, c, learner, sampler, adapters=adapters, hosts=hosts)
-        early = learner.critic is not None and may_overlap(c, hosts)
+    def __init__(self, publish: Callable[[TrainState], None], *, early: bool):
+        self._publish = publish
         self._pool = ThreadPoolExecutor(1, "publish") if early else None
         self._under_way: Future[None] | None = None
 
@@ -86,45 +81,37 @@ class Repeatable:
         return self.make()
 
 
-def published_dtype(c: Settings) -> str:
-    """Returns the dtype of published weights: the policy's, or the servers' if smaller.
-
-    Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
-    """
-    ours, theirs = c.model.param_dtype, c.rollout.dtype
-    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
-
-
 def publish_policy(
-    c: Settings, learner: Learner, sampler: Source, now: TrainState, adapters: Lora | None, hosts: Hosts = ALONE
+    how: PublishSettings, learner: Learner, sampler: Source, now: TrainState, hosts: Hosts = ALONE
 ) -> None:
     """Publishes the policy to the engine: whole, or only its adapters."""
-    version, mode = int(now.step), c.rollout.on_update
+    version, mode = int(now.step), how.on_update
     if isinstance(sampler, InprocessSampler):
         policy, own = learner.policy(now), sharding.own_part(learner.mesh)
         sampler.hold(policy if own is learner.mesh else placing.local(policy, own), version=version)
         return
-    if adapters is None or c.rollout.lora_sync == "merge":
-        _load(c, sampler, learner.policy(now), learner.cfg, hosts, version=version, mode=mode)
+    if how.adapters is None:
+        _load(how, sampler, learner.policy(now), learner.cfg, hosts, version=version, mode=mode)
         return
     save = functools.partial(
-        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, spec=adapters, base=c.model.path
+        hf_write.save_adapter, learned=now.policy, cfg=learner.cfg, spec=how.adapters, base=how.base
     )
     hosts.together(lambda: sampler.load_adapter(save, version=version, mode=mode))
 
 
-def publish_base(c: Settings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
+def publish_base(how: PublishSettings, learner: Learner, sampler: Source, version: int, hosts: Hosts = ALONE) -> None:
     """Publishes the policy's frozen base, where later only the adapters are published."""
     base = learner.actor.base
-    if base is not None and not isinstance(sampler, InprocessSampler) and c.rollout.lora_sync == "adapter":
-        _load(c, sampler, base.params, learner.cfg, hosts, version=version)
+    if base is not None and not isinstance(sampler, InprocessSampler) and how.adapters is not None:
+        _load(how, sampler, base.params, learner.cfg, hosts, version=version)
 
 
-def _load(c: Settings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **options: Any) -> None:
+def _load(
+    how: PublishSettings, sampler: Served, model: Weights, cfg: ModelConfig, hosts: Hosts, **options: Any
+) -> None:
     """Loads all weights into each host's servers; a host that fails still joins the others' gathers."""
-    on_device = c.rollout.publish_via in ("nccl", "ipc")
-    export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if on_device else hf_write.hf_tensors
-    make = functools.partial(export, model, cfg, dtype=published_dtype(c))
+    export: Callable[..., Iterator[tuple[str, Any]]] = hf_write.device_tensors if how.on_device else hf_write.hf_tensors
+    make = functools.partial(export, model, cfg, dtype=how.dtype)
 
     def load() -> None:
         if hosts.count == 1:
@@ -136,13 +123,12 @@ def _load(c: Settings, sampler: Served, model: Weights, cfg: ModelConfig, hosts:
     hosts.together(load)
 
 
-def publish_stored(c: Settings, sampler: Source, cfg: ModelConfig) -> None:
-    """Publishes the model stored at `model.path` as version 0."""
+def publish_stored(path: str, sampler: Source, cfg: ModelConfig, mesh: Mesh, *, param_dtype: str) -> None:
+    """Publishes the model stored at `path` as version 0; the in-process engine holds it sharded over `mesh`."""
     if isinstance(sampler, InprocessSampler):
-        mesh = make_mesh(c)
         cfg = pad_vocab(cfg, mesh.shape["tensor"])
-        layout = state.model_weights(cfg, mesh, head="lm", param_dtype=c.model.param_dtype)
-        values = state.load_sharded(layout, c.model.path, init="pretrained", key=jax.random.key(c.trainer.seed))
+        layout = state.model_weights(cfg, mesh, head="lm", param_dtype=param_dtype)
+        values = hf.load_params(path, cfg, head="lm", param_dtype=param_dtype, shardings=layout.shardings)
         sampler.hold(values, version=0)
     else:
-        sampler.load(Repeatable(functools.partial(hf.stored_tensors, c.model.path, cfg)), version=0)
+        sampler.load(Repeatable(functools.partial(hf.stored_tensors, path, cfg)), version=0)

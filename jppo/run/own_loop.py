@@ -376,7 +376,7 @@ def open_model(
 ) -> Model:
     """Opens a model; `jppo.open` documents the arguments."""
     c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, given=settings)
-    process.share_gpu(c)
+    process.share_gpu(rollout.servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
     policy, value, reference = read_models(c)
     require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, value, reference) if model is not None))
@@ -391,7 +391,7 @@ def open_model(
     )
     with contextlib.ExitStack() as stack:
         grid = make.make_mesh(c)
-        process.prepare_process(c, sharding.platform(grid))
+        process.prepare_process(sharding.platform(grid), c.trainer.compile_cache, c.model.compute_dtype)
         c = rollout.with_servers(c, grid)
         if c.data.row_lengths == -1 and inputs.total_steps == -1 and sharding.platform(grid) != "cpu":
             c = changed(c, {"data.row_lengths": 4})  # as for a long run

@@ -21,6 +21,7 @@ from jppo.learner.ppo import Learner
 from jppo.learner.stats import Outputs
 from jppo.models.lora import Lora
 from jppo.rollout.inprocess import Source
+from jppo.rollout.make import make_publish_settings
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run.agreement import LogpGap, Mismatch, disagreement, limits
 from jppo.settings import Settings
@@ -250,10 +251,11 @@ class Engine:
         self.holds, self._plain = None, True
         self._version = max(self._version + 1, int(now.step))
         numbered = dataclasses.replace(now, step=np.asarray(self._version, np.int32))
+        how = make_publish_settings(self._c, self._adapters)
         if not self._based:
-            publish_base(self._c, self._learner, self._sampler, self._version)
+            publish_base(how, self._learner, self._sampler, self._version)
             self._based = True
-        publish_policy(self._c, self._learner, self._sampler, numbered, self._adapters)
+        publish_policy(how, self._learner, self._sampler, numbered)
         self.holds = owner
 
     def ensure(self, kept: Kept) -> None:

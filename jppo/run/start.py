@@ -33,7 +33,15 @@ from jppo.rewards.graders import RUNS_CODE, describe_refused, grader_of
 from jppo.rewards.make import make_reward_sum, require_values
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.inprocess import Source
-from jppo.rollout.make import describe_servers, open_engine, served_reference, with_servers
+from jppo.rollout.make import (
+    describe_servers,
+    make_publish_settings,
+    make_publisher,
+    open_engine,
+    served_reference,
+    servers_gpu_share,
+    with_servers,
+)
 from jppo.rollout.publish import PolicyPublisher, publish_base
 from jppo.rollout.vllm.client import ServedReferences
 from jppo.run import resume
@@ -148,7 +156,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         if inputs.agent is not None:
             stack.callback(inputs.agent.close)
         mesh = make_mesh(c)
-        process.prepare_process(c, sharding.platform(mesh))
+        process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         c = with_servers(c, mesh)
         require_models_fit(inputs, mesh)
         fits = functools.partial(preview.fits, inputs=inputs, mesh=mesh)
@@ -183,8 +191,8 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         with laps("waiting for the sampler"):
             sampler = open_sampler()
         with laps("publish"):
-            publisher = PolicyPublisher(c, learner, sampler, inputs.adapters, hosts)
-            publish_base(c, learner, sampler, begun.now.step, hosts)
+            publisher = make_publisher(c, learner, sampler, inputs.adapters, hosts)
+            publish_base(make_publish_settings(c, inputs.adapters), learner, sampler, begun.now.step, hosts)
             publisher.finish(begun.now.state)
         with laps("graders"):
             hosts.together(reward_sum.ready)
@@ -232,7 +240,7 @@ def _hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _HostParts:
 def _read(c: Settings) -> Inputs:
     """Reads a host's inputs before it uses a device."""
     require_loggers(c)
-    process.share_gpu(c)
+    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
     inputs = read_inputs(c)
     require_reward(c, inputs)
     replayed(c, inputs.policy)  # raises before a server starts

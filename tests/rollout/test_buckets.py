@@ -293,7 +293,6 @@ rank, port = map(int, sys.argv[1:])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jppo import settings
 from jppo.rollout import publish
 from jppo.models import decoder, config_reader, hf_write, placing
 from jppo.rollout.protocol import RolloutError
@@ -335,7 +334,8 @@ made = ServerSettings(python="", servers=1, port=0, dtype="float32", max_model_l
 engine = start_vllm("m", "run", settings=made, urls=[fake.url], limits=ServerLimits(10.0, 5.0, 2), publish_dir="")
 sampler = engine.ready(eos_token_ids=[2], decode=str)
 hosts = types.SimpleNamespace(count=2, together=lambda work: work())
-publish._load(settings.default(), sampler, shared, cfg, hosts, version=7)
+how = publish.PublishSettings(dtype="float32", on_device=False, adapters=None, base="m", on_update="wait")
+publish._load(how, sampler, shared, cfg, hosts, version=7)
 if rank == 1:
     try:
         sampler.generate(t.PROMPTS, t.SAMPLING, version=7)

@@ -21,7 +21,7 @@ from jppo import settings as settings_room
 from jppo.errors import UserError
 from jppo.learner.make import make_mesh
 from jppo.models import config_reader
-from jppo.rollout.make import describe_servers, require_routing, server_threads, with_servers
+from jppo.rollout.make import describe_servers, require_routing, server_threads, servers_gpu_share, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import member
 from jppo.rollout.servers.member import Server, check_ports, telling
@@ -584,6 +584,23 @@ def test_a_host_gets_as_many_servers_as_its_gpus_hold(changes, platform, count):
     if c.rollout.name == "vllm" and not c.rollout.urls:
         with pytest.raises(UserError, match=r"set rollout\.name=inprocess"):
             with_servers(typed(c), mesh)
+
+
+@pytest.mark.parametrize(
+    "changes, trainers, share",
+    [
+        ({}, "", 0.3),
+        ({"name": "inprocess"}, "", 0.0),
+        ({"urls": "http://localhost:8000"}, "", 0.0),
+        ({"devices": "2,3"}, "0,1", 0.0),
+        ({"devices": "1,2"}, "0,1", 0.3),
+        ({"devices": "2,3"}, "", 0.3),  # the trainer sees all
+    ],
+)
+def test_servers_take_a_share_of_the_gpus_that_the_trainer_has(config, monkeypatch, changes, trainers, share):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", trainers)
+    config.rollout.update({"gpu_memory_utilization": 0.3} | changes)
+    assert servers_gpu_share(config) == share
 
 
 @pytest.mark.parametrize(
