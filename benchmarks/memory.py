@@ -32,10 +32,16 @@ from work import SEQUENCES, base_config, change, make_batch, make_rows, response
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import ppo
-from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
-from jppo.learner.model_configs import make_adapters
+from jppo.learner.make import (
+    list_run_programs,
+    make_adapters,
+    make_learner,
+    make_mesh,
+    make_recipe,
+    plan_of_run,
+    run_programs,
+)
 from jppo.learner.ppo import ModelConfigs
-from jppo.learner.recipe import make_recipe, plan_of_run
 from jppo.learner.sharding import device_peak
 from jppo.models import config_reader
 from jppo.preflight import memory

@@ -22,9 +22,7 @@ from jppo.data.rows import Row
 from jppo.data.tokenizer import encode_all, make_renderer
 from jppo.errors import UserError
 from jppo.learner import preference, sharding, update
-from jppo.learner.make import logprob_of_texts
-from jppo.learner.model_configs import make_adapters
-from jppo.learner.recipe import plan_rows
+from jppo.learner.make import logprob_of_texts, make_adapters, plan_rows
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab

@@ -18,9 +18,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.data.preferences import Encode, PairSet
 from jppo.learner import preference, score, sharding, update
-from jppo.learner.make import make_decoder
-from jppo.learner.model_configs import make_adapters
-from jppo.learner.recipe import plan_rows
+from jppo.learner.make import make_adapters, make_decoder, plan_rows
 from jppo.learner.trainable import CompiledLoss
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab

@@ -15,10 +15,8 @@ from jppo import settings
 from jppo.data.sft import Demonstration, read_demonstrations
 from jppo.errors import escaped
 from jppo.learner import batch, packing, sharding, update
-from jppo.learner.make import logprob_of_texts
-from jppo.learner.model_configs import make_adapters
+from jppo.learner.make import logprob_of_texts, make_adapters, plan_rows
 from jppo.learner.programs import Program, update_programs
-from jppo.learner.recipe import plan_rows
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab

@@ -34,7 +34,8 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMALL = 2_000  # characters of the program of a single operation, which a change of host code may add
-PLACES = r"^#loc.*\n| loc\((?:[^()]|\([^()]*\))*\)|@jit_\w+"  # in the sources, and names of functions
+# In the sources, and names of functions and of results.
+PLACES = r"^#loc.*\n| loc\((?:[^()]|\([^()]*\))*\)|@jit_\w+|jax.result_info = \"[^\"]*\""
 RATE = 0.1  # of the step of SGD
 GRADIENT = 2e-6  # ‖Δ‖ / ‖step‖
 ROUNDING = 1e-4  # of a run's metrics and weights, whose optimizer magnifies rounding

@@ -18,8 +18,8 @@ from jppo import settings, train
 from jppo.agent import make as agent
 from jppo.data import gsm8k
 from jppo.errors import UserError, UserErrors
-from jppo.learner import model_configs, sharding
-from jppo.learner.recipe import batch_shape, make_epochs
+from jppo.learner import make, sharding
+from jppo.learner.make import batch_shape, make_epochs
 from jppo.rewards import make as reward
 from jppo.rewards.classifier import Classifier
 from jppo.rollout.make import connections
@@ -877,7 +877,7 @@ def read_by_parts(config, monkeypatch):
     agent.make_gateway(read(), None, ())
     assert batch_shape(read(), mesh)[0] >= config.rollout.agent_branches
     config.model.lora_rank = 2
-    model_configs.make_adapters(read())
+    make.make_adapters(read())
     config.model.lora_rank = 0
     for name in parts.ESTIMATORS:
         config.algorithm.adv_estimator = name

@@ -18,8 +18,7 @@ from jppo.errors import UserError
 from jppo.forecast import machines
 from jppo.forecast.machines import GIB
 from jppo.learner import packing
-from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
-from jppo.learner.recipe import plan_of_run
+from jppo.learner.make import list_run_programs, make_learner, make_mesh, plan_of_run, run_programs
 from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs, servers
 from jppo.preflight.preview import DryRun

@@ -155,9 +155,7 @@ OF_JPPO = {
 # Few modules read settings. All but pure rooms may take what commands need.
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
-MAKERS = tuple(
-    f"jppo.learner.{name}" for name in ("make", "recipe", "model_configs")
-)  # of learner/, which read settings
+MAKERS = ("jppo.learner.make",)  # of learner/, which reads settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
@@ -238,7 +236,7 @@ def against_jppo(module: str, found: Import) -> Iterator[str]:
         yield f"layer {LAYER[place]} may import only the layers above it"
     if target == "settings":
         yield from against_settings(module, found)
-    if is_pure(module) and any(within(found.name, m) for m in MAKERS) and not found.name.endswith(".ModelConfigs"):
+    if is_pure(module) and any(within(found.name, m) for m in MAKERS):
         yield "a pure room sees no maker"
     if any(within(module, p) for p in NO_MODEL) and module not in BUT and target in ("algorithms", "models"):
         yield f"jppo.{place} has nothing to do with models"
@@ -346,9 +344,8 @@ def test_the_walk_sees_the_project():
         ("jppo.learner.make", "from jppo.settings import Settings", None),
         ("jppo.learner.ppo", "from jppo.settings import Settings", "a pure room reads no settings"),
         ("jppo.learner.ppo", "from jppo import settings", "a pure room reads no settings"),
-        ("jppo.learner.ppo", "from jppo.learner.recipe import batch_shape", "a pure room sees no maker"),
+        ("jppo.learner.ppo", "from jppo.learner.make import batch_shape", "a pure room sees no maker"),
         ("jppo.learner.ppo", "from jppo.learner import make", "a pure room sees no maker"),
-        ("jppo.learner.ppo", "from jppo.learner.model_configs import ModelConfigs", None),
         ("jppo.models.heads", "def f(given):\n    return given.actor.clip_ratio", "reads given.actor.clip_ratio"),
         ("jppo.algorithms.losses", "def f(c):\n    a = c.actor\n    return a.clip_ratio", "reads c.actor"),
         ("jppo.learner.make", "def f(c):\n    return c.actor.lr", None),

@@ -17,7 +17,7 @@ from examples import arithmetic
 from jppo import evaluate, init, settings, train
 from jppo.agent.tools import read_tools
 from jppo.data.stream import Cursor, next_batch, seen, user_order
-from jppo.learner import recipe
+from jppo.learner.make import make_chain
 from jppo.rewards import check
 from jppo.types import Prompt, Reward
 from tests import make, test_cookbook
@@ -102,7 +102,7 @@ def test_the_optimizer_of_the_page_makes_a_step(tmp_path, monkeypatch):
     [line] = [one for one in blocks("docs/algorithms.md") if "optimizers.py" in one]
     words = line.replace("configs/quickstart.py", "jppo://quickstart").split()[3:]
     c = settings.typed(settings.parse(words, "", settings.default())[0])
-    chain = recipe.make_chain(c.actor, "actor")(0.1)
+    chain = make_chain(c.actor, "actor")(0.1)
     params = {"w": jnp.ones((2, 3))}
     updates, _ = chain.update({"w": jnp.ones((2, 3))}, chain.init(params), params)
     expected = -0.1 * (1 + c.actor.weight_decay)  # Adam's first step has the size of the learning rate

@@ -1,36 +1,46 @@
-"""The compiled side of a run: mesh, sharded models, passes, optimizers; and their compilation before the first step."""
+"""From the settings to a learner: mesh, models, algorithm, optimizers, shapes of rows; and what compiles them.
+
+Everything of the learner that reads settings is here, and the verbs of its other modules take values.
+"""
 
 import dataclasses
+import functools
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
+from jppo.algorithms import kl, losses
 from jppo.errors import UserError
-from jppo.learner import model_configs, ppo, programs, score, sharding, state, update
-from jppo.learner.model_configs import critic_init, path_of_critic
+from jppo.learner import cost, estimate, optim, packing, ppo, programs, score, sharding, state, update
+from jppo.learner.estimate import Estimator
+from jppo.learner.policy_losses import Objective
 from jppo.learner.ppo import Learner, ModelConfigs
-from jppo.learner.recipe import (
-    batch_shape,
-    make_epochs,
-    make_recipe,
-    most_sequences,
-    optimizer_of,
-    packing_kind,
-    plan_of_run,
-    rate_schedule,
-    shared_prompts,
-)
 from jppo.learner.trainable import CompiledLoss, Trainable
-from jppo.models import experts, fused, modules, placing, sequence_parallel
+from jppo.models import attention, experts, fused, hf, lora, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.decoder import Decoder, Remat, attention_settings
 from jppo.models.lora import Base, Lora
 from jppo.models.params import Head
-from jppo.settings import Common, FineTuning, Model, Optimizer, PreferenceTuning, Settings
-from jppo.types import Params, TrainState
+from jppo.settings import (
+    Common,
+    Critic,
+    FineTuning,
+    Model,
+    Optimizer,
+    PreferenceTuning,
+    Settings,
+    importance_band,
+    optimizers,
+    parts,
+    rejection_rules,
+)
+from jppo.types import Array, Params, TrainState
 
 
 def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -40,9 +50,114 @@ def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sha
     """
     if devices is None:
         devices = jax.devices()
-        model_configs.require_host(c, devices[0])
+        require_host(c, devices[0])
     shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
     return sharding.mesh_of_shape(shape, devices)
+
+
+def read_models(c: Settings, *, weights: bool = True) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
+    """Reads the configs of policy, critic and reference and checks the headers of their `weights`."""
+
+    def read(path: str, head: Head, init: str) -> ModelConfig:
+        _, cfg = hf.read_config(path, longest=c.data.longest_row)
+        if head == "value":
+            cfg = dataclasses.replace(cfg, value_bins=c.critic.value_bins or 1, value_head_std=c.critic.value_head_std)
+        if weights and init == "pretrained":
+            hf.check_weights(path, cfg, head=head)
+        return cfg
+
+    policy = read(c.model.path, "lm", c.model.init)
+    critic = read(path_of_critic(c), "value", critic_init(c)) if wants_critic(c) else None
+    if not wants_reference(c) or c.ref.url:
+        return policy, critic, None
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
+    if reference.vocab_size != policy.vocab_size:
+        raise UserError(
+            f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
+            f" has {reference.vocab_size}; use a model with that vocab_size"
+        )
+    return policy, critic, reference
+
+
+def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
+    """Runs `require_divisible` for every model of a run, before a server starts."""
+    for cfg in (inputs.policy, inputs.critic, inputs.reference):
+        if cfg is not None:
+            sharding.require_divisible(cfg, mesh)
+
+
+def path_of_critic(c: Settings) -> str:
+    """Returns the path of the critic's initial weights; the policy's by default."""
+    return c.critic.path if c.critic.path else c.model.path
+
+
+def critic_init(c: Settings) -> str:
+    """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
+    return c.model.init if path_of_critic(c) == c.model.path else "pretrained"
+
+
+def make_adapters(c: Common, own: Critic | None = None) -> Lora | None:
+    """Makes the LoRA settings of `model`, or of a section with its `own`; None: full fine-tuning."""
+    targets = lora.parse_targets(c.model.target_modules)  # validates unused settings, too
+    rank, alpha = c.model.lora_rank, c.model.lora_alpha
+    if own is not None:
+        rank = rank if own.lora_rank is None else own.lora_rank
+        alpha = alpha if own.lora_alpha is None else own.lora_alpha
+    dropout = c.model.lora_dropout if own is None and isinstance(c.model, Model) else 0.0
+    adapters = None if rank == 0 else Lora(rank, alpha, targets, dropout, c.model.base_quantization)
+    if own is None and adapters is not None and isinstance(c.model, Model) and c.model.lora_adapter_path:
+        hf.adapter_slots(c.model.lora_adapter_path, adapters)
+    return adapters
+
+
+def wants_critic(c: Settings) -> bool:
+    """Whether the estimator reads values."""
+    return parts.estimator(c).critic
+
+
+def wants_reference(c: Settings) -> bool:
+    """Whether a KL is used."""
+    return c.algorithm.use_kl_in_reward or c.actor.use_kl_loss
+
+
+OFFLOADABLE = {
+    "policy": ("actor", "param_offload"),
+    "policy's optimizer": ("actor", "optimizer_offload"),
+    "critic": ("critic", "param_offload"),
+    "critic's optimizer": ("critic", "optimizer_offload"),
+    "reference": ("ref", "param_offload"),
+    "optimizer": ("optim", "optimizer_offload"),
+}
+
+
+def offloaded_parts(c: Common) -> list[str]:
+    """Returns the parts to offload, named as in OFFLOADABLE."""
+    there = {part: getattr(c, section, None) for part, (section, _) in OFFLOADABLE.items()}
+    return [part for part, (_, leaf) in OFFLOADABLE.items() if there[part] is not None and getattr(there[part], leaf)]
+
+
+def require_host(c: Common, device: jax.Device) -> None:
+    """Raises UserError where a part is to be offloaded and the devices have no host memory kind."""
+    for part in offloaded_parts(c):
+        if placing.host_kind(device) is None:
+            known = ", ".join(memory.kind for memory in device.addressable_memories())
+            raise UserError(
+                f"{'.'.join(OFFLOADABLE[part])}=True: {device.device_kind} has no memory of the host to copy from"
+                f" ({placing.KINDS[0]}), only {known}; leave it at False"
+            )
+
+
+def describe_offload(c: Common, inputs: ModelConfigs | None, device: jax.Device) -> str | None:
+    """Returns a line on the offloaded parts; None without any. `inputs` of PPO tell which parts exist."""
+    there = offloaded_parts(c)
+    if inputs is not None and inputs.critic is None:
+        there = [part for part in there if not part.startswith("critic")]
+    if inputs is not None and inputs.reference is None:
+        there = [part for part in there if part != "reference"]
+    if not there:
+        return None
+    same = "; on a CPU that is the same memory, and nothing is gained" if device.platform == "cpu" else ""
+    return f"offloaded to {placing.host_kind(device)} memory between their uses: {', '.join(there)}{same}"
 
 
 def attention_kernel(c: Common, cfg: ModelConfig, mesh: Any) -> tuple[str, str | None, fused.Needs]:
@@ -194,6 +309,262 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
         return trained
     base = trained.base if shared else placing.to_host(trained.base)
     return dataclasses.replace(trained, learned=placing.to_host(trained.learned), base=base)
+
+
+def make_estimator(c: Settings) -> Estimator:
+    """Makes the estimator that `algorithm.adv_estimator` names."""
+    estimator = parts.estimator(c)
+    assert isinstance(estimator, Estimator)
+    return estimator
+
+
+def make_objective(c: Settings) -> Objective:
+    """Makes the policy loss that `actor.loss_mode` names."""
+    objective = parts.objective(c)
+    assert isinstance(objective, Objective)
+    return objective
+
+
+def kl_name(name: str, setting: str) -> str:
+    """Returns a KL estimator's name in `kl.ESTIMATORS`; registers a user-defined one."""
+    if name not in kl.BY_NAME:
+        estimate: Any = parts.KL_ESTIMATORS.find(name, setting)
+        kl.ESTIMATORS[name] = estimate
+    return name
+
+
+def make_correction(c: Settings) -> estimate.Correction | None:
+    """Makes the correction of the log-prob mismatch, if any."""
+    a = c.algorithm
+    rules = rejection_rules(a.rollout_rs, a.rollout_rs_threshold)
+    if a.rollout_is == "none" and not rules:
+        return None
+    lower, upper = importance_band(a.rollout_is_threshold)
+    return estimate.Correction(
+        level=None if a.rollout_is == "none" else a.rollout_is,
+        lower=lower,
+        upper=upper,
+        normalize=a.rollout_is_batch_normalize,
+        rules=rules,
+    )
+
+
+def make_kl_controller(c: Settings) -> Callable[[Array, Array], Array] | None:
+    """Makes the `algorithm.kl_ctrl_type` update of the KL coefficient; None: the coefficient is fixed."""
+    a = c.algorithm
+    if a.kl_ctrl_type == "fixed":
+        return None
+    return jax.jit(functools.partial(kl.adaptive, steps=sequences_of_step(c), target=a.target_kl, horizon=a.horizon))
+
+
+def make_recipe(c: Settings) -> ppo.Recipe:
+    """Makes the algorithm's functions from the config."""
+    a, v, talk = c.actor, c.critic, c.rollout.multi_turn
+    objective = make_objective(c)
+    mode = a.loss_agg_mode if objective.aggregation is None else objective.aggregation
+    value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
+    scale = float(c.data.max_response_length) if a.loss_scale_factor is None else a.loss_scale_factor
+    value_scale = scale if v.loss_scale_factor is None else v.loss_scale_factor
+    return ppo.Recipe(
+        estimator=make_estimator(c),
+        policy_loss=objective.loss,
+        by_sequence=objective.by_sequence,
+        selection=objective.selection,
+        weigh=functools.partial(losses.token_weights, mode=mode, scale=scale),
+        weigh_value=functools.partial(losses.token_weights, mode=value_mode, scale=value_scale),
+        cliprange_value=v.cliprange_value,
+        entropy_coeff=a.entropy_coeff,
+        entropy_metric=a.calculate_entropy,
+        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
+        kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
+        kl_loss_coef=a.kl_loss_coef,
+        kl_loss_max_clamp=a.kl_loss_max_clamp,
+        kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
+        bypass=c.algorithm.old_logprob == "bypass",
+        correction=make_correction(c),
+        adapt_kl=make_kl_controller(c),
+        value_norm_decay=v.value_norm_decay,
+        value_range=v.value_range if v.value_bins else None,
+        positive_lm_coef=a.positive_lm_coef,
+        router_aux_loss_coef=a.router_aux_loss_coef,
+        router_z_loss_coef=a.router_z_loss_coef,
+        branches=c.rollout.has_branches,
+        earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
+    )
+
+
+def optimizer_of(section: Optimizer, name: str, layout: state.ModelLayout) -> Any:
+    """Makes the optimizer of a section of the config; `name` as in `make_trainable`."""
+    chain = make_chain(section, name if name in ("actor", "critic") else "optim", layout.matrices)
+    narrow = any(x.dtype != jnp.float32 for x in jax.tree.leaves(layout.shapes))
+    return optim.make_optimizer(
+        chain,
+        grad_clip=section.grad_clip,
+        moments_dtype=section.moments_dtype,
+        master=section.master_dtype == "float32" and narrow,
+        still=layout.still,
+    )
+
+
+def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Chain:
+    """Returns the optax chain of `optimizer` in section `name`, as a function of the learning rate.
+
+    Given `Hyperparameters`, AdamW takes all of them, another optimizer the learning rate alone.
+    """
+
+    def chain(learning_rate: Any) -> optax.GradientTransformation:
+        given = {"learning_rate": learning_rate}
+        if isinstance(learning_rate, optim.Hyperparameters):
+            h = learning_rate
+            given = dict(learning_rate=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
+            given = given if section.optimizer == "adamw" else {"learning_rate": h.lr}
+        values = ChainMap(given, {"matrices": matrices}, vars(section))
+        transformation = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
+        return cast(optax.GradientTransformation, transformation)  # `make` has checked the class
+
+    chain(0.0)
+    return chain
+
+
+def rate_schedule(section: Optimizer, total_steps: int) -> Callable[[Array], Array]:
+    """Makes the learning rate of a section of the config by step."""
+    by_ratio = section.lr_warmup_steps == -1
+    return optim.make_schedule(
+        section.lr_scheduler_type,
+        lr=section.lr,
+        warmup_steps=int(section.lr_warmup_steps_ratio * total_steps) if by_ratio else section.lr_warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=section.min_lr_ratio,
+        init_lr_ratio=section.init_lr_ratio,
+    )
+
+
+def require_optimizers(c: Settings) -> None:
+    """Raises UserError for an invalid optimizer; before servers start."""
+    for name, section in optimizers(c).items():
+        make_chain(section, name)
+
+
+# Four row lengths instead of one are up to 21 further programs, some seconds each, and save at most 3/8 of the entries.
+WORTH_S = 300.0  # assumed, as the next two
+REACHED, CPU_FLOPS = 0.4, 1e11  # share of a device's peak; rate of all cores of a CPU
+
+
+def packing_kind(c: Common, mesh: Any) -> str:
+    """Returns the packing kind. Shared rows need a fused segment kernel: else their mask is quadratic."""
+    if c.data.packing != "auto":
+        return c.data.packing
+    return "segments" if sharding.platform(mesh) == "tpu" and c.model.attention in ("auto", "splash") else "buckets"
+
+
+def shared_prompts(c: Common, mesh: Any) -> tuple[int, int] | None:
+    """Returns the longest prompt and response where n responses share one prompt."""
+    return (c.data.max_prompt_length, c.data.max_response_length) if packing_kind(c, mesh) == "prefix" else None
+
+
+def row_length_count(c: Common, mesh: Any, policy: ModelConfig, sequences: int) -> int:
+    """Returns `data.row_lengths`; if it is open, 1 for a run whose `sequences` take little time at full length."""
+    if c.data.row_lengths != -1:
+        return c.data.row_lengths
+    learned = 3 * sequences * cost.forward(policy, [c.data.longest_row], head_tokens=c.data.max_response_length)
+    peak = sharding.known_peak(mesh.devices.flat[0].device_kind, c.model.compute_dtype)
+    rate = CPU_FLOPS if peak is None else mesh.size * peak * REACHED
+    return 4 if learned / rate > WORTH_S else 1
+
+
+def plan_rows(
+    c: Common,
+    mesh: Any,
+    *,
+    tokens_per_device: int,
+    sequences: int,
+    steps: int,
+    policy: ModelConfig,
+    more: int = 0,
+    sizes: Sequence[int] = (),
+) -> packing.Plan:
+    """Plans the row shapes of a run of `steps` batches; `more` is extra tokens per sequence beyond prompt and response.
+
+    With shared prompts, the policy's cost model sets the lengths. `sizes` is as in `packing.make_plan`.
+    """
+    multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
+    row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
+    sharing = dict[str, Any]()
+    if shared is not None and isinstance(c, Settings):
+        if row == -1:
+            row = min(of_device, packing.longest_row(*shared, samples=c.rollout.n))
+
+        def price(length: int) -> float:
+            return cost.price(policy, attention.computed(length, shared) / length)
+
+        sharing = dict(price=price, shared=shared)
+    longest = c.data.longest_row + more
+    return packing.make_plan(
+        packing_kind(c, mesh),
+        max_length=longest,
+        row_lengths=row_length_count(c, mesh, policy, steps * sequences_of_step(c)),
+        max_tokens_per_row=longest if row == -1 else row,
+        tokens_per_micro=of_device * multiple,
+        sequences=sequences,
+        row_multiple=multiple,
+        length_multiple=length_multiple,
+        sizes=sizes,
+        **sharing,
+    )
+
+
+def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
+    """Plans the row shapes of a PPO run of `steps`."""
+    sizes = tuple(epochs.mini_batch_size for epochs in make_epochs(c))
+    plan = plan_rows(
+        c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
+        policy=policy, sizes=() if c.rollout.has_branches else sizes,
+    )  # fmt: skip
+    return dataclasses.replace(plan, experts=replayed(c, policy), kept=kept_tokens(c, policy))
+
+
+def kept_tokens(c: Settings, policy: ModelConfig) -> int:
+    """Returns the most kept tokens of a sample that are replayed; 0: none."""
+    return min(c.rollout.mask_replay_tokens, policy.vocab_size) if c.rollout.mask_replay else 0
+
+
+def replayed(c: Settings, policy: ModelConfig) -> tuple[int, int] | None:
+    """Returns the layers and the active experts of each token if experts are replayed; UserError without any."""
+    if not c.rollout.routing_replay:
+        return None
+    if policy.experts is None:
+        raise UserError(
+            f"rollout.routing_replay=True: the {policy.family} model of model.path has no experts; set it to False"
+        )
+    return policy.num_layers, policy.experts.active
+
+
+def make_epochs(c: Settings) -> tuple[ppo.Epochs, ppo.Epochs]:
+    """Returns how actor and critic go over the batch of a step."""
+    a, v, most, warmup = c.actor, c.critic, most_sequences(c), c.trainer.critic_warmup
+    size = a.ppo_mini_batch_size if v.ppo_mini_batch_size is None else v.ppo_mini_batch_size
+    count = a.ppo_epochs if v.ppo_epochs is None else v.ppo_epochs
+    in_warmup = count if v.warmup_epochs is None else v.warmup_epochs
+    return (
+        ppo.Epochs(a.ppo_epochs, a.ppo_mini_batch_size, a.shuffle, most, warmup, 0),
+        ppo.Epochs(count, size, v.shuffle, most, warmup, in_warmup),
+    )
+
+
+def sequences_of_step(c: Common) -> int:
+    """Returns the trajectories per step."""
+    return c.data.train_batch_size * (c.rollout.n if isinstance(c, Settings) else 1)
+
+
+def most_sequences(c: Settings) -> int:
+    """Returns the most trajectories of a step, the branches of episodes included."""
+    return sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.has_branches else 1)
+
+
+def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
+    """Returns a step's flat batch [B, L]: trajectories with branches, padded for the mesh, by the longest response."""
+    devices = sharding.whole_row_multiple(mesh)
+    return -(-most_sequences(c) // devices) * devices, c.data.max_response_length
 
 
 def make_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Models, dict[str, Any]]:

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jppo.learner import cost, make, packing, sharding, state
-from jppo.learner.model_configs import offloaded_parts
+from jppo.learner.make import offloaded_parts, optimizer_of
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.programs import Program
-from jppo.learner.recipe import optimizer_of
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig, pad_vocab

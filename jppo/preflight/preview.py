@@ -23,8 +23,7 @@ from jppo.errors import RunEnded, UserError, escaped
 from jppo.forecast import compilers, machines
 from jppo.forecast.machines import GIB, Machine
 from jppo.learner import packing, sharding
-from jppo.learner.make import make_mesh, sketch_trained
-from jppo.learner.recipe import make_epochs, plan_of_run, sequences_of_step
+from jppo.learner.make import make_epochs, make_mesh, plan_of_run, sequences_of_step, sketch_trained
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.programs import (
     Estimate,

@@ -14,9 +14,8 @@ from jppo import process, settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.learner import cost, sharding
-from jppo.learner.make import make_mesh
+from jppo.learner.make import kept_tokens, make_mesh, sequences_of_step
 from jppo.learner.ppo import Learner
-from jppo.learner.recipe import kept_tokens, sequences_of_step
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab
 from jppo.models.lora import Lora

@@ -11,9 +11,8 @@ from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
-from jppo.learner.model_configs import make_adapters, read_models
+from jppo.learner.make import make_adapters, read_models, require_optimizers
 from jppo.learner.ppo import ModelConfigs
-from jppo.learner.recipe import require_optimizers
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts

@@ -28,9 +28,9 @@ from jppo.algorithms.masked import masked_sum
 from jppo.errors import UserError
 from jppo.learner import make, optim, ppo, score, sharding, state, update
 from jppo.learner.batch import Mini, with_whole
+from jppo.learner.make import make_recipe, rate_schedule
 from jppo.learner.policy_losses import make_select
 from jppo.learner.ppo import Learner, ModelConfigs
-from jppo.learner.recipe import make_recipe, rate_schedule
 from jppo.learner.stats import Outputs, Stat, average, join_parts
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import placing

@@ -29,7 +29,7 @@ from jppo import process
 from jppo.data.tokenizer import check_stop_texts, end_token_ids
 from jppo.errors import UserError
 from jppo.learner import make, ppo, sharding
-from jppo.learner.model_configs import make_adapters, read_models, require_models_fit
+from jppo.learner.make import make_adapters, read_models, require_models_fit
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing

@@ -21,11 +21,17 @@ from jppo.agent.tools import Toolbox
 from jppo.distributed.hosts import Hosts, own_folder
 from jppo.distributed.launchers import join_launched
 from jppo.errors import UserError, escaped, expanded
-from jppo.learner import model_configs, packing, sharding
-from jppo.learner.make import attention_kernel, list_run_programs, make_learner, make_mesh, run_programs
-from jppo.learner.model_configs import require_models_fit
+from jppo.learner import make, packing, sharding
+from jppo.learner.make import (
+    attention_kernel,
+    list_run_programs,
+    make_learner,
+    make_mesh,
+    replayed,
+    require_models_fit,
+    run_programs,
+)
 from jppo.learner.ppo import Learner
-from jppo.learner.recipe import replayed
 from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import memory_budget, preview, programs
 from jppo.preflight.preview import DryRun, sampling_warnings
@@ -326,7 +332,7 @@ def _introduce_run(run: Run, begun: Begun, kernel: str | None, chosen: str, laps
         kernel,
         describe_decoding(inputs.policy),
         describe_servers(c, mesh),
-        model_configs.describe_offload(c, inputs, mesh.devices.flat[0]),
+        make.describe_offload(c, inputs, mesh.devices.flat[0]),
         introduce_peak(mesh, c.model.compute_dtype),
         chosen,
         f"seconds of the start: {laps}",

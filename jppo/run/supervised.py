@@ -16,7 +16,7 @@ from jppo import settings
 from jppo.data.stream import Cursor, next_batch
 from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
-from jppo.learner import batch, model_configs, packing
+from jppo.learner import batch, make, packing
 from jppo.learner.make import Trained, load_trained, make_trainable
 from jppo.learner.state import begin_state as begin_state
 from jppo.learner.state import portable, scalar, spare_rows
@@ -121,7 +121,7 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
         with logger:
             durable_files.write_text(run / "config.json", settings.dump(c))
             resuming = None if begun.step is None else f"resuming from the checkpoint of step {begun.step}"
-            offloaded = model_configs.describe_offload(c, None, task.mesh.devices.flat[0])
+            offloaded = make.describe_offload(c, None, task.mesh.devices.flat[0])
             for line in filter(None, (objective.opening, resuming, *begun.said, offloaded)):
                 logger.note(line)
             opened = SupervisedRun(

@@ -572,7 +572,7 @@ def test_as_many_agents_as_the_limit_of_open_files_allows(tmp_path):
 import resource
 from jppo.agent.gateway.episode import Rules
 from jppo.agent.gateway.gateway import Gateway
-from jppo.settings import UserError
+from jppo.errors import UserError
 rules = Rules(max_prompt_length=500, branches=4, reward="exit", timeout_s=20.0)
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 4096))
 Gateway("true", None, rules, concurrency=256)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.learner import model_configs, ppo
+from jppo.learner import make, ppo
 from jppo.learner.trainable import CompiledLoss
 from jppo.models import placing
 from jppo.models.decoder import Decoder
@@ -76,12 +76,12 @@ def test_one_array_in_two_trees_comes_once_and_what_is_there_stays():
 def test_a_line_names_the_offloaded_parts_that_there_are():
     c, here = settings.default(), jax.devices()[0]
     without = SimpleNamespace(critic=None, reference=None)
-    assert model_configs.describe_offload(typed(c), None, here) is None
+    assert make.describe_offload(typed(c), None, here) is None
     c.critic.param_offload = c.ref.param_offload = True
-    assert model_configs.describe_offload(typed(c), without, here) is None
-    assert ": critic, reference" in model_configs.describe_offload(typed(c), None, here)
+    assert make.describe_offload(typed(c), without, here) is None
+    assert ": critic, reference" in make.describe_offload(typed(c), None, here)
     c.actor.optimizer_offload = True
-    assert ": policy's optimizer; on a CPU" in model_configs.describe_offload(typed(c), without, here)
+    assert ": policy's optimizer; on a CPU" in make.describe_offload(typed(c), without, here)
 
 
 def watched(ours, drawn, sequences):

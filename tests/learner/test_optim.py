@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from jppo.learner import optim, recipe, sharding, state
+from jppo.learner import make as of_learner
+from jppo.learner import optim, sharding, state
 from jppo.models import config_reader
 from jppo.models.config import pad_vocab
 from jppo.settings import table_training
@@ -100,7 +101,7 @@ def test_hyperparameters_of_a_step_replace_adamws_settings_and_anothers_rate_alo
         ("lion", optax.lion(0.2, *BETAS, weight_decay=0.3)),
     ):
         section = dataclasses.replace(table_training.Optimizer(), optimizer=name, betas=BETAS, weight_decay=0.3)
-        ours = recipe.make_chain(section, "optim")(given)
+        ours = of_learner.make_chain(section, "optim")(given)
         params, grads = drawn(), drawn(1)
         expected, _ = theirs.update(grads, theirs.init(params), params)
         found, _ = ours.update(grads, ours.init(params), params)

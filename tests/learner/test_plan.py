@@ -4,7 +4,7 @@ import pytest
 
 from examples import arithmetic
 from jppo import settings
-from jppo.learner import recipe
+from jppo.learner import make
 from jppo.learner.make import make_mesh
 from jppo.models import config_reader
 
@@ -13,4 +13,4 @@ from jppo.models import config_reader
 def test_a_small_run_has_one_row_length(config, given, sequences, expected):
     config.data.row_lengths = given
     c, cfg = settings.typed(config), config_reader.parse_config(arithmetic.MODEL, path="here")
-    assert recipe.row_length_count(c, make_mesh(c), cfg, sequences) == expected
+    assert make.row_length_count(c, make_mesh(c), cfg, sequences) == expected

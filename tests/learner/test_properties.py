@@ -16,8 +16,8 @@ from hypothesis import given, settings
 
 from jppo import settings as options
 from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
+from jppo.learner.make import make_recipe
 from jppo.learner.policy_losses import make_select
-from jppo.learner.recipe import make_recipe
 from jppo.learner.trainable import CompiledLoss
 from jppo.settings.table import TABLE
 from jppo.types import Reward

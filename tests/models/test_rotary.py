@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.learner.model_configs import read_models
+from jppo.learner.make import read_models
 from jppo.learner.sharding import mesh_of_shape
 from jppo.models import config_reader, hf
 from jppo.models.rotary import frequencies
