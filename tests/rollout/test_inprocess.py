@@ -29,6 +29,8 @@ from tests.models.conftest import SHAPES, config_of
 PROMPT, RESPONSE, LONGEST = 9, 12, 21
 ENDS = (3, 11, 20, 41, 60)
 NAME = "qwen3-tied"
+# Around 1, as transformers initialises them. Around 0, layers forget their inputs, and each multiplies rounding errors.
+GEMMA4_FACTORS = ("scalar", "expert_scale")
 SAMPLING = dataclasses.replace(greedy(RESPONSE), temperature=0.8, n=2, seed=5)
 
 
@@ -46,8 +48,15 @@ def model_of(name, mesh_shape=(1, 1, 1)):
     def draw(entry):
         spare = [(0, entry.padding)] + [(0, 0)] * (len(entry.shape) - 1)
         shape = (entry.shape[0] - entry.padding, *entry.shape[1:])
-        norm = 1.0 - cfg.norm_offset if entry.path[-1] == "scale" else 0.0
-        return np.pad(norm + 0.2 * rng.normal(size=shape), spare, constant_values=9.0).astype(np.float32)
+        around = 1.0 - cfg.norm_offset if entry.path[-1] == "scale" else float(entry.path[-1] in GEMMA4_FACTORS)
+        drawn = around + 0.2 * rng.normal(size=shape)
+        if cfg.gemma4 is not None and entry.path[-1] == "scale":
+            norm = entry.path[-2]
+            if norm == "q_norm":
+                drawn /= shape[-1] ** 0.5  # Gemma 4 does not divide its scores by it
+            elif norm.endswith(("post_norm", "per_layer_norm")):
+                drawn /= 2  # of outputs, which may be near 0
+        return np.pad(drawn, spare, constant_values=9.0).astype(np.float32)
 
     values = params.tree(params.table(cfg, head="lm"), draw)
     what = state.model_weights(cfg, mesh, head="lm", param_dtype=np.float32)

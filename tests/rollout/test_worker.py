@@ -222,3 +222,32 @@ def test_a_refused_publish_takes_the_one_before_it_away(tmp_path):
     send(worker, tmp_path / "w", tensors.items(), 1)
     send(worker, tmp_path / "x", list(tensors.items())[1:], 2)
     assert not load(worker, tmp_path, version=1)["ok"]
+
+
+BY_ROW = """
+import torch
+from jppo.rollout.vllm import worker
+torch.manual_seed(0)
+x, kernels, logits = torch.randn(2, 64, 512), torch.randn(2, 512, 32), torch.randn(64, 7)
+
+def rows_alone():
+    out = [torch.empty(2, n, 32) for n in range(1, 65)]
+    products = [torch.equal(torch.bmm(x[:, :len(o[0])], kernels, out=o)[:, :1], out[0]) for o in out]
+    tails = [torch.equal(logits[:n].sigmoid(), logits.sigmoid()[:n]) for n in range(1, 65)]
+    assert torch.allclose(out[-1].double(), x.double() @ kernels.double(), atol=1e-3)
+    assert torch.allclose(logits.sigmoid().double(), 1 / (1 + (-logits.double()).exp()), atol=1e-6)
+    return all(products) and all(tails)
+
+before, model = rows_alone(), torch.nn.Module()
+worker._compute_rows_alone(model)
+assert rows_alone() == before  # no latent attention
+model.W_UK_T = torch.nn.Parameter(torch.zeros(1))
+for _ in range(2):  # at every publish
+    worker._compute_rows_alone(model)
+    assert rows_alone()
+"""
+
+
+def test_a_token_of_latent_attention_has_the_same_bits_in_any_batch():
+    """In a process of its own: torch's functions are replaced for all of it."""
+    subprocess.run([sys.executable, "-W", "error", "-c", BY_ROW], check=True)

@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import secrets
 import sys
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ def load_weights(
 ) -> str | None:
     """Loads the tensors into vLLM's model by its `reload`, and empties `buckets`; returns why it is not whole."""
     experts = _let_experts_be_packed(model)
+    _compute_rows_alone(model)
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     if model_type == "gpt_oss":
         sinks = list(_sinks(buckets))
@@ -143,6 +145,34 @@ def _let_experts_be_packed(model: torch.nn.Module) -> dict[str, Any]:
             method.moe_kernel = None
             methods[name] = method
     return methods
+
+
+_OVERRIDES = torch.library.Library("aten", "IMPL")  # of torch's functions, in the server's process
+
+
+def _compute_rows_alone(model: torch.nn.Module) -> None:
+    """Makes log-probs of latent attention on a CPU independent of the batch, to the bit.
+
+    Torch rounds products of few rows, and the last elements of a sigmoid, differently. vLLM's latent attention
+    multiplies by `torch.bmm(..., out=...)`; the routers of models that have it take a sigmoid.
+    """
+    if not any(getattr(m, "W_UK_T", None) is not None and m.W_UK_T.device.type == "cpu" for m in model.modules()):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch has these functions already
+        _OVERRIDES.impl("bmm.out", _bmm_by_row, "CPU", allow_override=True)
+        _OVERRIDES.impl("sigmoid", _sigmoid_by_vector, "CPU", allow_override=True)
+
+
+def _bmm_by_row(x: torch.Tensor, kernels: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    for row in range(x.shape[1]):
+        out[:, row : row + 1] = torch.bmm(x[:, row : row + 1], kernels)
+    return out
+
+
+def _sigmoid_by_vector(x: torch.Tensor) -> torch.Tensor:
+    padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 256))  # of any processor's vectors, four at a time
+    return torch.sigmoid(padded, out=torch.empty_like(padded))[: x.numel()].view(x.shape)
 
 
 # GPT-OSS' tensors of all experts of a layer, and vLLM's names of one expert's.
