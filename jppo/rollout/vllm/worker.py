@@ -171,6 +171,7 @@ def _bmm_by_row(x: torch.Tensor, kernels: torch.Tensor, *, out: torch.Tensor) ->
 
 
 def _sigmoid_by_vector(x: torch.Tensor) -> torch.Tensor:
+    x = x if x.is_floating_point() else x.float()
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 256))  # of any processor's vectors, four at a time
     return torch.sigmoid(padded, out=torch.empty_like(padded))[: x.numel()].view(x.shape)
 
