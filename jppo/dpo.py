@@ -79,7 +79,7 @@ def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTa
         adapters=make_adapters(c),
         scores=preference.make_scores(logprobs, mesh=mesh),
         slope=preference.make_dpo_slope(c.dpo.loss_type, beta=c.dpo.beta),
-        loss=CompiledLoss(update.make_accumulate(preference.make_pulled(logprobs), mesh=mesh, options=options)),
+        loss=CompiledLoss(update.make_accumulate(preference.make_pullback(logprobs), mesh=mesh, options=options)),
     )
 
 

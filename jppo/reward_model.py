@@ -78,7 +78,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
         adapters=make_adapters(c),
         scores=preference.make_scores(value, mesh=mesh),
         slope=preference.make_slope(center=c.loss.center_rewards_coefficient),
-        loss=CompiledLoss(update.make_accumulate(preference.make_pulled(value), mesh=mesh, options=options)),
+        loss=CompiledLoss(update.make_accumulate(preference.make_pullback(value), mesh=mesh, options=options)),
     )
 
 

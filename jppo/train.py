@@ -29,7 +29,7 @@ from jppo.run.loop import Diverged, Progress
 from jppo.run.resume import place_of
 from jppo.run.sample_log import (
     conversation_metrics,
-    mask_metrics,
+    kept_token_metrics,
     record_tokens,
     sample_metrics,
     sample_rows,
@@ -67,7 +67,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
     with timer("reward"):  # s(x, y), whose grading began with the first response
         graded, baseline = drawn.wait_for_rewards()
     episodes, of_samples = gather_episodes(run, drawn, graded, baseline, version)
-    data = flatten(run, episodes)  # [B, L]
+    data = make_batch(run, episodes)  # [B, L]
     micros = batch.micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)
     data = ppo.score_batch(learner, now, data, micros, timer)  # log π_old, log π_ref, V
     data, of_servers = add_served_reference(run, data, episodes)
@@ -75,7 +75,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
         data, of_advantages = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
     record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
     run.match.require(of_advantages, data, micros, episodes.trajectories)  # the engine sampled from the policy
-    cursor = run.supply.learned(drawn, graded)  # custom code, and an error in the update or later leaves no state
+    cursor = run.supply.note_rewards(drawn, graded)  # user code, before the update: an error there leaves no state
     now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, run.publisher.begin)
     metrics = of_update | of_samples | of_advantages | of_servers
     metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
@@ -111,13 +111,13 @@ def gather_episodes(
     run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, rewards))
     require_graded(rewards)
     metrics = stale | drawn.metrics | sample_metrics(drawn.trajectories, graded, baseline)
-    metrics |= mask_metrics(drawn.trajectories) | source_means(graded, episodes.sources)
+    metrics |= kept_token_metrics(drawn.trajectories) | source_means(graded, episodes.sources)
     metrics |= conversation_metrics(drawn.trajectories)
     metrics |= run.hosts.summed(run.reward_sum.metrics() | run.sampler.metrics())
     return with_branches(episodes, run.reward_sum.earned), metrics
 
 
-def flatten(run: Run, episodes: Episodes) -> Batch:
+def make_batch(run: Run, episodes: Episodes) -> Batch:
     """Returns the flat batch of a step's episodes."""
     recipe = run.learner.recipe
     return batch.flatten(

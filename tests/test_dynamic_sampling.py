@@ -55,7 +55,7 @@ class GenBatches:
             wait_for_rewards=lambda: ([r for group in rewards for r in group], best),
         )
 
-    def learned(self, drawn, rewards):
+    def note_rewards(self, drawn, rewards):
         return drawn.after
 
 

@@ -97,7 +97,7 @@ def by_training(m, whole, loss, options):
         seen.append(leaves(carry, params))
         return params, opt, {"skipped": 0.0}
 
-    further = () if loss == "value" else (recipe.in_loss(learner.reference),)
+    further = () if loss == "value" else (recipe.reference_for_loss(learner.reference),)
     how, params = dataclasses.replace(one.how, loss=compiled, apply=apply), jax.tree.map(lambda x: x, one.params)
     how.learn(params, one.opt, m._now.step, minis, *further, key=m._now.key)
     return seen

@@ -147,7 +147,7 @@ def test_a_curriculum_with_prefetched_samples_resumes_to_the_bit(staleness, in_s
     def step(it, number, finish=True):
         drawn = it.take(number)
         if finish:
-            place = it.learned(drawn, drawn.wait_for_rewards()[0])
+            place = it.note_rewards(drawn, drawn.wait_for_rewards()[0])
             it.forget(number)
             return [p.uid for p in drawn.prompts], json.loads(json.dumps(dataclasses.asdict(place)))
         return None
@@ -180,7 +180,7 @@ def test_a_mismatch_drops_the_responses_and_keeps_the_prompts(staleness):
         for number in numbers:
             it._sampler.version = number
             drawn = it.take(number)
-            place = it.learned(drawn, drawn.wait_for_rewards()[0])
+            place = it.note_rewards(drawn, drawn.wait_for_rewards()[0])
             it.forget(number)
             out.append(([p.uid for p in drawn.prompts], place))
         return out
@@ -200,7 +200,7 @@ def test_an_error_after_the_rewards_leaves_the_curriculum_as_it_was():
     it = supply.SampleQueue(HOW, dataclasses.replace(TRAIN, order_of=order_of), Slow(), RewardSum(), Cursor())
     drawn = it.take(0)
     before = saved(it)["cursor"]
-    after = it.learned(drawn, drawn.wait_for_rewards()[0])
+    after = it.note_rewards(drawn, drawn.wait_for_rewards()[0])
     assert saved(it)["cursor"] == before and after.curriculum != before["curriculum"], "the step is repeated"
     it.forget(0)
     assert saved(it)["cursor"]["curriculum"] == after.curriculum

@@ -27,13 +27,13 @@ def kept(*rows):
 def test_kept_tokens_are_counted_where_they_are_known():
     one = kept([0, 7, -1], [3, -1, -1], [-1, -1, -1])  # of two, of one, of all
     other = kept([OVERFLOW, -1, -1], [0, 1, 2])
-    found = sample_log.mask_metrics([dataclasses.replace(one, branches=(other,))])
+    found = sample_log.kept_token_metrics([dataclasses.replace(one, branches=(other,))])
     assert found == pytest.approx(
         {"rollout/mask_tokens_mean": (2 + 1 + 3) / 3, "rollout/mask_replayed": 3 / 5, "rollout/mask_overflow": 1 / 5}
     )
-    assert sample_log.mask_metrics([kept([0, -1, -1])])["rollout/mask_tokens_mean"] == 1.0  # token 0 is a token
-    assert sample_log.mask_metrics([kept([-1, -1, -1])])["rollout/mask_tokens_mean"] == 0.0
-    assert sample_log.mask_metrics([trajectory([1, 2], [False, True])]) == {}
+    assert sample_log.kept_token_metrics([kept([0, -1, -1])])["rollout/mask_tokens_mean"] == 1.0  # token 0 is a token
+    assert sample_log.kept_token_metrics([kept([-1, -1, -1])])["rollout/mask_tokens_mean"] == 0.0
+    assert sample_log.kept_token_metrics([trajectory([1, 2], [False, True])]) == {}
 
 
 def batch_of(**more) -> Batch:

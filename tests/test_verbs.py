@@ -77,7 +77,7 @@ plan = packing.make_plan(
     "segments", max_length=PROMPT + RESPONSE, row_lengths=1, max_tokens_per_row=32, tokens_per_micro=64,
     sequences=2 * N, row_multiple=1,
 )
-epochs = ppo.Epochs(2, N, shuffle=True, most=2 * N, warmup=0, in_warmup=0)
+epochs = ppo.Epochs(2, N, shuffle=True, most_sequences=2 * N, warmup=0, in_warmup=0)
 learner = ppo.Learner(
     mesh=mesh, cfg=cfg, plan=plan, shape=(2 * N, RESPONSE), recipe=recipe, passes=passes, actor=actor, critic=critic,
     reference=None, actor_epochs=epochs, critic_epochs=epochs,

@@ -1,8 +1,8 @@
 """A step's batch: flat [B, L] on the host and for advantages, packed rows [R, T] for the models.
 
 A row of the flat batch [B, L] has the tokens of one response. For scoring, the whole batch is packed once. For
-learning, each epoch of an update shuffles and packs its own mini-batches. `unpack_rows` and `at` convert between the
-layouts, by trajectory and position.
+learning, each epoch of an update shuffles and packs its own mini-batches. `unpack_rows` and `pack_like` convert between
+the layouts, by trajectory and position.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def unpack_rows(batch: Batch, packed: Sequence[tuple[Rows, np.ndarray]]) -> np.n
     return out
 
 
-def at(batch: Batch, x: Any, rows: Rows) -> np.ndarray:
+def pack_like(batch: Batch, x: Any, rows: Rows) -> np.ndarray:
     """Converts an array [B, L] of the batch to the layout of rows [R, T]; 0 at prompts and padding."""
     there, b, k = _places(batch, rows)
     entries = x[b, k]
@@ -149,7 +149,7 @@ class Micro:
 def scored_rows(batch: Batch, rows: Rows) -> Scored:
     """Adds the batch's fields for the losses to the rows, on the host."""
     known = {name: x for name in _FIELDS if (x := getattr(batch, name)) is not None}
-    return Scored(rows=rows, **{name: at(batch, x, rows) for name, x in known.items()})
+    return Scored(rows=rows, **{name: pack_like(batch, x, rows) for name, x in known.items()})
 
 
 def micros(batch: Batch, trajectories: Sequence[Trajectory], *, plan: packing.Plan, mesh: Mesh) -> list[Micro]:
@@ -160,7 +160,7 @@ def micros(batch: Batch, trajectories: Sequence[Trajectory], *, plan: packing.Pl
 
 def _rows(batch: Batch, trajectories: Sequence[Trajectory], part: Sequence[int], plan: packing.Plan) -> Iterator[Rows]:
     for rows in packing.pack([trajectories[i] for i in part], part, plan):
-        yield dataclasses.replace(rows, mask=at(batch, batch.mask, rows))
+        yield dataclasses.replace(rows, mask=pack_like(batch, batch.mask, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,13 +198,13 @@ def mini_batches(
         yield Mini(scored, counts, place, learns=any(micro.rows.mask.any() for micro in scored), batch=batch)
 
 
-def with_whole(part: Mini, whole: Mini) -> Mini:
+def with_counts_of_whole(part: Mini, whole: Mini) -> Mini:
     """Gives a part of a mini-batch the denominators and the selected tokens of the whole, in the same flat layout."""
     micros = part.micros
     if whole.micros[0].selected is not None:
         assert whole.batch is not None and part.batch is not None
         selected = unpack_rows(whole.batch, [(m.rows, m.selected) for m in whole.micros])
-        micros = [dataclasses.replace(m, selected=at(part.batch, selected, m.rows)) for m in micros]
+        micros = [dataclasses.replace(m, selected=pack_like(part.batch, selected, m.rows)) for m in micros]
     return dataclasses.replace(part, micros=micros, counts=whole.counts)
 
 

@@ -68,7 +68,7 @@ def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Arra
     return dataclasses.replace(batch, mask=kept, weight=weight), metrics
 
 
-def make_current(settings: Correction) -> Callable[..., tuple[Array, Array | None]]:
+def make_bypass_correction(settings: Correction) -> Callable[..., tuple[Array, Array | None]]:
     """Makes the correction of bypass: (logp, rollout log-probs, mask, segment) [R, T] -> kept tokens, and weights.
 
     Both follow the current policy, have no gradient, and change from one mini-batch to the next.

@@ -19,8 +19,8 @@ def gae(
 ) -> Estimator:
     """Makes GAE; the returns have a λ of their own if `critic_lam` is set (VC-PPO, Yuan et al., arXiv:2503.01491)."""
 
-    def estimate(reward: Array, value: Array, _: Array, mask: Array, *turns: Array) -> tuple[Array, Array]:
-        gae_at = functools.partial(advantage.gae, reward, value, mask, gamma=_discount(gamma, *turns))
+    def estimate(reward: Array, value: Array, _: Array, mask: Array, *turn_ends: Array) -> tuple[Array, Array]:
+        gae_at = functools.partial(advantage.gae, reward, value, mask, gamma=_discount(gamma, *turn_ends))
         advantages, returns = gae_at(lam=lam if lam_alpha is None else advantage.adaptive_lam(mask, alpha=lam_alpha))
         if critic_lam is not None and (lam_alpha is not None or critic_lam != lam):
             returns = gae_at(lam=critic_lam)[1]
@@ -30,25 +30,27 @@ def gae(
 
 
 def reinforce_plus_plus(*, gamma: float, gamma_by: str = "token") -> Estimator:
-    def estimate(reward: Array, _: Array, __: Array, mask: Array, *turns: Array) -> tuple[Array, Array]:
-        return _twice(advantage.reinforce_plus_plus(reward, mask, gamma=_discount(gamma, *turns)))
+    def estimate(reward: Array, _: Array, __: Array, mask: Array, *turn_ends: Array) -> tuple[Array, Array]:
+        return _as_returns_too(advantage.reinforce_plus_plus(reward, mask, gamma=_discount(gamma, *turn_ends)))
 
     return Estimator(estimate, whiten=True, by_turn=gamma_by == "turn")
 
 
-def _discount(gamma: float, *turns: Array) -> float | Array:
+def _discount(gamma: float, *turn_ends: Array) -> float | Array:
     """Returns γ, or with the last tokens of turns γ after each of them and 1 elsewhere."""
-    return jnp.where(turns[0], gamma, 1.0) if turns else gamma
+    return jnp.where(turn_ends[0], gamma, 1.0) if turn_ends else gamma
 
 
 def distill(*, gamma: float) -> Estimator:
     """Makes the return of -β KL to a teacher, without score or whitening: at γ = 0 on-policy distillation by token."""
     estimate = functools.partial(advantage.reinforce_plus_plus, gamma=gamma)
-    return Estimator(lambda reward, _, __, mask: _twice(estimate(reward, mask)), scored=False)
+    return Estimator(lambda reward, _, __, mask: _as_returns_too(estimate(reward, mask)), scored=False)
 
 
 def remax() -> Estimator:
-    return Estimator(lambda reward, _, greedy, mask: _twice(advantage.remax(reward, greedy, mask)), greedy=True)
+    return Estimator(
+        lambda reward, _, greedy, mask: _as_returns_too(advantage.remax(reward, greedy, mask)), greedy=True
+    )
 
 
 def grpo(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
@@ -122,7 +124,7 @@ def opo() -> Estimator:
     return Estimator(spread, advantage.opo)
 
 
-def _twice(x: Array) -> tuple[Array, Array]:
+def _as_returns_too(x: Array) -> tuple[Array, Array]:
     return x, x  # no critic reads the returns
 
 

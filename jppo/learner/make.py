@@ -50,7 +50,7 @@ def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sha
     """
     if devices is None:
         devices = jax.devices()
-        require_host(c, devices[0])
+        require_host_memory(c, devices[0])
     shape = sharding.mesh_shape(len(devices), **{axis: getattr(c.mesh, axis) for axis in sharding.AXES})
     return sharding.mesh_of_shape(shape, devices)
 
@@ -136,7 +136,7 @@ def offloaded_parts(c: Common) -> list[str]:
     return [part for part, (_, leaf) in OFFLOADABLE.items() if there[part] is not None and getattr(there[part], leaf)]
 
 
-def require_host(c: Common, device: jax.Device) -> None:
+def require_host_memory(c: Common, device: jax.Device) -> None:
     """Raises UserError where a part is to be offloaded and the devices have no host memory kind."""
     for part in offloaded_parts(c):
         if placing.host_kind(device) is None:
@@ -278,7 +278,7 @@ def sketch_trained(
 
 def copy_weights(tree: Params, offload: bool) -> Params:
     """Copies weights into device memory, or, one array on the devices at a time, to the host."""
-    if not offload and not any(map(placing.waits, jax.tree.leaves(tree))):
+    if not offload and not any(map(placing.is_offloaded, jax.tree.leaves(tree))):
         places = jax.tree.map(lambda x: x.sharding, tree)
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=places)(tree)
 
@@ -541,13 +541,14 @@ def replayed(c: Settings, policy: ModelConfig) -> tuple[int, int] | None:
 
 def make_epochs(c: Settings) -> tuple[ppo.Epochs, ppo.Epochs]:
     """Returns how actor and critic go over the batch of a step."""
-    a, v, most, warmup = c.actor, c.critic, most_sequences(c), c.trainer.critic_warmup
+    a, v = c.actor, c.critic
     size = a.ppo_mini_batch_size if v.ppo_mini_batch_size is None else v.ppo_mini_batch_size
     count = a.ppo_epochs if v.ppo_epochs is None else v.ppo_epochs
     in_warmup = count if v.warmup_epochs is None else v.warmup_epochs
+    of_both = dict(most_sequences=most_sequences(c), warmup=c.trainer.critic_warmup)
     return (
-        ppo.Epochs(a.ppo_epochs, a.ppo_mini_batch_size, a.shuffle, most, warmup, 0),
-        ppo.Epochs(count, size, v.shuffle, most, warmup, in_warmup),
+        ppo.Epochs(a.ppo_epochs, a.ppo_mini_batch_size, a.shuffle, in_warmup=0, **of_both),
+        ppo.Epochs(count, size, v.shuffle, in_warmup=in_warmup, **of_both),
     )
 
 

@@ -53,7 +53,7 @@ class Select:
         arrays: tuple[Any, ...] = (logp, data.old_logprob, data.advantage, mask)
         count = np.int32(max(1, int(self.share * int(mask.sum()))))
         selected = np.asarray(self.choose(key, step, np.int32(number), *arrays, count))
-        micros = [dataclasses.replace(m, selected=batch.at(data, selected, m.rows)) for m in mini.micros]
+        micros = [dataclasses.replace(m, selected=batch.pack_like(data, selected, m.rows)) for m in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
 

@@ -80,11 +80,11 @@ class Recipe:
         """Whether a prompt's samples are compared with each other."""
         return self.estimator.compares
 
-    def in_reward(self, policy: Weights) -> Weights | None:
+    def policy_for_reward(self, policy: Weights) -> Weights | None:
         """Returns the policy for the reference pass of an exact KL in the reward, else None."""
         return policy if self.kl_penalty in kl.EXACT else None
 
-    def in_loss(self, reference: Weights | None) -> Weights | None:
+    def reference_for_loss(self, reference: Weights | None) -> Weights | None:
         """Returns the reference for the policy loss of an exact KL, else None."""
         return reference if self.kl_loss_type in kl.EXACT else None
 
@@ -126,7 +126,7 @@ def make_passes(
     if models.critic is not None:
         value, loss = make_critic(models.critic, r)
         critic = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options))
-    whole = None if mesh is None else sharding.replicated(mesh)
+    replicated = None if mesh is None else sharding.replicated(mesh)
     logprob_options = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
     advantages = estimate.make_advantages(
         r.estimator, kl_penalty=r.kl_penalty, correction=None if r.bypass else r.correction, bypass=r.bypass,
@@ -142,7 +142,7 @@ def make_passes(
         logprob=old_logprob,
         reference=compiled(reference),
         value=compiled(value),
-        advantages=jax.jit(advantages, out_shardings=whole),
+        advantages=jax.jit(advantages, out_shardings=replicated),
         actor=actor,
         critic=critic,
     )
@@ -175,7 +175,9 @@ def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads:
         positive_lm_coef=r.positive_lm_coef,
         router_aux_loss_coef=r.router_aux_loss_coef,
         router_z_loss_coef=r.router_z_loss_coef,
-        current=estimate.make_current(r.correction) if r.bypass and r.correction is not None else None,
+        bypass_correction=estimate.make_bypass_correction(r.correction)
+        if r.bypass and r.correction is not None
+        else None,
         by_token=by_token,
     )
 
@@ -209,7 +211,7 @@ class Epochs:
     count: int
     mini_batch_size: int  # sequences
     shuffle: bool  # new mini-batches in every epoch
-    most: int  # sequences of the largest step, which one program orders
+    most_sequences: int  # of any step, which one program orders
     warmup: int  # first steps, in which the policy does not learn
     in_warmup: int  # epochs over the batch of these
 
@@ -217,7 +219,8 @@ class Epochs:
         """Returns the number of epochs over the batch of a step."""
         return self.in_warmup if step < self.warmup else self.count
 
-    def begin(self) -> int:
+    @property
+    def first_step(self) -> int:
         """Returns the first step with an epoch, with which the schedule of the learning rate starts."""
         return 0 if self.in_warmup else self.warmup
 
@@ -328,7 +331,7 @@ def with_reference(
     """Adds the reference's log-probs, or the exact KL to it, if a KL needs them."""
     if passes.reference is None or reference is None:
         return data
-    run, models = passes.reference, placing.to_device((reference, recipe.in_reward(policy)))
+    run, models = passes.reference, placing.to_device((reference, recipe.policy_for_reward(policy)))
     ref_logprob, exact_kl = _over_rows(lambda rows: run(*models, rows), data, micros, done)
     return dataclasses.replace(data, ref_logprob=ref_logprob, exact_kl=exact_kl)
 
@@ -392,18 +395,20 @@ def learn(
     def minis(epochs: Epochs, model: int) -> Iterator[batch.Mini]:
         size, count, total = epochs.mini_batch_size, len(trajectories), epochs.of_step(version)
         for epoch in range(total):
-            order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, most=epochs.most)
+            order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, most=epochs.most_sequences)
             cut = batch.mini_batches(
                 data, trajectories, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
-            yield from clock.counted(f"mini-batches of epoch {epoch + 1} of {total}", cut, -(-count // size))
+            yield from clock.counted(
+                f"mini-batches of epoch {epoch + 1} of {total}", cut, batch.mini_batch_count(count, size)
+            )
 
     if learner.actor_epochs.of_step(version):
         with clock("update_actor"):
-            step = state.scalar(version - learner.actor_epochs.begin(), now.step)
+            step = state.scalar(version - learner.actor_epochs.first_step, now.step)
             policy, policy_opt, metrics = learner.actor.learn(
                 now.policy, now.policy_opt, step, minis(learner.actor_epochs, 0),
-                learner.recipe.in_loss(learner.reference), key=now.key,
+                learner.recipe.reference_for_loss(learner.reference), key=now.key,
             )  # fmt: skip
         now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)
     if learner.critic is not None:

@@ -88,7 +88,7 @@ def _judged(losses: Array, chosen: Array, rejected: Array) -> tuple[Array, Metri
     }
 
 
-def make_pulled(value: Value) -> Loss:
+def make_pullback(value: Value) -> Loss:
     """Makes Σ g r over the rows' sequences for slopes g [B]; its gradient is their part of the loss gradient."""
 
     def loss(params: Weights, rows: Rows, counts: Counts, slope: Array) -> tuple[Array, Outputs]:

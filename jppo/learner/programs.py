@@ -33,8 +33,8 @@ class Program:
     model: str = ""  # whose work it is: 'actor', 'critic' or 'reference', or the one of another training
     rows: tuple[int, ...] | None = None  # shape [R, T]; None: it reads no rows
     beside: Any = ()  # models that are on the devices meanwhile
-    held: Any = ()  # arrays that exist for it alone: the sums of gradients, one of its arguments
-    zeros: Callable[[], Any] = tuple  # makes them
+    accumulator: Any = ()  # arrays that exist for it alone: the sums of gradients, one of its arguments
+    make_accumulator: Callable[[], Any] = tuple
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the program for its arguments on the devices."""
@@ -46,7 +46,7 @@ class Program:
         if self.stage == "step":
             self.lower().compile()
             return
-        args = tuple(self.zeros() if x is self.held else placing.zeros_of(x) for x in self.args)
+        args = tuple(self.make_accumulator() if x is self.accumulator else placing.zeros_of(x) for x in self.args)
         out = jax.block_until_ready(self.function(*placing.to_device(args)))
         if self.stage == "scoring":
             placing.fetch(out)  # several hosts gather it
@@ -63,8 +63,11 @@ def list_programs(learner: Learner, now: TrainState, *, shuffled: int = 0) -> li
     before, data = empty_batch(learner, now, rows[0])
     given = placing.shapes(before, sharding.whole_rows_sharding(learner.mesh)), now.kl_coef, now.value_norm
     out.append(Program("advantages", "other", learner.passes.advantages, given))
-    micros, judge = [batch.scored_rows(data, one) for one in rows], learner.recipe.in_loss(learner.reference)
-    out += update_programs(learner.actor, now.policy, now.policy_opt, now, micros, judge, data=data)
+    micros, reference = (
+        [batch.scored_rows(data, one) for one in rows],
+        learner.recipe.reference_for_loss(learner.reference),
+    )
+    out += update_programs(learner.actor, now.policy, now.policy_opt, now, micros, reference, data=data)
     if learner.critic is not None:
         out += update_programs(learner.critic, now.value, now.value_opt, now, micros, data=data)
     if learner.recipe.adapt_kl is not None:
@@ -81,7 +84,7 @@ def scoring_programs(learner: Learner, now: TrainState, rows: Rows) -> Iterator[
     there = placing.shapes(rows, sharding.rows_sharding(learner.mesh))
     yield Program("log-probs", "scoring", passes.logprob, (policy, there), "actor", shape)
     if passes.reference is not None:
-        models = learner.reference, learner.recipe.in_reward(policy)
+        models = learner.reference, learner.recipe.policy_for_reward(policy)
         yield Program("reference", "scoring", passes.reference, (*models, there), "reference", shape)
     if passes.value is not None:
         yield Program("values", "scoring", passes.value, (learner.value(now), there), "critic", shape)
@@ -103,7 +106,7 @@ def update_programs(
     name, number, mesh = how.name, np.int32(0), placing.mesh_of(learned)
     carry = update.abstract_carry(learned, jax.tree.map(lambda x: placing.on_device(x.sharding), learned))
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
-    beside = dict[str, Any](beside=(learned, how.base, further), held=carry, zeros=how.zeros)
+    beside = dict[str, Any](beside=(learned, how.base, further), accumulator=carry, make_accumulator=how.zeros)
     yield Program(f"{name} zeros", "other", how.zeros, (), name)
     if how.drops:
         yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)
@@ -113,7 +116,7 @@ def update_programs(
         choice = now.key, now.step, number, *arrays, number
         yield Program(f"{name} selection", "other", how.loss.select.choose, choice, name)
     for micro in micros:
-        there = placing.shapes(with_constants(how, micro), sharding.rows_sharding(mesh))
+        there = placing.shapes(with_placeholders(how, micro), sharding.rows_sharding(mesh))
         rows = there.rows if isinstance(there, Scored) else there
         shape = rows.inputs.shape
         if how.loss.load is not None:
@@ -129,8 +132,8 @@ def update_programs(
     yield Program(f"{name} step", "step", how.apply, last, name, **beside)
 
 
-def with_constants(how: Trainable, micro: Scored | Rows) -> Scored | Rows:
-    """Returns an empty micro-batch with what `CompiledLoss.look_ahead` and dropout add to it."""
+def with_placeholders(how: Trainable, micro: Scored | Rows) -> Scored | Rows:
+    """Returns an empty micro-batch with zeros in place of what `CompiledLoss.look_ahead` and dropout add."""
     rows = micro.rows if isinstance(micro, Scored) else micro
     if how.drops:
         rows = dataclasses.replace(rows, dropout=np.zeros(rows.inputs.shape, np.uint32))

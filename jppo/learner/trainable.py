@@ -119,7 +119,8 @@ class Trainable:
         """Takes an optimizer step with the gradient; donates parameters on the devices and the optimizer's state.
 
         Returns the parameters on the devices, the state where it was, and the statistics of the step. `step` is the
-        number by which the rate follows its schedule, or the `Hyperparameters`.
+        number by which the rate follows its schedule, or the `Hyperparameters`. `learns` False, without a token
+        to learn from, changes nothing.
         """
         apply = self.apply_given if isinstance(step, Hyperparameters) else self.apply
         assert apply is not None

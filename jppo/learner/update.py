@@ -45,14 +45,14 @@ def make_actor_loss(
     positive_lm_coef: float = 0.0,
     router_aux_loss_coef: float = 0.0,
     router_z_loss_coef: float = 0.0,
-    current: Callable[..., tuple[Array, Array | None]] | None = None,
+    bypass_correction: Callable[..., tuple[Array, Array | None]] | None = None,
     by_token: bool = False,
 ) -> Loss:
     """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
 
     Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9),
-    and the losses of routers. `current` corrects bypass: it weights and rejects tokens of the policy loss. With
-    `by_token`, the outputs have the tokens' log-probs.
+    and the losses of routers. `bypass_correction` weights and rejects tokens of the policy loss. With `by_token`,
+    the outputs have the tokens' log-probs.
     """
 
     def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None) -> tuple[Array, Outputs]:
@@ -68,7 +68,7 @@ def make_actor_loss(
         def total(x: Array) -> Array:
             return masked_sum(share * x, mask)
 
-        surrogate, sums = _surrogate(policy_loss, weigh, current, logprob, scored, counts)
+        surrogate, sums = _surrogate(policy_loss, weigh, bypass_correction, logprob, scored, counts)
         out = surrogate - entropy_coeff * total(entropy)
         of_ratio = _of_ratio(jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR), mean)
         if entropy_metric:
@@ -95,7 +95,7 @@ def make_actor_loss(
 def _surrogate(
     policy_loss: Callable[..., losses.PolicyLoss],
     weigh: Weigh,
-    current: Callable[..., tuple[Array, Array | None]] | None,
+    bypass_correction: Callable[..., tuple[Array, Array | None]] | None,
     logprob: Array,
     scored: Scored,
     counts: Counts,
@@ -103,8 +103,8 @@ def _surrogate(
     """Returns the policy loss and its metrics."""
     mask, segment, weight = scored.rows.mask, scored.rows.segment, scored.weight
     kept, sums = mask, dict[str, Array]()
-    if current is not None:
-        kept, weight = current(logprob, scored.old_logprob, mask, segment)
+    if bypass_correction is not None:
+        kept, weight = bypass_correction(logprob, scored.old_logprob, mask, segment)
         sums["rollout_corr/rollout_rs_masked_fraction"] = masked_sum(jnp.where(kept, 0.0, 1.0), mask) / counts.tokens
         if weight is not None:
             sums["rollout_corr/rollout_is_mean"] = masked_sum(weight, mask) / counts.tokens

@@ -70,7 +70,7 @@ def host_kind(device: jax.Device) -> str | None:
     return next((kind for kind in KINDS if kind in known), None)
 
 
-def waits(array: Any) -> bool:
+def is_offloaded(array: Any) -> bool:
     """Whether the array, or its shape, is offloaded to host memory."""
     place = getattr(array, "sharding", None)
     return place is not None and place.memory_kind in KINDS
@@ -86,7 +86,7 @@ def to_device(tree: Any) -> Any:
     moved: dict[int, jax.Array] = {}
 
     def move(x: Any) -> Any:
-        if not waits(x):
+        if not is_offloaded(x):
             return x
         if id(x) not in moved:
             moved[id(x)] = jax.device_put(x, on_device(x.sharding))
@@ -99,14 +99,14 @@ def take(tree: Any) -> Any:
     """Moves the arrays to their devices, to be donated; offloaded originals are deleted."""
     out = jax.block_until_ready(to_device(tree))
     for x in jax.tree.leaves(tree):
-        if waits(x):
+        if is_offloaded(x):
             x.delete()
     return out
 
 
 def put_back(tree: Any, like: Any) -> Any:
     """Moves the arrays back to the memory of those in `like`: arrays that were offloaded are offloaded again."""
-    return jax.tree.map(lambda x, old: _to_host(x) if waits(old) else x, tree, like)
+    return jax.tree.map(lambda x, old: _to_host(x) if is_offloaded(old) else x, tree, like)
 
 
 def mesh_of(tree: Any) -> Mesh:

@@ -92,7 +92,7 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
         if program.model == "critic":
             return of(inputs.critic, inputs.critic_adapters, head=False)
         if program.model == "reference":
-            again = learner.recipe.in_reward(learner.policy(now)) is not None
+            again = learner.recipe.policy_for_reward(learner.policy(now)) is not None
             return of(inputs.reference, None) + (policy if again else 0)
         return policy
 

@@ -116,8 +116,8 @@ def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> Progra
     """
     announce(f"compiling {program.name}")
     compiled = accounts.of_program(program.lower(), _axes(program.args), share=masked)
-    here = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.waits(x)}
-    sums, own = (size(program.held), 0) if program.stage != "engine" else (0, size(program.held))
+    here = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.is_offloaded(x)}
+    sums, own = (size(program.accumulator), 0) if program.stage != "engine" else (0, size(program.accumulator))
     return ProgramMemory(
         name=program.name,
         gradients=sums,

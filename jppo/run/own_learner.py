@@ -27,7 +27,7 @@ from jppo.algorithms import kl
 from jppo.algorithms.masked import masked_sum
 from jppo.errors import UserError
 from jppo.learner import make, optim, ppo, score, sharding, state, update
-from jppo.learner.batch import Mini, with_whole
+from jppo.learner.batch import Mini, with_counts_of_whole
 from jppo.learner.make import make_recipe, rate_schedule
 from jppo.learner.policy_losses import make_select
 from jppo.learner.ppo import Learner, ModelConfigs
@@ -45,10 +45,10 @@ from jppo.settings import Optimizer, Settings, changed, check, parts, table, wit
 from jppo.types import Array, Counts, Params, Scored, TrainState
 
 Function = Callable[..., Any]
-SAME = {"logp": "logprob", "old_logp": "old_logprob", "old": "old_logprob"}
-OF_BATCH = {"old_logprob": "old_logprob", "ref_logprob": "ref_logprob", "advantage": "advantage"}
-OF_BATCH |= {"returns": "returns", "old_value": "value"}
-ARGUMENTS = ("logprob", "entropy", "value", *OF_BATCH, "mask", "segment")
+ALIASES = {"logp": "logprob", "old_logp": "old_logprob", "old": "old_logprob"}
+BATCH_FIELD_OF = {"old_logprob": "old_logprob", "ref_logprob": "ref_logprob", "advantage": "advantage"}
+BATCH_FIELD_OF |= {"returns": "returns", "old_value": "value"}
+ARGUMENTS = ("logprob", "entropy", "value", *BATCH_FIELD_OF, "mask", "segment")
 VALUE = "value"
 # The options of a loss are settings of `actor`, or of `critic` for "value". A custom loss function gets those of MEAN.
 MEAN = ("loss_agg_mode", "loss_scale_factor")
@@ -79,7 +79,7 @@ class BatchLoss:
     compiled: CompiledLoss
     of_critic: bool
     needs: tuple[str, ...]  # arrays of the batch
-    exact: bool = False  # reads the reference's weights
+    reads_reference: bool = False  # its weights
 
 
 class Losses:
@@ -124,7 +124,7 @@ class Losses:
             if function is not None:
                 self._made[key] = self._of_function(function, c)
             else:
-                self._made[key] = self._of_values(c) if of_critic else self._of_policy(c, usual=loss is None)
+                self._made[key] = self._of_values(c) if of_critic else self._of_policy(c, is_configured=loss is None)
         return self._made[key]
 
     def _known(self, loss: Any) -> str:
@@ -137,7 +137,8 @@ class Losses:
             f" {', '.join(ARGUMENTS)}{did_you_mean(str(loss), known)}"
         )
 
-    def _of_policy(self, c: Settings, *, usual: bool) -> BatchLoss:
+    def _of_policy(self, c: Settings, *, is_configured: bool) -> BatchLoss:
+        """Makes the policy loss of the settings; if they are those of the model, it is training's own program."""
         recipe, select = make_recipe(c), None
         exact = recipe.kl_loss_type in kl.EXACT
         if exact and self._models.reference is None:
@@ -150,7 +151,7 @@ class Losses:
             self._load = ppo.make_router_load(self._models, recipe, self._mesh, self._options)
         sampled_kl = recipe.kl_loss_type is not None and not exact
         needs = ("old_logprob", "advantage", *(["ref_logprob"] if sampled_kl else []))
-        if usual and c.actor == self._c.actor:
+        if is_configured and c.actor == self._c.actor:
             compiled = self._passes.actor  # training's own program
         else:
             loss = self._compiled(ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads))
@@ -170,8 +171,9 @@ class Losses:
         return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options))
 
     def _of_function(self, function: Function, c: Settings) -> BatchLoss:
+        """Makes the loss of a user's function of tokens."""
         names, recipe = _arguments(function), make_recipe(c)
-        asked = {SAME.get(name, name) for name in names}
+        asked = {ALIASES.get(name, name) for name in names}
         of_critic = "value" in asked
         if not of_critic:
             logprob = score.make_logprob(*self._models.policy, with_entropy="entropy" in asked, **self._heads)
@@ -187,9 +189,9 @@ class Losses:
                 arrays["value"] = value(params, rows)
             else:
                 arrays |= logprob(params, rows)._asdict()
-            arrays |= {new: getattr(scored, old) for new, old in OF_BATCH.items()}
+            arrays |= {new: getattr(scored, old) for new, old in BATCH_FIELD_OF.items()}
             arrays |= dict(mask=rows.mask, segment=rows.segment)
-            each = function(**{own: arrays[SAME.get(own, own)] for own in names})
+            each = function(**{own: arrays[ALIASES.get(own, own)] for own in names})
             each = each[0] if isinstance(each, tuple) else each
             if getattr(each, "shape", None) != rows.mask.shape:
                 raise UserError(
@@ -203,7 +205,7 @@ class Losses:
                 return out, Outputs({"critic/vf_loss": Stat(out)})
             return out, Outputs({"actor/loss": Stat(out)}, {"logprob": arrays["logprob"]})
 
-        needs = tuple(OF_BATCH[name] for name in OF_BATCH if name in asked)
+        needs = tuple(BATCH_FIELD_OF[name] for name in BATCH_FIELD_OF if name in asked)
         return BatchLoss(self._compiled(loss), of_critic, needs)
 
 
@@ -213,7 +215,7 @@ def _arguments(function: Function) -> tuple[str, ...]:
     names = [
         parameter.name for parameter in every if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    known = (*ARGUMENTS, *SAME)
+    known = (*ARGUMENTS, *ALIASES)
     wanted = [name for name in names if name in known]
     unknown = [
         parameter.name
@@ -257,7 +259,7 @@ class TrainedWeights:
         """Returns the whole model, its frozen base included."""
         return self.how.model(self.params)
 
-    def mini(
+    def pack_mini(
         self,
         loss: CompiledLoss,
         given: Responses,
@@ -275,7 +277,7 @@ class TrainedWeights:
             given.require_part(of)
         if self._whole is None or self._whole[0] is not of or self._whole[1] is not loss:
             self._whole = (of, loss, self._before(loss, pack(of), now))
-        return with_whole(mini, self._whole[2])
+        return with_counts_of_whole(mini, self._whole[2])
 
     def _before(self, loss: CompiledLoss, mini: Mini, now: TrainState) -> Mini:
         params, base = placing.to_device((self.params, self.how.base))

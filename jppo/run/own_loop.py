@@ -228,19 +228,21 @@ class Model:
         define functions once.
         """
         self._require_open()
-        found = self._parts.losses.find(loss, options)
-        read = {"the batch": batch} | ({} if of is None or found.compiled.select is None else {"`of`": of})
-        for owner, name in ((owner, name) for owner in read for name in found.needs):
+        batch_loss = self._parts.losses.find(loss, options)
+        read = {"the batch": batch} | ({} if of is None or batch_loss.compiled.select is None else {"`of`": of})
+        for owner, name in ((owner, name) for owner in read for name in batch_loss.needs):
             if getattr(read[owner], name) is None:
                 raise UserError(
                     f"loss={loss if isinstance(loss, str) else getattr(loss, '__name__', None)!r} reads {name}, which"
                     f" {owner} lacks; set it by batch.replace({name}=...)"
                 )
-        learner, trained = self._parts.learner, self.critic if found.of_critic else self.policy
+        learner, trained = self._parts.learner, self.critic if batch_loss.of_critic else self.policy
         assert trained is not None
-        mini = trained.mini(found.compiled, batch, of, lambda one: one.mini(learner.plan, learner.mesh), self._now)
-        further = () if found.of_critic else (learner.reference if found.exact else None,)
-        metrics, parts = trained.forward_backward(found.compiled, mini, *further)
+        mini = trained.pack_mini(
+            batch_loss.compiled, batch, of, lambda one: one.mini(learner.plan, learner.mesh), self._now
+        )
+        further = () if batch_loss.of_critic else (learner.reference if batch_loss.reads_reference else None,)
+        metrics, parts = trained.forward_backward(batch_loss.compiled, mini, *further)
         return Gradient(metrics, batch.logprob_of(mini, parts))
 
     def optim_step(

@@ -116,7 +116,7 @@ class Responses:
     def mini(self, plan: packing.Plan, mesh: Mesh) -> batch.Mini:
         """Packs the batch for one gradient, as a mini-batch of the batch that it is a part of."""
         options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=self.place.rows)
-        whole = self._in_place()
+        whole = self._within_origin()
         data = whole.data
         if data.old_logprob is None:  # of a loss that does not read it
             data = dataclasses.replace(data, old_logprob=np.zeros(np.shape(data.mask), np.float32))
@@ -124,7 +124,7 @@ class Responses:
         micros = [dataclasses.replace(micro, rows=whole._aimed(micro.rows)) for micro in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
-    def _in_place(self) -> "Responses":
+    def _within_origin(self) -> "Responses":
         """Returns the rows at their places, between empty ones."""
         rows, count = self.place.rows, self.place.count
 
@@ -238,9 +238,9 @@ class Engine:
         self._sampler: Source | None = None
         if served is not None:
             self._sampler = served.ready(eos_token_ids=ends, decode=lambda ids: decode(tokenizer, ids))
-        self._based = False
+        self._base_published = False
         self._version = -1
-        self._plain = True  # all samples of this version are of the trainer's distribution
+        self._unfiltered = True  # all samples of this version are of the trainer's distribution
         self.holds: object = None  # the model, or the Kept, whose weights the engine has
         self.closed = False
 
@@ -248,13 +248,13 @@ class Engine:
         """Gives the engine, if any, the policy of `now`."""
         if self._sampler is None:
             return
-        self.holds, self._plain = None, True
+        self.holds, self._unfiltered = None, True
         self._version = max(self._version + 1, int(now.step))
         numbered = dataclasses.replace(now, step=np.asarray(self._version, np.int32))
         how = make_publish_settings(self._c, self._adapters)
-        if not self._based:
+        if not self._base_published:
             publish_base(how, self._learner, self._sampler, self._version)
-            self._based = True
+            self._base_published = True
         publish_policy(how, self._learner, self._sampler, numbered)
         self.holds = owner
 
@@ -269,14 +269,14 @@ class Engine:
             raise UserError("this model was opened without an engine; open it with engine='inprocess' or 'vllm'")
         r = self._c.rollout
         usual = options.temperature == r.temperature and (options.top_p, options.top_k, options.min_p) == (1.0, -1, 0.0)
-        self._plain = self._plain and usual
+        self._unfiltered = self._unfiltered and usual
         return self._sampler.generate(prompts, options, version=self._version)
 
     def require_match(self, c: Settings, responses: Responses, logprob: np.ndarray) -> None:
         """Raises Mismatch where the engine's log-probs of its current weights' samples are far from the trainer's."""
         current = all((t.version[t.sampled] == self._version).all() for t in responses.trajectories)
         mask = np.asarray(responses.data.mask)
-        if not current or not self._plain or settings.cuts(c.rollout) or not mask.any():
+        if not current or not self._unfiltered or settings.cuts(c.rollout) or not mask.any():
             return
         gap, bound = LogpGap(np.abs(logprob - np.asarray(responses.data.rollout_logprob))[mask]), limits(c)
         if not gap.within(bound):

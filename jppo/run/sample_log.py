@@ -44,7 +44,7 @@ def sample_metrics(
     } | _part_means(rewards)
 
 
-def mask_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def kept_token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the metrics of kept tokens; empty if none are replayed."""
     rows = [t.kept[t.sampled] for one in trajectories for t in (one, *one.branches) if t.kept is not None]
     first = np.concatenate([kept[:, 0] for kept in rows]) if rows else np.zeros(0)

@@ -18,8 +18,7 @@ from jppo.distributed.hosts import ALONE
 from jppo.errors import expanded
 from jppo.learner import batch, make, packing
 from jppo.learner.make import Trained, load_trained, make_trainable
-from jppo.learner.state import begin_state as begin_state
-from jppo.learner.state import portable, scalar, spare_rows
+from jppo.learner.state import begin_state, portable, scalar, spare_rows
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig

@@ -77,7 +77,7 @@ class DynamicSampleQueue:
             drawn = supply.take(step)
             groups = _groups(drawn, options.n)
             new = [r for group in groups for r in group.rewards]
-            rewards, after = rewards + new, supply.learned(drawn, new)
+            rewards, after = rewards + new, supply.note_rewards(drawn, new)
             waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
             if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
                 kept = kept or groups
@@ -125,7 +125,7 @@ class DynamicSampleQueue:
     def settle(self) -> None:
         """Does nothing: no request is in flight between steps."""
 
-    def learned(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
+    def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
         """Returns the position in the data after a step: the order of the prompts knows the rewards already."""
         return drawn.after
 

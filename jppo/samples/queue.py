@@ -195,7 +195,7 @@ class SampleQueue:
         )
         self._settling_s += time.monotonic() - began
 
-    def learned(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
+    def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
         """Passes the step's rewards to a sampler that learns from them; returns the position in the data after it.
 
         `state` has them from `forget` on: a step that breaks off is repeated.

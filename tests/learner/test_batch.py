@@ -116,7 +116,7 @@ def test_the_way_to_rows_and_back(kind):
         data = batch.flatten(some, [GRADED, FAILED] * 4 + [GRADED], np.zeros(9, np.int32), shape=(12, 13))
         x = np.where(data.mask, rng.normal(size=data.mask.shape), 0.0).astype(np.float32)
         micros = batch.micros(data, some, plan=plan, mesh=mesh)
-        packed = [(m.host, batch.at(data, x, m.host)) for m in micros]
+        packed = [(m.host, batch.pack_like(data, x, m.host)) for m in micros]
         np.testing.assert_array_equal(batch.unpack_rows(data, packed), x)
         data.mask[:] &= rng.random(data.mask.shape) < 0.8
         tokens = batch.arrays(data, some)["tokens"]
@@ -128,9 +128,9 @@ def test_the_way_to_rows_and_back(kind):
             kept = 0
             for micro in mini.micros:
                 rows = micro.rows
-                np.testing.assert_array_equal(rows.mask, batch.at(data, data.mask, rows))
-                np.testing.assert_array_equal(micro.old_logprob, batch.at(data, x, rows))
-                np.testing.assert_array_equal(rows.targets[rows.mask], batch.at(data, tokens, rows)[rows.mask])
+                np.testing.assert_array_equal(rows.mask, batch.pack_like(data, data.mask, rows))
+                np.testing.assert_array_equal(micro.old_logprob, batch.pack_like(data, x, rows))
+                np.testing.assert_array_equal(rows.targets[rows.mask], batch.pack_like(data, tokens, rows)[rows.mask])
                 assert not rows.mask[rows.sequence < 0].any()
                 seen += batch.unpack_rows(data, [(rows, rows.mask.astype(int))])
                 kept += rows.mask.sum()

@@ -26,7 +26,7 @@ SELECTED = dict(
     policy_loss=functools.partial(losses.clip_cov, **CLIP),
     selection=Selection(functools.partial(losses.drawn_by_covariance, low=-9.0, high=9.0, **CLIP), 0.2),
 )
-EPOCHS = Epochs(1, 8, shuffle=False, most=16, warmup=0, in_warmup=0)
+EPOCHS = Epochs(1, 8, shuffle=False, most_sequences=16, warmup=0, in_warmup=0)
 EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -82,7 +82,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     # The first batch has one shape only, so that the others bring shapes that no step has had.
     shortest = min(batches[0][0], key=lambda t: len(t.tokens))
     batches[0] = ([shortest] * 16, batches[0][1])
-    shapes, judge = [], ours.recipe.in_loss(reference)
+    shapes, judge = [], ours.recipe.reference_for_loss(reference)
     for number, (trajectories, scores) in enumerate(batches):
         with compilations() as seen:
             flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=value)

@@ -30,7 +30,7 @@ def updated(ours, drawn, *, params=False, optimizer=False, reference=False, toke
     plan = ours.plan("none", tokens_per_micro, 8)
     flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=judge, value=None)
     minis = ours.minis(flat, trajectories, plan=plan, mini=8)
-    after = how.learn(policy, opt, np.int32(0), minis, ours.recipe.in_loss(judge))
+    after = how.learn(policy, opt, np.int32(0), minis, ours.recipe.reference_for_loss(judge))
     assert all(x.is_deleted() for x in jax.tree.leaves((policy, opt)))  # wherever it lay
     assert kinds(judge) == ({"pinned_host"} if reference else {"device"})
     return after

@@ -69,6 +69,8 @@ def test_scores_and_slopes_belong_to_their_sequences(rows):
     np.testing.assert_array_equal(scores, [10 + 2 * 4, 20 + 2 * 7, 30 + 2 * 2, 40])
     slope = jnp.float32([0.5, -1.0, 3.0, 100.0])
     counts = Counts(np.float32(3), np.float32(3))
-    (loss, found), grads = jax.value_and_grad(preference.make_pulled(value), has_aux=True)(params, rows, counts, slope)
+    (loss, found), grads = jax.value_and_grad(preference.make_pullback(value), has_aux=True)(
+        params, rows, counts, slope
+    )
     np.testing.assert_allclose(grads["w"], 0.5 * 4 - 1.0 * 7 + 3.0 * 2)
     assert float(loss) == 2.0 * float(grads["w"]) and found.stats == {}

@@ -78,8 +78,8 @@ def passes_of(made):
     passes = ppo.make_passes(ppo.Models((None, None), (None, None), None), made, temperature=1.0, chunk_tokens=1)
     with_kl = score.make_logprob_kl(made.kl_loss_type, look_up, None)
     coefficients = dict(entropy_coeff=0.1, kl_loss_coef=0.2, positive_lm_coef=made.positive_lm_coef)
-    current = estimate.make_current(made.correction) if made.bypass and made.correction is not None else None
-    loss = update.make_actor_loss(with_kl, made.policy_loss, made.weigh, **coefficients, current=current)
+    current = estimate.make_bypass_correction(made.correction) if made.bypass and made.correction is not None else None
+    loss = update.make_actor_loss(with_kl, made.policy_loss, made.weigh, **coefficients, bypass_correction=current)
     logprob = jax.jit(look_up_squared if made.estimator.energy else look_up)
     value = lambda table, rows: look_up(table, rows)[0]  # noqa: E731
     return dataclasses.replace(

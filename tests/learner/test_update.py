@@ -244,12 +244,12 @@ def test_bypass_weights_and_rejects_by_the_current_policy_as_verls_function_does
         lambda logp, *_: Scores(logp, jnp.zeros_like(logp)),
         losses.gpg if reinforce else functools.partial(losses.clipped, **clips),
         functools.partial(losses.token_weights, mode=meta["mode"], scale=float(mask.shape[1])),
-        entropy_coeff=0.0, kl_loss_coef=0.0, current=estimate.make_current(what),
+        entropy_coeff=0.0, kl_loss_coef=0.0, bypass_correction=estimate.make_bypass_correction(what),
     )  # fmt: skip
     zeros = np.zeros(mask.shape, np.int32)
     rows = Rows(zeros, zeros, segment, zeros, mask, zeros)
     batch = Scored(rows=rows, old_logprob=x["old_logprob"], advantage=x["advantages"])
-    kept, _ = estimate.make_current(what)(x["logprob"], x["old_logprob"], mask, segment)
+    kept, _ = estimate.make_bypass_correction(what)(x["logprob"], x["old_logprob"], mask, segment)
     counts = Counts(np.float32(kept.sum()), np.float32(kept.any(axis=1).sum()))  # verl's function counts by itself
     (out, found), grad = jax.value_and_grad(loss, has_aux=True)(x["logprob"], batch, counts, None)
     expected = np.float64(one["expected"]["grad"])
