@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jppo.run.own_loop import Model
+    from jppo.run.api.model import Model
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,6 @@ def open(
     engine      'inprocess', 'vllm', 'sglang', addresses of servers, or settings of `rollout`; None: no engine
     settings    of jppo.train by section: actor=dict(lr=1e-6), data=dict(max_response_length=256)
     """
-    from jppo.run.own_loop import open_model
+    from jppo.run.api.model import open_model
 
     return open_model(path, mesh=mesh, lora=lora, critic=critic, engine=engine, **settings)

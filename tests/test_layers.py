@@ -119,7 +119,7 @@ NO_MORE_THAN = {
 }
 # Imported along with the worker, so they import nothing.
 BARE = ("jppo", "jppo.rollout", "jppo.rewards", "jppo.preflight", "jppo.sandbox")
-OF_ROOT = ("typing", "collections", "jppo.run.own_loop")  # but `jppo.open` loads its module when it is called
+OF_ROOT = ("typing", "collections", "jppo.run.api.model")  # but `jppo.open` loads its module when it is called
 # All that a module may import of jppo.
 OF_JPPO = {
     "jppo.algorithms": ("jppo.types", "jppo.algorithms"),

@@ -3,5 +3,5 @@
 `start.py` has the command line and opens a PPO run, `inputs.py` reads what it needs, `resume.py` finds where it
 continues, `agreement.py` checks that engine and trainer have the same policy, `loop.py` is the loop of every training,
 `trained_model.py` writes the model; `supervised.py` is the run of one model, `pairs.py` its form for preference pairs,
-`own_loop.py` the Python API for your own. Read `jppo/train.py` first, then `loop.py` and `start.py`.
+`api/` the Python API for your own. Read `jppo/train.py` first, then `loop.py` and `start.py`.
 """

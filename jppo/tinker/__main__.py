@@ -22,7 +22,7 @@ from typing import Any
 from jppo import settings
 from jppo.errors import BadRequest, UserError
 from jppo.http_server import HttpReply, HttpRequest, HttpServer, json_reply
-from jppo.run.own_loop import open_model
+from jppo.run.api.model import open_model
 from jppo.tinker.sessions import Service
 
 KEYS = "JPPO_TINKER_KEYS"

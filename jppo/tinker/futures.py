@@ -12,8 +12,8 @@ import numpy as np
 
 from jppo.errors import BadRequest, UserError
 from jppo.http_server import HttpReply, json_reply
-from jppo.run.own_loop import Model
-from jppo.run.own_samples import Kept
+from jppo.run.api.engine import Kept
+from jppo.run.api.model import Model
 from jppo.tinker.requests import samples_message
 
 PROTOBUF = "application/x-protobuf"

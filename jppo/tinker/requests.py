@@ -17,7 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from jppo.errors import BadRequest
-from jppo.run.own_inputs import require_sampling
+from jppo.run.api.inputs import require_sampling
 
 Body = Mapping[str, Any]
 _NO_DUAL_CLIP = 1e9  # the API's PPO has none

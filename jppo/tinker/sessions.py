@@ -21,8 +21,8 @@ import numpy as np
 
 from jppo.errors import BadRequest
 from jppo.http_server import HttpReply, json_object, json_reply
-from jppo.run.own_loop import Model
-from jppo.run.own_samples import Kept
+from jppo.run.api.engine import Kept
+from jppo.run.api.model import Model
 from jppo.tinker import requests
 from jppo.tinker.futures import Future, SampleRequest, Session, SessionModel, answer_samples
 from jppo.tinker.requests import Body, field

@@ -13,7 +13,7 @@ from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import batch
 from jppo.learner import make as learning
-from jppo.run.own_learner import NO_REFERENCE, Losses
+from jppo.run.api.losses import NO_REFERENCE, Losses
 from jppo.settings import changed
 from jppo.settings.table import TABLE
 from jppo.types import Reward

@@ -34,10 +34,12 @@ from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
+from jppo.run.api.engine import Engine, Kept
+from jppo.run.api.inputs import UNUSED, PromptLike, make_prompts, make_settings, require_sampling
+from jppo.run.api.losses import NO_REFERENCE, Losses
+from jppo.run.api.responses import Responses, aims, of_samples, trajectory_of
+from jppo.run.api.weights import TrainedWeights, load_state, save_state
 from jppo.run.inputs import read_tokenizer, require_publishable
-from jppo.run.own_inputs import UNUSED, PromptLike, make_prompts, make_settings, require_sampling
-from jppo.run.own_learner import NO_REFERENCE, Losses, TrainedWeights, load_state, save_state
-from jppo.run.own_samples import Engine, Kept, Responses, aims, of_samples, trajectory_of
 from jppo.samples.make import step_sampling
 from jppo.settings import Settings, changed
 from jppo.types import TrainState, Trajectory
@@ -221,7 +223,7 @@ class Model:
         """Adds the gradient of a loss over the batch to what `optim_step` will apply.
 
         `loss` is a name (vanilla or ppo, gspo, cispo, dro, ..., cross_entropy, importance_sampling; value for the
-        critic), or a function as `own_learner.py` describes; None is the loss of the settings: actor.loss_mode with
+        critic), or a function as `losses.py` describes; None is the loss of the settings: actor.loss_mode with
         entropy and KL. Means are over the tokens or sequences of the batch, or of the batch `of`, whose part it is; so
         is all else that a loss needs of a whole batch. `options` replace settings of `actor`, by the rules between
         them: clip_ratio, loss_agg_mode='token-sum', .... A new function, name or option compiles a new program, so

@@ -21,8 +21,8 @@ from jppo.algorithms import advantage, losses, masked
 from jppo.errors import UserError
 from jppo.models import hf
 from jppo.rollout.protocol import RolloutError
-from jppo.run import own_learner
 from jppo.run.agreement import Mismatch
+from jppo.run.api.losses import cross_entropy, importance_sampling
 from jppo.runlog.logger import read_metrics
 from tests import make
 
@@ -408,6 +408,6 @@ def test_importance_sampling_weighs_by_the_ratio_of_sampled_tokens():
     logprob, old, advantage = (
         np.array(x, np.float32) for x in ([-1.0, -2.0, -3.0], [-1.0, -1.0, 9.0], [2.0, 3.0, 4.0])
     )
-    loss = own_learner.importance_sampling(logprob, old, advantage, np.array([True, True, False]))
+    loss = importance_sampling(logprob, old, advantage, np.array([True, True, False]))
     np.testing.assert_allclose(loss, [-2.0, -3.0 * math.exp(-1.0), -4.0], rtol=1e-6)
-    np.testing.assert_array_equal(own_learner.cross_entropy(logprob), [1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(cross_entropy(logprob), [1.0, 2.0, 3.0])

@@ -1,0 +1,170 @@
+"""The weights that a loop on `jppo.open` trains, with their optimizers, and their checkpoints."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from jppo.errors import UserError
+from jppo.learner import make, optim, state
+from jppo.learner.batch import Mini, with_counts_of_whole
+from jppo.learner.make import rate_schedule
+from jppo.learner.ppo import Learner, ModelConfigs
+from jppo.learner.stats import Outputs, average, join_parts
+from jppo.learner.trainable import CompiledLoss, Trainable
+from jppo.models import placing
+from jppo.models.lora import Weights, join
+from jppo.run.api.responses import Responses
+from jppo.run.resume import OPTIMIZERS, former_name, frozen_weights, require_same_run, run_identity
+from jppo.run.trained_model import find_checkpoint, is_checkpoint
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.runlog.checkpoint_arrays import restore
+from jppo.settings import Optimizer, Settings
+from jppo.types import Array, Params, TrainState
+
+
+class TrainedWeights:
+    """The policy or the critic of a loop: its weights and its optimizer's state, with the gradient so far."""
+
+    def __init__(self, how: Trainable, params: Params, opt: Any, section: Optimizer, total_steps: int):
+        """`section` has the optimizer's settings; its schedule is over `total_steps`."""
+        self.how, self.params, self.opt = how, params, opt
+        self._section, self._schedule = section, rate_schedule(section, total_steps)
+        self._carry: Any = None
+        self.accumulated = 0  # gradients since the last step
+        self.stepped = 0  # optimizer steps in this step of the loop, whose mini-batches they are
+        self._learns = False
+        self._whole: tuple[Responses, CompiledLoss, Mini] | None = None  # of the last parts
+
+    @property
+    def model(self) -> Weights:
+        """Returns the whole model, its frozen base included."""
+        return self.how.model(self.params)
+
+    def pack_mini(
+        self,
+        loss: CompiledLoss,
+        given: Responses,
+        of: Responses | None,
+        pack: Callable[[Responses], Mini],
+        now: TrainState,
+    ) -> Mini:
+        """Packs a batch for `forward_backward`, with what the loss needs of the whole batch, which `of` is if given."""
+        mini = pack(given)
+        if of is None:
+            return self._before(loss, mini, now) if loss.looks_ahead else mini
+        if not loss.looks_ahead:
+            return dataclasses.replace(mini, counts=of.counts())
+        if loss.select is not None:
+            given.require_part(of)
+        if self._whole is None or self._whole[0] is not of or self._whole[1] is not loss:
+            self._whole = (of, loss, self._before(loss, pack(of), now))
+        return with_counts_of_whole(mini, self._whole[2])
+
+    def _before(self, loss: CompiledLoss, mini: Mini, now: TrainState) -> Mini:
+        params, base = placing.to_device((self.params, self.how.base))
+        return loss.look_ahead(join(params, base), mini, now.key, now.step, self.stepped)
+
+    def forward_backward(self, loss: CompiledLoss, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Outputs]]:
+        """Adds the gradient of a mini-batch; returns its metrics, and the outputs of each micro-batch."""
+        how = dataclasses.replace(self.how, loss=loss)
+        params, base, further = placing.to_device((self.params, how.base, further))
+        carry, self._carry = how.zeros() if self._carry is None else self._carry, None
+        try:
+            carry, parts = how.forward_backward(params, base, carry, mini, *further)
+        except BaseException:
+            self.discard()  # the carry was donated
+            raise
+        self._carry = carry
+        self.accumulated += 1
+        self._learns = self._learns or mini.learns
+        fetched: list[Outputs] = jax.device_get(parts)
+        return average([join_parts(fetched)]), fetched
+
+    def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
+        """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""
+        name, where = self.how.name, cast(Any, step)
+        if any(x is not None for x in given.values()):
+            where = self._hyperparameters(step, given)
+        before, carry, self._carry = self.params, self._carry, None
+        params = placing.take(self.params)
+        params, self.opt, stats = self.how.optim_step(params, self.opt, carry, where, learns=self._learns)
+        self.params = jax.block_until_ready(placing.put_back(params, before))
+        self.stepped += 1
+        self.discard()
+        return {f"{name}/{key}": float(value) for key, value in jax.device_get(stats).items()}
+
+    def _hyperparameters(self, step: Array, given: dict[str, float | None]) -> optim.Hyperparameters:
+        s, name = self._section, self.how.name
+        betas: Any = s.betas
+        usual = dict(lr=float(self._schedule(step)), beta1=betas[0], beta2=betas[1], eps=optim.ADAM_EPS)
+        usual |= dict(weight_decay=s.weight_decay, grad_clip=s.grad_clip)
+        overrides = {key: value for key, value in given.items() if value is not None}
+        for key, value in overrides.items():
+            if s.optimizer != "adamw" and key not in ("lr", "grad_clip"):
+                raise UserError(
+                    f"optim_step({key}={value}) is of AdamW, and {name}.optimizer={s.optimizer!r}; leave {key} out"
+                )
+            within = 0 <= value < 1 if key.startswith("beta") else value >= 0
+            if not within or not math.isfinite(value):
+                rule = "from 0 to below 1" if key.startswith("beta") else "a finite number, at least 0"
+                raise UserError(f"optim_step({key}={value}): {key} must be {rule}; correct it")
+        hyperparameters = usual | overrides
+        hyperparameters["grad_clip"] = hyperparameters["grad_clip"] or math.inf
+        return optim.Hyperparameters(**{key: np.float32(value) for key, value in hyperparameters.items()})
+
+    def discard(self) -> None:
+        """Drops the accumulated gradient."""
+        self._carry, self.accumulated, self._learns, self._whole = None, 0, False, None
+
+
+def save_state(c: Settings, learner: Learner, folder: pathlib.Path, now: TrainState) -> pathlib.Path:
+    """Writes folder/checkpoints/STEP and returns it once it is on disk."""
+    if is_checkpoint(folder):
+        raise UserError(f"{folder} is a checkpoint; give the folder that has checkpoints/")
+    meta = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
+    step = int(now.step)
+    path = folder / "checkpoints" / str(step)
+    keep = c.trainer.max_ckpt_to_keep
+    with Checkpoints(folder / "checkpoints", keep=keep) as checkpoints:
+        later = [other for other in checkpoints.steps() if other > step]
+        if len(later) >= keep:
+            raise UserError(
+                f"{folder} has checkpoints of later steps, {later}, and the last trainer.max_ckpt_to_keep={keep} stay:"
+                f" the one of step {step} would be removed at once; save it in another folder"
+            )
+        before = path.stat().st_mtime_ns if path.is_dir() else None
+        checkpoints.save(step, state.portable(now, learner.spare()), meta)
+        checkpoints.wait()
+        if not path.is_dir() or path.stat().st_mtime_ns == before:
+            raise OSError(f"the checkpoint of step {step} could not be written to {folder}; make room there")
+    return path
+
+
+def load_state(
+    c: Settings, inputs: ModelConfigs, learner: Learner, path: pathlib.Path, like: TrainState, *, optimizer: bool
+) -> TrainState:
+    """Reads a checkpoint, or the last one of a folder, into the shards of `like`."""
+    now = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
+    checkpoint = find_checkpoint(path, step=None, best=False)
+    if not is_checkpoint(checkpoint):
+        raise UserError(f"{path} has no checkpoint, only a model; open that by jppo.open('{path}/hf')")
+    spare = learner.spare()
+    fits = functools.partial(_require_fitting, now)
+    restored = restore(checkpoint, state.portable(like, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name)
+    loaded = state.placed(restored.state, spare, like)
+    if optimizer and not {*restored.missing} & {*OPTIMIZERS}:
+        return loaded
+    begin = functools.partial(make.begin_optimizer, c, inputs, learner)
+    loaded = dataclasses.replace(loaded, policy_opt=begin("policy", loaded.policy))
+    return loaded if loaded.value is None else dataclasses.replace(loaded, value_opt=begin("value", loaded.value))
+
+
+def _require_fitting(now: dict[str, object], then: dict[str, object]) -> None:
+    """Raises UserError for a checkpoint of another model; the data is the loop's own."""
+    require_same_run(then, now | {"data": then.get("data")})
