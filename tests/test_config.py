@@ -879,6 +879,7 @@ def read_by_parts(config, monkeypatch):
     config.model.lora_rank = 2
     make.make_adapters(read())
     config.model.lora_rank = 0
+    config.algorithm.gdpo_reward_keys = "rule_score"
     for name in parts.ESTIMATORS:
         config.algorithm.adv_estimator = name
         parts.estimator(read())

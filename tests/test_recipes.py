@@ -375,9 +375,9 @@ def test_verls_latest_methods_train(learn, small_run, changes):
 
 
 ESTIMATOR = """
-from jppo.learner.estimate import Estimator, spread
+from jppo.learner.algorithm import Algorithm
 def styled():
-    return Estimator(spread, lambda parts, length, group: parts[:, 0], parts=("style",))
+    return Algorithm(outcome=lambda view: view.part("style"))
 """
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -16,14 +16,17 @@ import jax.numpy as jnp
 import optax
 
 from jppo.algorithms import advantage
-from jppo.learner.estimate import Estimator, spread
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.policy_losses import Objective
 
 def sign(*, gamma):
-    def sequences(score, length, group):
-        return gamma * jnp.sign(advantage.grpo(score, group, norm_adv_by_std=False))
+    def outcome(view):
+        return gamma * jnp.sign(advantage.grpo(view.score, view.group, norm_adv_by_std=False))
 
-    return Estimator(spread, sequences)
+    return Algorithm(outcome=outcome)
+
+def misread():
+    return Algorithm(lambda view: view.reward - view.values)
 
 def unclipped():
     def loss(logp, old_logp, advantage, mask, segment):
@@ -79,8 +82,9 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
 @pytest.mark.parametrize(
     ("setting", "spec", "said"),
     [
-        ("algorithm.adv_estimator", "{}:unclipped", "returns Objective; it must return a jppo.learner.estimate."),
+        ("algorithm.adv_estimator", "{}:unclipped", "returns Objective; it must return a jppo.learner.algorithm."),
         ("algorithm.adv_estimator", "{}:strange", "its parameter 'gama' is no setting of `algorithm`"),
+        ("algorithm.adv_estimator", "{}:misread", "AttributeError: 'TokenView' object has no attribute 'values'"),
         ("algorithm.adv_estimator", "{}:sign", "compares the samples of a prompt, and rollout.n=1"),
         ("actor.loss_mode", "{}:unclaped", "did you mean 'unclipped'?"),
         ("actor.kl_loss_type", "{}:cubed", "defines no 'cubed'"),

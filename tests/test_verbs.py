@@ -25,8 +25,9 @@ import jax
 import numpy as np
 import optax
 
-from jppo.algorithms import advantage, losses
-from jppo.learner import batch, episodes, estimate, optim, packing, ppo, sharding, state, update
+from jppo.algorithms import advantage, losses, masked
+from jppo.learner import batch, episodes, optim, packing, ppo, sharding, state, update
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.trainable import Trainable
 from jppo.models import attention, config_reader
 from jppo.models.decoder import Decoder, init_params
@@ -49,7 +50,7 @@ decoder = Decoder(cfg)
 mean = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
 gae = functools.partial(advantage.gae, gamma=1.0, lam=0.9)
 recipe = ppo.Recipe(
-    estimator=estimate.Estimator(lambda r, v, _, mask: gae(r, v, mask), whiten=True, critic=True),
+    estimator=Algorithm(lambda view: gae(view.reward, view.value, view.mask), transforms=(masked.whiten,)),
     policy_loss=functools.partial(losses.clipped, clip_low=0.2, clip_high=0.2, clip_c=3.0),
     by_sequence=False, weigh=mean, weigh_value=mean, cliprange_value=0.2, entropy_coeff=0.0, kl_penalty=None,
     kl_loss_type=None, kl_loss_coef=0.0, bypass=False, correction=None,

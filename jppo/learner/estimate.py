@@ -10,6 +10,7 @@ from jppo.algorithms import correction, kl, masked, values
 from jppo.algorithms.advantage import energy
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
+from jppo.learner.algorithm import PART, Algorithm, EpisodeView, TokenView
 from jppo.types import Array, Batch
 
 
@@ -95,37 +96,8 @@ def token_count(mask: Array) -> Array:  # [] f32
     return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimator:
-    """An advantage estimator of `algorithm.adv_estimator`: its function and the inputs that it needs."""
-
-    # (token reward [B, L], value [B, L] or None, outcome [B] or None, mask [B, L]) -> advantage and returns [B, L]
-    tokens: Callable[..., tuple[Array, Array]]
-    # (score, length, group) [B] -> the outcome [B] for `tokens`; without it: the greedy responses' scores, if any
-    sequences: Callable[[Array, Array, Array], Array] | None = None
-    whiten: bool = False
-    scored: bool = True  # False: the score is a metric only, and the reward is the KL to the reference alone
-    critic: bool = False
-    greedy: bool = False  # each prompt also gets a greedy response, which is graded
-    by_turn: bool = False  # `tokens` gets a fifth argument, the last tokens of the policy's turns, [B, L] bool
-    parts: tuple[str, ...] = ()  # `sequences` gets these parts of the reward, [B, K], in place of the score
-    energy: bool = False  # `tokens` gets two more arguments, `advantage.energy` [B, L] and the group [B]
-    alone: bool = False  # `sequences` does not read the group
-
-    @property
-    def compares(self) -> bool:
-        """Whether a prompt's samples are compared with each other."""
-        return self.sequences is not None and not self.alone
-
-
-def spread(reward: Array, value: Array | None, outcome: Array, mask: Array) -> tuple[Array, Array]:
-    """Gives each token its sequence's advantage, which is its return too: the `tokens` of an estimator by sequence."""
-    advantage = masked.at_kept(outcome, mask)
-    return advantage, advantage
-
-
 def make_advantages(
-    estimator: Estimator, *, kl_penalty: str | None, correction: Correction | None, bypass: bool,
+    algorithm: Algorithm, *, kl_penalty: str | None, correction: Correction | None, bypass: bool,
     by_sequence: bool, value_norm_decay: float | None = None, positive: bool = False,
 ) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
     """Makes (batch, KL coefficient, statistics of returns) -> new fields of the batch by name, and metrics.
@@ -140,7 +112,7 @@ def make_advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else mismatch(batch)
-        more: tuple[Array, ...] = (masked.ends(batch.mask),) if estimator.by_turn else ()  # before tokens are rejected
+        known = {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}  # before tokens are rejected
         if batch.entropy is not None:
             metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / token_count(batch.mask)
         if batch.routing_differs is not None:
@@ -155,37 +127,44 @@ def make_advantages(
         if weight is not None and by_sequence:
             weight = geometric(weight, mask)
         graded = batch
-        if not estimator.scored:
+        if not algorithm.scored:
             graded = dataclasses.replace(batch, score=jnp.zeros_like(batch.score), earned=None)
-        reward, total, reward_metrics = rewards(graded, penalty_of(batch, kl_penalty), kl_coef)
+        penalty = penalty_of(batch, kl_penalty)
+        reward, total, reward_metrics = rewards(graded, penalty, kl_coef)
         metrics |= reward_metrics
-        outcome = batch.greedy
-        if estimator.sequences is not None:
-            outcome = of_episodes(estimator.sequences, batch, total if batch.parts is None else batch.parts)
-        if estimator.energy:
+        if algorithm.outcome is not None:
+            known["outcome"] = outcomes(algorithm, batch, total)
+        if algorithm.energy:
             assert batch.old_logprob is not None and batch.sum_pi_squared is not None
-            more += (energy(batch.old_logprob, batch.sum_pi_squared, weight), batch.group)
-        advantage, returns = estimator.tokens(reward, value, outcome, mask, *more)
-        advantage = masked.whiten(advantage, mask) if estimator.whiten else advantage
+            known["energy"] = energy(batch.old_logprob, batch.sum_pi_squared, weight)
+        known |= {"reward": reward, "group": batch.group, "mask": mask}
+        known |= {name: x for name, x in (("value", value), ("greedy", batch.greedy)) if x is not None}
+        if "kl_reward" in algorithm.reads:
+            known["kl_reward"] = jnp.where(mask, -kl_coef * penalty, 0.0)
+        estimated = algorithm.advantage(TokenView(known.__getitem__))
+        advantage, returns = estimated if isinstance(estimated, tuple) else (estimated, estimated)
+        for transform in algorithm.transforms:
+            advantage = transform(advantage, mask)
         metrics |= distribution("critic/advantages", advantage, mask)  # as the loss sees them
         if value is not None:
             metrics |= value_metrics(value, returns, mask)
             if value_norm is not None and value_norm_decay is not None:
                 value_norm = values.updated(value_norm, returns, mask, decay=value_norm_decay)
                 returns = jnp.where(mask, values.normalised(returns, value_norm), 0.0)
-        known = {"mask": mask, "weight": weight, "reward": reward, "advantage": advantage, "value_norm": value_norm}
-        known["returns"] = None if value is None else returns
-        known["positive"] = jnp.where(mask & (batch.score > 0)[:, None], 1.0, 0.0) if positive else None
-        return {name: x for name, x in known.items() if x is not None}, metrics
+        added = {"mask": mask, "weight": weight, "reward": reward, "advantage": advantage, "value_norm": value_norm}
+        added["returns"] = None if value is None else returns
+        added["positive"] = jnp.where(mask & (batch.score > 0)[:, None], 1.0, 0.0) if positive else None
+        return {name: x for name, x in added.items() if x is not None}, metrics
 
     return advantages
 
 
-def of_episodes(sequences: Callable[..., Array], batch: Batch, total: Array) -> Array:  # [B]
+def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     """Returns the outcome of each row's episode, with the tokens and penalties of all its branches.
 
     The length of a response is its kept tokens, or all that were sampled if none is kept: its score counts.
     """
+    assert algorithm.outcome is not None
 
     def summed(x: Array) -> Array:
         if batch.episode is None:
@@ -195,11 +174,14 @@ def of_episodes(sequences: Callable[..., Array], batch: Batch, total: Array) -> 
     length = summed(jnp.sum(batch.mask, axis=1, dtype=jnp.float32))
     if batch.length is not None:
         length = jnp.where(length > 0, length, summed(batch.length))
-    if batch.episode is None or total.ndim == 2:  # all rows of an episode have its parts
-        outcome = sequences(total, length, batch.group)
-        return outcome if batch.episode is None else outcome[batch.episode]
-    score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
-    return sequences(score + summed(total - score), length, batch.group)[batch.episode]
+    known = {"score": total, "length": length, "group": batch.group}
+    if batch.parts is not None:  # all rows of an episode have its parts
+        known |= {f"{PART}{name}": batch.parts[:, i] for i, name in enumerate(algorithm.parts)}
+    if batch.episode is not None:  # the score once, and the penalties of all branches
+        score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
+        known["score"] = score + summed(total - score)
+    outcome = algorithm.outcome(EpisodeView(known.__getitem__))
+    return outcome if batch.episode is None else outcome[batch.episode]
 
 
 def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]

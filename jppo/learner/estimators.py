@@ -9,129 +9,130 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jppo.algorithms import advantage
-from jppo.learner.estimate import Estimator, spread
+from jppo.algorithms import advantage, masked
+from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView
 from jppo.types import Array
 
 
 def gae(
     *, gamma: float, lam: float, lam_alpha: float | None, critic_lam: float | None, gamma_by: str = "token"
-) -> Estimator:
+) -> Algorithm:
     """Makes GAE; the returns have a λ of their own if `critic_lam` is set (VC-PPO, Yuan et al., arXiv:2503.01491)."""
 
-    def estimate(reward: Array, value: Array, _: Array, mask: Array, *turn_ends: Array) -> tuple[Array, Array]:
-        gae_at = functools.partial(advantage.gae, reward, value, mask, gamma=_discount(gamma, *turn_ends))
-        advantages, returns = gae_at(lam=lam if lam_alpha is None else advantage.adaptive_lam(mask, alpha=lam_alpha))
+    def estimate(view: TokenView) -> tuple[Array, Array]:
+        discount = _discount(gamma, gamma_by, view)
+        gae_at = functools.partial(advantage.gae, view.reward, view.value, view.mask, gamma=discount)
+        advantages, returns = gae_at(
+            lam=lam if lam_alpha is None else advantage.adaptive_lam(view.mask, alpha=lam_alpha)
+        )
         if critic_lam is not None and (lam_alpha is not None or critic_lam != lam):
             returns = gae_at(lam=critic_lam)[1]
         return advantages, returns
 
-    return Estimator(estimate, whiten=True, critic=True, by_turn=gamma_by == "turn")
+    return Algorithm(estimate, transforms=(masked.whiten,))
 
 
-def reinforce_plus_plus(*, gamma: float, gamma_by: str = "token") -> Estimator:
-    def estimate(reward: Array, _: Array, __: Array, mask: Array, *turn_ends: Array) -> tuple[Array, Array]:
-        return _as_returns_too(advantage.reinforce_plus_plus(reward, mask, gamma=_discount(gamma, *turn_ends)))
+def reinforce_plus_plus(*, gamma: float, gamma_by: str = "token") -> Algorithm:
+    def estimate(view: TokenView) -> Array:
+        return advantage.reinforce_plus_plus(view.reward, view.mask, gamma=_discount(gamma, gamma_by, view))
 
-    return Estimator(estimate, whiten=True, by_turn=gamma_by == "turn")
-
-
-def _discount(gamma: float, *turn_ends: Array) -> float | Array:
-    """Returns γ, or with the last tokens of turns γ after each of them and 1 elsewhere."""
-    return jnp.where(turn_ends[0], gamma, 1.0) if turn_ends else gamma
+    return Algorithm(estimate, transforms=(masked.whiten,))
 
 
-def distill(*, gamma: float) -> Estimator:
+def _discount(gamma: float, gamma_by: str, view: TokenView) -> float | Array:
+    """Returns γ, or by turn γ after the last token of each turn and 1 elsewhere."""
+    return jnp.where(view.turn_ends, gamma, 1.0) if gamma_by == "turn" else gamma
+
+
+def distill(*, gamma: float) -> Algorithm:
     """Makes the return of -β KL to a teacher, without score or whitening: at γ = 0 on-policy distillation by token."""
-    estimate = functools.partial(advantage.reinforce_plus_plus, gamma=gamma)
-    return Estimator(lambda reward, _, __, mask: _as_returns_too(estimate(reward, mask)), scored=False)
+    return Algorithm(lambda view: advantage.reinforce_plus_plus(view.kl_reward, view.mask, gamma=gamma))
 
 
-def remax() -> Estimator:
-    return Estimator(
-        lambda reward, _, greedy, mask: _as_returns_too(advantage.remax(reward, greedy, mask)), greedy=True
-    )
+def remax() -> Algorithm:
+    return Algorithm(lambda view: advantage.remax(view.reward, view.greedy, view.mask))
 
 
-def grpo(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
+def grpo(*, norm_adv_by_std_in_grpo: bool) -> Algorithm:
     estimate = functools.partial(advantage.grpo, norm_adv_by_std=norm_adv_by_std_in_grpo)
-    return Estimator(spread, lambda score, _, group: estimate(score, group))
+    return Algorithm(outcome=lambda view: estimate(view.score, view.group))
 
 
-def grpo_passk(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
+def grpo_passk(*, norm_adv_by_std_in_grpo: bool) -> Algorithm:
     estimate = functools.partial(advantage.grpo_passk, norm_adv_by_std=norm_adv_by_std_in_grpo)
-    return Estimator(spread, lambda score, _, group: estimate(score, group))
+    return Algorithm(outcome=lambda view: estimate(view.score, view.group))
 
 
-def grpo_vectorized(*, norm_adv_by_std_in_grpo: bool) -> Estimator:
+def grpo_vectorized(*, norm_adv_by_std_in_grpo: bool) -> Algorithm:
     return grpo(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
 
 
-def gpg() -> Estimator:
-    def sequences(score: Array, _: Array, group: Array) -> Array:
+def gpg() -> Algorithm:
+    def outcome(view: EpisodeView) -> Array:
+        group = view.group
         graded = jnp.bincount(group, length=len(group))[group] > 1  # alone is padding, or was not graded
-        return advantage.gpg(score, group, graded)
+        return advantage.gpg(view.score, group, graded)
 
-    return Estimator(spread, sequences)
+    return Algorithm(outcome=outcome)
 
 
-def gdpo(*, norm_adv_by_std_in_grpo: bool, gdpo_reward_keys: str, gdpo_reward_weights: str) -> Estimator:
+def gdpo(*, norm_adv_by_std_in_grpo: bool, gdpo_reward_keys: str, gdpo_reward_weights: str) -> Algorithm:
+    """Makes GDPO (arXiv:2601.05242): parts of the reward are normalised apart, then added."""
     keys, weights = (
         [entry.strip() for entry in text.split(",") if entry] for text in (gdpo_reward_keys, gdpo_reward_weights)
     )
     numbers = tuple(map(float, weights)) or (1.0,) * len(keys)
     options = dict[str, Any](weights=numbers, norm_adv_by_std=norm_adv_by_std_in_grpo)
 
-    def estimate(parts: Array, group: Array) -> Array:
-        return advantage.gdpo(parts, group, **options)
+    def outcome(view: EpisodeView) -> Array:
+        return advantage.gdpo(jnp.stack([view.part(key) for key in keys], axis=1), view.group, **options)
 
-    return Estimator(spread, lambda parts, _, group: estimate(parts, group), whiten=True, parts=tuple(keys))
+    return Algorithm(outcome=outcome, transforms=(masked.whiten,))
 
 
-def optimal_token_baseline() -> Estimator:
+def optimal_token_baseline() -> Algorithm:
     return _token_baseline(by_kept=False)
 
 
-def tir_optimal_token_baseline() -> Estimator:
+def tir_optimal_token_baseline() -> Algorithm:
     return _token_baseline(by_kept=True)
 
 
-def _token_baseline(*, by_kept: bool) -> Estimator:
-    def estimate(reward: Array, _: Array, __: Array, mask: Array, energy: Array, group: Array) -> tuple[Array, Array]:
-        return advantage.optimal_token_baseline(reward, energy, mask, group, by_kept=by_kept)
+def _token_baseline(*, by_kept: bool) -> Algorithm:
+    def estimate(view: TokenView) -> tuple[Array, Array]:
+        return advantage.optimal_token_baseline(view.reward, view.energy, view.mask, view.group, by_kept=by_kept)
 
-    return Estimator(estimate, lambda score, _, __: score, energy=True)
-
-
-def rloo() -> Estimator:
-    return Estimator(spread, lambda score, _, group: advantage.rloo(score, group))
+    return Algorithm(estimate)
 
 
-def rloo_vectorized() -> Estimator:
-    return Estimator(spread, lambda score, _, group: advantage.rloo_vectorized(score, group))
+def rloo() -> Algorithm:
+    return Algorithm(outcome=lambda view: advantage.rloo(view.score, view.group))
 
 
-def reinforce_plus_plus_baseline() -> Estimator:
-    return Estimator(spread, lambda score, _, group: advantage.reinforce_plus_plus_baseline(score, group), whiten=True)
+def rloo_vectorized() -> Algorithm:
+    return Algorithm(outcome=lambda view: advantage.rloo_vectorized(view.score, view.group))
 
 
-def reinforce_no_baseline() -> Estimator:
+def reinforce_plus_plus_baseline() -> Algorithm:
+    return Algorithm(
+        outcome=lambda view: advantage.reinforce_plus_plus_baseline(view.score, view.group),
+        transforms=(masked.whiten,),
+    )
+
+
+def reinforce_no_baseline() -> Algorithm:
     """Makes A = s, without a baseline (Williams, 1992): what grpo, rloo and opo of one sample a prompt are in verl."""
-    return Estimator(spread, lambda score, _, __: score, alone=True)
+    return Algorithm(outcome=lambda view: view.score)
 
 
-def opo() -> Estimator:
-    return Estimator(spread, advantage.opo)
-
-
-def _as_returns_too(x: Array) -> tuple[Array, Array]:
-    return x, x  # no critic reads the returns
+def opo() -> Algorithm:
+    return Algorithm(outcome=lambda view: advantage.opo(view.score, view.length, view.group))
 
 
 _BY_TOKEN = (gae, reinforce_plus_plus, distill, remax)
 _BY_SEQUENCE = (reinforce_no_baseline,)
 _BY_GROUP = (grpo, grpo_vectorized, grpo_passk, rloo, rloo_vectorized, reinforce_plus_plus_baseline, opo, gpg, gdpo)
 _BY_BOTH = (optimal_token_baseline, tir_optimal_token_baseline)
-ESTIMATORS: dict[str, Callable[..., Estimator]] = {
+ESTIMATORS: dict[str, Callable[..., Algorithm]] = {
     f.__name__: f for f in (*_BY_TOKEN, *_BY_SEQUENCE, *_BY_GROUP, *_BY_BOTH)
 }

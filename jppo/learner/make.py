@@ -18,7 +18,7 @@ import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a l
 from jppo.algorithms import kl, losses
 from jppo.errors import UserError
 from jppo.learner import cost, estimate, optim, packing, ppo, programs, score, sharding, state, update
-from jppo.learner.estimate import Estimator
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.policy_losses import Objective
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.trainable import CompiledLoss, Trainable
@@ -311,10 +311,10 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
     return dataclasses.replace(trained, learned=placing.to_host(trained.learned), base=base)
 
 
-def make_estimator(c: Settings) -> Estimator:
+def make_estimator(c: Settings) -> Algorithm:
     """Makes the estimator that `algorithm.adv_estimator` names."""
     estimator = parts.estimator(c)
-    assert isinstance(estimator, Estimator)
+    assert isinstance(estimator, Algorithm)
     return estimator
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import kl, losses
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.policy_losses import Selection, make_select
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import placing
@@ -50,7 +51,7 @@ class Models:
 class Recipe:
     """The computations of a run: pure functions with their settings bound."""
 
-    estimator: estimate.Estimator
+    estimator: Algorithm
     policy_loss: Callable[..., losses.PolicyLoss]
     by_sequence: bool  # the policy loss is one number per sequence
     weigh: update.Weigh  # token weights in the policy's loss

@@ -1,18 +1,22 @@
 """The registries of parts that settings name; a user-defined part is an entry like these (docs/extending.md)."""
 
+import functools
 from collections import ChainMap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from jppo.registry import Registry, resolve
+from jppo.errors import UserError
+from jppo.registry import Registry, resolve, said
+from jppo.settings.texts import check_factors
 
 if TYPE_CHECKING:
     from jppo.settings.table import Settings
+    from jppo.settings.table_training import Algorithm
 
 Part = Callable[..., object]
 
 ESTIMATORS = Registry[Part](
-    "estimators", "jppo.learner.estimators:ESTIMATORS", returns="jppo.learner.estimate:Estimator"
+    "estimators", "jppo.learner.estimators:ESTIMATORS", returns="jppo.learner.algorithm:Algorithm"
 )
 POLICY_LOSSES = Registry[Part](
     "policy_losses", "jppo.learner.policy_losses:POLICY_LOSSES", returns="jppo.learner.policy_losses:Objective"
@@ -79,9 +83,34 @@ class PolicyLossFields(Protocol):
 
 def estimator(config: "Settings") -> EstimatorFields:
     """Returns the estimator that `algorithm.adv_estimator` names; `critic.lam` is its `critic_lam`."""
-    values = ChainMap[str, object](dict(critic_lam=config.critic.lam), vars(config.algorithm))
-    made = ESTIMATORS.make(config.algorithm.adv_estimator, "algorithm.adv_estimator", values)
-    return cast(EstimatorFields, made)  # `make` has checked the class
+    section, critic_lam = config.algorithm, config.critic.lam
+    if ":" in section.adv_estimator:
+        return _make_estimator(section, critic_lam)
+    return _make_known_estimator(section, critic_lam)
+
+
+def _make_estimator(section: "Algorithm", critic_lam: float | None) -> EstimatorFields:
+    check_factors(section.gdpo_reward_keys, section.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
+    if section.adv_estimator == "gdpo" and not section.gdpo_reward_keys:
+        raise UserError(
+            "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
+            " apart; name some, such as rule_score,format_score"
+        )
+    values = ChainMap[str, object](dict(critic_lam=critic_lam), vars(section))
+    named = ESTIMATORS.make(section.adv_estimator, "algorithm.adv_estimator", values)
+    made = cast(EstimatorFields, named)  # `make` has checked the class
+    try:
+        made.parts  # noqa: B018  # its functions run on shapes, once
+    except Exception as e:  # a user's function may raise anything
+        raise UserError(
+            f"algorithm.adv_estimator={section.adv_estimator!r}: a function of it raises {said(e)} for arrays that JAX"
+            " traces; correct it"
+        ) from e
+    return made
+
+
+# The rules between settings ask for it several times; a user's file may change between two calls, and jppo's may not.
+_make_known_estimator = functools.lru_cache(maxsize=64)(_make_estimator)
 
 
 def objective(config: "Settings") -> PolicyLossFields:

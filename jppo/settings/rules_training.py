@@ -7,7 +7,7 @@ from jppo.errors import UserError
 from jppo.settings import parts
 from jppo.settings.table import TABLE, Common, PairTraining, PreferenceTuning, Settings, optimizers, value_of
 from jppo.settings.table_training import Critic, Model, Optimizer
-from jppo.settings.texts import check_factors, rejection_rules
+from jppo.settings.texts import rejection_rules
 
 
 def training_rules(config: Common) -> Iterator[Callable[[], None]]:
@@ -66,12 +66,6 @@ def _critic(config: Settings) -> None:
 
 def _inputs_of_estimator(config: Settings) -> None:
     a, estimator = config.algorithm, parts.estimator(config)
-    check_factors(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
-    if a.adv_estimator == "gdpo" and not a.gdpo_reward_keys:
-        raise UserError(
-            "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
-            " apart; name some, such as rule_score,format_score"
-        )
     if estimator.parts and a.use_kl_in_reward:
         raise UserError(
             f"algorithm.use_kl_in_reward=True: algorithm.adv_estimator={a.adv_estimator!r} reads parts of the reward,"

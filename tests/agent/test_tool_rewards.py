@@ -134,7 +134,7 @@ def test_gae_credits_the_turn_and_a_group_sees_the_sum(plain):
     how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
 
     def advantages(estimator, data):
-        run = jax.jit(estimate.make_advantages(dataclasses.replace(estimator, whiten=False), **how))
+        run = jax.jit(estimate.make_advantages(dataclasses.replace(estimator, transforms=()), **how))
         return np.asarray(run(data, 0.0)[0]["advantage"])
 
     gae = estimators.gae(gamma=GAMMA, lam=LAM, lam_alpha=None, critic_lam=None)

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jppo.algorithms import advantage, losses
-from jppo.learner import batch, episodes, estimate, estimators, optim, packing, ppo, sharding, state, update
+from jppo.algorithms import advantage, losses, masked
+from jppo.learner import batch, episodes, estimators, optim, packing, ppo, sharding, state, update
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.trainable import Trainable
 from jppo.models import config_reader, experts, modules, sequence_parallel
 from jppo.models.attention import make_plain
@@ -81,11 +82,9 @@ def recipe(estimator="gae", **changes):
     token_mean = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
     gae = functools.partial(advantage.gae, gamma=s.gamma, lam=s.lam)
     made = {
-        "gae": estimate.Estimator(lambda reward, value, _, mask: gae(reward, value, mask), whiten=True, critic=True),
+        "gae": Algorithm(lambda view: gae(view.reward, view.value, view.mask), transforms=(masked.whiten,)),
         "decoupled": estimators.gae(gamma=s.gamma, lam=s.lam, lam_alpha=0.3, critic_lam=1.0),
-        "grpo": estimate.Estimator(
-            estimate.spread, lambda score, _, group: advantage.grpo(score, group, norm_adv_by_std=True)
-        ),
+        "grpo": Algorithm(outcome=lambda view: advantage.grpo(view.score, view.group, norm_adv_by_std=True)),
     }
     settings = dict(
         estimator=made[estimator],

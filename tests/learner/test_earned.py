@@ -8,6 +8,7 @@ import pytest
 
 from jppo.algorithms import masked
 from jppo.learner import batch, estimate, estimators
+from jppo.learner.algorithm import TokenView
 from jppo.types import Reward
 from tests import make
 
@@ -39,7 +40,7 @@ def made(estimator, data, *, rng=None):
     value, penalty = rng.normal(size=(2, *data.mask.shape)).astype(np.float32)
     data = dataclasses.replace(data, value=value if estimator.critic else None, exact_kl=penalty)
     how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
-    run = jax.jit(estimate.make_advantages(dataclasses.replace(estimator, whiten=False), **how))
+    run = jax.jit(estimate.make_advantages(dataclasses.replace(estimator, transforms=()), **how))
     return *run(data, KL_COEF), value, penalty
 
 
@@ -125,11 +126,11 @@ def test_discounting_by_turn_is_by_the_definition(rejected):
     made = estimators.gae(gamma=GAMMA, gamma_by="turn", lam=LAM, lam_alpha=None, critic_lam=None)
     ends = masked.ends(sampled[None])
     assert np.flatnonzero(ends[0]).tolist() == [1, 6, 8]
-    rows = np.float32(reward[None]), np.float32(value[None]), np.zeros(1, np.float32), kept[None]
-    advantage, returns = made.tokens(*rows, ends)
+    view = dict(reward=np.float32(reward[None]), value=np.float32(value[None]), mask=kept[None], turn_ends=ends)
+    advantage, returns = made.advantage(TokenView(view.__getitem__))
     np.testing.assert_allclose(advantage[0, chosen], list(expected.values()), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(returns[0, chosen], value[chosen] + list(expected.values()), rtol=1e-5, atol=1e-6)
-    other = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn").tokens(*rows, ends)[0]
+    other = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn").advantage(TokenView(view.__getitem__))
     to_go = [sum(GAMMA ** (turn[u] - turn[t]) * reward[u] for u in chosen if u >= t) for t in chosen]
     np.testing.assert_allclose(other[0, chosen], to_go, rtol=1e-5, atol=1e-6)
 
@@ -144,7 +145,7 @@ def test_turns_are_those_before_tokens_are_rejected():
     reject = estimate.Correction(level=None, lower=0.5, upper=2.0, normalize=False, rules=(("token_k1", 0.5, 2.0),))
     made = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn")
     how = dict(kl_penalty=None, correction=reject, bypass=False, by_sequence=False)
-    run = jax.jit(estimate.make_advantages(dataclasses.replace(made, whiten=False), **how))
+    run = jax.jit(estimate.make_advantages(dataclasses.replace(made, transforms=()), **how))
     known, _ = run(old, np.float32(0))
     assert np.asarray(known["mask"])[2].tolist() == [True, False, True, False, False, False]
     np.testing.assert_allclose(known["advantage"][2, [0, 2]], [1.0, 0.5], rtol=1e-6)

@@ -7,8 +7,19 @@ import numpy as np
 import pytest
 
 from jppo.learner import batch, estimate, estimators
+from jppo.learner.algorithm import EpisodeView, TokenView
 from jppo.types import Batch, Reward
 from tests.make import trajectory
+
+
+def tokens(**arrays):
+    """The view of an advantage."""
+    return TokenView(arrays.__getitem__)
+
+
+def episodes(**arrays):
+    """The view of an outcome."""
+    return EpisodeView(arrays.__getitem__)
 
 
 def test_the_critic_may_have_another_lambda():
@@ -17,10 +28,11 @@ def test_the_critic_may_have_another_lambda():
     δ = (0 + 2 - 1, 4 - 2) = (1, 2).  A = (1 + 0.5 · 2, 2) = (2, 2).  Returns of λ = 1 are the reward to come: (4, 4);
     of λ = 0.5, A + V = (3, 4).
     """
-    rows = np.float32([[0.0, 4.0]]), np.float32([[1.0, 2.0]]), np.float32([0.0]), np.array([[True, True]])
+    reward, value, mask = np.float32([[0.0, 4.0]]), np.float32([[1.0, 2.0]]), np.array([[True, True]])
 
     def found(**how):
-        return estimators.gae(gamma=1.0, **dict(lam=0.5, lam_alpha=None, critic_lam=None) | how).tokens(*rows)
+        made = estimators.gae(gamma=1.0, **dict(lam=0.5, lam_alpha=None, critic_lam=None) | how)
+        return made.advantage(tokens(reward=reward, value=value, mask=mask))
 
     np.testing.assert_array_equal(found(), [[[2.0, 2.0]], [[3.0, 4.0]]])
     np.testing.assert_array_equal(found(critic_lam=0.5), [[[2.0, 2.0]], [[3.0, 4.0]]])
@@ -34,7 +46,8 @@ def test_the_critic_may_have_another_lambda():
 def test_a_second_scan_only_for_a_second_lambda(how, scans):
     made = estimators.gae(**dict(gamma=1.0, lam=0.9, lam_alpha=None, critic_lam=None) | how)
     rows, mask = np.ones((2, 3), np.float32), np.ones((2, 3), np.bool_)
-    assert str(jax.make_jaxpr(made.tokens)(rows, rows, rows[:, 0], mask)).count("= scan[") == scans
+    view = tokens(reward=rows, value=rows, mask=mask)
+    assert str(jax.make_jaxpr(lambda: made.advantage(view))()).count("= scan[") == scans
 
 
 @pytest.mark.parametrize("gamma,expected", [(0.0, [-0.2, -0.4, 0.0, 0.6]), (0.5, [-0.25, -0.1, 0.0, 0.6])])
@@ -58,18 +71,20 @@ def test_distillation_by_hand(gamma, expected):
 
 
 def test_reinforce_without_a_baseline_is_verls_grpo_rloo_and_opo_of_one_sample():
-    score, length, group = np.float32([3.0, -1.0, 0.5]), np.float32([2.0, 1.0, 4.0]), np.arange(3)
+    score = np.float32([3.0, -1.0, 0.5])
+    view = episodes(score=score, length=np.float32([2.0, 1.0, 4.0]), group=np.arange(3))
     made = estimators.reinforce_no_baseline()
-    np.testing.assert_array_equal(made.sequences(score, length, group), score)
+    np.testing.assert_array_equal(made.outcome(view), score)
     for other in (estimators.grpo(norm_adv_by_std_in_grpo=True), estimators.rloo(), estimators.opo()):
-        np.testing.assert_allclose(other.sequences(score, length, group), score, rtol=2e-6)
+        np.testing.assert_allclose(other.outcome(view), score, rtol=2e-6)
     assert not made.compares and other.compares
 
 
 def test_gpg_counts_the_responses_of_groups_of_two_or_more():
     """One response of four has a score, so the scale is 4; the fifth is alone, which is padding or was not graded."""
-    score, length, group = np.float32([1.0, 0.0, 0.0, 0.0, 4.0]), np.ones(5, np.float32), np.int32([2, 2, 0, 0, 1])
-    found = estimators.gpg().sequences(score, length, group)
+    found = estimators.gpg().outcome(
+        episodes(score=np.float32([1.0, 0.0, 0.0, 0.0, 4.0]), group=np.int32([2, 2, 0, 0, 1]))
+    )
     np.testing.assert_allclose(found, [2.0, -2.0, 0.0, 0.0, 16.0], rtol=1e-6)
 
 
@@ -84,7 +99,7 @@ def test_normalised_values_by_hand():
         mask=mask, rollout_logprob=np.zeros((1, 3), np.float32), first=np.zeros(1, np.int32), score=np.float32([4.0]),
         group=np.zeros(1, np.int32), greedy=None, value=np.float32([[1.0, 2.0, 9.0]]),
     )  # fmt: skip
-    made = dataclasses.replace(estimators.gae(gamma=1.0, lam=1.0, lam_alpha=None, critic_lam=None), whiten=False)
+    made = dataclasses.replace(estimators.gae(gamma=1.0, lam=1.0, lam_alpha=None, critic_lam=None), transforms=())
     how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
     advantages = jax.jit(estimate.make_advantages(made, **how, value_norm_decay=0.5))
     known, metrics = advantages(data, np.float32(0), np.float32([0.5, 1.0, 4.0]))

@@ -1,0 +1,172 @@
+"""What an algorithm is: pure functions of the arrays of a step, each of which reads one view of them.
+
+The reads are recorded once, on shapes, so that a run computes what is read and nothing else: a critic is built where
+values are read, a greedy response sampled where its score is. A function may be a closure, a partial, or built from
+others; jppo's own, in `estimators.py`, are written with the same means as a user's.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.algorithms import masked
+from jppo.types import Array
+
+PART = "part of the reward: "
+
+
+class View:
+    """Arrays of a step by name, for a function that reads some of them."""
+
+    def __init__(self, take: Callable[[str], Array]):
+        """`take` returns an array by its name, and raises KeyError for one that was not recorded as read."""
+        self._take = take
+
+
+class EpisodeView(View):
+    """What an outcome may read: arrays [N], an entry for each episode."""
+
+    @property
+    def score(self) -> Array:
+        """The score less the KL in the reward, f32; 0 without a score."""
+        return self._take("score")
+
+    @property
+    def length(self) -> Array:
+        """The trained tokens, f32; all sampled ones where none is trained on."""
+        return self._take("length")
+
+    @property
+    def group(self) -> Array:
+        """Equal for the episodes of a prompt, i32, below N."""
+        return self._take("group")
+
+    def part(self, name: str) -> Array:
+        """The part of the reward of this name, f32, without the KL."""
+        return self._take(f"{PART}{name}")
+
+
+class TokenView(View):
+    """What an advantage may read: arrays [B, L], and [B] where it says so; B are responses, and branches of agents."""
+
+    @property
+    def outcome(self) -> Array:
+        """The outcome of the response's episode, [B] f32."""
+        return self._take("outcome")
+
+    @property
+    def reward(self) -> Array:
+        """The token's reward, f32: -β KL and what it earned; the rest of the score at the last token."""
+        return self._take("reward")
+
+    @property
+    def kl_reward(self) -> Array:
+        """-β KL alone, f32: the score is a metric only."""
+        return self._take("kl_reward")
+
+    @property
+    def value(self) -> Array:
+        """The critic's value of the state before the token, f32."""
+        return self._take("value")
+
+    @property
+    def greedy(self) -> Array:
+        """The score of a greedy response to the same prompt, [B] f32."""
+        return self._take("greedy")
+
+    @property
+    def energy(self) -> Array:
+        """(1 - 2 π + Σ_a π(a)²) ρ² of the old policy and the importance weight, f32 (`advantage.energy`)."""
+        return self._take("energy")
+
+    @property
+    def turn_ends(self) -> Array:
+        """The last tokens of the policy's turns, bool, before tokens are rejected."""
+        return self._take("turn_ends")
+
+    @property
+    def group(self) -> Array:
+        """Equal for the responses to a prompt, [B] i32."""
+        return self._take("group")
+
+    @property
+    def mask(self) -> Array:
+        """The trained tokens, bool."""
+        return self._take("mask")
+
+
+N, L = 2, 3  # of the shapes on which reads are recorded
+BY_TOKEN = ("reward", "kl_reward", "value", "energy", "mask", "turn_ends")  # [B, L]; the others are [N]
+DTYPES = {"group": np.int32, "mask": np.bool_, "turn_ends": np.bool_}  # the others are f32
+
+
+def spread_outcome(view: TokenView) -> Array:
+    """Gives each trained token its episode's outcome."""
+    return masked.at_kept(view.outcome, view.mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How advantages follow from rewards: `algorithm.adv_estimator` names one."""
+
+    # The advantage of each token [B, L], or the pair of it and of the returns that a critic learns, else the same.
+    advantage: Callable[[TokenView], Array | tuple[Array, Array]] = spread_outcome
+    outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; None: `advantage` reads none
+    transforms: tuple[Callable[[Array, Array], Array], ...] = ()  # of the advantage, and the mask; not of the returns
+
+    @functools.cached_property
+    def reads(self) -> tuple[str, ...]:
+        """The names of what the functions read, in the order of the first reads."""
+        seen: dict[str, None] = {}
+
+        def take(name: str) -> Array:
+            seen[name] = None
+            return jnp.zeros((N, L) if name in BY_TOKEN else (N,), DTYPES.get(name, np.float32))
+
+        def run() -> Any:
+            if self.outcome is not None:
+                self.outcome(EpisodeView(take))
+            return self.advantage(TokenView(take))
+
+        jax.eval_shape(run)
+        return tuple(seen)
+
+    @property
+    def critic(self) -> bool:
+        """Whether it reads values."""
+        return "value" in self.reads
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each prompt also gets a greedy response, which is graded."""
+        return "greedy" in self.reads
+
+    @property
+    def energy(self) -> bool:
+        """Whether it reads the old policy's probabilities of all tokens."""
+        return "energy" in self.reads
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether it discounts from turn to turn."""
+        return "turn_ends" in self.reads
+
+    @property
+    def compares(self) -> bool:
+        """Whether a prompt's samples are compared with each other."""
+        return "group" in self.reads
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the reward that it reads in place of the score."""
+        return tuple(name.removeprefix(PART) for name in self.reads if name.startswith(PART))
+
+    @property
+    def scored(self) -> bool:
+        """Whether it reads the score; else it is a metric only."""
+        return not {"score", "reward", "greedy"}.isdisjoint(self.reads) or bool(self.parts)

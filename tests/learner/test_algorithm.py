@@ -1,0 +1,66 @@
+"""What an algorithm reads is recorded, whatever its functions are made of; what it does not read is not computed."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jppo.learner import estimators
+from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView
+
+OPTIONS = dict(gamma=0.9, lam=0.8, lam_alpha=None, critic_lam=None, norm_adv_by_std_in_grpo=True)
+OPTIONS |= dict(gdpo_reward_keys="style,rule", gdpo_reward_weights="")
+COMPARE = {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo"}
+COMPARE |= {"gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
+
+
+def made(name):
+    """One of jppo's own, with the options that it takes."""
+    make = estimators.ESTIMATORS[name]
+    return make(**{key: value for key, value in OPTIONS.items() if key in names(make)})
+
+
+def names(function):
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+@pytest.mark.parametrize("name", estimators.ESTIMATORS)
+def test_what_jppos_own_read_is_what_their_papers_need(name):
+    one = made(name)
+    assert one.critic == (name == "gae") and one.greedy == (name == "remax")
+    assert one.compares == (name in COMPARE)
+    assert one.energy == name.endswith("token_baseline")
+    assert one.scored == (name != "distill")
+    assert one.parts == (("style", "rule") if name == "gdpo" else ())
+    assert not one.by_turn
+
+
+def test_a_read_in_a_closure_a_partial_or_a_branch_of_python_is_recorded():
+    def half(view, *, by):
+        return view.value / by
+
+    def advantage(view):
+        later = functools.partial(half, by=2.0)
+        return jnp.where(view.mask, later(view), 0.0) if view.reward.ndim == 2 else view.energy
+
+    one = Algorithm(advantage)
+    assert one.reads == ("reward", "mask", "value") and one.critic and not one.energy
+
+
+def test_an_array_that_was_not_recorded_is_not_there():
+    """It would be read in another run of the function than the one that was recorded."""
+    known = {"reward": np.zeros((1, 2), np.float32)}
+    with pytest.raises(KeyError, match="value"):
+        TokenView(known.__getitem__).value  # noqa: B018
+
+
+def test_an_outcome_alone_is_spread_over_the_trained_tokens():
+    one = Algorithm(outcome=lambda view: view.score - view.part("format"))
+    arrays = {"score": jnp.array([3.0, 5.0]), "part of the reward: format": jnp.array([1.0, 1.0])}
+    outcome = one.outcome(EpisodeView(arrays.__getitem__))
+    mask = np.bool_([[1, 0, 1], [1, 1, 0]])
+    known = {"outcome": outcome, "mask": mask}
+    np.testing.assert_array_equal(one.advantage(TokenView(known.__getitem__)), [[2, 0, 2], [4, 4, 0]])
+    assert one.parts == ("format",) and one.scored and not one.compares
