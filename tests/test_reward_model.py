@@ -120,13 +120,13 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     cfg, some = task.cfg, task.pairs.pairs[:12]
     how = dict(head="value", key=jax.random.key(3), adapters=task.adapters)
     trained = load_trained(typed(c), task.mesh, cfg, c.model.path, **how)
-    descent, _ = make_trainable(typed(c).optim, "rm", task.loss, trained, 1)
+    trainable, _ = make_trainable(typed(c).optim, "rm", task.loss, trained, 1)
     how = dict(source=c.model.path, dtype="float32", head="value", changes=task.changes)
     path = hf_write.save_model(c.trainer.run_dir, trained.learned, cfg, **how)
     micros = pairs.pack_pairs(task, some)
     assert len(micros) > 2 or tokens == 8192
-    slopes = task.slope(pairs.score_pairs(task, descent, trained.learned, micros, len(some)), pairs.margins(some))
-    carry = descent.zeros()
+    slopes = task.slope(pairs.score_pairs(task, trainable, trained.learned, micros, len(some)), pairs.margins(some))
+    carry = trainable.zeros()
     mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
     for micro in mini.micros:
         rows = jax.device_put(micro, mini.place)
