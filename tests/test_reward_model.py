@@ -13,14 +13,14 @@ from jppo import reward_model, settings
 from jppo.data.preferences import Pair
 from jppo.errors import UserError
 from jppo.learner import batch, packing, sharding
-from jppo.learner.make import load_trained, make_trainable
+from jppo.learner.make import load_trained, make_adapters, make_trainable
 from jppo.models import hf, hf_write
 from jppo.rewards.classifier import JaxRewardModel, choose_engine, read_classifier
 from jppo.rewards.model import Texts
 from jppo.run import pairs
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics
-from tests.make import record_reads, typed, unread
+from tests.make import changed, record_reads, typed, unread
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}
 
@@ -83,6 +83,7 @@ def theirs(path):
 
 
 def test_it_learns_and_transformers_gives_the_same_scores(trained, config, seen):
+    make_adapters(typed(changed(config, {"model.lora_rank": 2})))  # reads what only adapters have
     assert unread(config, seen) == {"trainer.total_epochs"}, "which total_training_steps replaces"
     found = read_metrics(trained)
     assert [m["step"] for m in found if "rm/val_accuracy" in m] == [30, 60]
