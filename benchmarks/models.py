@@ -265,15 +265,15 @@ def updated(s: Subject, adapters: Lora | None) -> dict[str, Any]:
     if s.c.model.param_dtype != "float32" and s.c.actor.master_dtype == "float32":
         kept += gradients
     check_room(gradients + kept + max(program["results"] + program["temporaries"] for program in programs))
-    descent, opt = make_trainable(s.c.actor, "actor", compiled, trained, total_steps=1)
+    trainable, opt = make_trainable(s.c.actor, "actor", compiled, trained, total_steps=1)
     step = np.zeros((), np.int32)
-    programs.append(account("optimizer step", descent.apply, trained.learned, opt, descent.zeros(), step, np.True_))
+    programs.append(account("optimizer step", trainable.apply, trained.learned, opt, trainable.zeros(), step, np.True_))
     check_room(gradients + programs[-1]["results"] + programs[-1]["temporaries"])
     weights, optimizer = size((trained.learned, trained.base)), size(opt)
     now = [trained.learned, opt]
 
     def run() -> None:
-        now[:] = descent.learn(*now, step, minis, None)[:2]
+        now[:] = trainable.learn(*now, step, minis, None)[:2]
 
     del opt
     measured = timed(s, run, flops)

@@ -86,7 +86,7 @@ def train(config: FineTuning | ConfigDict) -> None:
     task = prepare(c)
     demonstrations = task.demonstrations
 
-    def draw(descent: Trainable, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
+    def draw(trainable: Trainable, learned: Params, indices: np.ndarray) -> supervised.ExampleBatch:
         some = [as_trajectory(demonstrations[i], str(i)) for i in indices]
         rows = packing.pack(some, range(len(some)), task.plan)
         mini = batch.Mini(rows, batch.count(rows), sharding.rows_sharding(task.mesh))

@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 def ppo_step(run: Run, now: TrainState) -> Step:
-    """One step of PPO (Schulman et al., 2017), top to bottom.
+    """Runs one step of PPO (Schulman et al., 2017), top to bottom.
 
     The publish ends in `finish` of `method`; it begins here, while the critic learns, if it may.
     """

@@ -59,6 +59,7 @@ LIMIT_S = 400.0
 DRIVER = """
 import dataclasses, os, pathlib, signal, sys, threading, time
 from jppo import train
+from jppo.learner.trainable import Trainable
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.samples.queue import SampleQueue
 mark = pathlib.Path({mark!r})

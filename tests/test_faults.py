@@ -4,8 +4,12 @@ import importlib.util
 
 import pytest
 
-from jppo import settings
+from jppo import settings, train
+from jppo.learner import ppo
+from jppo.learner.trainable import Trainable
 from jppo.rewards.make import needed_columns
+from jppo.runlog.checkpoint import Checkpoints
+from jppo.samples.queue import SampleQueue
 from tests import make
 
 FAULTS = ("broken_inside", "stopped_by_signals", "cut_checkpoint", "power_cut", "two_owners", "nan_parameters")
@@ -36,6 +40,20 @@ def test_the_settings_weigh_every_part_of_the_reward(script, tmp_path, more):
     config = settings.recipe("quickstart", str(tmp_path))
     c = make.typed(make.changed(config, script.SETTINGS | {"reward.model.path": "judge"} | added))
     assert needed_columns(c) == ()  # not those of rules: the reward is a function
+
+
+PATCHES = {"BETWEEN_UPDATES": (Trainable, "learn"), "NAN_GRADIENT": (ppo, "learn"), "IN_A_SAVE": (Checkpoints, "save")}
+PATCHES |= dict.fromkeys(("IN_GENERATION", "STUCK_STAGE"), (SampleQueue, "take"))
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_driver_breaks_what_it_names(script, tmp_path, monkeypatch, patch):
+    owner, name = PATCHES[patch]
+    whole, trained = getattr(owner, name), []
+    monkeypatch.setattr(owner, name, whole)  # so that it is as before at the end
+    monkeypatch.setattr(train, "main", trained.append)
+    exec(script.DRIVER.format(mark=str(tmp_path / "mark"), patch=getattr(script, patch)), {})
+    assert getattr(owner, name) is not whole and len(trained) == 1
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def whole(finished_run, engine, tmp_path):
 
 
 def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
-    """The same run in another folder, which ends by an error in the call number `at` of a function of train.py."""
+    """The same run in another folder, which ends by an error in the call number `at` that train.py makes of it."""
     c = again(config, trainer__run_dir=str(run))
     calls = []
     raised = OutOfMemory if isinstance(error, jax.errors.JaxRuntimeError) else type(error)
@@ -58,7 +58,7 @@ def broken_off(config, run, monkeypatch, *, in_call_of, at, error):
         return in_call_of(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, in_call_of.__name__, failing)
+        patch.setattr(train.ppo if in_call_of is train.ppo.learn else train, in_call_of.__name__, failing)
         with pytest.raises(raised):
             train.train(c)
     assert len(calls) == at

@@ -13,14 +13,14 @@ from jppo import reward_model, settings
 from jppo.data.preferences import Pair
 from jppo.errors import UserError
 from jppo.learner import batch, packing, sharding
-from jppo.learner.make import load_trained, make_trainable
+from jppo.learner.make import load_trained, make_adapters, make_trainable
 from jppo.models import hf, hf_write
 from jppo.rewards.classifier import JaxRewardModel, choose_engine, read_classifier
 from jppo.rewards.model import Texts
 from jppo.run import pairs
 from jppo.runlog.durable_files import own
 from jppo.runlog.logger import read_metrics
-from tests.make import record_reads, typed, unread
+from tests.make import changed, record_reads, typed, unread
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": None}
 
@@ -83,6 +83,7 @@ def theirs(path):
 
 
 def test_it_learns_and_transformers_gives_the_same_scores(trained, config, seen):
+    make_adapters(typed(changed(config, {"model.lora_rank": 2})))  # reads what only adapters have
     assert unread(config, seen) == {"trainer.total_epochs"}, "which total_training_steps replaces"
     found = read_metrics(trained)
     assert [m["step"] for m in found if "rm/val_accuracy" in m] == [30, 60]
@@ -120,13 +121,13 @@ def test_loss_and_gradient_are_torchs_however_the_batch_is_cut(config, kind, tok
     cfg, some = task.cfg, task.pairs.pairs[:12]
     how = dict(head="value", key=jax.random.key(3), adapters=task.adapters)
     trained = load_trained(typed(c), task.mesh, cfg, c.model.path, **how)
-    descent, _ = make_trainable(typed(c).optim, "rm", task.loss, trained, 1)
+    trainable, _ = make_trainable(typed(c).optim, "rm", task.loss, trained, 1)
     how = dict(source=c.model.path, dtype="float32", head="value", changes=task.changes)
     path = hf_write.save_model(c.trainer.run_dir, trained.learned, cfg, **how)
     micros = pairs.pack_pairs(task, some)
     assert len(micros) > 2 or tokens == 8192
-    slopes = task.slope(pairs.score_pairs(task, descent, trained.learned, micros, len(some)), pairs.margins(some))
-    carry = descent.zeros()
+    slopes = task.slope(pairs.score_pairs(task, trainable, trained.learned, micros, len(some)), pairs.margins(some))
+    carry = trainable.zeros()
     mini = batch.Mini(micros, batch.count(micros), sharding.rows_sharding(task.mesh))
     for micro in mini.micros:
         rows = jax.device_put(micro, mini.place)

@@ -256,7 +256,7 @@ class Learner:
 
 
 class Clock(Protocol):
-    """What measures the stages of a step, as `runlog.timers.Timers` does."""
+    """A stopwatch of the stages of a step, such as `runlog.timers.Timers`."""
 
     def __call__(self, stage: str) -> contextlib.AbstractContextManager[None]:
         """Measures what is done within."""

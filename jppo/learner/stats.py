@@ -35,7 +35,7 @@ Stats = Mapping[str, Stat]
 
 
 class Outputs(NamedTuple):
-    """What a loss returns of a micro-batch besides its value."""
+    """The outputs of a loss for a micro-batch, besides its value."""
 
     stats: dict[str, Stat]
     rows: dict[str, Array] = {}  # noqa: RUF012  # by token, [R, T]
@@ -48,7 +48,7 @@ def stats_of(values: Mapping[str, Array]) -> dict[str, Stat]:
 
 
 def join_groups(each: Outputs) -> Outputs:
-    """Joins what groups of devices computed of their rows of a micro-batch, along the first axis."""
+    """Joins the outputs of groups of devices for their rows of a micro-batch; the first axis is the group."""
     return Outputs(
         {name: Stat(REDUCTIONS[x.kind](x.value, axis=0), x.kind) for name, x in each.stats.items()},
         {name: x.reshape(-1, *x.shape[2:]) for name, x in each.rows.items()},

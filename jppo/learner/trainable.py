@@ -19,8 +19,6 @@ from jppo.models import placing
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Params, Rows
 
-Spare = tuple[Any, Any]  # rows of padding that a mesh added to the learned parameters, and to the optimizer's state
-
 
 @dataclasses.dataclass(frozen=True)
 class CompiledLoss:
@@ -57,7 +55,7 @@ class Trainable:
     zeros: Callable[[], update.Carry]
     exchange: Any  # of gradients, between groups of devices; None where there is one group
     base: Base | None = None  # frozen weights of a model with adapters
-    spare: Spare = ((), ())
+    spare: tuple[Any, Any] = ((), ())  # padding rows of the learned parameters and of the optimizer state
     apply_given: jax.stages.Wrapped | None = None  # `apply` with Hyperparameters in place of the step
 
     @property

@@ -121,11 +121,6 @@ def load_extremes(load: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.max(relative), np.min(relative)
 
 
-def load_shape(cfg: ModelConfig) -> tuple[int, int]:
-    """Returns the number of layers with experts, and of experts."""
-    return (0, 0) if cfg.experts is None else (sum(cfg.experts.sparse), cfg.experts.count)
-
-
 def given_by_stack(given: Given, group: Group) -> Givens:
     """Splits given experts [R, T, L, active] by the stacks of a scan: [layers, R, T, active] of those with experts."""
     if given is None:

@@ -32,7 +32,7 @@ from jppo.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class PublishSettings:
-    """What is published of each policy, and how."""
+    """The form of published policies, and the servers' behaviour meanwhile."""
 
     dtype: str  # of whole weights
     on_device: bool  # whole weights are sent from the device's memory, without a copy on the host

@@ -86,7 +86,7 @@ class SupervisedRun(loop.Opened):
     c: Supervised
     task: Task
     objective: ExampleObjective
-    descent: Trainable
+    trainable: Trainable
     origin: dict[str, Any]
 
 
@@ -106,12 +106,12 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
             timer.part("the model")
             options = dict[str, Any](head=objective.head, key=jax.random.key(t.seed), adapters=task.adapters)
             trained = load_trained(c, task.mesh, task.cfg, c.model.path, **options)
-            descent, opt = make_trainable(c.optim, objective.name, task.loss, trained, task.steps)
+            trainable, opt = make_trainable(c.optim, objective.name, task.loss, trained, task.steps)
             origin = _make_origin(c, task, objective, trained)
             timer.part("the first pass")
             if objective.begin is not None:
-                objective.begin(descent, trained.learned)
-            begun = begin(c, checkpoints, objective, descent, trained.learned, opt, origin)
+                objective.begin(trainable, trained.learned)
+            begun = begin(c, checkpoints, objective, trainable, trained.learned, opt, origin)
             del trained, opt  # a resumed run must not hold two states
         display.leave_terminal()
         logger = make_logger(
@@ -125,12 +125,12 @@ def train_on_examples(c: Supervised, task: Task, objective: ExampleObjective) ->
                 logger.note(line)
             opened = SupervisedRun(
                 c, task.steps, ALONE, checkpoints, logger, timer, watch, Profiler(run / "profile", ()),
-                task, objective, descent, origin,
+                task, objective, trainable, origin,
             )  # fmt: skip
             now = loop.learn(opened, _method(opened), begun.now)
         checkpoints.wait()  # `finished` compares when the two were written
         hf_write.save_model(
-            run / "hf", descent.model(learned(objective, now.state)[0]), task.cfg, source=c.model.path,
+            run / "hf", trainable.model(learned(objective, now.state)[0]), task.cfg, source=c.model.path,
             dtype=c.model.param_dtype, head=objective.head, changes=objective.changes,
         )  # fmt: skip
         return _last_metrics(run)
@@ -157,16 +157,16 @@ def begin(
     c: Supervised,
     checkpoints: Checkpoints,
     objective: ExampleObjective,
-    descent: Trainable,
+    trainable: Trainable,
     first: Params,
     opt: Any,
     origin: dict[str, Any],
 ) -> Begun:
     """Resumes, or begins with the loaded model: the policy of the train state, or its value model."""
     if objective.head == "lm":
-        state, spare = begin_state(first, opt, None, None, seed=c.trainer.seed), spare_rows(policy=descent)
+        state, spare = begin_state(first, opt, None, None, seed=c.trainer.seed), spare_rows(policy=trainable)
     else:
-        state, spare = begin_state(None, None, first, opt, seed=c.trainer.seed), spare_rows(value=descent)
+        state, spare = begin_state(None, None, first, opt, seed=c.trainer.seed), spare_rows(value=trainable)
     return resume_or_begin(c, checkpoints, spare, state, origin)
 
 
@@ -191,15 +191,15 @@ def _method(run: SupervisedRun) -> loop.Method:
             meta["pending"] = now.pending | run.timer.next_step()
         with run.timer("save"):
             for batch in drawn:
-                require_finite(run.descent, learned(objective, now.state)[0], batch)
+                require_finite(run.trainable, learned(objective, now.state)[0], batch)
             run.logger.sync()
-            spare = spare_rows(**{"policy" if objective.head == "lm" else "value": run.descent})
+            spare = spare_rows(**{"policy" if objective.head == "lm" else "value": run.trainable})
             run.checkpoints.save(now.step, portable(now.state, spare), meta)
 
     def test(now: Progress) -> dict[str, float]:
         if objective.test is None:
             return {}
-        return objective.test(run.descent, learned(objective, now.state)[0])
+        return objective.test(run.trainable, learned(objective, now.state)[0])
 
     return loop.Method(
         step=step,
@@ -214,7 +214,7 @@ def _method(run: SupervisedRun) -> loop.Method:
 
 def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch]:
     """Takes one optimizer step on the next batch; one that is skipped leaves the run at its step."""
-    c, objective, descent = run.c, run.objective, run.descent
+    c, objective, trainable = run.c, run.objective, run.trainable
     indices, cursor = next_batch(
         Cursor(**now.place["cursor"]),
         n=objective.examples,
@@ -223,9 +223,9 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
         shuffle=c.data.shuffle,
     )
     params, opt = learned(objective, now.state)
-    drawn = objective.draw(descent, params, indices)
+    drawn = objective.draw(trainable, params, indices)
     number = np.asarray(now.step, np.int32)
-    params, opt, update_metrics = descent.learn(params, opt, number, [drawn.mini], *drawn.further, key=now.state.key)
+    params, opt, update_metrics = trainable.learn(params, opt, number, [drawn.mini], *drawn.further, key=now.state.key)
     bad = bool(update_metrics[f"{objective.name}/skipped"])
     names = ("policy", "policy_opt") if objective.head == "lm" else ("value", "value_opt")
     state = dataclasses.replace(
@@ -252,11 +252,11 @@ def _remedy(c: Supervised) -> str:
     return f"lower optim.lr={c.optim.lr}, and give the command again: it resumes from the last checkpoint"
 
 
-def require_finite(descent: Trainable, learned: Params, drawn: ExampleBatch) -> None:
+def require_finite(trainable: Trainable, learned: Params, drawn: ExampleBatch) -> None:
     """Raises NonFinite where finite parameters give non-finite losses or gradients, for rows of the last step."""
-    params, base, further = placing.to_device((learned, descent.base, drawn.further))
+    params, base, further = placing.to_device((learned, trainable.base, drawn.further))
     rows = placing.put(drawn.mini.micros[0], drawn.mini.place)
-    carry, _ = descent.loss.accumulate(params, base, descent.zeros(), rows, drawn.mini.counts, *further)
+    carry, _ = trainable.loss.accumulate(params, base, trainable.zeros(), rows, drawn.mini.counts, *further)
     leaves: Sequence[Any] = jax.tree.leaves(carry)
     if nonfinite({str(number): leaf for number, leaf in enumerate(leaves)}):
         raise NonFinite("the loss or its gradient is not a finite number")

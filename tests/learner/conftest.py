@@ -183,7 +183,7 @@ class Learner:
         )  # fmt: skip
         return dataclasses.replace(plan, experts=REPLAYED if self.replay else None, kept=self.kept)
 
-    def descent(self, name, params, *, lr, tx):
+    def make_trainable(self, name, params, *, lr, tx):
         what = self.what[name]
         opt, places = state.init_optimizer(tx, what, params)
         if (name, lr, tx) not in self.applies:
@@ -227,7 +227,7 @@ class Learner:
         for name, params, further in (("actor", policy, (reference,)), ("critic", value, ())):
             if params is None:
                 continue
-            how, opt = self.descent(name, params, lr=lr, tx=tx)
+            how, opt = self.make_trainable(name, params, lr=lr, tx=tx)
             minis = self.minis(flat, trajectories, plan=plan, mini=mini, epochs=epochs, order=order)
             params, _, metrics = how.learn(params, opt, np.int32(0), minis, *further)
             found = metrics | found

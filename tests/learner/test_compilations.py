@@ -67,8 +67,8 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     plan = ours.plan("buckets", 23, 8)  # two shapes
     policy, value, reference = ours.weights("actor", 0), ours.weights("critic", 2), ours.weights("actor", 1)
     how = {}
-    how["actor"], policy_opt = ours.descent("actor", policy, lr=1e-3, tx=ours.adamw)
-    how["critic"], value_opt = ours.descent("critic", value, lr=1e-3, tx=ours.adamw)
+    how["actor"], policy_opt = ours.make_trainable("actor", policy, lr=1e-3, tx=ours.adamw)
+    how["critic"], value_opt = ours.make_trainable("critic", value, lr=1e-3, tx=ours.adamw)
     now = state.begin_state(
         policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm="value_norm_decay" in changes
     )

@@ -259,13 +259,13 @@ def dropped_out(ours, data, *, rate, seed=0, kind="none", tokens_per_micro=10**6
     flat, _ = ours.score(*data, plan=plan, policy=join(learned, base), reference=reference, value=None)
     opt, places = state.init_optimizer(SGD, what, learned)
     schedule = optim.make_schedule("constant", lr=0.1, warmup_steps=0, total_steps=1, min_lr_ratio=0.0)
-    descent = Trainable(
+    trainable = Trainable(
         "actor", ours.passes.actor, update.make_apply(SGD, schedule, shardings=(what.shardings, places)),
         update.make_zeros(what.shapes, what.shardings), update.make_exchange(what.shardings), base=base,
     )  # fmt: skip
     minis = ours.minis(flat, data[0], plan=plan, mini=8, epochs=2)
     key = jax.random.key(seed)
-    return jax.device_get(descent.learn(learned, opt, np.int32(5), minis, reference, key=key)[0])
+    return jax.device_get(trainable.learn(learned, opt, np.int32(5), minis, reference, key=key)[0])
 
 
 def test_dropout_of_adapters(learner, drawn):

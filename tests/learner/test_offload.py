@@ -25,7 +25,7 @@ def updated(ours, drawn, *, params=False, optimizer=False, reference=False, toke
     place = {True: placing.to_host, False: lambda tree: tree}
     trajectories, scores = drawn(16)
     policy, judge = ours.weights("actor", 0), place[reference](ours.weights("actor", 1))
-    how, opt = ours.descent("actor", policy, lr=1e-2, tx=ours.adamw)
+    how, opt = ours.make_trainable("actor", policy, lr=1e-2, tx=ours.adamw)
     policy, opt = place[params](policy), place[optimizer](opt)
     plan = ours.plan("none", tokens_per_micro, 8)
     flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=judge, value=None)
@@ -88,7 +88,7 @@ def watched(ours, drawn, sequences):
     """The most bytes in live arrays while a mini-batch of so many sequences is at work, and its micro-batches."""
     trajectories, scores = drawn(16)
     policy, reference = ours.weights("actor", 0), ours.weights("actor", 1)
-    how, opt = ours.descent("actor", policy, lr=1e-2, tx=ours.adamw)
+    how, opt = ours.make_trainable("actor", policy, lr=1e-2, tx=ours.adamw)
     plan = ours.plan("none", 23, 8)
     flat, _ = ours.score(trajectories, scores, plan=plan, policy=policy, reference=reference, value=None)
     most, calls = 0, 0
@@ -120,7 +120,7 @@ def test_memory_does_not_grow_with_the_micro_batches(new_learner, make_recipe, d
 def test_what_is_replaced_is_given_away(new_learner, make_recipe):
     ours = new_learner((1, 1, 1), make_recipe("grpo"))
     policy = ours.weights("actor", 0)
-    how, opt = ours.descent("actor", policy, lr=1e-2, tx=ours.adamw)
+    how, opt = ours.make_trainable("actor", policy, lr=1e-2, tx=ours.adamw)
     weights = sum(x.nbytes for x in jax.tree.leaves(policy))
     held = how.apply.lower(policy, opt, how.zeros(), np.int32(0), np.True_).compile().memory_analysis()
     assert held.alias_size_in_bytes >= 3 * weights  # parameters and both means

@@ -125,7 +125,7 @@ def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(lear
     before = jax.device_get(new)
     steps = []
     for rate in (1.0, 1.0):
-        how, opt = some.descent("critic", new, lr=rate, tx=optim.at_rate(optax.sgd))
+        how, opt = some.make_trainable("critic", new, lr=rate, tx=optim.at_rate(optax.sgd))
         new, _, _ = how.learn(new, opt, np.int32(0), some.minis(flat, trajectories, plan=plan, mini=8))
         steps.append(jax.device_get(new))
     np.testing.assert_allclose(-steps[0]["score"]["kernel"][:, 0], slopes / kept, rtol=1e-4, atol=1e-6)

@@ -92,6 +92,6 @@ def test_every_sparse_layer_of_a_decoder_leaves_its_sums_and_the_output_is_the_s
     plain = jax.jit(lambda values: model.apply(values, tokens, *whole(tokens)))(values)
     np.testing.assert_array_equal(hidden, plain)
     sums = router.collected_sums(left, cfg)
-    assert sums.load.shape == router.load_shape(cfg) and sums.z.shape == sums.load.shape[:1]
+    assert sums.load.shape == (sum(cfg.experts.sparse), cfg.experts.count) and sums.z.shape == sums.load.shape[:1]
     np.testing.assert_array_equal(sums.load.sum(axis=1), 13 * cfg.experts.active)
     np.testing.assert_allclose(sums.prob.sum(axis=1), 13, rtol=1e-6)

@@ -128,25 +128,22 @@ class Losses:
 
     def _of_policy(self, c: Settings, *, is_configured: bool) -> BatchLoss:
         """Makes the policy loss of the settings; if they are those of the model, it is training's own program."""
-        recipe, select = make_recipe(c), None
+        recipe = make_recipe(c)
         exact = recipe.kl_loss_type in kl.EXACT
         if exact and self._models.reference is None:
             raise UserError(
                 f"actor.kl_loss_type={recipe.kl_loss_type!r} reads the reference's weights, and {NO_REFERENCE}"
             )
-        if recipe.selection is not None:
-            select = make_select(recipe.selection, self._passes.logprob)
-        if self._load is None:
-            self._load = ppo.make_router_load(self._models, recipe, self._mesh, self._options)
         sampled_kl = recipe.kl_loss_type is not None and not exact
         needs = ("old_logprob", "advantage", *(["ref_logprob"] if sampled_kl else []))
         if is_configured and c.actor == self._c.actor:
-            compiled = self._passes.actor  # training's own program
-        else:
-            loss = self._compiled(ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads))
-            load = self._load if recipe.router_aux_loss_coef else None
-            compiled = dataclasses.replace(loss, load=load, select=select)
-        return BatchLoss(compiled, False, needs, exact)
+            return BatchLoss(self._passes.actor, False, needs, exact)  # training's own program
+        loss = ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads)
+        if self._load is None:
+            self._load = ppo.make_router_load(self._models, recipe, self._mesh, self._options)
+        load = self._load if recipe.router_aux_loss_coef else None
+        select = None if recipe.selection is None else make_select(recipe.selection, self._passes.logprob)
+        return BatchLoss(self._compiled(loss, load=load, select=select), False, needs, exact)
 
     def _of_values(self, c: Settings) -> BatchLoss:
         if self._models.critic is None or self._passes.critic is None:
@@ -156,8 +153,8 @@ class Losses:
         loss = ppo.make_critic(self._models.critic, make_recipe(c))[1]
         return BatchLoss(self._compiled(loss), True, ("value", "returns"))
 
-    def _compiled(self, loss: update.Loss) -> CompiledLoss:
-        return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options))
+    def _compiled(self, loss: update.Loss, **ahead: Any) -> CompiledLoss:
+        return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options), **ahead)
 
     def _of_function(self, function: Function, c: Settings) -> BatchLoss:
         """Makes the loss of a user's function of tokens."""
