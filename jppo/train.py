@@ -9,7 +9,6 @@ weights to the engine (`rollout/publish.py`), test, log, save. `run/loop.py` rep
 import contextlib
 import dataclasses
 import functools
-from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -46,7 +45,8 @@ from jppo.settings import Settings
 from jppo.types import Batch, Reward, TrainState
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Step:
     """The result of a step."""
 
     state: TrainState

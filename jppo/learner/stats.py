@@ -7,7 +7,7 @@ the mean. The largest and the smallest stay so.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,12 @@ from jppo.models.router import load_extremes
 from jppo.types import Array
 
 Kind = Literal["sum", "max", "min"]
-JOINS: dict[Kind, Callable[..., Any]] = {"sum": sum, "max": max, "min": min}  # of the parts of a mini-batch
-REDUCTIONS: dict[Kind, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
-ACROSS: dict[Kind, Callable[..., Any]] = {"sum": np.mean, "max": max, "min": min}  # mini-batches
+# How groups of devices, the parts of a mini-batch, and mini-batches are joined.
+JOINS: dict[Kind, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "sum": (jnp.sum, sum, np.mean),
+    "max": (jnp.max, max, max),
+    "min": (jnp.min, min, min),
+}
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["kind"])
@@ -34,11 +37,13 @@ class Stat:
 Stats = Mapping[str, Stat]
 
 
-class Outputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
     """The outputs of a loss for a micro-batch, besides its value."""
 
     stats: dict[str, Stat]
-    rows: dict[str, Array] = {}  # noqa: RUF012  # by token, [R, T]
+    rows: dict[str, Array] = dataclasses.field(default_factory=dict)  # by token, [R, T]
     load: tuple[Array, ...] = ()  # [layers, E], the tokens of each expert relative to all, of a mixture
 
 
@@ -50,7 +55,7 @@ def stats_of(values: Mapping[str, Array]) -> dict[str, Stat]:
 def join_groups(each: Outputs) -> Outputs:
     """Joins the outputs of groups of devices for their rows of a micro-batch; the first axis is the group."""
     return Outputs(
-        {name: Stat(REDUCTIONS[x.kind](x.value, axis=0), x.kind) for name, x in each.stats.items()},
+        {name: Stat(JOINS[x.kind][0](x.value, axis=0), x.kind) for name, x in each.stats.items()},
         {name: x.reshape(-1, *x.shape[2:]) for name, x in each.rows.items()},
         tuple(jnp.sum(x, axis=0) for x in each.load),
     )
@@ -59,7 +64,7 @@ def join_groups(each: Outputs) -> Outputs:
 def join_parts(parts: Sequence[Outputs]) -> dict[str, Stat]:
     """Joins the metrics of a mini-batch's micro-batches, which are on the host."""
     joined = {
-        name: Stat(np.asarray(JOINS[stat.kind](part.stats[name].value for part in parts)), stat.kind)
+        name: Stat(np.asarray(JOINS[stat.kind][1](part.stats[name].value for part in parts)), stat.kind)
         for name, stat in parts[0].stats.items()
     }
     if parts[0].load:
@@ -72,5 +77,5 @@ def join_parts(parts: Sequence[Outputs]) -> dict[str, Stat]:
 def average(minis: Sequence[Stats]) -> dict[str, float]:
     """Returns the metrics of an update from those of its mini-batches."""
     return {
-        name: float(ACROSS[stat.kind]([float(mini[name].value) for mini in minis])) for name, stat in minis[0].items()
+        name: float(JOINS[stat.kind][2]([float(mini[name].value) for mini in minis])) for name, stat in minis[0].items()
     }

@@ -176,7 +176,7 @@ def test_the_load_of_an_expert_is_summed_before_it_is_compared_with_an_even_one(
 def test_groups_of_devices_join_by_what_a_metric_is():
     each = outputs([2, 3, 1], [2, 3, 1], [2, 3, 1])
     rows = {"logprob": jnp.arange(12.0).reshape(3, 2, 2)}
-    found = join_groups(each._replace(rows=rows, load=(jnp.ones((3, 1, 4)),)))
+    found = join_groups(dataclasses.replace(each, rows=rows, load=(jnp.ones((3, 1, 4)),)))
     assert {name: (float(x.value), x.kind) for name, x in found.stats.items()} == {
         "a": (6.0, "sum"),
         "b": (3.0, "max"),
