@@ -160,14 +160,14 @@ def _compute_rows_alone(model: torch.nn.Module) -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch has these functions already
-        _OVERRIDES.impl("bmm.out", _bmm_by_row, "CPU", allow_override=True)
+        _OVERRIDES.impl("bmm.out", _bmm_of_rows, "CPU", allow_override=True)
         _OVERRIDES.impl("sigmoid", _sigmoid_by_vector, "CPU", allow_override=True)
 
 
-def _bmm_by_row(x: torch.Tensor, kernels: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    for row in range(x.shape[1]):
-        out[:, row : row + 1] = torch.bmm(x[:, row : row + 1], kernels)
-    return out
+def _bmm_of_rows(x: torch.Tensor, kernels: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    rows = x.shape[1]
+    padded = torch.nn.functional.pad(x, (0, 0, 0, max(0, 4 - rows)))  # one to three are rounded in another way
+    return out.copy_(torch.bmm(padded, kernels)[:, :rows])
 
 
 def _sigmoid_by_vector(x: torch.Tensor) -> torch.Tensor:
