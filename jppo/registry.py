@@ -9,7 +9,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
@@ -73,33 +72,21 @@ class Registry(Mapping[str, T], Generic[T]):
         part: T = resolve(spec, setting)
         return part
 
-    def make(self, spec: str, setting: str, values: Mapping[str, object]) -> object:
-        """Calls the part named `spec` with the settings in `values` that its parameters name."""
+    def make(self, spec: str, setting: str, *arguments: object) -> object:
+        """Calls the part named `spec` with the settings and what else parts of the kind get."""
         part = self.find(spec, setting)
         assert callable(part)
-        said_as = f"{setting}={spec!r}"
-        every = inspect.signature(part).parameters.values()
-        parameters = [
-            parameter for parameter in every if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        for parameter in parameters:
-            if parameter.name not in values and parameter.default is inspect.Parameter.empty:
-                section = setting.rpartition(".")[0]
-                raise UserError(
-                    f"{said_as}: its parameter {parameter.name!r} is no setting of `{section}`; name its parameters"
-                    f" after settings, or give them defaults{did_you_mean(parameter.name, values)}"
-                )
-        given = {parameter.name: values[parameter.name] for parameter in parameters if parameter.name in values}
         try:
-            made = part(**given)
+            made = part(*arguments)
         except UserError:
             raise
         except Exception as e:  # a user's function may raise anything
-            named = ", ".join(given) or "no settings"
-            raise UserError(f"{said_as}: {spec} raises {said(e)} when called with {named}; correct it") from e
+            raise UserError(
+                f"{setting}={spec!r}: {spec} raises {said(e)} when called with the settings; correct it"
+            ) from e
         if self.returns and not isinstance(made, resolve(self.returns, setting)):
             wanted = self.returns.replace(":", ".")
-            raise UserError(f"{said_as}: {spec} returns {type(made).__name__}; it must return a {wanted}")
+            raise UserError(f"{setting}={spec!r}: {spec} returns {type(made).__name__}; it must return a {wanted}")
         return made
 
 

@@ -155,7 +155,7 @@ OF_JPPO = {
 # Few modules read settings. All but pure rooms may take what commands need.
 OF_COMMANDS = tuple(f"jppo.settings.{name}" for name in ("Parser", "exit_on_user_error", "natural"))
 PURE_ROOMS = ("jppo.algorithms", "jppo.models", "jppo.learner")
-MAKERS = ("jppo.learner.make",)  # of learner/, which reads settings
+MAKERS = ("jppo.learner.make", "jppo.learner.catalogue")  # of learner/, which read settings
 READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),

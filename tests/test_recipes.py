@@ -376,7 +376,7 @@ def test_verls_latest_methods_train(learn, small_run, changes):
 
 ESTIMATOR = """
 from jppo.learner.algorithm import Algorithm
-def styled():
+def styled(c):
     return Algorithm(outcome=lambda view: view.part("style"))
 """
 FUNCTION = """

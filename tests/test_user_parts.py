@@ -19,33 +19,36 @@ from jppo.algorithms import advantage
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.policy_losses import Objective
 
-def sign(*, gamma):
+def sign(c):
     def outcome(view):
-        return gamma * jnp.sign(advantage.grpo(view.score, view.group, norm_adv_by_std=False))
+        return c.algorithm.gamma * jnp.sign(advantage.grpo(view.score, view.group, norm_adv_by_std=False))
 
     return Algorithm(outcome=outcome)
 
-def misread():
+def misread(c):
     return Algorithm(lambda view: view.reward - view.values)
 
-def unclipped():
+def unclipped(c):
     def loss(logp, old_logp, advantage, mask, segment):
         ratio = jnp.exp(jnp.where(mask, logp - old_logp, 0.0))
         return -advantage * ratio, jnp.zeros_like(mask), jnp.zeros_like(mask)
 
     return Objective(loss)
 
-def by_sum():
-    return Objective(unclipped().loss, aggregation="seq-mean-token-sum")
+def by_sum(c):
+    return Objective(unclipped(c).loss, aggregation="seq-mean-token-sum")
 
 def squared(logp, ref_logp):
     return jnp.square(logp - ref_logp)
 
-def plain(learning_rate, *, weight_decay):
-    return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(learning_rate))
+def plain(section, learning_rate, matrices):
+    return optax.chain(optax.add_decayed_weights(section.weight_decay), optax.sgd(learning_rate))
 
-def strange(*, gama):
-    return sign(gamma=gama)
+def strange(c):
+    return Algorithm(outcome=lambda view, gamma=c.algorithm.gama: gamma * view.score)
+
+def without():
+    return Algorithm()
 
 def engine(c, run, hosts=None):
     return 3
@@ -83,7 +86,8 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
     ("setting", "spec", "said"),
     [
         ("algorithm.adv_estimator", "{}:unclipped", "returns Objective; it must return a jppo.learner.algorithm."),
-        ("algorithm.adv_estimator", "{}:strange", "its parameter 'gama' is no setting of `algorithm`"),
+        ("algorithm.adv_estimator", "{}:strange", "AttributeError: 'Algorithm' object has no attribute 'gama'"),
+        ("algorithm.adv_estimator", "{}:without", "takes 0 positional arguments but 1 was given"),
         ("algorithm.adv_estimator", "{}:misread", "AttributeError: 'TokenView' object has no attribute 'values'"),
         ("algorithm.adv_estimator", "{}:sign", "compares the samples of a prompt, and rollout.n=1"),
         ("actor.loss_mode", "{}:unclaped", "did you mean 'unclipped'?"),

@@ -1,10 +1,6 @@
-"""Advantage estimators by name: `algorithm.adv_estimator`. Their parameters are the settings of `algorithm` they read.
-
-A user-defined estimator is such a function in another file, named as 'path.py:name'.
-"""
+"""Advantage estimators as algorithms; `catalogue.py` names them and gives them the values of settings."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,18 +49,14 @@ def remax() -> Algorithm:
     return Algorithm(lambda view: advantage.remax(view.reward, view.greedy, view.mask))
 
 
-def grpo(*, norm_adv_by_std_in_grpo: bool) -> Algorithm:
-    estimate = functools.partial(advantage.grpo, norm_adv_by_std=norm_adv_by_std_in_grpo)
+def grpo(*, norm_adv_by_std: bool) -> Algorithm:
+    estimate = functools.partial(advantage.grpo, norm_adv_by_std=norm_adv_by_std)
     return Algorithm(outcome=lambda view: estimate(view.score, view.group))
 
 
-def grpo_passk(*, norm_adv_by_std_in_grpo: bool) -> Algorithm:
-    estimate = functools.partial(advantage.grpo_passk, norm_adv_by_std=norm_adv_by_std_in_grpo)
+def grpo_passk(*, norm_adv_by_std: bool) -> Algorithm:
+    estimate = functools.partial(advantage.grpo_passk, norm_adv_by_std=norm_adv_by_std)
     return Algorithm(outcome=lambda view: estimate(view.score, view.group))
-
-
-def grpo_vectorized(*, norm_adv_by_std_in_grpo: bool) -> Algorithm:
-    return grpo(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
 
 
 def gpg() -> Algorithm:
@@ -76,29 +68,21 @@ def gpg() -> Algorithm:
     return Algorithm(outcome=outcome)
 
 
-def gdpo(*, norm_adv_by_std_in_grpo: bool, gdpo_reward_keys: str, gdpo_reward_weights: str) -> Algorithm:
+def gdpo(*, norm_adv_by_std: bool, keys: str, weights: str) -> Algorithm:
     """Makes GDPO (arXiv:2601.05242): parts of the reward are normalised apart, then added."""
-    keys, weights = (
-        [entry.strip() for entry in text.split(",") if entry] for text in (gdpo_reward_keys, gdpo_reward_weights)
-    )
-    numbers = tuple(map(float, weights)) or (1.0,) * len(keys)
-    options = dict[str, Any](weights=numbers, norm_adv_by_std=norm_adv_by_std_in_grpo)
+    parts, factors = ([entry.strip() for entry in text.split(",") if entry] for text in (keys, weights))
+    numbers = tuple(map(float, factors)) or (1.0,) * len(parts)
+    options = dict[str, Any](weights=numbers, norm_adv_by_std=norm_adv_by_std)
 
     def outcome(view: EpisodeView) -> Array:
-        return advantage.gdpo(jnp.stack([view.part(key) for key in keys], axis=1), view.group, **options)
+        return advantage.gdpo(jnp.stack([view.part(name) for name in parts], axis=1), view.group, **options)
 
     return Algorithm(outcome=outcome, transforms=(masked.whiten,))
 
 
-def optimal_token_baseline() -> Algorithm:
-    return _token_baseline(by_kept=False)
+def token_baseline(*, by_kept: bool) -> Algorithm:
+    """Makes the optimal token baseline; `by_kept`: a place is the number of kept tokens before it, not of all."""
 
-
-def tir_optimal_token_baseline() -> Algorithm:
-    return _token_baseline(by_kept=True)
-
-
-def _token_baseline(*, by_kept: bool) -> Algorithm:
     def estimate(view: TokenView) -> tuple[Array, Array]:
         return advantage.optimal_token_baseline(view.reward, view.energy, view.mask, view.group, by_kept=by_kept)
 
@@ -127,12 +111,3 @@ def reinforce_no_baseline() -> Algorithm:
 
 def opo() -> Algorithm:
     return Algorithm(outcome=lambda view: advantage.opo(view.score, view.length, view.group))
-
-
-_BY_TOKEN = (gae, reinforce_plus_plus, distill, remax)
-_BY_SEQUENCE = (reinforce_no_baseline,)
-_BY_GROUP = (grpo, grpo_vectorized, grpo_passk, rloo, rloo_vectorized, reinforce_plus_plus_baseline, opo, gpg, gdpo)
-_BY_BOTH = (optimal_token_baseline, tir_optimal_token_baseline)
-ESTIMATORS: dict[str, Callable[..., Algorithm]] = {
-    f.__name__: f for f in (*_BY_TOKEN, *_BY_SEQUENCE, *_BY_GROUP, *_BY_BOTH)
-}

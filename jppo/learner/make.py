@@ -5,7 +5,6 @@ Everything of the learner that reads settings is here, and the verbs of its othe
 
 import dataclasses
 import functools
-from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -413,13 +412,13 @@ def make_chain(section: Optimizer, name: str, matrices: Any = None) -> optim.Cha
     """
 
     def chain(learning_rate: Any) -> optax.GradientTransformation:
-        given = {"learning_rate": learning_rate}
         if isinstance(learning_rate, optim.Hyperparameters):
-            h = learning_rate
-            given = dict(learning_rate=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
-            given = given if section.optimizer == "adamw" else {"learning_rate": h.lr}
-        values = ChainMap(given, {"matrices": matrices}, vars(section))
-        transformation = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", values)
+            h, learning_rate = learning_rate, learning_rate.lr
+            if section.optimizer == "adamw":
+                made = optim.adamw(h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
+                return cast(optax.GradientTransformation, made)
+        arguments = (section, learning_rate, matrices)
+        transformation = parts.OPTIMIZERS.make(section.optimizer, f"{name}.optimizer", *arguments)
         return cast(optax.GradientTransformation, transformation)  # `make` has checked the class
 
     chain(0.0)

@@ -48,14 +48,12 @@ class Master(NamedTuple):
     master: Params  # f32
 
 
-def adamw(
-    learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, eps: float = ADAM_EPS, **_: Any
-) -> Any:
+def adamw(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, eps: float = ADAM_EPS) -> Any:
     """Adam with decoupled weight decay."""
     return optax.adamw(learning_rate, *betas, eps=eps, weight_decay=weight_decay)
 
 
-def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, **_: Any) -> Any:
+def lion(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float) -> Any:
     """The sign of a momentum."""
     return optax.lion(learning_rate, *betas, weight_decay=weight_decay)
 
@@ -73,7 +71,7 @@ def muon(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float,
     return contrib.muon(learning_rate, muon_weight_dimension_numbers=matrices, consistent_rms=MUON_RMS, **options)
 
 
-def adafactor(learning_rate: Any, *, weight_decay: float, **_: Any) -> Any:
+def adafactor(learning_rate: Any, *, weight_decay: float) -> Any:
     """Second moments without momentum; the learning rate is absolute, as in AdamW.
 
     They are a row and a column where both of a parameter's largest axes have 128 or more entries, else one per weight.
@@ -82,19 +80,10 @@ def adafactor(learning_rate: Any, *, weight_decay: float, **_: Any) -> Any:
     return optax.adafactor(learning_rate, multiply_by_parameter_scale=False, weight_decay_rate=decay)
 
 
-def sgd(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float, **_: Any) -> Any:
+def sgd(learning_rate: Any, *, betas: tuple[float, float], weight_decay: float) -> Any:
     """Momentum betas[0], decoupled weight decay."""
     momentum = optax.trace(betas[0]) if betas[0] else optax.identity()
     return optax.chain(momentum, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
-
-
-OPTIMIZERS: dict[str, Callable[..., Any]] = {  # by the names of the setting `optimizer`
-    "adamw": adamw,
-    "muon": muon,
-    "adafactor": adafactor,
-    "lion": lion,
-    "sgd": sgd,
-}
 
 
 def make_optimizer(

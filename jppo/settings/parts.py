@@ -1,7 +1,6 @@
 """The registries of parts that settings name; a user-defined part is an entry like these (docs/extending.md)."""
 
 import functools
-from collections import ChainMap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -11,17 +10,16 @@ from jppo.settings.texts import check_factors
 
 if TYPE_CHECKING:
     from jppo.settings.table import Settings
-    from jppo.settings.table_training import Algorithm
 
 Part = Callable[..., object]
 
 ESTIMATORS = Registry[Part](
-    "estimators", "jppo.learner.estimators:ESTIMATORS", returns="jppo.learner.algorithm:Algorithm"
+    "estimators", "jppo.learner.catalogue:ESTIMATORS", returns="jppo.learner.algorithm:Algorithm"
 )
 POLICY_LOSSES = Registry[Part](
-    "policy_losses", "jppo.learner.policy_losses:POLICY_LOSSES", returns="jppo.learner.policy_losses:Objective"
+    "policy_losses", "jppo.learner.catalogue:POLICY_LOSSES", returns="jppo.learner.policy_losses:Objective"
 )
-OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.optim:OPTIMIZERS", returns="optax:GradientTransformation")
+OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.catalogue:OPTIMIZERS", returns="optax:GradientTransformation")
 KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
 
 
@@ -82,41 +80,33 @@ class PolicyLossFields(Protocol):
 
 
 def estimator(config: "Settings") -> EstimatorFields:
-    """Returns the estimator that `algorithm.adv_estimator` names; `critic.lam` is its `critic_lam`."""
-    section, critic_lam = config.algorithm, config.critic.lam
-    if ":" in section.adv_estimator:
-        return _make_estimator(section, critic_lam)
-    return _make_known_estimator(section, critic_lam)
+    """Returns the estimator that `algorithm.adv_estimator` names."""
+    return (_make_own_estimator if config.algorithm.adv_estimator in ESTIMATORS.own else _make_estimator)(config)
 
 
-def _make_estimator(section: "Algorithm", critic_lam: float | None) -> EstimatorFields:
-    check_factors(section.gdpo_reward_keys, section.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
-    if section.adv_estimator == "gdpo" and not section.gdpo_reward_keys:
+def _make_estimator(c: "Settings") -> EstimatorFields:
+    a = c.algorithm
+    check_factors(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
+    if a.adv_estimator == "gdpo" and not a.gdpo_reward_keys:
         raise UserError(
             "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
             " apart; name some, such as rule_score,format_score"
         )
-    values = ChainMap[str, object](dict(critic_lam=critic_lam), vars(section))
-    named = ESTIMATORS.make(section.adv_estimator, "algorithm.adv_estimator", values)
-    made = cast(EstimatorFields, named)  # `make` has checked the class
+    made = cast(EstimatorFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
     try:
         made.parts  # noqa: B018  # its functions run on shapes, once
     except Exception as e:  # a user's function may raise anything
         raise UserError(
-            f"algorithm.adv_estimator={section.adv_estimator!r}: a function of it raises {said(e)} for arrays that JAX"
+            f"algorithm.adv_estimator={a.adv_estimator!r}: a function of it raises {said(e)} for arrays that JAX"
             " traces; correct it"
         ) from e
     return made
 
 
 # The rules between settings ask for it several times; a user's file may change between two calls, and jppo's may not.
-_make_known_estimator = functools.lru_cache(maxsize=64)(_make_estimator)
+_make_own_estimator = functools.lru_cache(maxsize=64)(_make_estimator)
 
 
 def objective(config: "Settings") -> PolicyLossFields:
-    """Returns the policy loss that `actor.loss_mode` names; unset clip ranges are `clip_ratio`."""
-    a = config.actor
-    low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
-    high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
-    values = ChainMap[str, object](dict(clip_ratio_low=low, clip_ratio_high=high), vars(a))
-    return cast(PolicyLossFields, POLICY_LOSSES.make(a.loss_mode, "actor.loss_mode", values))
+    """Returns the policy loss that `actor.loss_mode` names."""
+    return cast(PolicyLossFields, POLICY_LOSSES.make(config.actor.loss_mode, "actor.loss_mode", config))

@@ -6,27 +6,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jppo.learner import estimators
+from jppo import settings
+from jppo.learner import catalogue
 from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView
+from jppo.settings import parts
+from tests.make import typed
 
-OPTIONS = dict(gamma=0.9, lam=0.8, lam_alpha=None, critic_lam=None, norm_adv_by_std_in_grpo=True)
-OPTIONS |= dict(gdpo_reward_keys="style,rule", gdpo_reward_weights="")
 COMPARE = {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo"}
 COMPARE |= {"gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}
 
 
 def made(name):
-    """One of jppo's own, with the options that it takes."""
-    make = estimators.ESTIMATORS[name]
-    return make(**{key: value for key, value in OPTIONS.items() if key in names(make)})
+    """One of jppo's own, by the settings."""
+    c = settings.recipe("gsm8k")
+    c.algorithm.adv_estimator, c.algorithm.gdpo_reward_keys, c.rollout.n = name, "style,rule", 2
+    return parts.estimator(typed(c))
 
 
-def names(function):
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-@pytest.mark.parametrize("name", estimators.ESTIMATORS)
+@pytest.mark.parametrize("name", catalogue.ESTIMATORS)
 def test_what_jppos_own_read_is_what_their_papers_need(name):
     one = made(name)
     assert one.critic == (name == "gae") and one.greedy == (name == "remax")

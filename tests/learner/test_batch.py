@@ -82,7 +82,7 @@ def test_a_truncated_response_is_not_learned_but_compared():
     np.testing.assert_array_equal(data.mask, [[1, 1], [0, 0], [1, 1]])
     data = dataclasses.replace(data, old_logprob=data.rollout_logprob)
     how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
-    found, _ = estimate.make_advantages(estimators.grpo(norm_adv_by_std_in_grpo=False), **how)(data, np.float32(0))
+    found, _ = estimate.make_advantages(estimators.grpo(norm_adv_by_std=False), **how)(data, np.float32(0))
     np.testing.assert_allclose(found["advantage"], np.float32([[2, 2], [0, 0], [-1, -1]]) / 3, rtol=1e-5)
     assert batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2)).mask.all(), "without the filter"
 

@@ -16,8 +16,8 @@ SCORES = (1.0, 0.0, 0.25, 1.0)  # of four episodes of one prompt
 BRANCHES = (0, 3, 1, 0)  # further ones
 KL_COEF = 0.5
 MADE = {
-    "grpo": lambda: estimators.grpo(norm_adv_by_std_in_grpo=True),
-    "dr grpo": lambda: estimators.grpo(norm_adv_by_std_in_grpo=False),
+    "grpo": lambda: estimators.grpo(norm_adv_by_std=True),
+    "dr grpo": lambda: estimators.grpo(norm_adv_by_std=False),
     "rloo": estimators.rloo,
     "rloo_vectorized": estimators.rloo_vectorized,
     "baseline": estimators.reinforce_plus_plus_baseline,
@@ -52,7 +52,7 @@ def test_a_group_has_each_episode_once_with_all_its_branches(name):
     data = batch.flatten(*of_rows, shape=(12, 6), episode=all_of_them.first)
     penalty = rng.normal(size=data.mask.shape).astype(np.float32)
     how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
-    made = dataclasses.replace(MADE[name](), whiten=False)
+    made = dataclasses.replace(MADE[name](), transforms=())
     found, _ = jax.jit(estimate.make_advantages(made, **how))(dataclasses.replace(data, exact_kl=penalty), KL_COEF)
 
     score, length = np.float64(SCORES), np.zeros(4)

@@ -83,8 +83,8 @@ def test_returns_to_go_count_only_what_is_still_to_be_earned():
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_group_estimators_see_the_sums_alone(name):
-    make = estimators.ESTIMATORS[name]
-    estimator = make(norm_adv_by_std_in_grpo=True) if name == "grpo" else make()
+    make = getattr(estimators, name)
+    estimator = make(norm_adv_by_std=True) if name == "grpo" else make()
     rng = np.random.default_rng(1)
     scores = rng.normal(size=2 * len(CASES))
     amounts = [one for _, one, _ in CASES.values() for _ in range(2)]

@@ -75,7 +75,7 @@ def test_reinforce_without_a_baseline_is_verls_grpo_rloo_and_opo_of_one_sample()
     view = episodes(score=score, length=np.float32([2.0, 1.0, 4.0]), group=np.arange(3))
     made = estimators.reinforce_no_baseline()
     np.testing.assert_array_equal(made.outcome(view), score)
-    for other in (estimators.grpo(norm_adv_by_std_in_grpo=True), estimators.rloo(), estimators.opo()):
+    for other in (estimators.grpo(norm_adv_by_std=True), estimators.rloo(), estimators.opo()):
         np.testing.assert_allclose(other.outcome(view), score, rtol=2e-6)
     assert not made.compares and other.compares
 

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from jppo.learner import catalogue, optim, sharding, state
 from jppo.learner import make as of_learner
-from jppo.learner import optim, sharding, state
 from jppo.models import config_reader
 from jppo.models.config import pad_vocab
 from jppo.settings import table_training
@@ -22,9 +22,9 @@ MATRIX = optax.contrib.MuonDimensionNumbers((1,), (2,))
 
 
 def make(name="adamw", *, betas=BETAS, weight_decay=0.3, grad_clip=0.7, matrices=None, **how):
-    more = {"matrices": matrices} if matrices else {}
-    chain = functools.partial(optim.OPTIMIZERS[name], betas=betas, weight_decay=weight_decay, **more)
-    return optim.make_optimizer(chain, grad_clip=grad_clip, **how)
+    section = dataclasses.replace(table_training.Optimizer(), betas=betas, weight_decay=weight_decay)
+    chain = catalogue.OPTIMIZERS[name]
+    return optim.make_optimizer(lambda rate: chain(section, rate, matrices), grad_clip=grad_clip, **how)
 
 
 def drawn(seed=0, dtype=jnp.float32):
@@ -82,7 +82,7 @@ OPTAX = {  # as optax's users write them, the learning rate 0.03
 @pytest.mark.parametrize("name", OPTAX)
 def test_a_named_optimizer_is_optaxs_after_its_clipping(name):
     tx = make(name, matrices={"w": MATRIX, "b": None} if name == "muon" else None)
-    assert set(optim.OPTIMIZERS) == set(OPTAX)
+    assert set(catalogue.OPTIMIZERS) == set(OPTAX)
     theirs = optax.chain(optax.clip_by_global_norm(0.7), OPTAX[name]())
     params = expected = drawn()
     opt, their_opt = tx.init(params), theirs.init(params)
@@ -214,7 +214,7 @@ def test_numbers_are_hashed_as_by_murmurhash3():
         assert int(optim.mixed(jnp.uint32(x))) == expected
 
 
-@pytest.mark.parametrize("name", list(optim.OPTIMIZERS))
+@pytest.mark.parametrize("name", list(catalogue.OPTIMIZERS))
 @pytest.mark.parametrize("master,moments_dtype", [(False, "float32"), (True, "bfloat16")])
 def test_a_skipped_step_changes_no_bit(name, master, moments_dtype):
     params = drawn(dtype=jnp.bfloat16 if master else jnp.float32)
@@ -280,7 +280,7 @@ def test_weight_decay_leaves_a_buffer_of_the_model_alone():
     assert after["layers"]["experts"]["correction"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", list(optim.OPTIMIZERS))
+@pytest.mark.parametrize("name", list(catalogue.OPTIMIZERS))
 def test_state_of_any_optimizer_is_sharded_as_its_parameters(name):
     """Moments by the parameter's axes, adafactor's factors by those they have, counts on every device."""
     mesh = sharding.mesh_of_shape((1, 2, 2, 2))
