@@ -33,8 +33,8 @@ class Program:
     model: str = ""  # whose work it is: 'actor', 'critic' or 'reference', or the one of another training
     rows: tuple[int, ...] | None = None  # shape [R, T]; None: it reads no rows
     beside: Any = ()  # models that are on the devices meanwhile
-    accumulator: Any = ()  # arrays that exist for it alone: the sums of gradients, one of its arguments
-    make_accumulator: Callable[[], Any] = tuple
+    scratch: Any = ()  # arrays that exist for it alone: the sums of gradients, one of its arguments
+    make_scratch: Callable[[], Any] = tuple
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the program for its arguments on the devices."""
@@ -46,7 +46,7 @@ class Program:
         if self.stage == "step":
             self.lower().compile()
             return
-        args = tuple(self.make_accumulator() if x is self.accumulator else placing.zeros_of(x) for x in self.args)
+        args = tuple(self.make_scratch() if x is self.scratch else placing.zeros_of(x) for x in self.args)
         out = jax.block_until_ready(self.function(*placing.to_device(args)))
         if self.stage == "scoring":
             placing.fetch(out)  # several hosts gather it
@@ -106,7 +106,7 @@ def update_programs(
     name, number, mesh = how.name, np.int32(0), placing.mesh_of(learned)
     carry = update.abstract_carry(learned, jax.tree.map(lambda x: placing.on_device(x.sharding), learned))
     counts = Counts(tokens=np.ones((), np.float32), sequences=np.ones((), np.float32))
-    beside = dict[str, Any](beside=(learned, how.base, further), accumulator=carry, make_accumulator=how.zeros)
+    beside = dict[str, Any](beside=(learned, how.base, further), scratch=carry, make_scratch=how.zeros)
     yield Program(f"{name} zeros", "other", how.zeros, (), name)
     if how.drops:
         yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)

@@ -178,10 +178,11 @@ def own_engine(c: Settings, mesh: Any, policy: Any) -> list[Program]:
     prompt_shape = max(s.prompt_shapes, key=math.prod)
     prompts = jax.tree.map(_shape, filling(s.rows, prompt_shape))
     advance = programs.advance_cut if s.cut else programs.advance
-    held = dict[str, Any](beside=policy, held=(model, slots))
+    filled, decoded = (model, slots, *prompts), (model, slots, choice, rows)
+    scratch = model, slots
     return [
-        Program("prefill", "engine", programs.fill, (model, slots, *prompts), **held),
-        Program("decode, a token", "engine", advance, (model, slots, choice, rows), **held),
+        Program("prefill", "engine", programs.fill, filled, beside=policy, scratch=scratch),
+        Program("decode, a token", "engine", advance, decoded, beside=policy, scratch=scratch),
     ]
 
 

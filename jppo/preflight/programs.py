@@ -117,7 +117,7 @@ def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> Progra
     announce(f"compiling {program.name}")
     compiled = accounts.of_program(program.lower(), _axes(program.args), share=masked)
     here = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.is_offloaded(x)}
-    sums, own = (size(program.accumulator), 0) if program.stage != "engine" else (0, size(program.accumulator))
+    sums, own = (size(program.scratch), 0) if program.stage != "engine" else (0, size(program.scratch))
     return ProgramMemory(
         name=program.name,
         gradients=sums,
