@@ -7,8 +7,8 @@ others; jppo's own, in `estimators.py`, are written with the same means as a use
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class TokenView(View):
 
     @property
     def reward(self) -> Array:
-        """The token's reward, f32: -β KL and what it earned; the rest of the score at the last token."""
+        """The token's reward, f32: -β KL and the amounts earned at it; the last token has the rest of the score."""
         return self._take("reward")
 
     @property
@@ -100,6 +100,7 @@ class TokenView(View):
         return self._take("mask")
 
 
+V = TypeVar("V", bound=View)
 N, L = 2, 3  # of the shapes on which reads are recorded
 BY_TOKEN = ("reward", "kl_reward", "value", "energy", "mask", "turn_ends")  # [B, L]; the others are [N]
 DTYPES = {"group": np.int32, "mask": np.bool_, "turn_ends": np.bool_}  # the others are f32
@@ -128,13 +129,21 @@ class Algorithm:
             seen[name] = None
             return jnp.zeros((N, L) if name in BY_TOKEN else (N,), DTYPES.get(name, np.float32))
 
-        def run() -> Any:
-            if self.outcome is not None:
-                self.outcome(EpisodeView(take))
-            return self.advantage(TokenView(take))
+        def run() -> tuple[Any, Any]:
+            outcome = None if self.outcome is None else self.outcome(EpisodeView(take))
+            return outcome, self.advantage(TokenView(take))
 
-        jax.eval_shape(run)
+        outcome, advantage = jax.eval_shape(run)
+        by_token = advantage if isinstance(advantage, tuple) else (advantage,)
+        if "outcome" in seen and outcome is None:
+            raise ValueError("its advantage reads the outcome, and it has none")
+        if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
+            raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
         return tuple(seen)
+
+    def view(self, kind: type[V], arrays: Mapping[str, Array]) -> V:
+        """Returns the view of the arrays that were recorded as read."""
+        return kind({name: x for name, x in arrays.items() if name in self.reads}.__getitem__)
 
     @property
     def critic(self) -> bool:

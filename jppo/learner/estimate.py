@@ -141,7 +141,7 @@ def make_advantages(
         known |= {name: x for name, x in (("value", value), ("greedy", batch.greedy)) if x is not None}
         if "kl_reward" in algorithm.reads:
             known["kl_reward"] = jnp.where(mask, -kl_coef * penalty, 0.0)
-        estimated = algorithm.advantage(TokenView(known.__getitem__))
+        estimated = algorithm.advantage(algorithm.view(TokenView, known))
         advantage, returns = estimated if isinstance(estimated, tuple) else (estimated, estimated)
         for transform in algorithm.transforms:
             advantage = transform(advantage, mask)
@@ -180,7 +180,7 @@ def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     if batch.episode is not None:  # the score once, and the penalties of all branches
         score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
         known["score"] = score + summed(total - score)
-    outcome = algorithm.outcome(EpisodeView(known.__getitem__))
+    outcome = algorithm.outcome(algorithm.view(EpisodeView, known))
     return outcome if batch.episode is None else outcome[batch.episode]
 
 

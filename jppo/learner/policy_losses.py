@@ -1,4 +1,4 @@
-"""Policy losses as objects: the loss of each token, and what it needs of a whole mini-batch.
+"""Policy losses as objects: the loss of each token, and its selection of tokens over a mini-batch.
 
 `clip_cov` and `kl_cov` treat some tokens apart, chosen by the current policy over a whole mini-batch before its
 gradient: one more forward pass, so that the choice does not depend on the cut into micro-batches.

@@ -259,10 +259,10 @@ class Clock(Protocol):
     """A stopwatch of the stages of a step, such as `runlog.timers.Timers`."""
 
     def __call__(self, stage: str) -> contextlib.AbstractContextManager[None]:
-        """Measures what is done within."""
+        """Measures the time of a `with` block."""
 
     def part(self, label: str, total: int) -> Callable[[], None]:
-        """Begins a part of a stage that is done in `total` pieces; returns what is called after each."""
+        """Begins a part of a stage that is done in `total` pieces; returns the function to call after each."""
 
     def counted(self, label: str, items: Iterable[batch.Mini], total: int) -> Iterator[batch.Mini]:
         """Yields the items, and counts them as pieces of a part."""

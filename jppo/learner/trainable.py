@@ -5,7 +5,7 @@ PPO's actor and critic, fine-tuning, reward models, DPO, and the loops of `jppo.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -89,7 +89,10 @@ class Trainable:
             history.append((parts, stats))
             del carry  # frees it before the next one exists
         params = jax.block_until_ready(placing.put_back(params, before))
-        taken = [join_parts(parts) | self._named(stats) for parts, stats in jax.device_get(history)]
+        taken = [
+            join_parts(parts) | {f"{self.name}/{key}": Stat(x) for key, x in stats.items()}
+            for parts, stats in jax.device_get(history)
+        ]
         return params, opt, average(taken)
 
     def forward_backward(
@@ -106,10 +109,6 @@ class Trainable:
             jax.block_until_ready(parts[-1:])  # else the rows of all micro-batches would be on the devices at once
             parts.append(part)
         return carry, parts
-
-    def _named(self, stats: Mapping[str, Array]) -> dict[str, Stat]:
-        """Returns the statistics of an optimizer step as metrics of the model."""
-        return {f"{self.name}/{key}": Stat(x) for key, x in stats.items()}
 
     def optim_step(
         self, params: Params, opt: Any, carry: update.Carry, step: Any, *, learns: bool

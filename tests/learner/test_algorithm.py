@@ -1,4 +1,4 @@
-"""What an algorithm reads is recorded, whatever its functions are made of; what it does not read is not computed."""
+"""The reads of an algorithm are recorded, whatever its functions are made of, and hold for the whole run."""
 
 import functools
 
@@ -46,11 +46,30 @@ def test_a_read_in_a_closure_a_partial_or_a_branch_of_python_is_recorded():
     assert one.reads == ("reward", "mask", "value") and one.critic and not one.energy
 
 
-def test_an_array_that_was_not_recorded_is_not_there():
-    """It would be read in another run of the function than the one that was recorded."""
-    known = {"reward": np.zeros((1, 2), np.float32)}
-    with pytest.raises(KeyError, match="value"):
-        TokenView(known.__getitem__).value  # noqa: B018
+def test_a_read_that_was_not_recorded_raises():
+    """Else a run could compare samples, or read values, whose need no rule has seen."""
+    later = []
+    one = Algorithm(lambda view: view.group[:, None] + view.reward if later else view.reward)
+    assert one.reads == ("reward",) and not one.compares
+    arrays = {"reward": np.ones((1, 2), np.float32), "group": np.zeros(1, np.int32)}
+    np.testing.assert_array_equal(one.advantage(one.view(TokenView, arrays)), arrays["reward"])
+    later.append(1)
+    with pytest.raises(KeyError, match="group"):
+        one.advantage(one.view(TokenView, arrays))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Algorithm(),
+        Algorithm(lambda view: view.reward.sum(1)),
+        Algorithm(lambda view: (view.reward, view.group)),
+        Algorithm(outcome=lambda view: view.score.mean()),
+    ],
+)
+def test_results_of_another_shape_are_refused_before_anything_runs(wrong):
+    with pytest.raises(ValueError, match=r"reads the outcome|an outcome is"):
+        wrong.reads  # noqa: B018
 
 
 def test_an_outcome_alone_is_spread_over_the_trained_tokens():

@@ -249,5 +249,5 @@ for _ in range(2):  # at every publish
 
 
 def test_a_token_of_latent_attention_has_the_same_bits_in_any_batch():
-    """In a process of its own: torch's functions are replaced for all of it."""
+    """In its own process, since torch's functions are replaced in the whole process."""
     subprocess.run([sys.executable, "-W", "error", "-c", BY_ROW], check=True)

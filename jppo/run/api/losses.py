@@ -63,7 +63,7 @@ FUNCTIONS: dict[str, Function] = {f.__name__: f for f in (cross_entropy, importa
 
 @dataclasses.dataclass(frozen=True)
 class BatchLoss:
-    """A loss over a batch of responses, with what it reads."""
+    """A loss over a batch of responses, with the arrays that it reads."""
 
     compiled: CompiledLoss
     of_critic: bool
