@@ -26,7 +26,7 @@ from jppo.errors import UserError, expanded, one_line
 from jppo.learner import sharding
 from jppo.learner.make import make_mesh
 from jppo.rewards.make import make_reward_sum
-from jppo.rollout.make import open_engine, servers_gpu_share, with_servers
+from jppo.rollout.make import open_engine, share_gpu, with_servers
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_stored
 from jppo.run import validation
@@ -67,7 +67,7 @@ Summaries = Mapping[str, Mapping[str, statistics.MeanSe]]
 def _evaluate(c: Settings, console: rich.console.Console) -> bool:
     """Tests the model, prints the table and writes the files; False if nothing could be graded."""
     began, out = time.monotonic(), expanded(c.trainer.run_dir)
-    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
+    share_gpu(c)
     inputs = read_test(c)
     sampling = val_sampling(c)
     with contextlib.ExitStack() as stack:

@@ -20,7 +20,7 @@ from jppo.preflight import machine, memory, memory_budget, models_and_data, prev
 from jppo.preflight.finding import Check, Finding, examine
 from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
-from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, servers_gpu_share, with_servers
+from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, share_gpu, with_servers
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, read_inputs, require_reward, speaking
@@ -124,7 +124,7 @@ def with_findings(text: str, findings: Sequence[Finding]) -> str:
 
 def machine_findings(c: Settings) -> Iterator[Finding]:
     """Checks programs, devices and protections; call it before JAX takes a device."""
-    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
+    share_gpu(c)
     process.take_little()
     served = c.rollout.name != "inprocess" and not c.rollout.urls
     yield from machine.check_environment(c.rollout.python if served else None, c.rollout.name)

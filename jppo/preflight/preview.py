@@ -40,7 +40,7 @@ from jppo.preflight.programs import (
     step_lines,
 )
 from jppo.preflight.servers import server_work
-from jppo.rollout.make import describe_servers, published_dtype, servers_gpu_share, with_servers
+from jppo.rollout.make import describe_servers, published_dtype, share_gpu, with_servers
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.timers import IN_STAGE
@@ -211,7 +211,7 @@ def report_here(
 
 def preview_run(c: Settings, request: DryRun = HERE) -> str:
     """Reports on a PPO run with these settings."""
-    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
+    share_gpu(c)
     process.take_little()
     inputs = read_inputs(c, weights=request.machine is None)
     mesh = request.mesh(c)

@@ -271,6 +271,11 @@ def servers_gpu_share(c: Settings) -> float:
     return r.gpu_memory_utilization if here else 0.0
 
 
+def share_gpu(c: Settings) -> None:
+    """Leaves their share of the trainer's GPU to the servers that are started here."""
+    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
+
+
 def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
     """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
     place = texts.lookup_place(urls)

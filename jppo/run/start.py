@@ -45,7 +45,7 @@ from jppo.rollout.make import (
     make_publisher,
     open_engine,
     served_reference,
-    servers_gpu_share,
+    share_gpu,
     with_servers,
 )
 from jppo.rollout.publish import PolicyPublisher, publish_base
@@ -246,7 +246,7 @@ def _hold(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> _HostParts:
 def _read(c: Settings) -> Inputs:
     """Reads a host's inputs before it uses a device."""
     require_loggers(c)
-    process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
+    share_gpu(c)
     inputs = read_inputs(c)
     require_reward(c, inputs)
     replayed(c, inputs.policy)  # raises before a server starts

@@ -380,7 +380,7 @@ def open_model(
 ) -> Model:
     """Opens a model; `jppo.open` documents the arguments."""
     c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, given=settings)
-    process.share_gpu(rollout.servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
+    rollout.share_gpu(c)
     policy, value, reference = read_models(c)
     require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, value, reference) if model is not None))
