@@ -97,7 +97,8 @@ def _make_estimator(c: "Settings") -> EstimatorFields:
         made.parts  # noqa: B018  # its functions run on shapes, once
     except Exception as e:  # a user's function may raise anything
         raise UserError(
-            f"algorithm.adv_estimator={a.adv_estimator!r}: a function of it, traced by JAX, raises {said(e)}; correct it"
+            f"algorithm.adv_estimator={a.adv_estimator!r}: a function of it, traced by JAX, raises {said(e)};"
+            " correct it"
         ) from e
     return made
 
