@@ -351,8 +351,8 @@ def prepare_reward_model(work: pathlib.Path) -> None:
         "jppo.reward_model",
         f"--config=configs/tinystories_reward_model.py:{work}",
         *(f"--config.data.{name}={value}" for name, value in PAIRS.items()),
-        "--config.trainer.total_training_steps=300",
-        "--config.trainer.test_freq=100",
+        "--config.trainer.total_training_steps=1000",
+        "--config.trainer.test_freq=200",
     )
 
 

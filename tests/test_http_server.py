@@ -18,6 +18,8 @@ from jppo import http_server
 from jppo.errors import BadRequest
 from jppo.http_server import HttpServer, json_object, json_reply
 
+PATIENCE_S = 60  # of a client, on a busy machine too
+
 
 def refusal(error):
     return json_reply({"error": str(error)}, error.status)
@@ -81,14 +83,15 @@ def served():
 def requested(port, connection=None):
     with contextlib.ExitStack() as ends:
         if connection is None:
-            connection = ends.enter_context(contextlib.closing(client.HTTPConnection("127.0.0.1", port, timeout=10)))
+            one = client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+            connection = ends.enter_context(contextlib.closing(one))
         connection.request("POST", "/v1/reward", body=b"1234", headers={"Authorization": "Bearer right"})
         return json.loads(connection.getresponse().read())["read"]
 
 
 def exchanged(port, sent, replies=1):
     """(status, fields, JSON) of each reply, by the standard library's client; then whether the connection ended."""
-    with socket.create_connection(("127.0.0.1", port), 10) as one:
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as one:
         one.sendall(sent)
         found, raw = [], one.makefile("rb")
         for _ in range(replies):
@@ -194,13 +197,13 @@ def test_a_client_that_asks_first_is_told_to_send_its_body(served):
 def test_a_refusal_is_read_by_a_client_that_still_sends(served):
     """A connection that is closed with unread bytes is reset, and the refusal lost."""
     for fields, status in (({"X-API-Key": "right"}, 413), ({"X-API-Key": "wrong"}, 401)):
-        with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as one:
+        with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=PATIENCE_S)) as one:
             one.request("POST", "/a", b"x" * (http_server.MOST_BODY + 1), fields)
             assert one.getresponse().status == status
 
 
 def test_a_chunked_body_has_the_bound_of_others(served):
-    with socket.create_connection(("127.0.0.1", served), 10) as one:
+    with socket.create_connection(("127.0.0.1", served), PATIENCE_S) as one:
         one.sendall(CHUNKED)
         for _ in range(17):
             one.sendall(b"100000\r\n" + b"x" * 2**20 + b"\r\n")
@@ -261,7 +264,7 @@ def test_honest_clients_are_answered_beside_half_open_ones(sent):
         return json_reply({"read": len(call.body)})
 
     with serving(answer, most_unknown=64, most_known=100) as (server, port), contextlib.ExitStack() as held:
-        kept = held.enter_context(contextlib.closing(client.HTTPConnection("127.0.0.1", port, timeout=10)))
+        kept = held.enter_context(contextlib.closing(client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)))
         for i in range(300):
             one = held.enter_context(socket.create_connection(("127.0.0.1", port), 5))
             with contextlib.suppress(OSError):
@@ -413,7 +416,7 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
     ) as flood:
         assert flood.stdout.readline() == "held\n"
         try:
-            with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
+            with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=PATIENCE_S)) as kept:
                 for _ in range(5):
                     assert requested(served) == requested(served, kept) == 4
             assert len(os.listdir("/proc/self/fd")) - before < 650
@@ -423,7 +426,7 @@ def test_another_user_who_holds_connections_takes_neither_files_nor_the_turn_of_
 
 def test_a_head_without_a_key_has_a_time_and_one_with_a_key_has_not(served, monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_S", 0.3)
-    with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=10)) as kept:
+    with contextlib.closing(client.HTTPConnection("127.0.0.1", served, timeout=PATIENCE_S)) as kept:
         assert requested(served, kept) == 4
         with socket.create_connection(("127.0.0.1", served)) as slow:
             slow.settimeout(5)
