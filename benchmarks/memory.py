@@ -70,7 +70,7 @@ def make_inputs(c: Settings, described: dict[str, Any]) -> ModelConfigs:
     cfg = config_reader.parse_config(described, path="memory.py")
     return ModelConfigs(
         policy=cfg,
-        critic=cfg if make_recipe(c).estimator.critic else None,
+        critic=cfg if make_recipe(c).algorithm.critic else None,
         reference=cfg if c.algorithm.use_kl_in_reward else None,
         adapters=make_adapters(c),
         critic_adapters=make_adapters(c),

@@ -209,13 +209,8 @@ def make_minis(s: Subject) -> list[batch.Mini]:
 def make_loss(s: Subject) -> CompiledLoss:
     """The gradient of the clipped loss, compiled."""
     recipe = make_recipe(s.c)
-    loss = update.make_actor_loss(
-        score.make_logprob_kl(None, make_logprob(s.c, s.cfg, s.mesh), None),
-        recipe.policy_loss,
-        recipe.weigh,
-        entropy_coeff=0.0,
-        kl_loss_coef=0.0,
-    )
+    logprob = score.make_logprob_kl(None, make_logprob(s.c, s.cfg, s.mesh), None)
+    loss = update.make_actor_loss(logprob, recipe.algorithm, mean=recipe.mean)
     return CompiledLoss(update.make_accumulate(loss, mesh=s.mesh))
 
 

@@ -129,7 +129,7 @@ def make_batch(run: Run, episodes: Episodes) -> Batch:
         filter_truncated=run.c.algorithm.filter_truncated,
         earns=recipe.earns,
         episode=episodes.first if recipe.branches else None,
-        parts=recipe.estimator.parts,
+        parts=recipe.algorithm.parts,
     )
 
 

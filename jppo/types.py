@@ -14,6 +14,7 @@ of every [B, L] array is about emitting the k-th token of the response, which be
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -149,7 +150,7 @@ class Batch:
     earned: Array | None = None  # [B, L] f32, parts of the score that are earned at a token
     old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
     entropy: Array | None = None  # [B, L] f32, of the old policy
-    sum_pi_squared: Array | None = None  # [B, L] f32, Σ_a π(a)² of the old policy
+    statistics: Mapping[str, Array] | None = None  # [B, L] f32, of the old policy's logits, by name
     routing_differs: Array | None = None  # [B, L] f32, share of replayed experts that the old policy would not choose
     ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference
     exact_kl: Array | None = None  # [B, L] f32, old policy to reference, over the whole vocabulary
@@ -175,7 +176,7 @@ class Scored:
     advantage: Array | None = None  # [R, T] f32
     returns: Array | None = None  # [R, T] f32
     positive: Array | None = None  # [R, T] f32, the batch's, divided by its sum over the mini-batch
-    selected: Array | None = None  # [R, T] bool, tokens that the policy loss treats apart, by the whole mini-batch
+    before: Array | None = None  # [R, T], the result of `Algorithm.before` over the mini-batch
 
 
 @jax.tree_util.register_dataclass

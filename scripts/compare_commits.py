@@ -296,8 +296,8 @@ def own_loop(inputs: pathlib.Path, run: pathlib.Path) -> list[dict]:
     """Runs a loop on `jppo.open` with every kind of loss, and the in-process engine; returns its numbers."""
     import jppo
 
-    def far(logprob, old_logprob, advantage, entropy):
-        return -advantage * (logprob - old_logprob) - 0.01 * entropy
+    def far(view):
+        return -view.advantage * (view.logprob - view.old_logprob) - 0.01 * view.entropy
 
     data = dict(max_prompt_length=8, max_response_length=6, row_lengths=1)
     engine = dict(name="inprocess", kv_cache_memory_bytes=2**20)

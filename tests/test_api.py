@@ -189,12 +189,13 @@ def test_parts_of_a_batch_add_up_to_its_gradient(m, batch, loss):
 def test_a_function_is_a_loss_as_a_name_is(m, batch):
     """The clipped surrogate and the squared error, written out, and jppo's own function of the first."""
 
-    def surrogate(logprob, old_logprob, advantage):
-        ratio = jnp.exp(logprob - old_logprob)
+    def surrogate(view):
+        ratio, advantage = jnp.exp(view.logprob - view.old_logprob), view.advantage
         return jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 0.9, 1.1))
 
-    def own(logp, old_logp, advantage, mask, segment):
-        return losses.clipped(logp, old_logp, advantage, mask, segment, clip_low=0.1, clip_high=0.1, clip_c=1e9)
+    def own(view):
+        arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment
+        return losses.clipped(*arrays, clip_low=0.1, clip_high=0.1, clip_c=1e9)[0]
 
     named = m.forward_backward(batch, "vanilla", clip_ratio=0.1, clip_ratio_c=1e9, entropy_coeff=0.0)
     found = gradient(m)
@@ -204,7 +205,7 @@ def test_a_function_is_a_loss_as_a_name_is(m, batch):
         for ours, theirs in zip(gradient(m), found, strict=True):
             make.assert_close(ours, theirs)
     value, mask = m.values(batch), batch.mask
-    squared = m.forward_backward(batch, lambda value, returns: (value - returns) ** 2).metrics["critic/vf_loss"]
+    squared = m.forward_backward(batch, lambda view: (view.value - view.returns) ** 2).metrics["critic/vf_loss"]
     assert squared == pytest.approx(np.mean((value - batch.returns)[mask] ** 2), rel=1e-5)
 
 
@@ -317,9 +318,14 @@ def test_what_is_refused(m, batch, folder, tmp_path):
     cases = {
         "loss='grpo' is not known; it is one of": lambda: m.forward_backward(batch, "grpo"),
         "reads value, which the batch lacks": lambda: m.forward_backward(m.batch(batch.trajectories), "value"),
-        "takes 'logprobs'; the arguments of a loss are": lambda: m.forward_backward(batch, lambda logprobs: logprobs),
-        "of the policy, or value of the critic": lambda: m.forward_backward(batch, lambda logprob, value: value),
-        "it must return the loss of every token": lambda: m.forward_backward(batch, lambda logprob: logprob.sum()),
+        "has no attribute 'logprobs'": lambda: m.forward_backward(batch, lambda view: view.logprobs),
+        "reads 'router'; a loss of a loop reads": lambda: m.forward_backward(
+            batch, lambda view: 0 * view.mask * view.router.z[0]
+        ),
+        "of the policy, or value of the critic": lambda: m.forward_backward(
+            batch, lambda view: view.logprob - view.value
+        ),
+        "it must return the loss of every token": lambda: m.forward_backward(batch, lambda view: view.logprob.sum()),
         "'clip' is no option of a loss": lambda: m.forward_backward(batch, "ppo", clip=0.1),
         "'lr' is no option of a loss like this": lambda: m.forward_backward(batch, "ppo", lr=1.0),
         "'shuffle' is no option": lambda: m.forward_backward(batch, "ppo", shuffle=True),

@@ -219,7 +219,7 @@ def test_the_mean_of_a_function_is_its_own(m, whole):
     other._parts = dataclasses.replace(m._parts, losses=losses_of(m, loss_mode="geo_mean"))
     values, logprob = other.values(whole)[whole.mask], other.logprobs(whole)[whole.mask]
     ones = whole.replace(weight=np.ones(N))
-    found = other.forward_backward(ones, lambda value: value, loss_agg_mode="token-sum")
+    found = other.forward_backward(ones, lambda view: view.value, loss_agg_mode="token-sum")
     assert found.metrics["critic/vf_loss"] == pytest.approx(values.sum(), rel=1e-5)
     metrics, tokens = other.forward_backward(ones, "cross_entropy", loss_agg_mode="token-sum")
     assert metrics["actor/loss"] == pytest.approx(-logprob.sum(), rel=1e-5)

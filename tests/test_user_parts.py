@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jppo.algorithms import advantage
-from jppo.learner.algorithm import Algorithm
-from jppo.learner.policy_losses import Objective
+from jppo.learner.algorithm import Algorithm, Term
 
 def sign(c):
     def outcome(view):
@@ -29,14 +28,14 @@ def misread(c):
     return Algorithm(lambda view: view.reward - view.values)
 
 def unclipped(c):
-    def loss(logp, old_logp, advantage, mask, segment):
-        ratio = jnp.exp(jnp.where(mask, logp - old_logp, 0.0))
-        return -advantage * ratio, jnp.zeros_like(mask), jnp.zeros_like(mask)
+    return Algorithm(terms=(Term(surrogate, "actor/pg_loss"),))
 
-    return Objective(loss)
+def surrogate(view):
+    ratio = jnp.exp(jnp.where(view.mask, view.logprob - view.old_logprob, 0.0))
+    return -view.advantage * ratio, {"mine/ratio": ratio}
 
 def by_sum(c):
-    return Objective(unclipped(c).loss, aggregation="seq-mean-token-sum")
+    return Algorithm(terms=(Term(surrogate, aggregation="seq-mean-token-sum"),))
 
 def squared(logp, ref_logp):
     return jnp.square(logp - ref_logp)
@@ -49,6 +48,9 @@ def strange(c):
 
 def without():
     return Algorithm()
+
+def number(c):
+    return 3
 
 def engine(c, run, hosts=None):
     return 3
@@ -77,7 +79,7 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
     assert len(steps) == 2
     for step in steps:
         assert step["critic/advantages/max"] == 0.5 and step["critic/advantages/min"] == -0.5
-        assert step["actor/pg_clipfrac"] == 0.0
+        assert step["mine/ratio"] == pytest.approx(step["actor/ratio_mean"])
     assert steps[-1]["actor/kl_loss"] > 0
     assert json.loads((run / "config.json").read_text())["actor"]["loss_mode"] == f"{parts}:unclipped"
 
@@ -85,7 +87,9 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
 @pytest.mark.parametrize(
     ("setting", "spec", "said"),
     [
-        ("algorithm.adv_estimator", "{}:unclipped", "returns Objective; it must return a jppo.learner.algorithm."),
+        ("algorithm.adv_estimator", "{}:plain", "missing 2 required positional arguments"),
+        ("algorithm.adv_estimator", "{}:number", "returns int; it must return a jppo.learner.algorithm.Algorithm"),
+        ("actor.loss_mode", "{}:sign", "has no terms"),
         ("algorithm.adv_estimator", "{}:strange", "AttributeError: 'Algorithm' object has no attribute 'gama'"),
         ("algorithm.adv_estimator", "{}:without", "takes 0 positional arguments but 1 was given"),
         ("algorithm.adv_estimator", "{}:misread", "AttributeError: 'TokenView' object has no attribute 'values'"),

@@ -27,7 +27,7 @@ import optax
 
 from jppo.algorithms import advantage, losses, masked
 from jppo.learner import batch, episodes, optim, packing, ppo, sharding, state, update
-from jppo.learner.algorithm import Algorithm
+from jppo.learner.algorithm import Algorithm, Term
 from jppo.learner.trainable import Trainable
 from jppo.models import attention, config_reader
 from jppo.models.decoder import Decoder, init_params
@@ -47,14 +47,23 @@ described = dict(
 )
 cfg, mesh = config_reader.parse_config(described, path="config.json"), sharding.mesh_of_shape((1, 1, 1))
 decoder = Decoder(cfg)
-mean = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
 gae = functools.partial(advantage.gae, gamma=1.0, lam=0.9)
-recipe = ppo.Recipe(
-    estimator=Algorithm(lambda view: gae(view.reward, view.value, view.mask), transforms=(masked.whiten,)),
-    policy_loss=functools.partial(losses.clipped, clip_low=0.2, clip_high=0.2, clip_c=3.0),
-    by_sequence=False, weigh=mean, weigh_value=mean, cliprange_value=0.2, entropy_coeff=0.0, kl_penalty=None,
-    kl_loss_type=None, kl_loss_coef=0.0, bypass=False, correction=None,
+
+
+def clipped(view):
+    arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment
+    return losses.clipped(*arrays, clip_low=0.2, clip_high=0.2, clip_c=3.0)[0]
+
+
+def squared(view):
+    return losses.clipped_value(view.value, view.old_value, view.returns, cliprange_value=0.2)[0]
+
+
+algorithm = Algorithm(
+    lambda view: gae(view.reward, view.value, view.mask), transforms=(masked.whiten,),
+    terms=(Term(clipped, "actor/pg_loss"),), value_terms=(Term(squared, "critic/vf_loss"),),
 )
+recipe = ppo.Recipe(algorithm=algorithm, kl_penalty=None, kl_loss_type=None, bypass=False, correction=None)
 models = ppo.Models((decoder, cfg), (decoder, cfg), None)
 passes = ppo.make_passes(models, recipe, temperature=1.0, chunk_tokens=64, mesh=mesh)
 tx = optim.make_optimizer(functools.partial(optim.adamw, betas=(0.9, 0.99), weight_decay=0.0), grad_clip=1.0)

@@ -15,9 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.algorithms import masked
+from jppo.models.heads import Vocabulary
+from jppo.models.router import RouterSums
 from jppo.types import Array
 
 PART = "part of the reward: "
+STATISTIC = "statistic of the logits: "
+SHARE = "number of tokens: "
+
+# (logits [C, V] f32 at the temperature, targets [C], vocabulary, which may be sharded) -> [C] f32
+Statistic = Callable[[jax.Array, jax.Array, Vocabulary], jax.Array]
 
 
 class View:
@@ -80,9 +87,23 @@ class TokenView(View):
         return self._take("greedy")
 
     @property
-    def energy(self) -> Array:
-        """(1 - 2 π + Σ_a π(a)²) ρ² of the old policy and the importance weight, f32 (`advantage.energy`)."""
-        return self._take("energy")
+    def old_logprob(self) -> Array:
+        """The old policy's log-prob, f32."""
+        return self._take("old_logprob")
+
+    @property
+    def entropy(self) -> Array:
+        """The old policy's entropy, f32."""
+        return self._take("entropy")
+
+    @property
+    def weight(self) -> Array:
+        """The importance weight of the mismatch with the engine, f32; 1 without a correction."""
+        return self._take("weight")
+
+    def statistic(self, name: str) -> Array:
+        """The statistic of the old policy's logits of this name, f32."""
+        return self._take(f"{STATISTIC}{name}")
 
     @property
     def turn_ends(self) -> Array:
@@ -100,10 +121,169 @@ class TokenView(View):
         return self._take("mask")
 
 
+class TermView(View):
+    """What every loss may read: arrays [R, T] of a micro-batch, in the layout of its rows."""
+
+    @property
+    def mask(self) -> Array:
+        """The tokens that the term is summed over, bool."""
+        return self._take("mask")
+
+    @property
+    def segment(self) -> Array:
+        """The number of the response in its row, i32."""
+        return self._take("segment")
+
+
+class LossView(TermView):
+    """What a term of the policy's loss may read; what is of the current policy has a gradient."""
+
+    @property
+    def logprob(self) -> Array:
+        """The current policy's log-prob, f32."""
+        return self._take("logprob")
+
+    @property
+    def entropy(self) -> Array:
+        """The current policy's entropy, f32."""
+        return self._take("entropy")
+
+    def statistic(self, name: str) -> Array:
+        """The statistic of the current policy's logits of this name, f32."""
+        return self._take(f"{STATISTIC}{name}")
+
+    @property
+    def kl(self) -> Array:
+        """The KL to the reference that `actor.kl_loss_type` names, f32."""
+        return self._take("kl")
+
+    @property
+    def old_logprob(self) -> Array:
+        """The old policy's log-prob, f32."""
+        return self._take("old_logprob")
+
+    @property
+    def ref_logprob(self) -> Array:
+        """The reference's log-prob, f32."""
+        return self._take("ref_logprob")
+
+    @property
+    def advantage(self) -> Array:
+        """The advantage, f32."""
+        return self._take("advantage")
+
+    @property
+    def positive(self) -> Array:
+        """1 / their number in the mini-batch on tokens of responses with a score above 0, else 0, f32."""
+        return self._take("positive")
+
+    @property
+    def before(self) -> Array:
+        """The result of `Algorithm.before`."""
+        return self._take("before")
+
+    @property
+    def router(self) -> RouterSums:
+        """The routers' sums over the micro-batch's trained tokens."""
+        return self._take("router")  # type: ignore[return-value]
+
+    @property
+    def load(self) -> Array:
+        """The tokens of each expert in the mini-batch, [layers, E] f32."""
+        return self._take("load")
+
+    @property
+    def tokens(self) -> Array:
+        """The number of the mini-batch's trained tokens, [] f32."""
+        return self._take("tokens")
+
+
+class ValueView(TermView):
+    """What a term of the critic's loss may read."""
+
+    @property
+    def value(self) -> Array:
+        """The current value, f32, on the scale of the returns, with a gradient."""
+        return self._take("value")
+
+    @property
+    def logits(self) -> Array:
+        """The logits of a critic with a histogram, [R, T, bins] f32, with a gradient."""
+        return self._take("logits")
+
+    @property
+    def old_value(self) -> Array:
+        """The value before the update, f32."""
+        return self._take("old_value")
+
+    @property
+    def returns(self) -> Array:
+        """The returns, f32."""
+        return self._take("returns")
+
+
+class BeforeView(View):
+    """What a function of a whole mini-batch may read before its gradient: arrays [B, L], 0 outside the mini-batch."""
+
+    @property
+    def key(self) -> Array:
+        """A key of the mini-batch's own, of jax.random."""
+        return self._take("key")
+
+    @property
+    def logprob(self) -> Array:
+        """The current policy's log-prob, f32: one more pass."""
+        return self._take("logprob")
+
+    @property
+    def old_logprob(self) -> Array:
+        """The old policy's log-prob, f32."""
+        return self._take("old_logprob")
+
+    @property
+    def advantage(self) -> Array:
+        """The advantage, f32."""
+        return self._take("advantage")
+
+    @property
+    def mask(self) -> Array:
+        """The trained tokens of the mini-batch, bool."""
+        return self._take("mask")
+
+    def count(self, share: float) -> Array:
+        """A share of the mini-batch's trained tokens as their number, rounded down, at least 1: [] i32."""
+        return self._take(f"{SHARE}{share}")
+
+
 V = TypeVar("V", bound=View)
-N, L = 2, 3  # of the shapes on which reads are recorded
-BY_TOKEN = ("reward", "kl_reward", "value", "energy", "mask", "turn_ends")  # [B, L]; the others are [N]
-DTYPES = {"group": np.int32, "mask": np.bool_, "turn_ends": np.bool_}  # the others are f32
+SHAPE = N, L = 2, 3  # of the arrays on which reads are recorded
+# The shapes of what is no [N, L] array of f32; by token of a step are the first ones.
+BY_EPISODE = ("score", "length", "outcome", "greedy", "group")
+DTYPES = {"group": np.int32, "segment": np.int32, "mask": np.bool_, "turn_ends": np.bool_}
+
+
+def _example(name: str) -> Any:
+    """Returns an array, or what a view has under this name, of the shapes on which reads are recorded."""
+    if name == "key":
+        return jax.random.key(0)
+    if name == "router":
+        return RouterSums(*(jnp.ones((L, N)),) * 2, *(jnp.ones(L),) * 2)
+    shape: tuple[int, ...] = (N,) if name in BY_EPISODE or name.startswith(PART) else (N, L)
+    shape = {"load": (L, N), "logits": (N, L, N), "tokens": ()}.get(name, shape)
+    dtype = DTYPES.get(name, np.float32)
+    return jnp.ones((), np.int32) if name.startswith(SHARE) else jnp.zeros(shape, dtype)
+
+
+def record(run: Callable[[Callable[[str], Any]], Any], given: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
+    """Runs functions of views on shapes; returns the names of what they read, in order, and the shapes they return."""
+    seen: dict[str, None] = {}
+
+    def take(name: str) -> Any:
+        seen[name] = None
+        return jnp.zeros(given[name].shape, given[name].dtype) if name in given else _example(name)
+
+    result = jax.eval_shape(lambda: run(take))
+    return tuple(seen), result
 
 
 def spread_outcome(view: TokenView) -> Array:
@@ -111,39 +291,114 @@ def spread_outcome(view: TokenView) -> Array:
     return masked.at_kept(view.outcome, view.mask)
 
 
+def names_of(reads: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    """Returns the names of one kind, such as PART, among the reads."""
+    return tuple(name.removeprefix(kind) for name in reads if name.startswith(kind))
+
+
+def view(kind: type[V], reads: tuple[str, ...], arrays: Mapping[str, Any]) -> V:
+    """Returns the view of the arrays that were recorded as read."""
+    return kind({name: x for name, x in arrays.items() if name in reads}.__getitem__)
+
+
 @dataclasses.dataclass(frozen=True)
+class Term:
+    """A term of a loss."""
+
+    # A number for each token [R, T], added with the weights of an aggregation, or the micro-batch's own sum, []. Or the
+    # pair of it and of metrics by name, each a number for each token, whose mean is logged.
+    loss: Callable[[Any], Array | tuple[Array, Mapping[str, Array]]]
+    metric: str = ""  # the name under which it is logged, without its coefficient; '': it is not
+    coefficient: float = 1.0
+    aggregation: str | None = None  # as `actor.loss_agg_mode`, and that if it is None; of a critic's term, the critic's
+    corrected: bool = True  # `algorithm.old_logprob` weights and rejects its tokens; False: a regulariser
+    by_sequence: bool = False  # its numbers are of whole sequences, and so are their importance weights
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # of functions, which are equal to themselves alone
 class Algorithm:
-    """How advantages follow from rewards: `algorithm.adv_estimator` names one."""
+    """How a policy learns from rewards: pure functions, each of one view.
+
+    `algorithm.adv_estimator` names the advantage's half, `actor.loss_mode` the loss's.
+    """
 
     # The advantage of each token [B, L], or the pair of it and of the returns that a critic learns, else the same.
     advantage: Callable[[TokenView], Array | tuple[Array, Array]] = spread_outcome
     outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; None: `advantage` reads none
     transforms: tuple[Callable[[Array, Array], Array], ...] = ()  # of the advantage, and the mask; not of the returns
+    terms: tuple[Term, ...] = ()  # of the policy's loss, each of a LossView
+    value_terms: tuple[Term, ...] = ()  # of the critic's loss, each of a ValueView
+    statistics: Mapping[str, Statistic] = dataclasses.field(default_factory=dict)  # that views read by name
+    # Over a whole mini-batch, however it is cut, before its gradient and without one: [B, L], which terms may read.
+    before: Callable[[BeforeView], Array] | None = None
 
     @functools.cached_property
     def reads(self) -> tuple[str, ...]:
-        """The names of what the functions read, in the order of the first reads."""
-        seen: dict[str, None] = {}
+        """The names of what outcome and advantage read, in the order of the first reads."""
 
-        def take(name: str) -> Array:
-            seen[name] = None
-            return jnp.zeros((N, L) if name in BY_TOKEN else (N,), DTYPES.get(name, np.float32))
-
-        def run() -> tuple[Any, Any]:
+        def run(take: Callable[[str], Any]) -> tuple[Any, Any]:
             outcome = None if self.outcome is None else self.outcome(EpisodeView(take))
             return outcome, self.advantage(TokenView(take))
 
-        outcome, advantage = jax.eval_shape(run)
+        seen, (outcome, advantage) = record(run, {})
         by_token = advantage if isinstance(advantage, tuple) else (advantage,)
         if "outcome" in seen and outcome is None:
             raise ValueError("its advantage reads the outcome, and it has none")
         if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
             raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
-        return tuple(seen)
+        self._require_statistics(seen)
+        return seen
 
-    def view(self, kind: type[V], arrays: Mapping[str, Array]) -> V:
-        """Returns the view of the arrays that were recorded as read."""
-        return kind({name: x for name, x in arrays.items() if name in self.reads}.__getitem__)
+    @functools.cached_property
+    def loss_reads(self) -> tuple[str, ...]:
+        """The names of what the terms of the policy's loss read."""
+        return self._reads_of(self.terms, LossView)
+
+    @functools.cached_property
+    def value_reads(self) -> tuple[str, ...]:
+        """The names of what the terms of the critic's loss read."""
+        return self._reads_of(self.value_terms, ValueView)
+
+    @functools.cached_property
+    def before_reads(self) -> tuple[str, ...]:
+        """The names of what `before` reads."""
+        return self._before[0]
+
+    @functools.cached_property
+    def _before(self) -> tuple[tuple[str, ...], Any]:
+        if self.before is None:
+            return (), None
+        function = self.before
+        seen, result = record(lambda take: function(BeforeView(take)), {})
+        if getattr(result, "shape", None) != (N, L):
+            raise ValueError("`before` returns [B, L], a number for each token")
+        return seen, result
+
+    def _reads_of(self, terms: tuple[Term, ...], view: type[View]) -> tuple[str, ...]:
+        given = {} if self.before is None else {"before": self._before[1]}
+        seen, results = record(lambda take: [term.loss(view(take)) for term in terms], given)
+        names = [term.metric for term in terms if term.metric]
+        for result in results:
+            each, metrics = result if isinstance(result, tuple) else (result, {})
+            names += metrics
+            if getattr(each, "shape", None) not in ((N, L), ()) or any(x.shape != (N, L) for x in metrics.values()):
+                raise ValueError("a term is [R, T], a number for each token, or one number, and its metrics are [R, T]")
+        if len(names) > len(set(names)):
+            raise ValueError(f"two terms have one metric: {', '.join(names)}")
+        if "before" in seen and self.before is None:
+            raise ValueError("a term reads `before`, and the algorithm has none")
+        self._require_statistics(seen)
+        return seen
+
+    def statistics_of(self, reads: tuple[str, ...]) -> list[tuple[str, Statistic]]:
+        """Returns the statistics of the logits among the reads, with their names."""
+        return [(name, self.statistics[name]) for name in names_of(reads, STATISTIC)]
+
+    def _require_statistics(self, seen: tuple[str, ...]) -> None:
+        for name in names_of(seen, STATISTIC):
+            if name not in self.statistics:
+                known = ", ".join(self.statistics) or "none"
+                raise ValueError(f"it reads the statistic {name!r}, and has {known}")
 
     @property
     def critic(self) -> bool:
@@ -156,9 +411,19 @@ class Algorithm:
         return "greedy" in self.reads
 
     @property
-    def energy(self) -> bool:
-        """Whether it reads the old policy's probabilities of all tokens."""
-        return "energy" in self.reads
+    def old_logits(self) -> bool:
+        """Whether its advantage reads statistics of the old policy's logits."""
+        return "entropy" in self.reads or bool(names_of(self.reads, STATISTIC))
+
+    @property
+    def ratio(self) -> bool:
+        """Whether its loss reads the old policy."""
+        return "old_logprob" in self.loss_reads
+
+    @property
+    def aggregation(self) -> str | None:
+        """The aggregation that its loss requires; None for any."""
+        return next((term.aggregation for term in self.terms if term.corrected), None)
 
     @property
     def by_turn(self) -> bool:
@@ -173,7 +438,7 @@ class Algorithm:
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of the reward that it reads in place of the score."""
-        return tuple(name.removeprefix(PART) for name in self.reads if name.startswith(PART))
+        return names_of(self.reads, PART)
 
     @property
     def scored(self) -> bool:

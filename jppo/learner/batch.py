@@ -199,12 +199,12 @@ def mini_batches(
 
 
 def with_counts_of_whole(part: Mini, whole: Mini) -> Mini:
-    """Gives a part of a mini-batch the denominators and the selected tokens of the whole, in the same flat layout."""
+    """Gives a part of a mini-batch the denominators and the `before` of the whole, in the same flat layout."""
     micros = part.micros
-    if whole.micros[0].selected is not None:
+    if whole.micros[0].before is not None:
         assert whole.batch is not None and part.batch is not None
-        selected = unpack_rows(whole.batch, [(m.rows, m.selected) for m in whole.micros])
-        micros = [dataclasses.replace(m, selected=pack_like(part.batch, selected, m.rows)) for m in micros]
+        before = unpack_rows(whole.batch, [(m.rows, m.before) for m in whole.micros])
+        micros = [dataclasses.replace(m, before=pack_like(part.batch, before, m.rows)) for m in micros]
     return dataclasses.replace(part, micros=micros, counts=whole.counts)
 
 

@@ -4,16 +4,19 @@ Each setting that a part reads has a line here that reads it by its name. A user
 another file, named as 'path.py:name'.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jppo.algorithms import losses
+import jax.numpy as jnp
+
+from jppo.algorithms import losses, values
 from jppo.errors import UserError
 from jppo.learner import estimators, optim
-from jppo.learner.algorithm import Algorithm
-from jppo.learner.policy_losses import Objective, Selection
-from jppo.settings import Optimizer, Settings
+from jppo.learner.algorithm import Algorithm, BeforeView, LossView, Term, ValueView
+from jppo.models import router
+from jppo.settings import Critic, Optimizer, Settings
 from jppo.settings.table_training import Actor
 from jppo.settings.table_training import Algorithm as AlgorithmSection
 from jppo.types import Array
@@ -35,28 +38,110 @@ def dual_clips(actor: Actor) -> dict[str, Any]:
     return clips(actor) | dict(clip_c=actor.clip_ratio_c)
 
 
-def make_dro(actor: Actor) -> Objective:
+def surrogate(
+    loss: Callable[..., losses.PolicyLoss], *, aggregation: str | None = None, by_sequence: bool = False
+) -> Algorithm:
+    """Makes a policy loss of a function (logp, old_logp, advantage, mask, segment), as in `algorithms/losses.py`."""
+
+    def each(view: LossView) -> tuple[Array, dict[str, Array]]:
+        return with_clips(loss(view.logprob, view.old_logprob, view.advantage, view.mask, view.segment))
+
+    return Algorithm(terms=(Term(each, "actor/pg_loss", aggregation=aggregation, by_sequence=by_sequence),))
+
+
+def with_clips(found: losses.PolicyLoss) -> tuple[Array, dict[str, Array]]:
+    """Returns the loss of each token, and its two masks of clipped tokens as metrics."""
+    return found[0], {"actor/pg_clipfrac": found[1], "actor/pg_clipfrac_lower": found[2]}
+
+
+def gpg() -> Algorithm:
+    """Makes REINFORCE, which reads no old policy."""
+
+    def each(view: LossView) -> tuple[Array, dict[str, Array]]:
+        return with_clips(losses.gpg(view.logprob, view.advantage, view.mask))
+
+    return Algorithm(terms=(Term(each, "actor/pg_loss"),))
+
+
+def dro(beta: float | None) -> Algorithm:
     """Makes DRO; raises UserError without its β."""
-    if actor.dro_beta is None:
+    if beta is None:
         raise UserError("actor.dro_beta=None: actor.loss_mode='dro' needs a number above 0; set it, as in 0.1")
-    return Objective(partial(losses.dro, dro_beta=actor.dro_beta))
+    return surrogate(partial(losses.dro, dro_beta=beta))
 
 
-def make_clip_cov(actor: Actor) -> Objective:
+def clip_cov(*, ratio: float, low: float, high: float, clip_low: float, clip_high: float) -> Algorithm:
     """Makes Clip-Cov, which leaves tokens of high covariance out."""
-    band = dict[str, Any](low=actor.clip_cov_lb, high=actor.clip_cov_ub)
-    choose = partial(losses.drawn_by_covariance, **band, **clips(actor))
-    return Objective(partial(losses.clip_cov, **clips(actor)), selection=Selection(choose, actor.clip_cov_ratio))
+    clip = dict[str, Any](clip_low=clip_low, clip_high=clip_high)
+
+    def before(view: BeforeView) -> Array:
+        arrays = view.logprob, view.old_logprob, view.advantage, view.mask
+        return losses.drawn_by_covariance(view.key, *arrays, count=view.count(ratio), low=low, high=high, **clip)
+
+    return selecting(partial(losses.clip_cov, **clip), before)
 
 
-def make_kl_cov(actor: Actor) -> Objective:
+def kl_cov(*, ratio: float, coef: float) -> Algorithm:
     """Makes KL-Cov, with a KL on the tokens of the highest covariance."""
 
-    def choose(_: Array, logp: Array, __: Array, advantage: Array, mask: Array, *, count: Array) -> Array:
-        return losses.highest_covariance(logp, advantage, mask, count=count)
+    def before(view: BeforeView) -> Array:
+        return losses.highest_covariance(view.logprob, view.advantage, view.mask, count=view.count(ratio))
 
-    loss = partial(losses.kl_cov, ppo_kl_coef=actor.ppo_kl_coef)
-    return Objective(loss, selection=Selection(choose, actor.kl_cov_ratio))
+    return selecting(partial(losses.kl_cov, ppo_kl_coef=coef), before)
+
+
+def selecting(loss: Callable[..., losses.PolicyLoss], before: Callable[[BeforeView], Array]) -> Algorithm:
+    """Makes a policy loss that treats the tokens apart which `before` selects."""
+
+    def each(view: LossView) -> tuple[Array, dict[str, Array]]:
+        arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment, view.before
+        return with_clips(loss(*arrays))
+
+    return Algorithm(terms=(Term(each, "actor/pg_loss"),), before=before)
+
+
+def regularisers(actor: Actor) -> tuple[Term, ...]:
+    """Makes the terms that settings of the actor add to its policy loss."""
+    most = actor.kl_loss_max_clamp
+
+    def kl(view: LossView) -> Array:
+        return view.kl if most is None else jnp.clip(view.kl, -most, most)
+
+    terms = []
+    if actor.entropy_coeff:
+        terms.append(Term(lambda view: view.entropy, "", -actor.entropy_coeff, corrected=False))
+    if actor.use_kl_loss:
+        terms.append(Term(kl, "actor/kl_loss", actor.kl_loss_coef, corrected=False))
+    if actor.positive_lm_coef:  # the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9)
+        mean = Term(lambda view: -view.positive * view.logprob, "actor/positive_lm_loss", actor.positive_lm_coef)
+        terms.append(dataclasses.replace(mean, aggregation="token-sum", corrected=False))
+    if actor.router_z_loss_coef:
+        z = Term(lambda view: router.z_loss(view.router, view.tokens), "actor/router_z_loss", actor.router_z_loss_coef)
+        terms.append(z)
+    if actor.router_aux_loss_coef:
+        terms.append(Term(balance, "actor/router_aux_loss", actor.router_aux_loss_coef))
+    return tuple(terms)
+
+
+def balance(view: LossView) -> Array:
+    """Returns the load-balancing loss of routers."""
+    return router.balance_loss(view.router, view.load, view.tokens)
+
+
+def value_terms(critic: Critic) -> tuple[Term, ...]:
+    """Makes the critic's loss: of a histogram, or the clipped squared error."""
+    limits = critic.value_range
+
+    def histogram(view: ValueView) -> tuple[Array, dict[str, Array]]:
+        each, held = values.histogram_loss(view.logits, view.returns, limits)
+        return each, {"critic/vf_clipfrac": held}
+
+    def squared(view: ValueView) -> tuple[Array, dict[str, Array]]:
+        clip = critic.cliprange_value
+        each, held = losses.clipped_value(view.value, view.old_value, view.returns, cliprange_value=clip)
+        return each, {"critic/vf_clipfrac": held}
+
+    return (Term(histogram if critic.value_bins else squared, "critic/vf_loss"),)
 
 
 ESTIMATORS: dict[str, Callable[[Settings], Algorithm]] = {
@@ -89,22 +174,24 @@ ESTIMATORS: dict[str, Callable[[Settings], Algorithm]] = {
 }
 
 BY_SEQUENCE = "seq-mean-token-mean"
-POLICY_LOSSES: dict[str, Callable[[Settings], Objective]] = {
-    "vanilla": lambda c: Objective(partial(losses.clipped, **dual_clips(c.actor))),
-    "gspo": lambda c: Objective(partial(losses.gspo, **clips(c.actor))),
-    "geo_mean": lambda c: Objective(
+POLICY_LOSSES: dict[str, Callable[[Settings], Algorithm]] = {
+    "vanilla": lambda c: surrogate(partial(losses.clipped, **dual_clips(c.actor))),
+    "gspo": lambda c: surrogate(partial(losses.gspo, **clips(c.actor))),
+    "geo_mean": lambda c: surrogate(
         partial(losses.geo_mean, **clips(c.actor)), by_sequence=True, aggregation=BY_SEQUENCE
     ),
-    "cispo": lambda c: Objective(partial(losses.cispo, **clips(c.actor))),
-    "sapo": lambda c: Objective(
+    "cispo": lambda c: surrogate(partial(losses.cispo, **clips(c.actor))),
+    "sapo": lambda c: surrogate(
         partial(losses.sapo, tau_pos=c.actor.tau_pos, tau_neg=c.actor.tau_neg), aggregation=BY_SEQUENCE
     ),
-    "gpg": lambda _: Objective(losses.gpg, ratio=False),
-    "dro": lambda c: make_dro(c.actor),
-    "dppo_tv": lambda c: Objective(partial(losses.dppo_tv, **dual_clips(c.actor))),
-    "dppo_kl": lambda c: Objective(partial(losses.dppo_kl, **dual_clips(c.actor))),
-    "clip_cov": lambda c: make_clip_cov(c.actor),
-    "kl_cov": lambda c: make_kl_cov(c.actor),
+    "gpg": lambda _: gpg(),
+    "dro": lambda c: dro(c.actor.dro_beta),
+    "dppo_tv": lambda c: surrogate(partial(losses.dppo_tv, **dual_clips(c.actor))),
+    "dppo_kl": lambda c: surrogate(partial(losses.dppo_kl, **dual_clips(c.actor))),
+    "clip_cov": lambda c: clip_cov(
+        ratio=c.actor.clip_cov_ratio, low=c.actor.clip_cov_lb, high=c.actor.clip_cov_ub, **clips(c.actor)
+    ),
+    "kl_cov": lambda c: kl_cov(ratio=c.actor.kl_cov_ratio, coef=c.actor.ppo_kl_coef),
 }
 
 

@@ -2,15 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jppo.algorithms import correction, kl, masked, values
-from jppo.algorithms.advantage import energy
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.learner.algorithm import PART, Algorithm, EpisodeView, TokenView
+from jppo.learner.algorithm import PART, STATISTIC, Algorithm, EpisodeView, TokenView, view
 from jppo.types import Array, Batch
 
 
@@ -98,21 +98,22 @@ def token_count(mask: Array) -> Array:  # [] f32
 
 def make_advantages(
     algorithm: Algorithm, *, kl_penalty: str | None, correction: Correction | None, bypass: bool,
-    by_sequence: bool, value_norm_decay: float | None = None, positive: bool = False,
+    value_norm_decay: float | None = None,
 ) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
     """Makes (batch, KL coefficient, statistics of returns) -> new fields of the batch by name, and metrics.
 
-    `bypass`: the engine's log-probs are the old ones, so that there is no mismatch. `by_sequence`: the policy loss is
-    one number per sequence, and so is its importance weight, the geometric mean. With `value_norm_decay`, values are
+    `bypass`: the engine's log-probs are the old ones, so that there is no mismatch. With `value_norm_decay`, values are
     outputs of the critic on the scale of the past returns, and the returns become its targets on their new scale.
-    `positive`: the loss has a term of the responses with a score above 0.
     """
+    by_sequence = any(term.by_sequence for term in algorithm.terms)
 
     def advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else mismatch(batch)
-        known = {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}  # before tokens are rejected
+        known: dict[str, Any] = (
+            {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}
+        )  # before tokens are rejected
         if batch.entropy is not None:
             metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / token_count(batch.mask)
         if batch.routing_differs is not None:
@@ -134,14 +135,13 @@ def make_advantages(
         metrics |= reward_metrics
         if algorithm.outcome is not None:
             known["outcome"] = outcomes(algorithm, batch, total)
-        if algorithm.energy:
-            assert batch.old_logprob is not None and batch.sum_pi_squared is not None
-            known["energy"] = energy(batch.old_logprob, batch.sum_pi_squared, weight)
-        known |= {"reward": reward, "group": batch.group, "mask": mask}
-        known |= {name: x for name, x in (("value", value), ("greedy", batch.greedy)) if x is not None}
+        known |= {"reward": reward, "group": batch.group, "mask": mask, "value": value, "greedy": batch.greedy}
+        known |= {"old_logprob": batch.old_logprob, "entropy": batch.entropy}
+        known |= {"weight": jnp.ones_like(reward) if weight is None else weight}
+        known |= {f"{STATISTIC}{name}": x for name, x in (batch.statistics or {}).items()}
         if "kl_reward" in algorithm.reads:
             known["kl_reward"] = jnp.where(mask, -kl_coef * penalty, 0.0)
-        estimated = algorithm.advantage(algorithm.view(TokenView, known))
+        estimated = algorithm.advantage(view(TokenView, algorithm.reads, known))
         advantage, returns = estimated if isinstance(estimated, tuple) else (estimated, estimated)
         for transform in algorithm.transforms:
             advantage = transform(advantage, mask)
@@ -153,7 +153,8 @@ def make_advantages(
                 returns = jnp.where(mask, values.normalised(returns, value_norm), 0.0)
         added = {"mask": mask, "weight": weight, "reward": reward, "advantage": advantage, "value_norm": value_norm}
         added["returns"] = None if value is None else returns
-        added["positive"] = jnp.where(mask & (batch.score > 0)[:, None], 1.0, 0.0) if positive else None
+        if "positive" in algorithm.loss_reads:
+            added["positive"] = jnp.where(mask & (batch.score > 0)[:, None], 1.0, 0.0)
         return {name: x for name, x in added.items() if x is not None}, metrics
 
     return advantages
@@ -180,7 +181,7 @@ def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     if batch.episode is not None:  # the score once, and the penalties of all branches
         score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
         known["score"] = score + summed(total - score)
-    outcome = algorithm.outcome(algorithm.view(EpisodeView, known))
+    outcome = algorithm.outcome(view(EpisodeView, algorithm.reads, known))
     return outcome if batch.episode is None else outcome[batch.episode]
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jppo.algorithms import advantage, masked
 from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView
+from jppo.models import heads
 from jppo.types import Array
 
 
@@ -84,9 +85,10 @@ def token_baseline(*, by_kept: bool) -> Algorithm:
     """Makes the optimal token baseline; `by_kept`: a place is the number of kept tokens before it, not of all."""
 
     def estimate(view: TokenView) -> tuple[Array, Array]:
-        return advantage.optimal_token_baseline(view.reward, view.energy, view.mask, view.group, by_kept=by_kept)
+        energy = advantage.energy(view.old_logprob, view.statistic("sum_pi_squared"), view.weight)
+        return advantage.optimal_token_baseline(view.reward, energy, view.mask, view.group, by_kept=by_kept)
 
-    return Algorithm(estimate)
+    return Algorithm(estimate, statistics={"sum_pi_squared": heads.sum_pi_squared_of})
 
 
 def rloo() -> Algorithm:

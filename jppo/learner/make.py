@@ -14,11 +14,10 @@ import optax
 from jax.sharding import Mesh
 
 import jppo.process  # noqa: F401  # corrects the sums of XLA, whoever makes a learner
-from jppo.algorithms import kl, losses
+from jppo.algorithms import kl
 from jppo.errors import UserError
-from jppo.learner import cost, estimate, optim, packing, ppo, programs, score, sharding, state, update
+from jppo.learner import catalogue, cost, estimate, optim, packing, ppo, programs, score, sharding, state, update
 from jppo.learner.algorithm import Algorithm
-from jppo.learner.policy_losses import Objective
 from jppo.learner.ppo import Learner, ModelConfigs
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import attention, experts, fused, hf, lora, modules, placing, sequence_parallel
@@ -310,18 +309,19 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
     return dataclasses.replace(trained, learned=placing.to_host(trained.learned), base=base)
 
 
-def make_estimator(c: Settings) -> Algorithm:
-    """Makes the estimator that `algorithm.adv_estimator` names."""
-    estimator = parts.estimator(c)
-    assert isinstance(estimator, Algorithm)
-    return estimator
-
-
-def make_objective(c: Settings) -> Objective:
-    """Makes the policy loss that `actor.loss_mode` names."""
-    objective = parts.objective(c)
-    assert isinstance(objective, Objective)
-    return objective
+def make_algorithm(c: Settings) -> Algorithm:
+    """Makes the algorithm of the settings: estimator, policy loss, and the terms that other settings add."""
+    estimator, loss = parts.estimator(c), parts.policy_loss(c)
+    assert isinstance(estimator, Algorithm) and isinstance(loss, Algorithm)
+    terms = *loss.terms, *catalogue.regularisers(c.actor)
+    value_terms = catalogue.value_terms(c.critic)
+    return dataclasses.replace(
+        estimator,
+        terms=terms,
+        value_terms=value_terms,
+        before=loss.before,
+        statistics={**estimator.statistics, **loss.statistics},
+    )
 
 
 def kl_name(name: str, setting: str) -> str:
@@ -359,36 +359,24 @@ def make_kl_controller(c: Settings) -> Callable[[Array, Array], Array] | None:
 def make_recipe(c: Settings) -> ppo.Recipe:
     """Makes the algorithm's functions from the config."""
     a, v, talk = c.actor, c.critic, c.rollout.multi_turn
-    objective = make_objective(c)
-    mode = a.loss_agg_mode if objective.aggregation is None else objective.aggregation
     value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
     scale = float(c.data.max_response_length) if a.loss_scale_factor is None else a.loss_scale_factor
     value_scale = scale if v.loss_scale_factor is None else v.loss_scale_factor
     return ppo.Recipe(
-        estimator=make_estimator(c),
-        policy_loss=objective.loss,
-        by_sequence=objective.by_sequence,
-        selection=objective.selection,
-        weigh=functools.partial(losses.token_weights, mode=mode, scale=scale),
-        weigh_value=functools.partial(losses.token_weights, mode=value_mode, scale=value_scale),
-        cliprange_value=v.cliprange_value,
-        entropy_coeff=a.entropy_coeff,
-        entropy_metric=a.calculate_entropy,
-        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
-        kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
-        kl_loss_coef=a.kl_loss_coef,
-        kl_loss_max_clamp=a.kl_loss_max_clamp,
-        kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
+        algorithm=make_algorithm(c),
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
+        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
+        kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
+        kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
         adapt_kl=make_kl_controller(c),
+        mean=functools.partial(update.aggregate, usual=a.loss_agg_mode, scale=scale),
+        value_mean=functools.partial(update.aggregate, usual=value_mode, scale=value_scale),
         value_norm_decay=v.value_norm_decay,
         value_range=v.value_range if v.value_bins else None,
-        positive_lm_coef=a.positive_lm_coef,
-        router_aux_loss_coef=a.router_aux_loss_coef,
-        router_z_loss_coef=a.router_z_loss_coef,
-        branches=c.rollout.has_branches,
+        entropy_metric=a.calculate_entropy,
         earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
+        branches=c.rollout.has_branches,
     )
 
 

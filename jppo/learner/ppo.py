@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from jppo.algorithms import kl, losses
+from jppo.algorithms import kl
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
 from jppo.learner.algorithm import Algorithm
-from jppo.learner.policy_losses import Selection, make_select
-from jppo.learner.trainable import CompiledLoss, Trainable
+from jppo.learner.trainable import CompiledLoss, Trainable, make_before
 from jppo.models import placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora, Weights
@@ -47,39 +46,32 @@ class Models:
     reference: Model | None
 
 
+token_mean: update.Mean = functools.partial(update.aggregate, usual="token-mean", scale=1.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The computations of a run: pure functions with their settings bound."""
+    """The computations of a run: its algorithm, and what the core does around it."""
 
-    estimator: Algorithm
-    policy_loss: Callable[..., losses.PolicyLoss]
-    by_sequence: bool  # the policy loss is one number per sequence
-    weigh: update.Weigh  # token weights in the policy's loss
-    weigh_value: update.Weigh  # token weights in the critic's loss
-    cliprange_value: float
-    entropy_coeff: float
-    kl_penalty: str | None  # of the KL in the reward; None: no such KL
-    kl_loss_type: str | None  # of the KL in the loss; None: no such KL
-    kl_loss_coef: float
+    algorithm: Algorithm
     bypass: bool  # the engine's log-probs are the old ones
     correction: estimate.Correction | None  # with `bypass`: by the current policy, in its loss
-    selection: Selection | None = None  # of tokens that the policy loss treats apart
-    kl_loss_max_clamp: float | None = None  # of the KL in the loss
+    kl_penalty: str | None  # of the KL in the reward; None: no such KL
+    kl_loss_type: str | None  # of the KL that a term of the loss reads; None: no such KL
     kl_topk: tuple[tuple[str, Any], ...] = ()  # keyword arguments of `kl.forward_kl_topk`
-    entropy_metric: bool = True  # False: the entropy is computed only for a loss that has it
     adapt_kl: Callable[[Array, Array], Array] | None = None  # (β, KL) -> the next β; None: a fixed β
+    mean: update.Mean = token_mean  # the weights of the policy's tokens in a term
+    value_mean: update.Mean = token_mean  # the weights of the critic's
     value_norm_decay: float | None = None  # of the statistics of returns; None: values are not normalised
     value_range: tuple[float, float] | None = None  # of a critic's histogram; None: a scalar head
-    positive_lm_coef: float = 0.0  # of the log-probs of positive examples; 0: no such term
-    router_aux_loss_coef: float = 0.0  # of the load-balancing loss; 0: no such term
-    router_z_loss_coef: float = 0.0  # of the routers' z-loss; 0: no such term
+    entropy_metric: bool = True  # False: the entropy is computed only where it is read
     earns: bool = False  # rewards may be earned inside a response
     branches: bool = False  # an episode may have several rows
 
     @property
     def compares(self) -> bool:
         """Whether a prompt's samples are compared with each other."""
-        return self.estimator.compares
+        return self.algorithm.compares
 
     def policy_for_reward(self, policy: Weights) -> Weights | None:
         """Returns the policy for the reference pass of an exact KL in the reward, else None."""
@@ -128,16 +120,27 @@ def make_passes(
         value, loss = make_critic(models.critic, r)
         critic = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options))
     replicated = None if mesh is None else sharding.replicated(mesh)
-    logprob_options = dict[str, Any](compare=True, squared=r.estimator.energy, **heads)
+    algorithm = r.algorithm
+    old_logprob = compiled(
+        score.make_logprob(
+            *models.policy,
+            with_entropy=r.entropy_metric or "entropy" in algorithm.reads,
+            compare=True,
+            statistics=algorithm.statistics_of(algorithm.reads),
+            **heads,
+        )
+    )
     advantages = estimate.make_advantages(
-        r.estimator, kl_penalty=r.kl_penalty, correction=None if r.bypass else r.correction, bypass=r.bypass,
-        by_sequence=r.by_sequence, value_norm_decay=r.value_norm_decay, positive=r.positive_lm_coef > 0,
-    )  # fmt: skip
-    old_logprob = compiled(score.make_logprob(*models.policy, with_entropy=r.entropy_metric, **logprob_options))
+        algorithm,
+        kl_penalty=r.kl_penalty,
+        correction=None if r.bypass else r.correction,
+        bypass=r.bypass,
+        value_norm_decay=r.value_norm_decay,
+    )
     actor = CompiledLoss(
         update.make_accumulate(actor_loss_of(models, r, **heads), mesh=mesh, options=options),
         load=make_router_load(models, r, mesh, options),
-        select=None if r.selection is None else make_select(r.selection, old_logprob),
+        before=make_before(algorithm, old_logprob),
     )
     return Passes(
         logprob=old_logprob,
@@ -153,7 +156,7 @@ def make_router_load(
     models: Models, r: Recipe, mesh: Mesh | None, options: dict[str, Any] | None
 ) -> Callable[[Weights, Rows], Array] | None:
     """Makes the compiled pass that counts the policy's tokens by expert; None without a load-balancing loss."""
-    if not (_routed(models.policy) and r.router_aux_loss_coef):
+    if not (_routed(models.policy) and "load" in r.algorithm.loss_reads):
         return None
     whole = None if mesh is None else sharding.replicated(mesh)
     return jax.jit(score.make_router_load(*models.policy), out_shardings=whole, compiler_options=options)
@@ -162,23 +165,18 @@ def make_router_load(
 def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
     """Makes the actor's loss of a recipe; `heads` are arguments of `score.make_logprob`, `by_token` is of `update`."""
     # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
-    with_entropy = r.entropy_coeff != 0.0 or (r.bypass and r.entropy_metric)
+    algorithm, reads = r.algorithm, r.algorithm.loss_reads
+    with_entropy = "entropy" in reads or (r.bypass and r.entropy_metric)
     options = dict[str, Any](compare=r.bypass, routed=_routed(models.policy), **heads)
+    options |= dict(statistics=algorithm.statistics_of(reads))
     logprob = score.make_logprob(*models.policy, with_entropy=with_entropy, **options)
+    correct = estimate.make_bypass_correction(r.correction) if r.bypass and r.correction is not None else None
     return update.make_actor_loss(
         score.make_logprob_kl(r.kl_loss_type, logprob, _exact(models, r, r.kl_loss_type, **options)),
-        r.policy_loss,
-        r.weigh,
-        entropy_coeff=r.entropy_coeff,
+        algorithm,
+        mean=r.mean,
         entropy_metric=with_entropy,
-        kl_loss_coef=r.kl_loss_coef,
-        kl_loss_max_clamp=r.kl_loss_max_clamp,
-        positive_lm_coef=r.positive_lm_coef,
-        router_aux_loss_coef=r.router_aux_loss_coef,
-        router_z_loss_coef=r.router_z_loss_coef,
-        bypass_correction=estimate.make_bypass_correction(r.correction)
-        if r.bypass and r.correction is not None
-        else None,
+        bypass_correction=correct,
         by_token=by_token,
     )
 
@@ -200,8 +198,8 @@ def _exact(models: Models, r: Recipe, kind: str | None, **options: Any) -> score
 
 def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
     """Returns the values and the loss of a critic."""
-    output, clip = score.make_value(model[0]), r.cliprange_value
-    loss = update.make_critic_loss(output, r.weigh_value, cliprange_value=clip, value_range=r.value_range)
+    output = score.make_value(model[0])
+    loss = update.make_critic_loss(output, r.algorithm, mean=r.value_mean, value_range=r.value_range)
     return score.make_expected(output, r.value_range), loss
 
 
@@ -272,10 +270,8 @@ def silent() -> None:
     """Counts no micro-batch."""
 
 
-def _over_rows(
-    run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro], done: Callable[[], None]
-) -> list[Any]:
-    """Runs a pass over all micro-batches; returns each of its results in the layout of the batch, or None.
+def _over_rows(run: Callable[[Rows], Any], data: Batch, micros: Sequence[batch.Micro], done: Callable[[], None]) -> Any:
+    """Runs a pass over all micro-batches; returns its results in the layout of the batch.
 
     `done` is called after each; two are under way.
     """
@@ -285,10 +281,9 @@ def _over_rows(
         jax.block_until_ready(under_way[-2:-1])
         done()
     outputs = placing.fetch(under_way)
-    return [
-        None if parts[0] is None else batch.unpack_rows(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)])
-        for parts in zip(*outputs, strict=True)
-    ]
+    return jax.tree.map(
+        lambda *parts: batch.unpack_rows(data, [(m.host, x) for m, x in zip(micros, parts, strict=True)]), *outputs
+    )
 
 
 def with_old_logprob(
@@ -303,8 +298,7 @@ def with_old_logprob(
     if recipe.bypass:
         return add_old_logprob(recipe, data, None)
     policy = placing.to_device(policy)
-    old = score.Scores(*_over_rows(lambda rows: passes.logprob(policy, rows), data, micros, done))
-    return add_old_logprob(recipe, data, old)
+    return add_old_logprob(recipe, data, _over_rows(lambda rows: passes.logprob(policy, rows), data, micros, done))
 
 
 def add_old_logprob(recipe: Recipe, data: Batch, old: score.Scores | None) -> Batch:
@@ -314,9 +308,9 @@ def add_old_logprob(recipe: Recipe, data: Batch, old: score.Scores | None) -> Ba
     return dataclasses.replace(
         data,
         old_logprob=old.logprob,
-        entropy=old.entropy if recipe.entropy_metric else None,
+        entropy=old.entropy if recipe.entropy_metric or "entropy" in recipe.algorithm.reads else None,
         routing_differs=old.routing_differs,
-        sum_pi_squared=old.sum_pi_squared,
+        statistics=old.statistics,
     )
 
 
@@ -348,8 +342,7 @@ def with_values(
     if passes.value is None:
         return data
     run, value = passes.value, placing.to_device(value)
-    (values,) = _over_rows(lambda rows: (run(value, rows),), data, micros, done)
-    return dataclasses.replace(data, value=values)
+    return dataclasses.replace(data, value=_over_rows(lambda rows: run(value, rows), data, micros, done))
 
 
 def with_advantages(

@@ -101,7 +101,7 @@ def update_programs(
 ) -> Iterator[Program]:
     """Yields the programs of one model's update, for a micro-batch of each shape on the host.
 
-    `further` are the gradient's arguments besides them, `data` is the flat batch that a selection of tokens reads.
+    `further` are the gradient's arguments besides them, `data` is the flat batch that `Algorithm.before` reads.
     """
     name, number, mesh = how.name, np.int32(0), placing.mesh_of(learned)
     carry = update.abstract_carry(learned, jax.tree.map(lambda x: placing.on_device(x.sharding), learned))
@@ -110,11 +110,12 @@ def update_programs(
     yield Program(f"{name} zeros", "other", how.zeros, (), name)
     if how.drops:
         yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)
-    if how.loss.select is not None:
+    if how.loss.before is not None:
         assert data is not None
-        arrays = np.zeros(data.mask.shape, np.float32), data.old_logprob, data.advantage, data.mask
-        choice = now.key, now.step, number, *arrays, number
-        yield Program(f"{name} selection", "other", how.loss.select.choose, choice, name)
+        whole = now.key, now.step, number, how.loss.before.arrays(data)
+        yield (before := Program(f"{name} before", "other", how.loss.before.function, whole, name))
+        result = before.results()
+        micros = [with_before(micro, result.dtype) for micro in micros]
     for micro in micros:
         there = placing.shapes(with_placeholders(how, micro), sharding.rows_sharding(mesh))
         rows = there.rows if isinstance(there, Scored) else there
@@ -133,14 +134,19 @@ def update_programs(
 
 
 def with_placeholders(how: Trainable, micro: Scored | Rows) -> Scored | Rows:
-    """Returns an empty micro-batch with zeros in place of what `CompiledLoss.look_ahead` and dropout add."""
+    """Returns an empty micro-batch with zeros in place of the seeds of dropout."""
     rows = micro.rows if isinstance(micro, Scored) else micro
     if how.drops:
         rows = dataclasses.replace(rows, dropout=np.zeros(rows.inputs.shape, np.uint32))
     if not isinstance(micro, Scored):
         return rows
-    selected = None if how.loss.select is None else np.zeros(rows.inputs.shape, np.bool_)
-    return dataclasses.replace(micro, rows=rows, selected=selected)
+    return dataclasses.replace(micro, rows=rows)
+
+
+def with_before(micro: Scored | Rows, dtype: Any) -> Scored | Rows:
+    """Returns an empty micro-batch with zeros in place of the result of `Algorithm.before`."""
+    assert isinstance(micro, Scored)
+    return dataclasses.replace(micro, before=np.zeros(micro.rows.inputs.shape, dtype))
 
 
 def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:
@@ -150,9 +156,9 @@ def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, B
     """
     passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
     data = batch.flatten(
-        [], [], nobody, np.zeros(0, np.float32) if recipe.estimator.greedy else None,
+        [], [], nobody, np.zeros(0, np.float32) if recipe.algorithm.greedy else None,
         shape=learner.shape, earns=recipe.earns, episode=nobody if recipe.branches else None,
-        parts=recipe.estimator.parts,
+        parts=recipe.algorithm.parts,
     )  # fmt: skip
 
     def zeros(x: Any) -> Any:
@@ -168,4 +174,5 @@ def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, B
     if "values" in passed:
         data = dataclasses.replace(data, value=zeros(passed["values"]))
     known, _ = jax.eval_shape(passes.advantages, data, now.kl_coef, now.value_norm)
-    return data, dataclasses.replace(data, **{name: np.zeros(x.shape, x.dtype) for name, x in known.items()})
+    added: dict[str, Any] = {name: np.zeros(x.shape, x.dtype) for name, x in known.items()}
+    return data, dataclasses.replace(data, **added)

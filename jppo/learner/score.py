@@ -5,7 +5,7 @@ them.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, values
+from jppo.learner.algorithm import Statistic
 from jppo.models import decoder, heads, lora, router
 from jppo.models.config import ModelConfig
 from jppo.models.heads import Vocabulary
@@ -29,9 +30,10 @@ class Scores(NamedTuple):
     penalty: Array | None = None  # of the KL to the reference
     router: RouterSums | None = None  # over the mask
     routing_differs: Array | None = None  # share of the rows' experts that the policy would not choose
-    sum_pi_squared: Array | None = None  # Σ_a π(a)²
+    statistics: dict[str, Array] | None = None  # of the logits, by name
 
 
+Statistics = Sequence[tuple[str, Statistic]]  # functions of the logits, with their names
 LogProb = Callable[[Weights, Rows], Scores]
 Value = Callable[[Weights, Rows], Array]  # -> [R, T] f32; of a head of B bins the logits, [R, T, B] f32
 # (policy, reference, rows) -> the policy's scores, the reference's log-probs [R, T] f32
@@ -98,13 +100,13 @@ def make_logprob(
     with_entropy: bool,
     compare: bool = False,
     routed: bool = False,
-    squared: bool = False,
+    statistics: Statistics = (),
     mesh: Mesh | None = None,
 ) -> LogProb:
     """Makes log π(target) and the entropy of π at each entry of the mask, 0 elsewhere, at the sampling temperature.
 
     With `compare`, also the share of replayed experts that the policy would not choose; if `routed`, the routers' sums;
-    if `squared`, Σ_a π(a)². Differentiable.
+    and the `statistics` of the logits. Differentiable.
     """
 
     def logprob(params: Weights, rows: Rows) -> Scores:
@@ -118,11 +120,16 @@ def make_logprob(
             mask=jnp.asarray(rows.mask),
             kept=rows.kept,
             mesh=mesh,
-            more=[heads.sum_pi_squared_of] * squared,
+            more=[function for _, function in statistics],
         )
-        return Scores(logprobs, entropy, **left._asdict(), sum_pi_squared=more[0] if squared else None)
+        return Scores(logprobs, entropy, **left._asdict(), statistics=named(statistics, more))
 
     return logprob
+
+
+def named(statistics: Statistics, values: Sequence[Array]) -> dict[str, Array] | None:
+    """Returns statistics by name; None without any."""
+    return {name: x for (name, _), x in zip(statistics, values, strict=True)} or None
 
 
 def make_value(model: Any) -> Value:
@@ -152,9 +159,13 @@ def make_exact(
     chunk_tokens: int,
     compare: bool = False,
     routed: bool = False,
+    statistics: Statistics = (),
     mesh: Mesh | None = None,
 ) -> Exact:
-    """Makes one pass of both models with a divergence over all tokens, one of `kl.EXACT`, in token chunks."""
+    """Makes one pass of both models with a divergence over all tokens, one of `kl.EXACT`, in token chunks.
+
+    `statistics` are of the policy's logits.
+    """
 
     def exact(params: Weights, ref_params: Weights, rows: Rows) -> tuple[Scores, Array]:
         def body(
@@ -164,14 +175,17 @@ def make_exact(
             ref_logprob = heads.logprob_of(ref_logits, targets, vocabulary)
             sharded = dict(log_softmax=vocabulary.log_softmax, total=vocabulary.total, largest=vocabulary.largest)
             penalty = divergence(logits, ref_logits, **sharded)
-            return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty
+            more = [function(logits, targets, vocabulary) for _, function in statistics]
+            return logprobs, heads.entropy_of(logits, vocabulary), ref_logprob, penalty, *more
 
         own, left = _state(policy, params, rows, compare=compare, routed=routed)
         states = [own, _state(reference, jax.lax.stop_gradient(ref_params), _alone(rows))[0]]
         options = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mesh=mesh)
         options |= dict(mask=jnp.asarray(rows.mask), kept=rows.kept)
-        logprobs, entropy, ref_logprob, penalty = heads.by_logits(body, states, jnp.asarray(rows.targets), **options)
-        return Scores(logprobs, entropy, penalty, **left._asdict()), ref_logprob
+        logprobs, entropy, ref_logprob, penalty, *more = heads.by_logits(
+            body, states, jnp.asarray(rows.targets), **options
+        )
+        return Scores(logprobs, entropy, penalty, **left._asdict(), statistics=named(statistics, more)), ref_logprob
 
     return exact
 

@@ -12,12 +12,67 @@ import jax
 import numpy as np
 
 from jppo.learner import batch, update
+from jppo.learner.algorithm import SHARE, Algorithm, BeforeView, names_of, view
 from jppo.learner.optim import Hyperparameters
-from jppo.learner.policy_losses import Select
+from jppo.learner.score import LogProb
 from jppo.learner.stats import Outputs, Stat, average, join_parts
 from jppo.models import placing
 from jppo.models.lora import Base, Weights, join
-from jppo.types import Array, Params, Rows
+from jppo.types import Array, Batch, Params, Rows
+
+_STREAM = 2  # of the key of a step, after the shuffles of actor and critic
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """The compiled `Algorithm.before`: what its loss reads of a whole mini-batch, however that is cut."""
+
+    reads: tuple[str, ...]
+    logprob: LogProb  # the policy's pass, compiled
+    function: Any  # of jax.jit: (key, step, number of the mini-batch, arrays by name) -> [B, L]
+
+    def __call__(self, model: Weights, mini: batch.Mini, key: Any, step: Any, number: int) -> batch.Mini:
+        """Adds the result to the micro-batches; `number` is the mini-batch's in the step."""
+        data = mini.batch
+        rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # it has no dropout
+        assert data is not None
+        known: dict[str, Any] = {"old_logprob": data.old_logprob, "advantage": data.advantage}
+        known["mask"] = mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
+        if "logprob" in self.reads:
+            scores = [placing.fetch(self.logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
+            known["logprob"] = batch.unpack_rows(data, list(zip(rows, scores, strict=True)))
+        known |= {f"{SHARE}{share}": share_of(share, mask) for share in names_of(self.reads, SHARE)}
+        arrays = {name: known[name] for name in self.reads if name in known}
+        result = np.asarray(self.function(key, step, np.int32(number), arrays))
+        micros = [dataclasses.replace(m, before=batch.pack_like(data, result, m.rows)) for m in mini.micros]
+        return dataclasses.replace(mini, micros=micros)
+
+    def arrays(self, data: Batch) -> dict[str, Any]:
+        """Returns arguments of the function as of any mini-batch of the batch."""
+        known: dict[str, Any] = {"old_logprob": data.old_logprob, "advantage": data.advantage, "mask": data.mask}
+        known["logprob"] = np.zeros(data.mask.shape, np.float32)
+        known |= {f"{SHARE}{share}": np.int32(0) for share in names_of(self.reads, SHARE)}
+        return {name: known[name] for name in self.reads if name in known}
+
+
+def share_of(share: str, mask: np.ndarray) -> np.int32:
+    """Returns the number of the tokens that are a share of the mask's, at least 1."""
+    return np.int32(max(1, int(float(share) * int(mask.sum()))))
+
+
+def make_before(algorithm: Algorithm, logprob: LogProb) -> Before | None:
+    """Compiles `Algorithm.before`, if there is one; `logprob` is a compiled pass."""
+    function = algorithm.before
+    if function is None:
+        return None
+
+    @jax.jit
+    def before(key: Array, step: Array, number: Array, arrays: dict[str, Array]) -> Array:
+        for one in (step, _STREAM, number):
+            key = jax.random.fold_in(key, one)
+        return function(view(BeforeView, algorithm.before_reads, arrays | {"key": key}))
+
+    return Before(algorithm.before_reads, logprob, before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +81,19 @@ class CompiledLoss:
 
     accumulate: Callable[..., tuple[update.Carry, Outputs]]
     load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
-    select: Select | None = None  # the tokens that a policy loss treats apart
+    before: Before | None = None
 
     @property
     def looks_ahead(self) -> bool:
         """Whether it needs a pass over the whole mini-batch before its gradient."""
-        return self.load is not None or self.select is not None
+        return self.load is not None or self.before is not None
 
     def look_ahead(
         self, model: Weights, mini: batch.Mini, key: Array | None, step: Array | None, number: int
     ) -> batch.Mini:
         """Adds what the loss needs of the whole mini-batch, as constants; `number` is the mini-batch's in the step."""
-        if self.select is not None:
-            mini = self.select(model, mini, key, step, number)
+        if self.before is not None:
+            mini = self.before(model, mini, key, step, number)
         if self.load is None:
             return mini
         load: Any = sum(placing.fetch(self.load(model, placing.put(m.rows, mini.place))) for m in mini.micros)
@@ -73,9 +128,8 @@ class Trainable:
     ) -> tuple[Params, Any, dict[str, float]]:  # fmt: skip
         """Takes one optimizer step per mini-batch, with gradients accumulated over its micro-batches.
 
-        `further` are arguments of the loss, `key` is for dropout and for the draws of a policy loss that selects
-        tokens. Offloaded arrays are moved to the devices: the models for the whole update, the optimizer state for its
-        steps.
+        `further` are arguments of the loss, `key` is for dropout and for `Algorithm.before`. Offloaded
+        arrays are moved to the devices: the models for the whole update, the optimizer state for its steps.
         """
         before, history = params, list[tuple[list[Outputs], dict[str, Array]]]()
         base, further = placing.to_device((self.base, further))

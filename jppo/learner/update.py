@@ -4,7 +4,7 @@ Loss and gradient do not depend on how a mini-batch is cut. Every token's weight
 mini-batch, taken beforehand, and micro-batches are summed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -15,12 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jppo.algorithms import losses, values
 from jppo.algorithms.masked import FAR, masked_sum
+from jppo.errors import UserError
 from jppo.learner import sharding
+from jppo.learner.algorithm import STATISTIC, Algorithm, LossView, Term, ValueView, View, view
 from jppo.learner.optim import Hyperparameters, apply_gradients
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.learner.stats import Outputs, Stat, join_groups, stats_of
 from jppo.models.lora import Base, Weights, join
-from jppo.models.router import RouterSums, balance_loss, z_loss
 from jppo.models.sequence_parallel import POSITIONS, divided, row_axes
 from jppo.types import Array, Counts, Params, Rows, Scored
 
@@ -28,140 +29,126 @@ GROUPS = "data"  # the mesh axis along which groups of devices hold the same par
 
 # (params, micro-batch, counts of the mini-batch, further arguments) -> the micro-batch's part of the loss, and more
 Loss = Callable[..., tuple[Array, Outputs]]
-Weigh = Callable[..., Array]  # (mask, segment, tokens=, sequences=) -> the weight of each token in the loss
 # Gradient and loss of the micro-batches so far; gradients have a first axis of `data` if that is above 1.
 Carry = tuple[Params, Array]
+# (mask, segment, aggregation or None, tokens=, sequences=) -> the weight of each token
+Mean = Callable[..., Array]
+Correct = Callable[..., tuple[Array, Array | None]]  # `estimate.make_bypass_correction`
+
+
+def aggregate(
+    mask: Array, segment: Array, mode: str | None, *, usual: str, scale: float, tokens: Array, sequences: Array
+) -> Array:
+    """Returns the weights of the tokens by an aggregation, the `usual` one if that is None (`losses.token_weights`)."""
+    return losses.token_weights(mask, segment, mode=mode or usual, tokens=tokens, sequences=sequences, scale=scale)
 
 
 def make_actor_loss(
-    logprob_kl: LogProbKL,
-    policy_loss: Callable[..., losses.PolicyLoss],
-    weigh: Weigh,
+    score_rows: LogProbKL,
+    algorithm: Algorithm,
     *,
-    entropy_coeff: float,
+    mean: Mean,
     entropy_metric: bool = True,
-    kl_loss_coef: float,
-    kl_loss_max_clamp: float | None = None,
-    positive_lm_coef: float = 0.0,
-    router_aux_loss_coef: float = 0.0,
-    router_z_loss_coef: float = 0.0,
-    bypass_correction: Callable[..., tuple[Array, Array | None]] | None = None,
+    bypass_correction: Correct | None = None,
     by_token: bool = False,
 ) -> Loss:
-    """Policy loss - entropy_coeff H + kl_loss_coef KL(π ‖ reference), each summed with the same weights of tokens.
+    """Makes the sum of the algorithm's terms. `bypass_correction` weights and rejects tokens of the corrected ones.
 
-    Plus positive_lm_coef times the mean of -log π over the positive examples' tokens (VAPO, arXiv:2504.05118, eq. 9),
-    and the losses of routers. `bypass_correction` weights and rejects tokens of the policy loss. With `by_token`,
-    the outputs have the tokens' log-probs.
+    With `by_token`, the outputs have the tokens' log-probs.
     """
 
     def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None) -> tuple[Array, Outputs]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
-        scores = logprob_kl(params, reference, scored.rows, scored.ref_logprob)
-        logprob, entropy, penalty, router, differs, _ = scores
-        mask, segment = scored.rows.mask, scored.rows.segment
-        share = weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences)
-
-        def mean(x: Array) -> Array:
-            return masked_sum(x.astype(jnp.float32), mask) / counts.tokens
-
-        def total(x: Array) -> Array:
-            return masked_sum(share * x, mask)
-
-        surrogate, sums = _surrogate(policy_loss, weigh, bypass_correction, logprob, scored, counts)
-        out = surrogate - entropy_coeff * total(entropy)
-        of_ratio = _of_ratio(jnp.clip(jnp.where(mask, logprob - scored.old_logprob, 0.0), -FAR, FAR), mean)
+        scores, mask = score_rows(params, reference, scored.rows, scored.ref_logprob), scored.rows.mask
+        known = {"logprob": scores.logprob, "entropy": scores.entropy, "kl": scores.penalty, "router": scores.router}
+        known |= {f"{STATISTIC}{name}": x for name, x in (scores.statistics or {}).items()}
+        known |= {"load": counts.load, "tokens": counts.tokens, "segment": scored.rows.segment}
+        known |= {name: getattr(scored, name) for name in OF_BATCH}
+        kept, weight, sums = mask, scored.weight, dict[str, Array]()
+        if bypass_correction is not None:
+            kept, weight = bypass_correction(scores.logprob, scored.old_logprob, mask, scored.rows.segment)
+            sums["rollout_corr/rollout_rs_masked_fraction"] = (
+                masked_sum(jnp.where(kept, 0.0, 1.0), mask) / counts.tokens
+            )
+            if weight is not None:
+                sums["rollout_corr/rollout_is_mean"] = masked_sum(weight, mask) / counts.tokens
+        arrays = known | {"mask": mask}, known | {"mask": kept, "weight": weight}
+        out, of_terms = add_terms(algorithm.terms, LossView, algorithm.loss_reads, *arrays, counts, mean)
+        stats = _of_ratio(jnp.clip(jnp.where(mask, scores.logprob - scored.old_logprob, 0.0), -FAR, FAR), mask, counts)
         if entropy_metric:
-            sums["actor/entropy"] = mean(entropy)
-        if differs is not None:
-            sums["rollout/routing_differs"] = mean(differs)
-        if penalty is not None:
-            penalty = penalty if kl_loss_max_clamp is None else jnp.clip(penalty, -kl_loss_max_clamp, kl_loss_max_clamp)
-            sums["actor/kl_loss"] = total(penalty)
-            out += kl_loss_coef * sums["actor/kl_loss"]
-        if scored.positive is not None:
-            sums["actor/positive_lm_loss"] = -masked_sum(scored.positive * logprob, mask)
-            out += positive_lm_coef * sums["actor/positive_lm_loss"]
+            sums["actor/entropy"] = masked_sum(scores.entropy, mask) / counts.tokens
+        if scores.routing_differs is not None:
+            sums["rollout/routing_differs"] = masked_sum(scores.routing_differs, mask) / counts.tokens
         load: tuple[Array, ...] = ()
-        if router is not None:
-            of_router, routing_metrics = _of_router(router, counts, router_aux_loss_coef, router_z_loss_coef)
-            out, sums, load = out + of_router, sums | routing_metrics, (router.load / counts.tokens,)
-        stats = stats_of(sums | {"actor/loss": out}) | of_ratio
-        return out, Outputs(stats, {"logprob": logprob} if by_token else {}, load)
+        if scores.router is not None:
+            sums["actor/router_entropy"] = jnp.mean(scores.router.entropy) / counts.tokens
+            load = (scores.router.load / counts.tokens,)
+        stats |= stats_of(sums | {"actor/loss": out})
+        if taken := stats.keys() & of_terms:
+            raise UserError(f"a term of the loss writes the metric {min(taken)!r}, which the update has; rename it")
+        stats |= stats_of(of_terms)
+        return out, Outputs(stats, {"logprob": scores.logprob} if by_token else {}, load)
 
     return loss
 
 
-def _surrogate(
-    policy_loss: Callable[..., losses.PolicyLoss],
-    weigh: Weigh,
-    bypass_correction: Callable[..., tuple[Array, Array | None]] | None,
-    logprob: Array,
-    scored: Scored,
+OF_BATCH = ("old_logprob", "ref_logprob", "advantage", "positive", "before")  # of `Scored`, in views of the loss
+
+
+def add_terms(
+    terms: Sequence[Term],
+    kind: type[View],
+    reads: tuple[str, ...],
+    plain: Mapping[str, Any],
+    corrected: Mapping[str, Any],
     counts: Counts,
+    mean: Mean,
 ) -> tuple[Array, dict[str, Array]]:
-    """Returns the policy loss and its metrics."""
-    mask, segment, weight = scored.rows.mask, scored.rows.segment, scored.weight
-    kept, sums = mask, dict[str, Array]()
-    if bypass_correction is not None:
-        kept, weight = bypass_correction(logprob, scored.old_logprob, mask, segment)
-        sums["rollout_corr/rollout_rs_masked_fraction"] = masked_sum(jnp.where(kept, 0.0, 1.0), mask) / counts.tokens
-        if weight is not None:
-            sums["rollout_corr/rollout_is_mean"] = masked_sum(weight, mask) / counts.tokens
-    selected = () if scored.selected is None else (scored.selected,)
-    each, *clipped = policy_loss(logprob, scored.old_logprob, scored.advantage, kept, segment, *selected)
-    share = weigh(kept, segment, tokens=counts.tokens, sequences=counts.sequences)  # lengths count kept tokens
-    sums["actor/pg_loss"] = masked_sum(share * (each if weight is None else each * weight), kept)
-    held, held_lower = (masked_sum(one.astype(jnp.float32), kept) / counts.tokens for one in clipped)
-    sums |= {"actor/pg_clipfrac": held, "actor/pg_clipfrac_lower": held_lower}
-    return sums["actor/pg_loss"], sums
+    """Adds the terms times their coefficients; returns the sum and the metrics.
+
+    `plain` and `corrected` are the arrays that views have by name, of which a corrected term sees the second; their
+    `mask` is the tokens that count, and `weight` multiplies the term.
+    """
+    total: Array = jnp.zeros(())
+    sums = dict[str, Array]()
+    for term in terms:
+        arrays = corrected if term.corrected else plain
+        mask, weight = arrays["mask"], arrays.get("weight")
+        result = term.loss(view(kind, reads, arrays))
+        each, metrics = result if isinstance(result, tuple) else (result, {})
+        sums |= {name: masked_sum(x.astype(jnp.float32), mask) / counts.tokens for name, x in metrics.items()}
+        if jnp.ndim(each):  # lengths count the tokens of the term
+            share = mean(mask, arrays["segment"], term.aggregation, tokens=counts.tokens, sequences=counts.sequences)
+            each = masked_sum(share * (each if weight is None else each * weight), mask)
+        if term.metric:
+            sums[term.metric] = each
+        total = total + (each if term.coefficient == 1.0 else term.coefficient * each)
+    return total, sums
 
 
-def _of_ratio(delta: Array, mean: Callable[[Array], Array]) -> dict[str, Stat]:
+def _of_ratio(delta: Array, mask: Array, counts: Counts) -> dict[str, Stat]:
     """Returns metrics of the ratio, exp(delta); delta is 0 outside of the mask."""
     return {
-        "actor/ppo_kl": Stat(mean(-delta)),
-        "actor/ratio_mean": Stat(mean(jnp.exp(delta))),
+        "actor/ppo_kl": Stat(masked_sum(-delta, mask) / counts.tokens),
+        "actor/ratio_mean": Stat(masked_sum(jnp.exp(delta), mask) / counts.tokens),
         "actor/ratio_max": Stat(jnp.exp(jnp.max(delta)), "max"),
         "actor/ratio_min": Stat(jnp.exp(jnp.min(delta)), "min"),
     }
 
 
-def _of_router(router: RouterSums, counts: Counts, aux_coef: float, z_coef: float) -> tuple[Array, dict[str, Array]]:
-    """Returns the losses of routers, times their coefficients, and their metrics."""
-    sums: dict[str, Array] = {"actor/router_entropy": jnp.mean(router.entropy) / counts.tokens}
-    out: Array = jnp.zeros(())
-    if z_coef:
-        sums["actor/router_z_loss"] = z_loss(router, counts.tokens)
-        out += z_coef * sums["actor/router_z_loss"]
-    if aux_coef:
-        assert counts.load is not None
-        sums["actor/router_aux_loss"] = balance_loss(router, counts.load, counts.tokens)
-        out += aux_coef * sums["actor/router_aux_loss"]
-    return out, sums
-
-
 def make_critic_loss(
-    value: Value, weigh: Weigh, *, cliprange_value: float, value_range: tuple[float, float] | None = None
+    value: Value, algorithm: Algorithm, *, mean: Mean, value_range: tuple[float, float] | None = None
 ) -> Loss:
-    """Makes the clipped value loss, or with `value_range` the histogram's, summed with the weights of tokens."""
+    """Makes the sum of the algorithm's terms of values; with `value_range`, `value` returns a histogram's logits."""
 
     def loss(params: Weights, scored: Scored, counts: Counts) -> tuple[Array, Outputs]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
-        mask, segment = scored.rows.mask, scored.rows.segment
-        assert scored.value is not None and scored.returns is not None
-        new = value(params, scored.rows)
-        if value_range is None:
-            each, held = losses.clipped_value(new, scored.value, scored.returns, cliprange_value=cliprange_value)
-        else:
-            each, held = values.histogram_loss(new, scored.returns, value_range)
-            new = values.histogram_value(new, value_range)
-        out = masked_sum(each * weigh(mask, segment, tokens=counts.tokens, sequences=counts.sequences), mask)
-        sums = {
-            "critic/vf_loss": out,
-            "critic/vf_clipfrac": masked_sum(held.astype(jnp.float32), mask) / counts.tokens,
-            "critic/vpred_mean": masked_sum(new, mask) / counts.tokens,
-        }
+        rows, output = scored.rows, value(params, scored.rows)
+        now = output if value_range is None else values.histogram_value(output, value_range)
+        known = {"value": now, "logits": output, "old_value": scored.value, "returns": scored.returns}
+        known |= {"mask": rows.mask, "segment": rows.segment}
+        out, sums = add_terms(algorithm.value_terms, ValueView, algorithm.value_reads, known, known, counts, mean)
+        sums["critic/vpred_mean"] = masked_sum(now, rows.mask) / counts.tokens
         return out, Outputs(stats_of(sums))
 
     return loss

@@ -113,18 +113,18 @@ def logprob_entropy(
     mask: jax.Array | None = None,
     kept: Array | None = None,
     mesh: Mesh | None = None,
-    more: Sequence[Callable[[jax.Array, Vocabulary], jax.Array]] = (),
+    more: Sequence[Callable[[jax.Array, jax.Array, Vocabulary], jax.Array]] = (),
 ) -> tuple[jax.Array, ...]:
     """Computes log p(target) and H(p) with p = softmax(logits / temperature): two of [R, T] f32, 0 outside the mask.
 
-    targets is [R, T]. Without entropy the second is 0. `more` are further functions of the logits and their results.
+    targets is [R, T]. Without entropy the second is 0. `more` are further functions of logits and targets.
     `kept` is as in `by_logits`.
     """
 
     def body(vocabulary: Vocabulary, targets: jax.Array, logits: jax.Array) -> tuple[jax.Array, ...]:
         logp = logprob_of(logits, targets, vocabulary)
         entropy = entropy_of(logits, vocabulary) if with_entropy else jnp.zeros_like(logp)
-        return logp, entropy, *(each(logits, vocabulary) for each in more)
+        return logp, entropy, *(each(logits, targets, vocabulary) for each in more)
 
     options = dict[str, Any](temperature=temperature, chunk_tokens=chunk_tokens, mask=mask, kept=kept, mesh=mesh)
     return by_logits(body, [state], targets, **options)
@@ -189,7 +189,7 @@ def entropy_of(logits: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> 
     return -vocabulary.total(jnp.exp(every) * every)
 
 
-def sum_pi_squared_of(logits: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
+def sum_pi_squared_of(logits: jax.Array, _: jax.Array, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> jax.Array:
     """Computes Σ p² [...] of logits [..., V]."""
     return vocabulary.total(jnp.exp(2.0 * vocabulary.log_softmax(logits)))
 

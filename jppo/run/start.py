@@ -204,7 +204,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             hosts.together(reward_sum.ready)
         logger = _open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
-        greedy = learner.recipe.estimator.greedy
+        greedy = learner.recipe.algorithm.greedy
         supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts)
         stack.enter_context(publisher)
         run = Run(
@@ -311,7 +311,7 @@ def _open_logger(c: Settings, held: _HostParts, hosts: Hosts, learner: Learner, 
     logged = begun.logged
     if begun.step is not None and c.trainer.val_only:
         logged = begun.step - 1  # its line is written again
-    muted = () if learner.recipe.estimator.scored else NOT_OF_DISTILLATION
+    muted = () if learner.recipe.algorithm.scored else NOT_OF_DISTILLATION
     held.display.leave_terminal()
     options = dict[str, Any](total_steps=held.inputs.total_steps, resumed_step=logged, doing=Doing(held.timer))
     return make_logger(c, held.folder, hosts, muted=muted, **options)

@@ -17,7 +17,7 @@ ESTIMATORS = Registry[Part](
     "estimators", "jppo.learner.catalogue:ESTIMATORS", returns="jppo.learner.algorithm:Algorithm"
 )
 POLICY_LOSSES = Registry[Part](
-    "policy_losses", "jppo.learner.catalogue:POLICY_LOSSES", returns="jppo.learner.policy_losses:Objective"
+    "policy_losses", "jppo.learner.catalogue:POLICY_LOSSES", returns="jppo.learner.algorithm:Algorithm"
 )
 OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.catalogue:OPTIMIZERS", returns="optax:GradientTransformation")
 KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
@@ -63,12 +63,16 @@ class EstimatorFields(Protocol):
         """The parts of the reward that it reads in place of the score."""
 
     @property
-    def energy(self) -> bool:
-        """Whether it reads the old policy's probabilities of all tokens."""
+    def old_logits(self) -> bool:
+        """Whether it reads statistics of the old policy's logits."""
 
 
 class PolicyLossFields(Protocol):
     """The fields of a policy loss that rules between settings read."""
+
+    @property
+    def terms(self) -> tuple[object, ...]:
+        """The terms of the loss."""
 
     @property
     def aggregation(self) -> str | None:
@@ -76,7 +80,7 @@ class PolicyLossFields(Protocol):
 
     @property
     def ratio(self) -> bool:
-        """Whether it has a probability ratio."""
+        """Whether it reads the old policy."""
 
 
 def estimator(config: "Settings") -> EstimatorFields:
@@ -93,13 +97,7 @@ def _make_estimator(c: "Settings") -> EstimatorFields:
             " apart; name some, such as rule_score,format_score"
         )
     made = cast(EstimatorFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
-    try:
-        made.parts  # noqa: B018  # its functions run on shapes, once
-    except Exception as e:  # a user's function may raise anything
-        raise UserError(
-            f"algorithm.adv_estimator={a.adv_estimator!r}: a function of it, traced by JAX, raises {said(e)};"
-            " correct it"
-        ) from e
+    _run_on_shapes(made, "parts", f"algorithm.adv_estimator={a.adv_estimator!r}")
     return made
 
 
@@ -107,6 +105,25 @@ def _make_estimator(c: "Settings") -> EstimatorFields:
 _make_own_estimator = functools.lru_cache(maxsize=64)(_make_estimator)
 
 
-def objective(config: "Settings") -> PolicyLossFields:
+def policy_loss(config: "Settings") -> PolicyLossFields:
     """Returns the policy loss that `actor.loss_mode` names."""
-    return cast(PolicyLossFields, POLICY_LOSSES.make(config.actor.loss_mode, "actor.loss_mode", config))
+    return (_make_own_loss if config.actor.loss_mode in POLICY_LOSSES.own else _make_loss)(config)
+
+
+def _make_loss(c: "Settings") -> PolicyLossFields:
+    made = cast(PolicyLossFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
+    if not made.terms:
+        raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
+    _run_on_shapes(made, "ratio", f"actor.loss_mode={c.actor.loss_mode!r}")
+    return made
+
+
+_make_own_loss = functools.lru_cache(maxsize=64)(_make_loss)
+
+
+def _run_on_shapes(made: object, reads: str, setting: str) -> None:
+    """Runs the functions of an algorithm on shapes, once; raises a UserError that begins with the setting."""
+    try:
+        getattr(made, reads)
+    except Exception as e:  # a user's function may raise anything
+        raise UserError(f"{setting}: a function of it, traced by JAX, raises {said(e)}; correct it") from e

@@ -71,7 +71,7 @@ def _inputs_of_estimator(config: Settings) -> None:
             f"algorithm.use_kl_in_reward=True: algorithm.adv_estimator={a.adv_estimator!r} reads parts of the reward,"
             " without the KL; set actor.use_kl_loss=True instead"
         )
-    if estimator.energy and a.old_logprob == "bypass":
+    if estimator.old_logits and a.old_logprob == "bypass":
         raise UserError(
             f"algorithm.old_logprob='bypass': algorithm.adv_estimator={a.adv_estimator!r} reads the old policy's"
             " probabilities of all tokens, and bypass has no pass for them; set decoupled or correction"
@@ -100,7 +100,7 @@ def _value_range(config: Settings) -> None:
 
 
 def _loss(config: Settings) -> None:
-    name, mode, needed = config.actor.loss_mode, config.actor.loss_agg_mode, parts.objective(config).aggregation
+    name, mode, needed = config.actor.loss_mode, config.actor.loss_agg_mode, parts.policy_loss(config).aggregation
     if needed is not None and mode not in ("token-mean", needed):
         raise UserError(
             f"actor.loss_agg_mode={mode!r}: actor.loss_mode={name!r} is always averaged by {needed}; set that"
@@ -195,7 +195,7 @@ def _correction(config: Settings) -> None:
         )
     if a.rollout_is != "none" and a.old_logprob == "bypass":
         pair = f"algorithm.rollout_is={a.rollout_is!r} with algorithm.old_logprob='bypass'"
-        if parts.objective(config).ratio:
+        if parts.policy_loss(config).ratio:
             raise UserError(
                 f"{pair}: the ratio of actor.loss_mode={config.actor.loss_mode!r} is the importance weight already; set"
                 " rollout_is to none, or actor.loss_mode=gpg"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jppo.algorithms import advantage, losses, masked
-from jppo.learner import batch, episodes, estimators, optim, packing, ppo, sharding, state, update
+from jppo.learner import batch, catalogue, episodes, estimators, optim, packing, ppo, sharding, state, update
 from jppo.learner.algorithm import Algorithm
 from jppo.learner.trainable import Trainable
 from jppo.models import config_reader, experts, modules, sequence_parallel
@@ -79,28 +79,27 @@ SETTINGS = types.SimpleNamespace(
 def recipe(estimator="gae", **changes):
     """A recipe in which every term counts."""
     s = SETTINGS
-    token_mean = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
     gae = functools.partial(advantage.gae, gamma=s.gamma, lam=s.lam)
     made = {
         "gae": Algorithm(lambda view: gae(view.reward, view.value, view.mask), transforms=(masked.whiten,)),
         "decoupled": estimators.gae(gamma=s.gamma, lam=s.lam, lam_alpha=0.3, critic_lam=1.0),
         "grpo": Algorithm(outcome=lambda view: advantage.grpo(view.score, view.group, norm_adv_by_std=True)),
     }
-    settings = dict(
-        estimator=made[estimator],
-        policy_loss=functools.partial(losses.clipped, clip_low=s.clip_ratio, clip_high=s.clip_ratio, clip_c=s.clip_c),
-        by_sequence=False,
-        weigh=token_mean,
-        weigh_value=token_mean,
-        cliprange_value=s.cliprange_value,
-        entropy_coeff=s.entropy_coeff,
-        kl_penalty="kl",
-        kl_loss_type="low_var_kl",
-        kl_loss_coef=s.kl_loss_coef,
-        bypass=False,
-        correction=None,
-    )
-    return ppo.Recipe(**settings | changes)
+    clip = dict(clip_low=s.clip_ratio, clip_high=s.clip_ratio, clip_c=s.clip_c)
+    loss = catalogue.surrogate(functools.partial(losses.clipped, **clip))
+    settings = dict(kl_penalty="kl", kl_loss_type="low_var_kl", bypass=False, correction=None, loss=loss)
+    settings |= dict(value_range=None) | changes
+    actor = dict(
+        entropy_coeff=s.entropy_coeff, use_kl_loss=settings["kl_loss_type"] is not None, kl_loss_coef=s.kl_loss_coef,
+        kl_loss_max_clamp=None, positive_lm_coef=0.0, router_z_loss_coef=0.0, router_aux_loss_coef=0.0,
+    )  # fmt: skip
+    actor |= {name: settings.pop(name) for name in actor.keys() & settings.keys()}
+    bins = dict(value_bins=settings["value_range"] and 8, value_range=settings["value_range"])
+    critic = types.SimpleNamespace(cliprange_value=s.cliprange_value, **bins)
+    loss = settings.pop("loss")
+    terms = *loss.terms, *catalogue.regularisers(types.SimpleNamespace(**actor))
+    more = dict(terms=terms, value_terms=catalogue.value_terms(critic), before=loss.before)
+    return ppo.Recipe(algorithm=dataclasses.replace(made[estimator], **more), **settings)
 
 
 SCORING = dict(temperature=SETTINGS.temperature, chunk_tokens=64)
@@ -155,7 +154,7 @@ class Learner:
         model = (decoder, self.cfg)
         bins = 1 if self.recipe.value_range is None else 8
         critic_cfg = dataclasses.replace(self.cfg, value_bins=bins, value_head_std=0.2)
-        critic = (decoder, critic_cfg) if self.recipe.estimator.critic else None
+        critic = (decoder, critic_cfg) if self.recipe.algorithm.critic else None
         self.passes = ppo.make_passes(ppo.Models(model, critic, model), self.recipe, **SCORING, mesh=self.mesh)
         self.what = {
             name: state.model_weights(cfg, self.mesh, head=head, param_dtype=np.float32)
@@ -219,7 +218,7 @@ class Learner:
     ):  # fmt: skip
         """Parameters, metrics and the scored batch after one PPO step of both models."""
         policy, reference = self.weights("actor", 0), self.weights("actor", 1)
-        value = self.weights("critic", 2) if self.recipe.estimator.critic else None
+        value = self.weights("critic", 2) if self.recipe.algorithm.critic else None
         plan = self.plan(kind, tokens_per_micro, mini)
         models = dict(policy=policy, reference=reference, value=value)
         flat, found = self.score(trajectories, scores, plan=plan, **models, unusable=unusable)

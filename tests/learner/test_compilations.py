@@ -1,16 +1,13 @@
 """After `run_programs` and one step nothing is compiled, whatever lengths the batches have."""
 
 import contextlib
-import functools
 
 import jax
 import numpy as np
 import pytest
 
-from jppo.algorithms import losses
-from jppo.learner import estimate, sharding, state
+from jppo.learner import catalogue, estimate, sharding, state
 from jppo.learner.make import run_programs
-from jppo.learner.policy_losses import Selection
 from jppo.learner.ppo import Epochs, Learner
 from jppo.learner.programs import list_programs
 
@@ -22,10 +19,7 @@ CORRECTED = dict(
     value_range=(-3.0, 3.0),
 )
 CLIP = dict(clip_low=0.2, clip_high=0.2)
-SELECTED = dict(
-    policy_loss=functools.partial(losses.clip_cov, **CLIP),
-    selection=Selection(functools.partial(losses.drawn_by_covariance, low=-9.0, high=9.0, **CLIP), 0.2),
-)
+SELECTED = dict(loss=catalogue.clip_cov(ratio=0.2, low=-9.0, high=9.0, **CLIP))
 EPOCHS = Epochs(1, 8, shuffle=False, most_sequences=16, warmup=0, in_warmup=0)
 EVENT = "/jax/core/compile/backend_compile_duration"
 

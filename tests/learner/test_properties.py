@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from jppo import settings as options
 from jppo.learner import batch, estimate, packing, ppo, score, sharding, update
 from jppo.learner.make import make_recipe
-from jppo.learner.policy_losses import make_select
-from jppo.learner.trainable import CompiledLoss
+from jppo.learner.trainable import CompiledLoss, make_before
 from jppo.settings.table import TABLE
 from jppo.types import Reward
 from tests import make
@@ -56,7 +55,7 @@ def look_up(table, rows):
 def look_up_squared(table, rows):
     """The same with a sum of squared probabilities."""
     found = look_up(table, rows)
-    return found._replace(sum_pi_squared=jnp.exp(2 * found.logprob) + 0.1)
+    return found._replace(statistics={"sum_pi_squared": jnp.exp(2 * found.logprob) + 0.1})
 
 
 def recipe(**changes):
@@ -66,6 +65,7 @@ def recipe(**changes):
     c.model.path, c.data.train_files, c.data.val_files = "m", "t", "v"
     c.data.train_batch_size, c.actor.ppo_mini_batch_size = N, B
     c.algorithm.use_kl_in_reward = c.actor.use_kl_loss = True
+    c.actor.entropy_coeff, c.actor.kl_loss_coef = 0.1, 0.2
     for name, value in changes.items():
         section, leaf = name.split("__")
         c[section][leaf] = value
@@ -77,24 +77,21 @@ def passes_of(made):
     """The passes of a recipe, tables for models."""
     passes = ppo.make_passes(ppo.Models((None, None), (None, None), None), made, temperature=1.0, chunk_tokens=1)
     with_kl = score.make_logprob_kl(made.kl_loss_type, look_up, None)
-    coefficients = dict(entropy_coeff=0.1, kl_loss_coef=0.2, positive_lm_coef=made.positive_lm_coef)
     current = estimate.make_bypass_correction(made.correction) if made.bypass and made.correction is not None else None
-    loss = update.make_actor_loss(with_kl, made.policy_loss, made.weigh, **coefficients, bypass_correction=current)
-    logprob = jax.jit(look_up_squared if made.estimator.energy else look_up)
+    loss = update.make_actor_loss(with_kl, made.algorithm, mean=made.mean, bypass_correction=current)
+    logprob = jax.jit(look_up_squared if made.algorithm.old_logits else look_up)
     value = lambda table, rows: look_up(table, rows)[0]  # noqa: E731
     return dataclasses.replace(
         passes,
         logprob=logprob,
         reference=jax.jit(score.make_reference(made.kl_penalty, made.kl_loss_type, look_up, None)),
-        value=jax.jit(value) if made.estimator.critic else None,
+        value=jax.jit(value) if made.algorithm.critic else None,
         actor=CompiledLoss(
             update.make_accumulate(loss),
-            select=None if made.selection is None else make_select(made.selection, logprob),
+            before=make_before(made.algorithm, logprob),
         ),
         critic=CompiledLoss(
-            update.make_accumulate(
-                update.make_critic_loss(value, made.weigh_value, cliprange_value=made.cliprange_value)
-            )
+            update.make_accumulate(update.make_critic_loss(value, made.algorithm, mean=made.value_mean))
         ),
     )
 
@@ -113,7 +110,7 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
     group = np.array([np.flatnonzero(order // G == i // G)[0] for i in order], np.int32)
     parts = [{"rule_score": SCORES[i], "format_score": STYLE[i]} for i in order]
     rewards = [Reward(SCORES[i], part, None) for i, part in zip(order, parts, strict=True)]
-    how = dict(shape=(B, LONGEST), parts=made.estimator.parts)
+    how = dict(shape=(B, LONGEST), parts=made.algorithm.parts)
     flat = batch.flatten(trajectories, rewards, group, SCORES[order] / 2, **how)
     micros = batch.micros(flat, trajectories, plan=plan, mesh=mesh)
     flat = ppo.with_old_logprob(passes, made, flat, micros, tables["old"])
@@ -126,12 +123,12 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
     out["advantage"][where] = flat.advantage[row, column]
     cut = dict(order=np.random.default_rng(1).permutation(B), mini_batch_size=B, plan=plan, mesh=mesh)
     for mini in batch.mini_batches(flat, trajectories, **cut):
-        models = [("actor", (None,))] + ([("critic", ())] if made.estimator.critic else [])
+        models = [("actor", (None,))] + ([("critic", ())] if made.algorithm.critic else [])
         for name, further in models:
             table = jnp.asarray(tables["new" if name == "actor" else "value"] * 1.1)
             carry, taken = (jnp.zeros_like(table), jnp.float32(0)), mini
-            if name == "actor" and passes.actor.select is not None:
-                taken = passes.actor.select(table, mini, jax.random.key(0), np.int32(0), 0)
+            if name == "actor" and passes.actor.before is not None:
+                taken = passes.actor.before(table, mini, jax.random.key(0), np.int32(0), 0)
             for micro in taken.micros:
                 carry, _ = getattr(passes, name).accumulate(table, None, carry, micro, mini.counts, *further)
             gradient = np.zeros((B, LONGEST), np.float32)

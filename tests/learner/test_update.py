@@ -14,13 +14,15 @@ from scipy import special
 
 from jppo import settings as options
 from jppo.algorithms import losses
-from jppo.learner import estimate, optim, ppo, sharding, state, update
+from jppo.learner import catalogue, estimate, optim, ppo, sharding, state, update
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.score import Scores
 from jppo.models.decoder import Decoder
 from jppo.types import Counts, Rows, Scored
 from tests import make
 
 R, T, CLIP, CLIP_C, COEF = 3, 6, 0.1, 1.5, dict(entropy_coeff=0.02, kl_loss_coef=0.3, positive_lm_coef=0.7)
+COEF |= dict(use_kl_loss=True, kl_loss_max_clamp=None, router_z_loss_coef=0.0, router_aux_loss_coef=0.0)
 
 
 @pytest.fixture
@@ -43,9 +45,19 @@ def scored():
     return Scored(rows=rows, old_logprob=old, **fields), new
 
 
-def actor_loss(new, weigh):
+def actor_loss(new):
     clipped = functools.partial(losses.clipped, clip_low=CLIP, clip_high=CLIP, clip_c=CLIP_C)
-    return update.make_actor_loss(lambda *_: Scores(new.logprob, new.entropy, new.penalty), clipped, weigh, **COEF)
+    terms = catalogue.surrogate(clipped).terms + catalogue.regularisers(types.SimpleNamespace(**COEF))
+    scores = Scores(new.logprob, new.entropy, new.penalty)
+    return update.make_actor_loss(lambda *_: scores, Algorithm(terms=terms), mean=ppo.token_mean)
+
+
+def critic_loss(output, **critic):
+    terms = catalogue.value_terms(types.SimpleNamespace(**dict(value_bins=0, value_range=None) | critic))
+    limits = critic.get("value_range")
+    return update.make_critic_loss(
+        lambda *_: output, Algorithm(value_terms=terms), mean=ppo.token_mean, value_range=limits
+    )
 
 
 def counts_of(rows):
@@ -54,8 +66,7 @@ def counts_of(rows):
 
 def test_the_actors_loss_and_metrics_are_those_of_the_papers(scored):
     batch, new = scored
-    weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
-    out, found = actor_loss(new, weigh)(None, batch, counts_of(batch.rows), None)
+    out, found = actor_loss(new)(None, batch, counts_of(batch.rows), None)
     kept = batch.rows.mask
     ratio = np.exp(new.logprob - batch.old_logprob)[kept]
     a = batch.advantage[kept]
@@ -89,8 +100,7 @@ def test_the_actors_loss_and_metrics_are_those_of_the_papers(scored):
 
 def test_the_critics_loss_and_metrics_are_those_of_the_papers(scored):
     batch, new = scored
-    weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
-    loss = update.make_critic_loss(lambda *_: new.value, weigh, cliprange_value=0.2)
+    loss = critic_loss(new.value, cliprange_value=0.2)
     out, found = loss(None, batch, counts_of(batch.rows))
     kept = batch.rows.mask
     value, old, returns = new.value[kept], batch.value[kept], batch.returns[kept]
@@ -136,9 +146,8 @@ def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(lear
 
 def test_a_histograms_loss_and_metrics_are_those_of_the_paper(scored):
     batch, _ = scored
-    weigh = functools.partial(losses.token_weights, mode="token-mean", scale=1.0)
     logits = np.random.default_rng(2).normal(size=(R, T, 4)).astype(np.float32)
-    loss = update.make_critic_loss(lambda *_: logits, weigh, cliprange_value=0.2, value_range=(-1.0, 1.0))
+    loss = critic_loss(logits, value_bins=4, value_range=(-1.0, 1.0))
     out, found = loss(None, batch, counts_of(batch.rows))
     kept = batch.rows.mask
     returns, logp = batch.returns[kept], logits[kept] - np.log(np.sum(np.exp(logits[kept]), -1, keepdims=True))
@@ -211,10 +220,10 @@ def test_bypass_weights_and_rejects_by_the_current_policy_as_verls_function_does
     clips = dict(clip_low=meta["clip_ratio_low"], clip_high=meta["clip_ratio_high"], clip_c=meta["clip_ratio_c"])
     loss = update.make_actor_loss(
         lambda logp, *_: Scores(logp, jnp.zeros_like(logp)),
-        losses.gpg if reinforce else functools.partial(losses.clipped, **clips),
-        functools.partial(losses.token_weights, mode=meta["mode"], scale=float(mask.shape[1])),
-        entropy_coeff=0.0, kl_loss_coef=0.0, bypass_correction=estimate.make_bypass_correction(what),
-    )  # fmt: skip
+        catalogue.gpg() if reinforce else catalogue.surrogate(functools.partial(losses.clipped, **clips)),
+        mean=functools.partial(update.aggregate, usual=meta["mode"], scale=float(mask.shape[1])),
+        bypass_correction=estimate.make_bypass_correction(what),
+    )
     zeros = np.zeros(mask.shape, np.int32)
     rows = Rows(zeros, zeros, segment, zeros, mask, zeros)
     batch = Scored(rows=rows, old_logprob=x["old_logprob"], advantage=x["advantages"])

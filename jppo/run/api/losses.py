@@ -1,44 +1,47 @@
 """The losses of a loop on `jppo.open`.
 
-A loss is one of jppo's by name, or a pure function of the tokens' log-probs or values. It names its arguments, each
-[R, T] in the rows' layout, and returns the loss of every token, [R, T]:
+A loss is one of jppo's by name, or a pure function of a view, whose arrays are [R, T] in the rows' layout:
 
     logprob, entropy              of the policy, with a gradient
     value                         of the critic, with a gradient; then it is the critic's loss
     old_logprob, ref_logprob, old_value, advantage, returns    of the batch, f32
     mask, segment                 the trained tokens, and the number of the response in the row
 
-The losses of `algorithms/losses.py` are such functions: logp is logprob, old_logp is old_logprob.
+It returns the loss of every token, [R, T], or with a pair also metrics by name, as a term of an `Algorithm` does.
 """
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax.numpy as jnp
 
 from jppo.algorithms import kl
-from jppo.algorithms.masked import masked_sum
 from jppo.errors import UserError
 from jppo.learner import make, ppo, score, sharding, update
+from jppo.learner.algorithm import SHAPE, LossView, Term, ValueView, record
 from jppo.learner.make import make_recipe
-from jppo.learner.policy_losses import make_select
 from jppo.learner.ppo import ModelConfigs
-from jppo.learner.stats import Outputs, Stat
-from jppo.learner.trainable import CompiledLoss
+from jppo.learner.stats import Outputs, stats_of
+from jppo.learner.trainable import CompiledLoss, make_before
 from jppo.models.lora import Weights
-from jppo.registry import did_you_mean
+from jppo.registry import did_you_mean, said
 from jppo.settings import Settings, changed, check, parts, table, without_unread
 from jppo.types import Array, Counts, Scored
 
-Function = Callable[..., Any]
-ALIASES = {"logp": "logprob", "old_logp": "old_logprob", "old": "old_logprob"}
-BATCH_FIELD_OF = {"old_logprob": "old_logprob", "ref_logprob": "ref_logprob", "advantage": "advantage"}
-BATCH_FIELD_OF |= {"returns": "returns", "old_value": "value"}
-ARGUMENTS = ("logprob", "entropy", "value", *BATCH_FIELD_OF, "mask", "segment")
+Function = Callable[[Any], Any]
+BATCH_FIELD_OF = {name: name for name in ("old_logprob", "ref_logprob", "advantage", "returns")} | {
+    "old_value": "value"
+}
+READ = ("logprob", "entropy", "value", *BATCH_FIELD_OF, "mask", "segment")
 VALUE = "value"
+
+
+class ResponsesView(LossView, ValueView):
+    """What a loss of a loop may read: the arrays of READ."""
+
+
 # The options of a loss are settings of `actor`, or of `critic` for "value". A custom loss function gets those of MEAN.
 MEAN = ("loss_agg_mode", "loss_scale_factor")
 OF_POLICY = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg", "dro_beta",
@@ -47,14 +50,14 @@ OF_POLICY = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", 
              "kl_log_prob_min_clamp", "router_aux_loss_coef", "router_z_loss_coef")  # fmt: skip
 
 
-def cross_entropy(logprob: Array) -> Array:
+def cross_entropy(view: ResponsesView) -> Array:
     """-log π(target)."""
-    return -logprob
+    return -view.logprob
 
 
-def importance_sampling(logprob: Array, old_logprob: Array, advantage: Array, mask: Array) -> Array:
+def importance_sampling(view: ResponsesView) -> Array:
     """-A π / π_old: REINFORCE on samples of another policy, without a clip."""
-    return -advantage * jnp.exp(jnp.where(mask, logprob - old_logprob, 0.0))
+    return -view.advantage * jnp.exp(jnp.where(view.mask, view.logprob - view.old_logprob, 0.0))
 
 
 NO_REFERENCE = "this model has no reference; open it with ref=dict(path='policy'), or another path"
@@ -89,7 +92,7 @@ class Losses:
         """
         function = loss if callable(loss) else FUNCTIONS.get(str(loss))
         plain = function is not None
-        of_critic = loss == VALUE or (function is not None and VALUE in _arguments(function))
+        of_critic = loss == VALUE or (function is not None and VALUE in _reads(function))
         section = "critic" if of_critic else "actor"
         known = MEAN if plain else (*MEAN, "cliprange_value") if of_critic else (*MEAN, *OF_POLICY)
         for name in options.keys() - {*known}:
@@ -122,8 +125,8 @@ class Losses:
             return loss
         known = (*FUNCTIONS, "ppo", *parts.POLICY_LOSSES, VALUE)
         raise UserError(
-            f"loss={loss!r} is not known; it is one of {', '.join(map(repr, known))}, or a function of"
-            f" {', '.join(ARGUMENTS)}{did_you_mean(str(loss), known)}"
+            f"loss={loss!r} is not known; it is one of {', '.join(map(repr, known))}, or a function of a view"
+            f"{did_you_mean(str(loss), known)}"
         )
 
     def _of_policy(self, c: Settings, *, is_configured: bool) -> BatchLoss:
@@ -141,9 +144,9 @@ class Losses:
         loss = ppo.actor_loss_of(self._models, recipe, by_token=True, **self._heads)
         if self._load is None:
             self._load = ppo.make_router_load(self._models, recipe, self._mesh, self._options)
-        load = self._load if recipe.router_aux_loss_coef else None
-        select = None if recipe.selection is None else make_select(recipe.selection, self._passes.logprob)
-        return BatchLoss(self._compiled(loss, load=load, select=select), False, needs, exact)
+        load = self._load if "load" in recipe.algorithm.loss_reads else None
+        before = make_before(recipe.algorithm, self._passes.logprob)
+        return BatchLoss(self._compiled(loss, load=load, before=before), False, needs, exact)
 
     def _of_values(self, c: Settings) -> BatchLoss:
         if self._models.critic is None or self._passes.critic is None:
@@ -158,67 +161,48 @@ class Losses:
 
     def _of_function(self, function: Function, c: Settings) -> BatchLoss:
         """Makes the loss of a user's function of tokens."""
-        names, recipe = _arguments(function), make_recipe(c)
-        asked = {ALIASES.get(name, name) for name in names}
-        of_critic = "value" in asked
+        reads, recipe = _reads(function), make_recipe(c)
+        of_critic = VALUE in reads
         if not of_critic:
-            logprob = score.make_logprob(*self._models.policy, with_entropy="entropy" in asked, **self._heads)
+            logprob = score.make_logprob(*self._models.policy, with_entropy="entropy" in reads, **self._heads)
         elif self._models.critic is None:
-            raise UserError(f"{_shown(function)} takes 'value', and this model has no critic; open it with critic=True")
+            raise UserError(f"{_shown(function)} reads 'value', and this model has no critic; open it with critic=True")
         else:
             value = ppo.make_critic(self._models.critic, recipe)[0]
-        weigh = recipe.weigh_value if of_critic else recipe.weigh
+        mean = recipe.value_mean if of_critic else recipe.mean
+        terms = (Term(function, "critic/vf_loss" if of_critic else "actor/loss"),)
 
         def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, Outputs]:
-            rows, arrays = scored.rows, dict[str, Any]()
-            if of_critic:
-                arrays["value"] = value(params, rows)
-            else:
-                arrays |= logprob(params, rows)._asdict()
-            arrays |= {new: getattr(scored, old) for new, old in BATCH_FIELD_OF.items()}
-            arrays |= dict(mask=rows.mask, segment=rows.segment)
-            each = function(**{own: arrays[ALIASES.get(own, own)] for own in names})
-            each = each[0] if isinstance(each, tuple) else each
-            if getattr(each, "shape", None) != rows.mask.shape:
-                raise UserError(
-                    f"{_shown(function)} returned {getattr(each, 'shape', type(each).__name__)}; it must return the"
-                    f" loss of every token, here {rows.mask.shape}"
-                )
-            each = each if scored.weight is None else each * scored.weight
-            share = weigh(rows.mask, rows.segment, tokens=counts.tokens, sequences=counts.sequences)
-            out = masked_sum(share * each, rows.mask)
-            if of_critic:
-                return out, Outputs({"critic/vf_loss": Stat(out)})
-            return out, Outputs({"actor/loss": Stat(out)}, {"logprob": arrays["logprob"]})
+            known: dict[str, Any] = {new: getattr(scored, field) for new, field in BATCH_FIELD_OF.items()}
+            known |= {"mask": scored.rows.mask, "segment": scored.rows.segment, "weight": scored.weight}
+            known |= {VALUE: value(params, scored.rows)} if of_critic else logprob(params, scored.rows)._asdict()
+            out, sums = update.add_terms(terms, ResponsesView, reads, known, known, counts, mean)
+            return out, Outputs(stats_of(sums), {} if of_critic else {"logprob": known["logprob"]})
 
-        needs = tuple(BATCH_FIELD_OF[name] for name in BATCH_FIELD_OF if name in asked)
+        needs = tuple(field for name, field in BATCH_FIELD_OF.items() if name in reads)
         return BatchLoss(self._compiled(loss), of_critic, needs)
 
 
-def _arguments(function: Function) -> tuple[str, ...]:
-    """Returns the names of a loss function's arguments; raises UserError for one that no loss has."""
-    every = inspect.signature(function).parameters.values()
-    names = [
-        parameter.name for parameter in every if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    known = (*ARGUMENTS, *ALIASES)
-    wanted = [name for name in names if name in known]
-    unknown = [
-        parameter.name
-        for parameter in every
-        if parameter.name in names and parameter.name not in known and parameter.default is inspect.Parameter.empty
-    ]
-    if unknown:
+def _reads(function: Function) -> tuple[str, ...]:
+    """Returns what a loss function reads of its view; raises UserError for what no loss has."""
+    try:
+        reads, result = record(lambda take: function(ResponsesView(take)), {})
+    except Exception as e:  # a user's function may raise anything
+        raise UserError(f"{_shown(function)}, traced by JAX, raises {said(e)}; correct it") from e
+    each = result[0] if isinstance(result, tuple) else result
+    if getattr(each, "shape", None) != SHAPE:
         raise UserError(
-            f"{_shown(function)} takes {unknown[0]!r}; the arguments of a loss are {', '.join(ARGUMENTS)}, and others"
-            f" need defaults{did_you_mean(unknown[0], known)}"
+            f"{_shown(function)} returned {getattr(each, 'shape', type(each).__name__)} for rows of {SHAPE}; it must"
+            " return the loss of every token"
         )
-    if ("value" in wanted) == bool({"logprob", "logp", "entropy"} & {*wanted}):
+    if unknown := [name for name in reads if name not in READ]:
+        raise UserError(f"{_shown(function)} reads {unknown[0]!r}; a loss of a loop reads {', '.join(READ)}")
+    if (VALUE in reads) == bool({"logprob", "entropy"} & {*reads}):
         raise UserError(
-            f"{_shown(function)} takes {', '.join(names) or 'nothing'}; a loss takes logprob or entropy of the policy,"
+            f"{_shown(function)} reads {', '.join(reads) or 'nothing'}; a loss reads logprob or entropy of the policy,"
             " or value of the critic, and not of both"
         )
-    return tuple(wanted)
+    return reads
 
 
 def _shown(function: Function) -> str:

@@ -231,7 +231,7 @@ class Model:
         """
         self._require_open()
         batch_loss = self._parts.losses.find(loss, options)
-        read = {"the batch": batch} | ({} if of is None or batch_loss.compiled.select is None else {"`of`": of})
+        read = {"the batch": batch} | ({} if of is None or batch_loss.compiled.before is None else {"`of`": of})
         for owner, name in ((owner, name) for owner in read for name in batch_loss.needs):
             if getattr(read[owner], name) is None:
                 raise UserError(

@@ -75,7 +75,7 @@ class Responses:
         """
         for name in fields.keys() - {*FIELDS}:
             raise UserError(f"{name!r} is no array of a batch; use one of {', '.join(FIELDS)}")
-        arrays = {name: self._filled(name, x) for name, x in fields.items()}
+        arrays: dict[str, Any] = {name: self._filled(name, x) for name, x in fields.items()}
         if "mask" in arrays:
             arrays["mask"] = arrays["mask"].astype(np.bool_)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, **arrays))

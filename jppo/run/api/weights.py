@@ -60,7 +60,7 @@ class TrainedWeights:
             return self._before(loss, mini, now) if loss.looks_ahead else mini
         if not loss.looks_ahead:
             return dataclasses.replace(mini, counts=of.counts())
-        if loss.select is not None:
+        if loss.before is not None:
             given.require_part(of)
         if self._whole is None or self._whole[0] is not of or self._whole[1] is not loss:
             self._whole = (of, loss, self._before(loss, pack(of), now))
