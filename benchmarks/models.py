@@ -198,6 +198,7 @@ def make_minis(s: Subject) -> list[batch.Mini]:
         batch.mini_batches(
             data,
             s.trajectories,
+            reads=("old_logprob", "advantage"),
             order=np.arange(len(s.trajectories)),
             mini_batch_size=s.mini_batch,
             plan=s.plan,

@@ -166,17 +166,10 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Rows with the batch's fields for the losses, in the rows' layout. None: the run does not need it."""
+    """Rows with the arrays that a loss reads, in the rows' layout."""
 
     rows: Rows  # the mask is the batch's
-    old_logprob: Array  # [R, T] f32
-    ref_logprob: Array | None = None  # [R, T] f32
-    value: Array | None = None  # [R, T] f32
-    weight: Array | None = None  # [R, T] f32
-    advantage: Array | None = None  # [R, T] f32
-    returns: Array | None = None  # [R, T] f32
-    positive: Array | None = None  # [R, T] f32, the batch's, divided by its sum over the mini-batch
-    before: Array | None = None  # [R, T], the result of `Algorithm.before` over the mini-batch
+    arrays: dict[str, Array]  # [R, T], by the names of the batch, and `before`
 
 
 @jax.tree_util.register_dataclass

@@ -90,8 +90,9 @@ def by_training(m, whole, loss, options):
     for name, array in known.items():
         array[:N] = getattr(whole.data, name)
     cut = dict(order=rows, mini_batch_size=MINI, plan=learner.plan, mesh=learner.mesh)
-    minis = batch.mini_batches(dataclasses.replace(flat, **known), whole.trajectories, **cut)
     seen, compiled = [], passes.critic if loss == "value" else passes.actor
+    flat = dataclasses.replace(flat, **known)
+    minis = batch.mini_batches(flat, whole.trajectories, reads=compiled.reads, **cut)
 
     def apply(params, opt, carry, step, learns):
         seen.append(leaves(carry, params))

@@ -19,7 +19,6 @@ from jppo.models import lora
 from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
 
 _STREAM = 3  # of the key of a step, after the shuffles of actor and critic and the selection of tokens
-_FIELDS = [f.name for f in dataclasses.fields(Scored) if f.name in {field.name for field in dataclasses.fields(Batch)}]
 
 
 def flatten(
@@ -146,10 +145,15 @@ class Micro:
     device: Rows
 
 
-def scored_rows(batch: Batch, rows: Rows) -> Scored:
-    """Adds the batch's fields for the losses to the rows, on the host."""
-    known = {name: x for name in _FIELDS if (x := getattr(batch, name)) is not None}
-    return Scored(rows=rows, **{name: pack_like(batch, x, rows) for name, x in known.items()})
+def scored_rows(batch: Batch, rows: Rows, reads: Sequence[str]) -> Scored:
+    """Adds the arrays that a loss reads to the rows, on the host; those that the batch lacks are left out."""
+    known = {name: x for name in reads if (x := getattr(batch, name)) is not None}
+    return Scored(rows, {name: pack_like(batch, x, rows) for name, x in known.items()})
+
+
+def with_array(scored: Scored, name: str, x: Array) -> Scored:
+    """Returns the rows with one more array, or another one."""
+    return dataclasses.replace(scored, arrays=scored.arrays | {name: x})
 
 
 def micros(batch: Batch, trajectories: Sequence[Trajectory], *, plan: packing.Plan, mesh: Mesh) -> list[Micro]:
@@ -178,6 +182,7 @@ def mini_batches(
     batch: Batch,
     trajectories: Sequence[Trajectory],
     *,
+    reads: Sequence[str],
     order: np.ndarray,
     mini_batch_size: int,
     plan: packing.Plan,
@@ -185,26 +190,29 @@ def mini_batches(
 ) -> Iterator[Mini]:
     """Cuts the batch in the given order into mini-batches of trajectories, each packed, on the host.
 
+    `reads` are the arrays that the loss reads (`CompiledLoss.reads`).
+
     There are as many as `mini_batch_size` fits in, rounded, and their sizes differ by one at most: a remainder in a
     mini-batch of its own would have a whole optimizer step for a few trajectories.
     """
     place = sharding.rows_sharding(mesh)
     for part in np.array_split(order, mini_batch_count(len(order), mini_batch_size)):
         part = part.tolist()
-        scored = [scored_rows(batch, rows) for rows in _rows(batch, trajectories, part, plan)]
+        scored = [scored_rows(batch, rows, reads) for rows in _rows(batch, trajectories, part, plan)]
         counts = count([micro.rows for micro in scored])
-        positive = max(sum(float(np.sum(micro.positive)) for micro in scored if micro.positive is not None), 1.0)
-        scored = [m if m.positive is None else dataclasses.replace(m, positive=m.positive / positive) for m in scored]
+        if "positive" in reads:
+            positive = max(sum(float(np.sum(micro.arrays["positive"])) for micro in scored), 1.0)
+            scored = [with_array(micro, "positive", micro.arrays["positive"] / positive) for micro in scored]
         yield Mini(scored, counts, place, learns=any(micro.rows.mask.any() for micro in scored), batch=batch)
 
 
 def with_counts_of_whole(part: Mini, whole: Mini) -> Mini:
     """Gives a part of a mini-batch the denominators and the `before` of the whole, in the same flat layout."""
     micros = part.micros
-    if whole.micros[0].before is not None:
+    if "before" in whole.micros[0].arrays:
         assert whole.batch is not None and part.batch is not None
-        before = unpack_rows(whole.batch, [(m.rows, m.before) for m in whole.micros])
-        micros = [dataclasses.replace(m, before=pack_like(part.batch, before, m.rows)) for m in micros]
+        before = unpack_rows(whole.batch, [(m.rows, m.arrays["before"]) for m in whole.micros])
+        micros = [with_array(m, "before", pack_like(part.batch, before, m.rows)) for m in micros]
     return dataclasses.replace(part, micros=micros, counts=whole.counts)
 
 

@@ -118,7 +118,7 @@ def make_passes(
     value = critic = None
     if models.critic is not None:
         value, loss = make_critic(models.critic, r)
-        critic = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options))
+        critic = CompiledLoss(update.make_accumulate(loss, mesh=mesh, options=options), VALUE_READS)
     replicated = None if mesh is None else sharding.replicated(mesh)
     algorithm = r.algorithm
     old_logprob = compiled(
@@ -139,6 +139,7 @@ def make_passes(
     )
     actor = CompiledLoss(
         update.make_accumulate(actor_loss_of(models, r, **heads), mesh=mesh, options=options),
+        actor_reads(r),
         load=make_router_load(models, r, mesh, options),
         before=make_before(algorithm, old_logprob),
     )
@@ -150,6 +151,17 @@ def make_passes(
         actor=actor,
         critic=critic,
     )
+
+
+VALUE_READS = ("value", "returns")  # the arrays of the batch that a critic's loss reads
+
+
+def actor_reads(r: Recipe) -> tuple[str, ...]:
+    """Returns the arrays of the batch that the actor's loss reads, `weight` where there is one."""
+    of_terms = tuple(name for name in ("advantage", "positive") if name in r.algorithm.loss_reads)
+    sampled_kl = r.kl_loss_type is not None and r.kl_loss_type not in kl.EXACT
+    reference = ("ref_logprob",) if sampled_kl or "ref_logprob" in r.algorithm.loss_reads else ()
+    return ("old_logprob", "weight", *of_terms, *reference)
 
 
 def make_router_load(
@@ -386,12 +398,12 @@ def learn(
     """
     version, metrics = int(now.step), dict[str, float]()
 
-    def minis(epochs: Epochs, model: int) -> Iterator[batch.Mini]:
+    def minis(epochs: Epochs, model: int, reads: Sequence[str]) -> Iterator[batch.Mini]:
         size, count, total = epochs.mini_batch_size, len(trajectories), epochs.of_step(version)
         for epoch in range(total):
             order = state.order(now, model, epoch, count, shuffle=epochs.shuffle, most=epochs.most_sequences)
             cut = batch.mini_batches(
-                data, trajectories, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
+                data, trajectories, reads=reads, order=order, mini_batch_size=size, plan=learner.plan, mesh=learner.mesh
             )
             yield from clock.counted(
                 f"mini-batches of epoch {epoch + 1} of {total}", cut, batch.mini_batch_count(count, size)
@@ -401,14 +413,14 @@ def learn(
         with clock("update_actor"):
             step = state.scalar(version - learner.actor_epochs.first_step, now.step)
             policy, policy_opt, metrics = learner.actor.learn(
-                now.policy, now.policy_opt, step, minis(learner.actor_epochs, 0),
+                now.policy, now.policy_opt, step, minis(learner.actor_epochs, 0, learner.actor.loss.reads),
                 learner.recipe.reference_for_loss(learner.reference), key=now.key,
             )  # fmt: skip
         now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)
     if learner.critic is not None:
         between(dataclasses.replace(now, step=state.scalar(version + 1, now.step)))
         with clock("update_critic"):
-            cut = minis(learner.critic_epochs, 1)
+            cut = minis(learner.critic_epochs, 1, learner.critic.loss.reads)
             value, value_opt, of_critic = learner.critic.learn(now.value, now.value_opt, now.step, cut)
         now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), of_critic | metrics
     return now, metrics

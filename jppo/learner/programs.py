@@ -63,12 +63,11 @@ def list_programs(learner: Learner, now: TrainState, *, shuffled: int = 0) -> li
     before, data = empty_batch(learner, now, rows[0])
     given = placing.shapes(before, sharding.whole_rows_sharding(learner.mesh)), now.kl_coef, now.value_norm
     out.append(Program("advantages", "other", learner.passes.advantages, given))
-    micros, reference = (
-        [batch.scored_rows(data, one) for one in rows],
-        learner.recipe.reference_for_loss(learner.reference),
-    )
+    reference = learner.recipe.reference_for_loss(learner.reference)
+    micros = [batch.scored_rows(data, one, learner.actor.loss.reads) for one in rows]
     out += update_programs(learner.actor, now.policy, now.policy_opt, now, micros, reference, data=data)
     if learner.critic is not None:
+        micros = [batch.scored_rows(data, one, learner.critic.loss.reads) for one in rows]
         out += update_programs(learner.critic, now.value, now.value_opt, now, micros, data=data)
     if learner.recipe.adapt_kl is not None:
         out.append(Program("kl coefficient", "other", learner.recipe.adapt_kl, (now.kl_coef, np.float32(0))))
@@ -146,7 +145,7 @@ def with_placeholders(how: Trainable, micro: Scored | Rows) -> Scored | Rows:
 def with_before(micro: Scored | Rows, dtype: Any) -> Scored | Rows:
     """Returns an empty micro-batch with zeros in place of the result of `Algorithm.before`."""
     assert isinstance(micro, Scored)
-    return dataclasses.replace(micro, before=np.zeros(micro.rows.inputs.shape, dtype))
+    return batch.with_array(micro, "before", np.zeros(micro.rows.inputs.shape, dtype))
 
 
 def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:

@@ -44,7 +44,7 @@ class Before:
         known |= {f"{SHARE}{share}": share_of(share, mask) for share in names_of(self.reads, SHARE)}
         arrays = {name: known[name] for name in self.reads if name in known}
         result = np.asarray(self.function(key, step, np.int32(number), arrays))
-        micros = [dataclasses.replace(m, before=batch.pack_like(data, result, m.rows)) for m in mini.micros]
+        micros = [batch.with_array(m, "before", batch.pack_like(data, result, m.rows)) for m in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
     def arrays(self, data: Batch) -> dict[str, Any]:
@@ -80,6 +80,7 @@ class CompiledLoss:
     """The compiled gradient of a loss, and the passes over the whole mini-batch that it needs before."""
 
     accumulate: Callable[..., tuple[update.Carry, Outputs]]
+    reads: tuple[str, ...] = ()  # the arrays of the batch that it reads
     load: Callable[[Weights, Rows], Array] | None = None  # tokens by expert, for the load-balancing loss
     before: Before | None = None
 

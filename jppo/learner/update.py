@@ -59,22 +59,25 @@ def make_actor_loss(
 
     def loss(params: Weights, scored: Scored, counts: Counts, reference: Weights | None) -> tuple[Array, Outputs]:
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
-        scores, mask = score_rows(params, reference, scored.rows, scored.ref_logprob), scored.rows.mask
+        arrays, mask = scored.arrays, scored.rows.mask
+        scores = score_rows(params, reference, scored.rows, arrays.get("ref_logprob"))
         known = {"logprob": scores.logprob, "entropy": scores.entropy, "kl": scores.penalty, "router": scores.router}
         known |= {f"{STATISTIC}{name}": x for name, x in (scores.statistics or {}).items()}
         known |= {"load": counts.load, "tokens": counts.tokens, "segment": scored.rows.segment}
-        known |= {name: getattr(scored, name) for name in OF_BATCH}
-        kept, weight, sums = mask, scored.weight, dict[str, Array]()
+        known |= {name: x for name, x in arrays.items() if name != "weight"}
+        kept, weight, sums = mask, arrays.get("weight"), dict[str, Array]()
         if bypass_correction is not None:
-            kept, weight = bypass_correction(scores.logprob, scored.old_logprob, mask, scored.rows.segment)
+            kept, weight = bypass_correction(scores.logprob, arrays["old_logprob"], mask, scored.rows.segment)
             sums["rollout_corr/rollout_rs_masked_fraction"] = (
                 masked_sum(jnp.where(kept, 0.0, 1.0), mask) / counts.tokens
             )
             if weight is not None:
                 sums["rollout_corr/rollout_is_mean"] = masked_sum(weight, mask) / counts.tokens
-        arrays = known | {"mask": mask}, known | {"mask": kept, "weight": weight}
-        out, of_terms = add_terms(algorithm.terms, LossView, algorithm.loss_reads, *arrays, counts, mean)
-        stats = _of_ratio(jnp.clip(jnp.where(mask, scores.logprob - scored.old_logprob, 0.0), -FAR, FAR), mask, counts)
+        both = known | {"mask": mask}, known | {"mask": kept, "weight": weight}
+        out, of_terms = add_terms(algorithm.terms, LossView, algorithm.loss_reads, *both, counts, mean)
+        stats = _of_ratio(
+            jnp.clip(jnp.where(mask, scores.logprob - arrays["old_logprob"], 0.0), -FAR, FAR), mask, counts
+        )
         if entropy_metric:
             sums["actor/entropy"] = masked_sum(scores.entropy, mask) / counts.tokens
         if scores.routing_differs is not None:
@@ -90,9 +93,6 @@ def make_actor_loss(
         return out, Outputs(stats, {"logprob": scores.logprob} if by_token else {}, load)
 
     return loss
-
-
-OF_BATCH = ("old_logprob", "ref_logprob", "advantage", "positive", "before")  # of `Scored`, in views of the loss
 
 
 def add_terms(
@@ -145,7 +145,8 @@ def make_critic_loss(
         chex.assert_equal_shape_prefix([*jax.tree.leaves(scored)], 2)
         rows, output = scored.rows, value(params, scored.rows)
         now = output if value_range is None else values.histogram_value(output, value_range)
-        known = {"value": now, "logits": output, "old_value": scored.value, "returns": scored.returns}
+        known = {"value": now, "logits": output, "old_value": scored.arrays["value"]}
+        known["returns"] = scored.arrays["returns"]
         known |= {"mask": rows.mask, "segment": rows.segment}
         out, sums = add_terms(algorithm.value_terms, ValueView, algorithm.value_reads, known, known, counts, mean)
         sums["critic/vpred_mean"] = masked_sum(now, rows.mask) / counts.tokens

@@ -206,10 +206,11 @@ class Learner:
         norm = None if self.recipe.value_norm_decay is None else jax.device_put(VALUE_NORM, place)
         return ppo.with_advantages(self.passes, data, jax.device_put(np.float32(KL_COEF), place), self.mesh, norm)
 
-    def minis(self, flat, trajectories, *, plan, mini, epochs=1, order=None):
+    def minis(self, flat, trajectories, *, plan, mini, name="actor", epochs=1, order=None):
         order = np.arange(len(trajectories)) if order is None else order
         for _ in range(epochs):
             how = dict(order=order, mini_batch_size=mini, plan=plan, mesh=self.mesh)
+            how |= dict(reads=getattr(self.passes, name).reads)
             yield from batch.mini_batches(flat, trajectories, **how)
 
     def update(
@@ -227,7 +228,7 @@ class Learner:
             if params is None:
                 continue
             how, opt = self.make_trainable(name, params, lr=lr, tx=tx)
-            minis = self.minis(flat, trajectories, plan=plan, mini=mini, epochs=epochs, order=order)
+            minis = self.minis(flat, trajectories, plan=plan, mini=mini, name=name, epochs=epochs, order=order)
             params, _, metrics = how.learn(params, opt, np.int32(0), minis, *further)
             found = metrics | found
             out[name] = jax.device_get(params)

@@ -8,7 +8,7 @@ import pytest
 
 from jppo import settings
 from jppo.learner import catalogue
-from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView
+from jppo.learner.algorithm import Algorithm, EpisodeView, Term, TokenView, view
 from jppo.settings import parts
 from tests.make import typed
 
@@ -28,7 +28,7 @@ def test_what_jppos_own_read_is_what_their_papers_need(name):
     one = made(name)
     assert one.critic == (name == "gae") and one.greedy == (name == "remax")
     assert one.compares == (name in COMPARE)
-    assert one.energy == name.endswith("token_baseline")
+    assert one.old_logits == name.endswith("token_baseline")
     assert one.scored == (name != "distill")
     assert one.parts == (("style", "rule") if name == "gdpo" else ())
     assert not one.by_turn
@@ -40,22 +40,22 @@ def test_a_read_in_a_closure_a_partial_or_a_branch_of_python_is_recorded():
 
     def advantage(view):
         later = functools.partial(half, by=2.0)
-        return jnp.where(view.mask, later(view), 0.0) if view.reward.ndim == 2 else view.energy
+        return jnp.where(view.mask, later(view), 0.0) if view.reward.ndim == 2 else view.entropy
 
     one = Algorithm(advantage)
-    assert one.reads == ("reward", "mask", "value") and one.critic and not one.energy
+    assert one.reads == ("reward", "mask", "value") and one.critic and not one.old_logits
 
 
 def test_a_read_that_was_not_recorded_raises():
     """Else a run could compare samples, or read values, whose need no rule has seen."""
     later = []
-    one = Algorithm(lambda view: view.group[:, None] + view.reward if later else view.reward)
+    one = Algorithm(lambda own: own.group[:, None] + own.reward if later else own.reward)
     assert one.reads == ("reward",) and not one.compares
     arrays = {"reward": np.ones((1, 2), np.float32), "group": np.zeros(1, np.int32)}
-    np.testing.assert_array_equal(one.advantage(one.view(TokenView, arrays)), arrays["reward"])
+    np.testing.assert_array_equal(one.advantage(view(TokenView, one.reads, arrays)), arrays["reward"])
     later.append(1)
     with pytest.raises(KeyError, match="group"):
-        one.advantage(one.view(TokenView, arrays))
+        one.advantage(view(TokenView, one.reads, arrays))
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,43 @@ def test_an_outcome_alone_is_spread_over_the_trained_tokens():
     known = {"outcome": outcome, "mask": mask}
     np.testing.assert_array_equal(one.advantage(TokenView(known.__getitem__)), [[2, 0, 2], [4, 4, 0]])
     assert one.parts == ("format",) and one.scored and not one.compares
+
+
+@pytest.mark.parametrize("name", catalogue.POLICY_LOSSES)
+def test_what_jppos_own_losses_read_is_what_their_papers_need(name):
+    c = settings.recipe("gsm8k")
+    c.actor.loss_mode, c.actor.dro_beta = name, 0.1
+    one = parts.policy_loss(typed(c))
+    assert one.ratio == (name != "gpg")
+    assert one.aggregation == ("seq-mean-token-mean" if name in ("geo_mean", "sapo") else None)
+    selects = name in ("clip_cov", "kl_cov")
+    assert ("before" in one.loss_reads) == ("logprob" in one.before_reads) == selects
+    assert {"logprob", "advantage"} <= {*one.loss_reads}
+
+
+def test_terms_read_statistics_of_the_logits_and_what_stands_before():
+    def squared(logits, targets, vocabulary):
+        return vocabulary.logsumexp(logits) ** 2
+
+    terms = (
+        Term(lambda view: view.statistic("z") * view.before, "mine/z"),
+        Term(lambda view: (view.logprob, {"mine/entropy": view.entropy})),
+    )
+    one = Algorithm(terms=terms, statistics={"z": squared}, before=lambda view: view.mask & (view.advantage > 0))
+    assert one.loss_reads == ("statistic of the logits: z", "before", "logprob", "entropy")
+    assert one.before_reads == ("mask", "advantage") and one.statistics_of(one.loss_reads) == [("z", squared)]
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (Algorithm(terms=(Term(lambda view: view.statistic("z")),)), "reads the statistic 'z', and has none"),
+        (Algorithm(terms=(Term(lambda view: view.before),)), "reads `before`, and the algorithm has none"),
+        (Algorithm(terms=(Term(lambda view: view.logprob.sum(1)),)), r"a number for each token, or one number"),
+        (Algorithm(terms=(Term(lambda view: view.logprob, "a"),) * 2), "two terms have one metric: a, a"),
+        (Algorithm(terms=(Term(lambda view: view.before),), before=lambda view: view.mask.sum()), r"returns \[B, L\]"),
+    ],
+)
+def test_terms_that_cannot_be_are_refused_before_anything_runs(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        wrong.loss_reads  # noqa: B018

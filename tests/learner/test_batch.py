@@ -80,7 +80,6 @@ def test_a_truncated_response_is_not_learned_but_compared():
     rewards = [Reward(score, {}, None) for score in (1.0, 0.0, 0.0)]
     data = batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2), filter_truncated=True)
     np.testing.assert_array_equal(data.mask, [[1, 1], [0, 0], [1, 1]])
-    data = dataclasses.replace(data, old_logprob=data.rollout_logprob)
     how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
     found, _ = estimate.make_advantages(estimators.grpo(norm_adv_by_std=False), **how)(data, np.float32(0))
     np.testing.assert_allclose(found["advantage"], np.float32([[2, 2], [0, 0], [-1, -1]]) / 3, rtol=1e-5)
@@ -123,13 +122,20 @@ def test_the_way_to_rows_and_back(kind):
         seen = np.zeros(data.mask.shape, int)
         order = rng.permutation(9)
         for mini in batch.mini_batches(
-            dataclasses.replace(data, old_logprob=x), some, order=order, mini_batch_size=5, plan=plan, mesh=mesh
+            dataclasses.replace(data, old_logprob=x),
+            some,
+            reads=("old_logprob", "advantage"),
+            order=order,
+            mini_batch_size=5,
+            plan=plan,
+            mesh=mesh,
         ):
             kept = 0
             for micro in mini.micros:
                 rows = micro.rows
                 np.testing.assert_array_equal(rows.mask, batch.pack_like(data, data.mask, rows))
-                np.testing.assert_array_equal(micro.old_logprob, batch.pack_like(data, x, rows))
+                assert [*micro.arrays] == ["old_logprob"]  # the batch has no advantage
+                np.testing.assert_array_equal(micro.arrays["old_logprob"], batch.pack_like(data, x, rows))
                 np.testing.assert_array_equal(rows.targets[rows.mask], batch.pack_like(data, tokens, rows)[rows.mask])
                 assert not rows.mask[rows.sequence < 0].any()
                 seen += batch.unpack_rows(data, [(rows, rows.mask.astype(int))])
@@ -159,9 +165,8 @@ def test_a_remainder_is_spread_over_the_mini_batches(count, size, expected):
     how = dict(max_length=8, row_lengths=1, max_tokens_per_row=8, tokens_per_micro=32, sequences=size, row_multiple=1)
     plan = packing.make_plan("buckets", **how)
     data = batch.flatten(some, [GRADED] * count, np.zeros(count, np.int32), shape=(count, 4))
-    data = dataclasses.replace(data, old_logprob=data.rollout_logprob)
     order = rng.permutation(count)
-    found = list(batch.mini_batches(data, some, order=order, mini_batch_size=size, plan=plan, mesh=mesh))
+    found = list(batch.mini_batches(data, some, reads=(), order=order, mini_batch_size=size, plan=plan, mesh=mesh))
     members = [sorted({int(i) for m in mini.micros for i in np.unique(m.rows.sequence) if i >= 0}) for mini in found]
     assert [len(one) for one in members] == expected == [int(mini.counts.sequences) for mini in found]
     ends = np.cumsum(expected)

@@ -102,7 +102,7 @@ def watched(ours, drawn, sequences):
         return out
 
     (mini,) = ours.minis(flat, trajectories[:sequences], plan=plan, mini=sequences)
-    assert len({micro.advantage.shape for micro in mini.micros}) == 1
+    assert len({micro.rows.mask.shape for micro in mini.micros}) == 1
     dataclasses.replace(how, loss=CompiledLoss(accumulate)).learn(policy, opt, np.int32(0), [mini], None)
     return most, calls
 

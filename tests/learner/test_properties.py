@@ -88,10 +88,12 @@ def passes_of(made):
         value=jax.jit(value) if made.algorithm.critic else None,
         actor=CompiledLoss(
             update.make_accumulate(loss),
+            ppo.actor_reads(made),
             before=make_before(made.algorithm, logprob),
         ),
         critic=CompiledLoss(
-            update.make_accumulate(update.make_critic_loss(value, made.algorithm, mean=made.value_mean))
+            update.make_accumulate(update.make_critic_loss(value, made.algorithm, mean=made.value_mean)),
+            ppo.VALUE_READS,
         ),
     )
 
@@ -122,9 +124,9 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
     where = order[row], batch.arrays(flat, trajectories)["tokens"][row, column]
     out["advantage"][where] = flat.advantage[row, column]
     cut = dict(order=np.random.default_rng(1).permutation(B), mini_batch_size=B, plan=plan, mesh=mesh)
-    for mini in batch.mini_batches(flat, trajectories, **cut):
-        models = [("actor", (None,))] + ([("critic", ())] if made.algorithm.critic else [])
-        for name, further in models:
+    models = [("actor", (None,))] + ([("critic", ())] if made.algorithm.critic else [])
+    for name, further in models:
+        for mini in batch.mini_batches(flat, trajectories, reads=getattr(passes, name).reads, **cut):
             table = jnp.asarray(tables["new" if name == "actor" else "value"] * 1.1)
             carry, taken = (jnp.zeros_like(table), jnp.float32(0)), mini
             if name == "actor" and passes.actor.before is not None:
@@ -260,5 +262,6 @@ def test_a_mini_batch_without_a_positive_example_has_no_such_loss():
         "none", max_length=LONGEST, row_lengths=1, max_tokens_per_row=LONGEST, tokens_per_micro=FEW, sequences=2,
         row_multiple=1,
     )  # fmt: skip
-    [mini] = batch.mini_batches(flat, trajectories, order=np.arange(2), mini_batch_size=2, plan=plan, mesh=mesh)
-    assert [micro.positive.sum() for micro in mini.micros] == [0.0] * len(mini.micros)
+    how = dict(order=np.arange(2), mini_batch_size=2, plan=plan, mesh=mesh)
+    [mini] = batch.mini_batches(flat, trajectories, reads=("positive",), **how)
+    assert [micro.arrays["positive"].sum() for micro in mini.micros] == [0.0] * len(mini.micros)

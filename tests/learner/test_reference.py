@@ -123,7 +123,7 @@ def test_one_step_equals_plain_torch(new_learner, settings, drawn, tmp_path, thr
     after = {}
     for name, further in (("actor", (begin["reference"],)), ("critic", ())):
         how, opt = ours.make_trainable(name, begin[name], lr=LR[name], tx=ours.adamw)
-        minis = ours.minis(flat, trajectories, plan=plan, mini=MINI, epochs=EPOCHS)
+        minis = ours.minis(flat, trajectories, plan=plan, mini=MINI, name=name, epochs=EPOCHS)
         after[name], _, found = how.learn(begin[name], opt, np.int32(0), minis, *further)
         metrics |= found
 

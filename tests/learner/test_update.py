@@ -42,7 +42,7 @@ def scored():
     new = types.SimpleNamespace(logprob=some(), entropy=np.abs(some()), penalty=np.abs(some()), value=some())
     old = new.logprob + some(0.3)
     fields = dict(value=some(), weight=np.exp(some(0.2)), advantage=some(), returns=some(), positive=np.abs(some()))
-    return Scored(rows=rows, old_logprob=old, **fields), new
+    return Scored(rows, dict(old_logprob=old, **fields)), new
 
 
 def actor_loss(new):
@@ -68,23 +68,23 @@ def test_the_actors_loss_and_metrics_are_those_of_the_papers(scored):
     batch, new = scored
     out, found = actor_loss(new)(None, batch, counts_of(batch.rows), None)
     kept = batch.rows.mask
-    ratio = np.exp(new.logprob - batch.old_logprob)[kept]
-    a = batch.advantage[kept]
+    ratio = np.exp(new.logprob - batch.arrays["old_logprob"])[kept]
+    a = batch.arrays["advantage"][kept]
     plain, held = -a * ratio, -a * np.clip(ratio, 1 - CLIP, 1 + CLIP)
     worse = np.maximum(plain, held)
     bound = np.where(a < 0, np.minimum(worse, -a * CLIP_C), worse)
-    policy = np.mean(bound * batch.weight[kept])
+    policy = np.mean(bound * batch.arrays["weight"][kept])
     expected = {
         "actor/pg_loss": policy,
         "actor/pg_clipfrac": np.mean(held > plain),
         "actor/pg_clipfrac_lower": np.mean((a < 0) & (worse > -a * CLIP_C)),
-        "actor/ppo_kl": np.mean((batch.old_logprob - new.logprob)[kept]),
+        "actor/ppo_kl": np.mean((batch.arrays["old_logprob"] - new.logprob)[kept]),
         "actor/ratio_mean": ratio.mean(),
         "actor/ratio_max": max(ratio.max(), 1.0),
         "actor/ratio_min": min(ratio.min(), 1.0),
         "actor/entropy": new.entropy[kept].mean(),
         "actor/kl_loss": new.penalty[kept].mean(),
-        "actor/positive_lm_loss": -np.sum((batch.positive * new.logprob)[kept]),
+        "actor/positive_lm_loss": -np.sum((batch.arrays["positive"] * new.logprob)[kept]),
     }
     expected["actor/loss"] = (
         policy
@@ -103,7 +103,7 @@ def test_the_critics_loss_and_metrics_are_those_of_the_papers(scored):
     loss = critic_loss(new.value, cliprange_value=0.2)
     out, found = loss(None, batch, counts_of(batch.rows))
     kept = batch.rows.mask
-    value, old, returns = new.value[kept], batch.value[kept], batch.returns[kept]
+    value, old, returns = new.value[kept], batch.arrays["value"][kept], batch.arrays["returns"][kept]
     near = old + np.clip(value - old, -0.2, 0.2)
     plain, held = (value - returns) ** 2, (near - returns) ** 2
     expected = np.mean(np.maximum(plain, held)) / 2
@@ -135,7 +135,7 @@ def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(lear
     steps = []
     for rate in (1.0, 1.0):
         how, opt = some.make_trainable("critic", new, lr=rate, tx=optim.at_rate(optax.sgd))
-        new, _, _ = how.learn(new, opt, np.int32(0), some.minis(flat, trajectories, plan=plan, mini=8))
+        new, _, _ = how.learn(new, opt, np.int32(0), some.minis(flat, trajectories, plan=plan, mini=8, name="critic"))
         steps.append(jax.device_get(new))
     np.testing.assert_allclose(-steps[0]["score"]["kernel"][:, 0], slopes / kept, rtol=1e-4, atol=1e-6)
     assert np.abs(steps[0]["score"]["kernel"]).max() > 1e-3
@@ -150,7 +150,10 @@ def test_a_histograms_loss_and_metrics_are_those_of_the_paper(scored):
     loss = critic_loss(logits, value_bins=4, value_range=(-1.0, 1.0))
     out, found = loss(None, batch, counts_of(batch.rows))
     kept = batch.rows.mask
-    returns, logp = batch.returns[kept], logits[kept] - np.log(np.sum(np.exp(logits[kept]), -1, keepdims=True))
+    returns, logp = (
+        batch.arrays["returns"][kept],
+        logits[kept] - np.log(np.sum(np.exp(logits[kept]), -1, keepdims=True)),
+    )
     edges, sigma = np.linspace(-1, 1, 5), 0.75 * 0.5
     below = special.ndtr((edges - np.clip(returns, -1, 1)[:, None]) / sigma)
     target = np.diff(below) / (below[:, -1:] - below[:, :1])
@@ -226,7 +229,7 @@ def test_bypass_weights_and_rejects_by_the_current_policy_as_verls_function_does
     )
     zeros = np.zeros(mask.shape, np.int32)
     rows = Rows(zeros, zeros, segment, zeros, mask, zeros)
-    batch = Scored(rows=rows, old_logprob=x["old_logprob"], advantage=x["advantages"])
+    batch = Scored(rows, dict(old_logprob=x["old_logprob"], advantage=x["advantages"]))
     kept, _ = estimate.make_bypass_correction(what)(x["logprob"], x["old_logprob"], mask, segment)
     counts = Counts(np.float32(kept.sum()), np.float32(kept.any(axis=1).sum()))  # verl's function counts by itself
     (out, found), grad = jax.value_and_grad(loss, has_aux=True)(x["logprob"], batch, counts, None)

@@ -146,18 +146,19 @@ class Losses:
             self._load = ppo.make_router_load(self._models, recipe, self._mesh, self._options)
         load = self._load if "load" in recipe.algorithm.loss_reads else None
         before = make_before(recipe.algorithm, self._passes.logprob)
-        return BatchLoss(self._compiled(loss, load=load, before=before), False, needs, exact)
+        compiled = self._compiled(loss, ppo.actor_reads(recipe), load=load, before=before)
+        return BatchLoss(compiled, False, needs, exact)
 
     def _of_values(self, c: Settings) -> BatchLoss:
         if self._models.critic is None or self._passes.critic is None:
             raise UserError(f"loss={VALUE!r} is of a critic, and this model has none; open it with critic=True")
         if c.critic == self._c.critic:
-            return BatchLoss(self._passes.critic, True, ("value", "returns"))
+            return BatchLoss(self._passes.critic, True, ppo.VALUE_READS)
         loss = ppo.make_critic(self._models.critic, make_recipe(c))[1]
-        return BatchLoss(self._compiled(loss), True, ("value", "returns"))
+        return BatchLoss(self._compiled(loss, ppo.VALUE_READS), True, ppo.VALUE_READS)
 
-    def _compiled(self, loss: update.Loss, **ahead: Any) -> CompiledLoss:
-        return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options), **ahead)
+    def _compiled(self, loss: update.Loss, reads: tuple[str, ...], **ahead: Any) -> CompiledLoss:
+        return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options), reads, **ahead)
 
     def _of_function(self, function: Function, c: Settings) -> BatchLoss:
         """Makes the loss of a user's function of tokens."""
@@ -173,14 +174,14 @@ class Losses:
         terms = (Term(function, "critic/vf_loss" if of_critic else "actor/loss"),)
 
         def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, Outputs]:
-            known: dict[str, Any] = {new: getattr(scored, field) for new, field in BATCH_FIELD_OF.items()}
-            known |= {"mask": scored.rows.mask, "segment": scored.rows.segment, "weight": scored.weight}
+            known: dict[str, Any] = {name: scored.arrays.get(field) for name, field in BATCH_FIELD_OF.items()}
+            known |= {"mask": scored.rows.mask, "segment": scored.rows.segment, "weight": scored.arrays.get("weight")}
             known |= {VALUE: value(params, scored.rows)} if of_critic else logprob(params, scored.rows)._asdict()
             out, sums = update.add_terms(terms, ResponsesView, reads, known, known, counts, mean)
             return out, Outputs(stats_of(sums), {} if of_critic else {"logprob": known["logprob"]})
 
         needs = tuple(field for name, field in BATCH_FIELD_OF.items() if name in reads)
-        return BatchLoss(self._compiled(loss), of_critic, needs)
+        return BatchLoss(self._compiled(loss, ("weight", *needs)), of_critic, needs)
 
 
 def _reads(function: Function) -> tuple[str, ...]:

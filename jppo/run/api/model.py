@@ -241,7 +241,11 @@ class Model:
         learner, trained = self._parts.learner, self.critic if batch_loss.of_critic else self.policy
         assert trained is not None
         mini = trained.pack_mini(
-            batch_loss.compiled, batch, of, lambda one: one.mini(learner.plan, learner.mesh), self._now
+            batch_loss.compiled,
+            batch,
+            of,
+            lambda one: one.mini(batch_loss.compiled.reads, learner.plan, learner.mesh),
+            self._now,
         )
         further = () if batch_loss.of_critic else (learner.reference if batch_loss.reads_reference else None,)
         metrics, parts = trained.forward_backward(batch_loss.compiled, mini, *further)

@@ -103,14 +103,11 @@ class Responses:
             )
         return np.where(inside, array, np.float32(0))
 
-    def mini(self, plan: packing.Plan, mesh: Mesh) -> batch.Mini:
+    def mini(self, reads: Sequence[str], plan: packing.Plan, mesh: Mesh) -> batch.Mini:
         """Packs the batch for one gradient, as a mini-batch of the batch that it is a part of."""
-        options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=self.place.rows)
         whole = self._within_origin()
-        data = whole.data
-        if data.old_logprob is None:  # of a loss that does not read it
-            data = dataclasses.replace(data, old_logprob=np.zeros(np.shape(data.mask), np.float32))
-        (mini,) = batch.mini_batches(data, whole.trajectories, **options)
+        options = dict[str, Any](plan=plan, mesh=mesh, mini_batch_size=len(self), order=self.place.rows)
+        (mini,) = batch.mini_batches(whole.data, whole.trajectories, reads=reads, **options)
         micros = [dataclasses.replace(micro, rows=whole._aimed(micro.rows)) for micro in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
