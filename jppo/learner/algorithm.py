@@ -7,7 +7,7 @@ others; jppo's own, in `estimators.py`, are written with the same means as a use
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.algorithms import masked
-from jppo.types import Array
+from jppo.types import Array, Prompt
 
 PART = "part of the reward: "
 
@@ -45,6 +45,11 @@ class EpisodeView(View):
     def group(self) -> Array:
         """Equal for the episodes of a prompt, i32, below N."""
         return self._take("group")
+
+    @property
+    def given(self) -> Array:
+        """Whether the response was given and not sampled, bool."""
+        return self._take("given")
 
     def part(self, name: str) -> Array:
         """The part of the reward of this name, f32, without the KL."""
@@ -95,6 +100,11 @@ class TokenView(View):
         return self._take("group")
 
     @property
+    def given(self) -> Array:
+        """Whether the response was given and not sampled, [B] bool."""
+        return self._take("given")
+
+    @property
     def mask(self) -> Array:
         """The trained tokens, bool."""
         return self._take("mask")
@@ -103,7 +113,7 @@ class TokenView(View):
 V = TypeVar("V", bound=View)
 N, L = 2, 3  # of the shapes on which reads are recorded
 BY_TOKEN = ("reward", "kl_reward", "value", "energy", "mask", "turn_ends")  # [B, L]; the others are [N]
-DTYPES = {"group": np.int32, "mask": np.bool_, "turn_ends": np.bool_}  # the others are f32
+DTYPES = {"group": np.int32, "mask": np.bool_, "turn_ends": np.bool_, "given": np.bool_}  # the others are f32
 
 
 def spread_outcome(view: TokenView) -> Array:
@@ -119,6 +129,8 @@ class Algorithm:
     advantage: Callable[[TokenView], Array | tuple[Array, Array]] = spread_outcome
     outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; None: `advantage` reads none
     transforms: tuple[Callable[[Array, Array], Array], ...] = ()  # of the advantage, and the mask; not of the returns
+    # Texts of responses that take the last places of a prompt's `rollout.n` samples, in place of sampled ones.
+    given: Callable[[Prompt], Sequence[str]] | None = None
 
     @functools.cached_property
     def reads(self) -> tuple[str, ...]:
@@ -137,6 +149,8 @@ class Algorithm:
         by_token = advantage if isinstance(advantage, tuple) else (advantage,)
         if "outcome" in seen and outcome is None:
             raise ValueError("its advantage reads the outcome, and it has none")
+        if "given" in seen and self.given is None:
+            raise ValueError("a function of it reads which responses are given, and its field `given` is None")
         if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
             raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
         return tuple(seen)

@@ -80,3 +80,10 @@ def test_an_outcome_alone_is_spread_over_the_trained_tokens():
     known = {"outcome": outcome, "mask": mask}
     np.testing.assert_array_equal(one.advantage(TokenView(known.__getitem__)), [[2, 0, 2], [4, 4, 0]])
     assert one.parts == ("format",) and one.scored and not one.compares
+
+
+def test_a_read_of_given_responses_needs_a_function_that_gives_them():
+    one = Algorithm(outcome=lambda view: view.score * view.given)
+    with pytest.raises(ValueError, match="reads which responses are given, and its field `given` is None"):
+        one.reads  # noqa: B018
+    assert "given" in Algorithm(one.advantage, one.outcome, given=lambda prompt: []).reads
