@@ -39,6 +39,7 @@ from jppo.run.trained_model import export_policy, write_model
 from jppo.run.validation import validate
 from jppo.runlog.logger import print_summary
 from jppo.runlog.trajectories import unanswered
+from jppo.samples.given import of_policy
 from jppo.samples.make import mark_stale
 from jppo.samples.queue import StepSamples
 from jppo.settings import Settings
@@ -96,7 +97,7 @@ def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics
         metrics["actor/reward_kl_penalty"],
         bad=bad,
         learned=bool(data.mask.any()),
-        adapt_kl=run.learner.recipe.adapt_kl,
+        adapt_kl=run.learner.recipe.adapt_kl if data.sampled.any() else None,
         value_norm=data.value_norm,
     )
 
@@ -110,8 +111,9 @@ def gather_episodes(
     episodes = dataclasses.replace(made, rewards=rewards)
     run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, rewards))
     require_graded(rewards)
+    scored = of_policy(drawn.trajectories, graded)
     metrics = stale | drawn.metrics | sample_metrics(drawn.trajectories, graded, baseline)
-    metrics |= kept_token_metrics(drawn.trajectories) | source_means(graded, episodes.sources)
+    metrics |= kept_token_metrics(drawn.trajectories) | source_means(scored, episodes.sources)
     metrics |= conversation_metrics(drawn.trajectories)
     metrics |= run.hosts.summed(run.reward_sum.metrics() | run.sampler.metrics())
     return with_branches(episodes, run.reward_sum.earned), metrics
@@ -128,6 +130,7 @@ def make_batch(run: Run, episodes: Episodes) -> Batch:
         shape=run.learner.shape,
         filter_truncated=run.c.algorithm.filter_truncated,
         earns=recipe.earns,
+        gives=recipe.algorithm.given is not None,
         episode=episodes.first if recipe.branches else None,
         parts=recipe.algorithm.parts,
     )

@@ -73,13 +73,13 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """A sampled response with its prompt; n tokens in all. Made by `rollout/`."""
+    """A sampled or given response with its prompt; n tokens in all. Made by `rollout/` and `samples/given.py`."""
 
     uid: str  # of its prompt
     tokens: np.ndarray  # [n] i32, prompt then response
-    sampled: np.ndarray  # [n] bool, true where the policy chose the token; false for prompt and tool output
+    sampled: np.ndarray  # [n] bool, true where the policy chose the token, or was given it; false for prompt and tools
     logprob: np.ndarray  # [n] f32, the rollout engine's; valid where sampled, 0 elsewhere
-    version: np.ndarray  # [n] i32, of the weights that sampled the token; -1 where not sampled
+    version: np.ndarray  # [n] i32, of the weights that sampled the token; -1 where none did
     text: str  # the decoded response, for graders and people; tool output in it too
     finish: (
         str  # 'stop' (an end token or a stop text was sampled), 'length', or 'abort'; of a conversation its last turn's
@@ -92,6 +92,11 @@ class Trajectory:
     # [n, k] i32, the tokens of which each was sampled, then -1; first -1: the whole vocabulary, or not sampled;
     # first OVERFLOW: too many to be returned. None: not known
     kept: np.ndarray | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether no weights sampled it: a demonstration, which the policy learns from as from its own response."""
+        return bool((self.version[self.sampled] < 0).any())
 
 
 def given_text(tokens: np.ndarray, sampled: np.ndarray, uid: str = "") -> Trajectory:
@@ -138,12 +143,13 @@ class Batch:
     A field is None if the run does not need it.
     """
 
-    mask: Array  # [B, L] bool, the policy sampled the token and it is trained on
-    rollout_logprob: Array  # [B, L] f32, the rollout engine's
+    mask: Array  # [B, L] bool, the token is of the policy, or given, and it is trained on
+    rollout_logprob: Array  # [B, L] f32, the rollout engine's; 0 for given responses
     first: Array  # [B] i32, the trajectory's entry at column 0
     score: Array  # [B] f32, NaN if there is none
     group: Array  # [B] i32, below B, equal for the samples of one prompt
     greedy: Array | None  # [B] f32, the score of the prompt's greedy response
+    given: Array | None = None  # [B] bool, the response was given; None: the algorithm gives none
     length: Array | None = None  # [B] f32, tokens of the response that the policy sampled, trained on or not
     episode: Array | None = None  # [B] i32, the first row of an agent's episode, which alone has its group
     parts: Array | None = None  # [B, K] f32, the parts of the reward that the estimator normalises apart
@@ -161,6 +167,11 @@ class Batch:
     reward: Array | None = None  # [B, L] f32, of the token, with its share of the KL
     value_norm: Array | None = None  # [3] f32, statistics that normalise values, with this step's returns
     positive: Array | None = None  # [B, L] f32, 1 on the trained tokens of responses with a score above 0, else 0
+
+    @property
+    def sampled(self) -> Array:
+        """The trained tokens that the policy sampled, [B, L] bool."""
+        return self.mask if self.given is None else self.mask & ~self.given[:, None]
 
 
 @jax.tree_util.register_dataclass

@@ -290,3 +290,11 @@ def test_a_jump_names_the_server_that_is_furthest_off_and_its_versions():
     theirs[3] = 100.0  # a row of padding
     data = types.SimpleNamespace(mask=np.arange(4)[:, None] < [3, 3], old_logprob=ours, rollout_logprob=theirs)
     assert agreement._worst(data, trajectories) == ("http://h:1", "4, 5", 1.5)
+
+
+def test_a_jump_is_not_blamed_on_given_responses():
+    """They have no server, and the engine in the process has no name."""
+    sampled, shown = make.trajectory([1, 2], [0, 1], version=3), make.trajectory([1, 2], [0, 1], version=-1)
+    theirs = np.array([[0.5], [-100.0]], np.float32)
+    data = types.SimpleNamespace(mask=np.ones((2, 1), bool), old_logprob=np.zeros((2, 1)), rollout_logprob=theirs)
+    assert agreement._worst(data, [sampled, shown]) == ("", "3", 0.5)

@@ -189,7 +189,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     table = re.search(r"## The table\n(.*?)\n## ", text("docs/metrics.md"), re.S)[1]
     explained = {name for row in re.findall(r"^\|(.*?)\|", table, re.M) for name in re.findall(r"`(.+?)`", row)}
     kinds = r"agent|actor|critic|train|training|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm|dpo"
-    kinds += r"|response_length|prompt_length|ref"
+    kinds += r"|response_length|prompt_length|ref|given"
     name = rf"(?:{kinds})/[\w/]+"
     written = set(re.findall(rf'"({name})"(?::|\] = )', CODE))
     source = text("jppo/run/sample_log.py")

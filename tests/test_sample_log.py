@@ -9,8 +9,8 @@ import pytest
 from jppo.data.tokenizer import load_tokenizer, pieces, spell
 from jppo.report import page, write_report
 from jppo.run import sample_log
-from jppo.types import OVERFLOW, Batch
-from tests.make import read_lines, trajectory
+from jppo.types import OVERFLOW, Batch, Reward
+from tests.make import read_lines, sample, trajectory
 from tests.test_report import require_clean, row, tab, unpacked, write_run  # noqa: F401
 
 # The first byte of a character in one token, the others in the next ones; then a line break and an end token.
@@ -67,6 +67,17 @@ def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():
         "log_ratio_reference": [1.0, None, 1.0],
     }
     assert second["tokens"] == [5, 6, 7, 8] and second["reward"] == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_a_given_response_is_marked_and_has_no_log_ratio_to_the_engine():
+    data = batch_of(old_logprob=np.full((2, 4), -1.0, np.float32), advantage=np.ones((2, 4), np.float32))
+    some = [trajectory([9, 9, 1, 2, 3], np.ones(5), version=v) for v in (0, -1)]
+    known = sample_log.quantities(data, [0, 1], None, bypass=False)
+    sampled, shown = sample_log.records(data, some, [0, 1], known, lambda ids: [str(i) for i in ids])
+    assert "log_ratio_engine" in sampled and "log_ratio_engine" not in shown and "advantage" in shown
+    prompt, reward = sample("").prompt, Reward(0.0, {}, None)
+    rows = sample_log.sample_rows([prompt] * 2, some, [reward] * 2)
+    assert [row.get("given") for row in rows] == [None, True]
 
 
 def test_what_a_run_does_not_have_is_not_recorded():

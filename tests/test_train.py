@@ -1,5 +1,6 @@
 """The training command as a user runs it, with a real vLLM: trained, killed, started again; and what it refuses."""
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -145,6 +146,25 @@ def test_describe_counts_responses_and_errors():
     assert found["response_length/mean"] == 3.0 and found["response_length/clip_ratio"] == 0.5
     assert (found["response_length/min"], found["response_length/max"]) == (2.0, 4.0)
     assert found["prompt_length/mean"] == 3.0 and found["perf/total_num_tokens"] == 12.0
+
+
+def test_given_responses_are_no_samples():
+    """Lengths and scores are those without them; tokens and failed grades are counted."""
+    shown = [dataclasses.replace(response(k, "length"), version=np.full(3 + k, -1, np.int32)) for k in (9, 5, 7)]
+    rewards = [Reward(score, {"style": score}, None) for score in (1.0, 0.0, 0.5)]
+    some = [response(2), response(4)]
+    alone = sample_metrics(some, rewards[:2])
+    found = sample_metrics([some[0], shown[0], some[1], *shown[1:]], [rewards[0], FAILED, rewards[1], *rewards[1:]])
+    assert found == alone | {
+        "given/count": 3.0,
+        "given/score/mean": 0.25,
+        "reward/errors": 1.0,
+        "perf/total_num_tokens": 12.0 + 9 + 21,
+    }
+    nothing = sample_metrics(shown, [FAILED, *rewards[:2]])
+    assert nothing == {
+        "given/count": 3.0, "given/score/mean": 0.5, "reward/errors": 1.0, "perf/total_num_tokens": 30.0
+    }  # fmt: skip
 
 
 def test_describe_has_the_mean_score_of_greedy_responses():

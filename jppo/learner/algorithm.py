@@ -7,7 +7,7 @@ others; jppo's own, in `estimators.py`, are written with the same means as a use
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jppo.algorithms import masked
 from jppo.models.heads import Vocabulary
 from jppo.models.router import RouterSums
-from jppo.types import Array
+from jppo.types import Array, Prompt
 
 PART = "part of the reward: "
 STATISTIC = "statistic of the logits: "
@@ -52,6 +52,11 @@ class EpisodeView(View):
     def group(self) -> Array:
         """Equal for the episodes of a prompt, i32, below N."""
         return self._take("group")
+
+    @property
+    def given(self) -> Array:
+        """Whether the response was given and not sampled, bool."""
+        return self._take("given")
 
     def part(self, name: str) -> Array:
         """The part of the reward of this name, f32, without the KL."""
@@ -116,6 +121,11 @@ class TokenView(View):
         return self._take("group")
 
     @property
+    def given(self) -> Array:
+        """Whether the response was given and not sampled, [B] bool."""
+        return self._take("given")
+
+    @property
     def mask(self) -> Array:
         """The trained tokens, bool."""
         return self._take("mask")
@@ -171,6 +181,11 @@ class LossView(TermView):
     def advantage(self) -> Array:
         """The advantage, f32."""
         return self._take("advantage")
+
+    @property
+    def given(self) -> Array:
+        """The tokens of responses that `Algorithm.given` gave, bool."""
+        return self._take("given")
 
     @property
     def positive(self) -> Array:
@@ -258,8 +273,8 @@ class BeforeView(View):
 V = TypeVar("V", bound=View)
 SHAPE = N, L = 2, 3  # of the arrays on which reads are recorded
 # The shapes of what is no [N, L] array of f32; by token of a step are the first ones.
-BY_EPISODE = ("score", "length", "outcome", "greedy", "group")
-DTYPES = {"group": np.int32, "segment": np.int32, "mask": np.bool_, "turn_ends": np.bool_}
+BY_EPISODE = ("score", "length", "outcome", "greedy", "group", "given")
+DTYPES = {"group": np.int32, "segment": np.int32, "mask": np.bool_, "turn_ends": np.bool_, "given": np.bool_}
 
 
 def _example(name: str) -> Any:
@@ -274,13 +289,13 @@ def _example(name: str) -> Any:
     return jnp.ones((), np.int32) if name.startswith(SHARE) else jnp.zeros(shape, dtype)
 
 
-def record(run: Callable[[Callable[[str], Any]], Any], given: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
+def record(run: Callable[[Callable[[str], Any]], Any], known: Mapping[str, Any]) -> tuple[tuple[str, ...], Any]:
     """Runs functions of views on shapes; returns the names of what they read, in order, and the shapes they return."""
     seen: dict[str, None] = {}
 
     def take(name: str) -> Any:
         seen[name] = None
-        return jnp.zeros(given[name].shape, given[name].dtype) if name in given else _example(name)
+        return jnp.zeros(known[name].shape, known[name].dtype) if name in known else _example(name)
 
     result = jax.eval_shape(lambda: run(take))
     return tuple(seen), result
@@ -331,6 +346,8 @@ class Algorithm:
     statistics: Mapping[str, Statistic] = dataclasses.field(default_factory=dict)  # that views read by name
     # Over a whole mini-batch, however it is cut, before its gradient and without one: [B, L], which terms may read.
     before: Callable[[BeforeView], Array] | None = None
+    # Texts of responses that take the last places of a prompt's `rollout.n` samples, in place of sampled ones.
+    given: Callable[[Prompt], Sequence[str]] | None = None
 
     @functools.cached_property
     def reads(self) -> tuple[str, ...]:
@@ -344,6 +361,7 @@ class Algorithm:
         by_token = advantage if isinstance(advantage, tuple) else (advantage,)
         if "outcome" in seen and outcome is None:
             raise ValueError("its advantage reads the outcome, and it has none")
+        self._require_given(seen)
         if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
             raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
         self._require_statistics(seen)
@@ -374,9 +392,10 @@ class Algorithm:
             raise ValueError("`before` returns [B, L], a number for each token")
         return seen, result
 
-    def _reads_of(self, terms: tuple[Term, ...], view: type[View]) -> tuple[str, ...]:
-        given = {} if self.before is None else {"before": self._before[1]}
-        seen, results = record(lambda take: [term.loss(view(take)) for term in terms], given)
+    def _reads_of(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[str, ...]:
+        known = {"given": jax.ShapeDtypeStruct((N, L), np.bool_)}
+        known |= {} if self.before is None else {"before": self._before[1]}
+        seen, results = record(lambda take: [term.loss(kind(take)) for term in terms], known)
         names = [term.metric for term in terms if term.metric]
         for result in results:
             each, metrics = result if isinstance(result, tuple) else (result, {})
@@ -388,7 +407,12 @@ class Algorithm:
         if "before" in seen and self.before is None:
             raise ValueError("a term reads `before`, and the algorithm has none")
         self._require_statistics(seen)
+        self._require_given(seen)
         return seen
+
+    def _require_given(self, seen: tuple[str, ...]) -> None:
+        if "given" in seen and self.given is None:
+            raise ValueError("a function of it reads which responses are given, and its field `given` is None")
 
     def statistics_of(self, reads: tuple[str, ...]) -> list[tuple[str, Statistic]]:
         """Returns the statistics of the logits among the reads, with their names."""

@@ -30,14 +30,16 @@ def flatten(
     shape: tuple[int, int],
     filter_truncated: bool = False,
     earns: bool = False,
+    gives: bool = False,
     episode: np.ndarray | None = None,
     parts: tuple[str, ...] = (),
 ) -> Batch:
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
-    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `episode`: the first branch
-    of each trajectory's episode. `parts` of the rewards are kept, by their names.
+    `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `gives`: responses may be
+    given, and the batch has `given`. `episode`: the first branch of each trajectory's episode. `parts` of the rewards
+    are kept, by their names.
     """
     B, L = shape
     count = len(trajectories)
@@ -49,6 +51,7 @@ def flatten(
         score=np.full(B, np.nan, np.float32),
         group=np.arange(B, dtype=np.int32),
         greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
+        given=np.pad(np.array([t.given for t in trajectories], np.bool_), (0, B - count)) if gives else None,
         length=length,
         episode=None if episode is None else np.concatenate([episode, np.arange(count, B)]).astype(np.int32),
         earned=earned,
@@ -91,8 +94,8 @@ def part_of(reward: Reward, name: str) -> float:
 
 
 def filtered_out(t: Trajectory, filter_truncated: bool) -> bool:
-    """Whether over-long filtering keeps a response out of the loss."""
-    return filter_truncated and t.finish == "length"
+    """Whether over-long filtering keeps a response out of the loss; a given one stays, however it was cut."""
+    return filter_truncated and t.finish == "length" and not t.given
 
 
 def with_reference_logprobs(batch: Batch, logprobs: Sequence[np.ndarray]) -> Batch:
@@ -147,8 +150,9 @@ class Micro:
 
 def scored_rows(batch: Batch, rows: Rows, reads: Sequence[str]) -> Scored:
     """Adds the arrays that a loss reads to the rows, on the host; those that the batch lacks are left out."""
-    known = {name: x for name in reads if (x := getattr(batch, name)) is not None}
-    return Scored(rows, {name: pack_like(batch, x, rows) for name, x in known.items()})
+    known = {name: np.asarray(x) for name in reads if (x := getattr(batch, name)) is not None}
+    by_token = {name: np.broadcast_to(x.reshape(len(x), -1), batch.mask.shape) for name, x in known.items()}
+    return Scored(rows, {name: pack_like(batch, x, rows) for name, x in by_token.items()})
 
 
 def with_array(scored: Scored, name: str, x: Array) -> Scored:

@@ -27,10 +27,11 @@ class Correction:
 
 def mismatch(batch: Batch) -> dict[str, Array]:
     """Computes metrics of the trainer's log-probs minus the engine's, for the same tokens and weights."""
-    difference = jnp.where(batch.mask, _log_ratio(batch), 0.0)
-    gap, apart = jnp.abs(difference), correction.divergences(difference, batch.mask)
+    mask = batch.sampled
+    difference = jnp.where(mask, _log_ratio(batch), 0.0)
+    gap, apart = jnp.abs(difference), correction.divergences(difference, mask)
     return {
-        "rollout/logp_gap_mean": masked_sum(gap, batch.mask) / token_count(batch.mask),
+        "rollout/logp_gap_mean": masked_sum(gap, mask) / token_count(mask),
         "rollout/logp_gap_max": jnp.max(gap),
         "rollout/ratio_min": jnp.exp(jnp.maximum(jnp.min(difference), -FAR)),
         "rollout/ratio_max": jnp.exp(jnp.minimum(jnp.max(difference), FAR)),
@@ -42,8 +43,11 @@ def mismatch(batch: Batch) -> dict[str, Array]:
 
 
 def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Array]]:
-    """Returns the batch with weights and without rejected tokens, and metrics of both."""
-    log_ratio, mask = _log_ratio(batch), batch.mask
+    """Returns the batch with weights and without rejected tokens, and metrics of both.
+
+    Nobody sampled a given token: its weight is 1, and no rule rejects it.
+    """
+    log_ratio, mask = _log_ratio(batch), batch.sampled
     kept = correction.keep(log_ratio, mask, rules=settings.rules)
     rejected = mask & ~kept
     sequences = jnp.maximum(jnp.sum(jnp.any(mask, axis=1), dtype=jnp.float32), 1.0)
@@ -66,6 +70,9 @@ def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Arra
             weight = correction.normalized_weights(
                 weight, mean=correction.mean_weight(weight, mask, level=settings.level)
             )
+    if batch.given is not None:
+        given = batch.mask & batch.given[:, None]
+        kept, weight = kept | given, None if weight is None else jnp.where(given, 1.0, weight)
     return dataclasses.replace(batch, mask=kept, weight=weight), metrics
 
 
@@ -115,10 +122,9 @@ def make_advantages(
             {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}
         )  # before tokens are rejected
         if batch.entropy is not None:
-            metrics["actor/entropy"] = masked.masked_sum(batch.entropy, batch.mask) / token_count(batch.mask)
+            metrics["actor/entropy"] = masked_mean(batch.entropy, batch.sampled)
         if batch.routing_differs is not None:
-            differs = masked.masked_sum(batch.routing_differs, batch.mask)
-            metrics["rollout/routing_differs"] = differs / token_count(batch.mask)
+            metrics["rollout/routing_differs"] = masked_mean(batch.routing_differs, batch.mask)
         if correction is not None:
             batch, correction_metrics = corrected(correction, batch)
             metrics |= correction_metrics
@@ -136,7 +142,7 @@ def make_advantages(
         if algorithm.outcome is not None:
             known["outcome"] = outcomes(algorithm, batch, total)
         known |= {"reward": reward, "group": batch.group, "mask": mask, "value": value, "greedy": batch.greedy}
-        known |= {"old_logprob": batch.old_logprob, "entropy": batch.entropy}
+        known |= {"old_logprob": batch.old_logprob, "entropy": batch.entropy, "given": batch.given}
         known |= {"weight": jnp.ones_like(reward) if weight is None else weight}
         known |= {f"{STATISTIC}{name}": x for name, x in (batch.statistics or {}).items()}
         if "kl_reward" in algorithm.reads:
@@ -176,6 +182,8 @@ def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     if batch.length is not None:
         length = jnp.where(length > 0, length, summed(batch.length))
     known = {"score": total, "length": length, "group": batch.group}
+    if batch.given is not None:
+        known["given"] = batch.given
     if batch.parts is not None:  # all rows of an episode have its parts
         known |= {f"{PART}{name}": batch.parts[:, i] for i, name in enumerate(algorithm.parts)}
     if batch.episode is not None:  # the score once, and the penalties of all branches
@@ -197,7 +205,7 @@ def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
 
 
 def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array, dict[str, Array]]:
-    """Returns the rewards of tokens [B, L] and of sequences [B], and their metrics.
+    """Returns the rewards of tokens [B, L] and of sequences [B], and metrics of what the policy sampled.
 
     r_t = -β KL_t + e_t, plus the rest of the score, s - Σ e, at the last token. Of the earned e, parts outside the mask
     move (`masked.moved`). A sequence without a token has only its score.
@@ -211,10 +219,12 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
         earned = masked.moved(batch.earned, mask)
         reward = reward + earned - masked.at_kept(jnp.sum(earned, axis=1), masked.last(mask))
     whole = jnp.sum(penalty, axis=1)
+    if batch.given is not None:
+        graded, some = graded & ~batch.given, some & ~batch.given
     return reward, total, {
         "critic/rewards/mean": masked_mean(total, graded),
-        "critic/rewards/max": jnp.max(jnp.where(graded, total, -jnp.inf)),
-        "critic/rewards/min": jnp.min(jnp.where(graded, total, jnp.inf)),
+        "critic/rewards/max": largest(total, graded),
+        "critic/rewards/min": -largest(-total, graded),
         "actor/reward_kl_penalty": masked_mean(whole / jnp.maximum(jnp.sum(mask, axis=1), 1), some),
         "actor/reward_kl_penalty_seq": masked_mean(whole, some),
     }  # fmt: skip
@@ -222,13 +232,17 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
 
 def distribution(name: str, x: Array, mask: Array) -> dict[str, Array]:
     """Computes mean, extremes and standard deviation over the mask as metrics; 0 where nothing is kept."""
-    some = jnp.any(mask)
     return {
         f"{name}/mean": masked_mean(x, mask),
-        f"{name}/max": jnp.where(some, jnp.max(jnp.where(mask, x, -jnp.inf)), 0.0),
-        f"{name}/min": jnp.where(some, jnp.min(jnp.where(mask, x, jnp.inf)), 0.0),
+        f"{name}/max": largest(x, mask),
+        f"{name}/min": -largest(-x, mask),
         f"{name}/std": jnp.sqrt(masked.variance(masked.moments(x, mask))),
     }
+
+
+def largest(x: Array, mask: Array) -> Array:  # []
+    """Returns the largest entry of the mask; 0 where nothing is kept."""
+    return jnp.where(jnp.any(mask), jnp.max(jnp.where(mask, x, -jnp.inf)), 0.0)
 
 
 def value_metrics(value: Array, returns: Array, mask: Array) -> dict[str, Array]:

@@ -158,7 +158,7 @@ VALUE_READS = ("value", "returns")  # the arrays of the batch that a critic's lo
 
 def actor_reads(r: Recipe) -> tuple[str, ...]:
     """Returns the arrays of the batch that the actor's loss reads, `weight` where there is one."""
-    of_terms = tuple(name for name in ("advantage", "positive") if name in r.algorithm.loss_reads)
+    of_terms = tuple(name for name in ("advantage", "positive", "given") if name in r.algorithm.loss_reads)
     sampled_kl = r.kl_loss_type is not None and r.kl_loss_type not in kl.EXACT
     reference = ("ref_logprob",) if sampled_kl or "ref_logprob" in r.algorithm.loss_reads else ()
     return ("old_logprob", "weight", *of_terms, *reference)

@@ -156,8 +156,8 @@ def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, B
     passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
     data = batch.flatten(
         [], [], nobody, np.zeros(0, np.float32) if recipe.algorithm.greedy else None,
-        shape=learner.shape, earns=recipe.earns, episode=nobody if recipe.branches else None,
-        parts=recipe.algorithm.parts,
+        shape=learner.shape, earns=recipe.earns, gives=recipe.algorithm.given is not None,
+        episode=nobody if recipe.branches else None, parts=recipe.algorithm.parts,
     )  # fmt: skip
 
     def zeros(x: Any) -> Any:

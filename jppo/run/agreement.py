@@ -237,9 +237,9 @@ def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, f
     count = len(trajectories)
     mask, gap = np.asarray(data.mask)[:count], np.asarray(data.rollout_logprob - np.asarray(data.old_logprob))[:count]
     mismatches = []
-    for server in sorted({t.server for t in trajectories}):
-        mine = mask & np.array([t.server == server for t in trajectories])[:, None]
+    for server in sorted({t.server for t in trajectories if not t.given}):
+        mine = mask & np.array([t.server == server and not t.given for t in trajectories])[:, None]
         mismatches.append((float(gap[mine].mean()) if mine.any() else -math.inf, server))
     worst, server = max(mismatches)
-    versions = {int(v) for t in trajectories if t.server == server for v in t.version[t.sampled]}
+    versions = {int(v) for t in trajectories if t.server == server and not t.given for v in t.version[t.sampled]}
     return server, ", ".join(map(str, sorted(versions))), worst

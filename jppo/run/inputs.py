@@ -16,7 +16,7 @@ from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
-from jppo.samples.make import prompts_per_batch
+from jppo.samples.make import prompts_per_batch, require_given
 from jppo.settings import Common, Settings, template_arguments
 from jppo.settings.texts import by_source
 
@@ -64,6 +64,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     if c.data.sampler:
         ordering = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
         train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **ordering))
+    require_given(c, train.prompts)
     _require_teachers(c.ref.url, {p.data_source for p in train.prompts})
     val = _read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}

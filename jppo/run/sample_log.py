@@ -20,18 +20,28 @@ if TYPE_CHECKING:
 def sample_metrics(
     trajectories: Sequence[Trajectory], rewards: Sequence[Reward], greedy: Sequence[Reward] | None = None
 ) -> dict[str, float]:
-    """Returns lengths and scores of samples and of remax's greedy responses; at least one sample must be graded."""
+    """Returns lengths and scores of samples and of remax's greedy responses, and counts, which include given responses.
+
+    Without a graded sample there are only counts.
+    """
     best = [r.score for r in greedy or () if r.unusable is None]
+    counts = {
+        "reward/errors": float(sum(r.error is not None for r in rewards)),
+        "perf/total_num_tokens": float(sum(len(t.tokens) for t in trajectories)),
+        **_given_metrics([r for t, r in zip(trajectories, rewards, strict=True) if t.given]),
+    }
+    rewards = [r for t, r in zip(trajectories, rewards, strict=True) if not t.given]
+    trajectories = [t for t in trajectories if not t.given]
     scores = np.array([r.score for r in rewards if r.unusable is None])
     lengths = np.array([t.sampled.sum() for t in trajectories])
-    whole = np.array([len(t.tokens) for t in trajectories])
     prompts = np.array([np.argmax(t.sampled) for t in trajectories])
+    if not scores.size:
+        return counts
     return {
         "reward_mean": float(scores.mean()),
         "critic/score/mean": float(scores.mean()),
         "critic/score/max": float(scores.max()),
         "critic/score/min": float(scores.min()),
-        "reward/errors": float(sum(r.error is not None for r in rewards)),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
@@ -39,9 +49,16 @@ def sample_metrics(
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
         "prompt_length/min": float(prompts.min()),
-        "perf/total_num_tokens": float(whole.sum()),
         **({"critic/greedy/mean": float(np.mean(best))} if best else {}),
+        **counts,
     } | _part_means(rewards)
+
+
+def _given_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Returns the metrics of given responses; empty without any."""
+    scores = [r.score for r in rewards if r.unusable is None]
+    count = {"given/count": float(len(rewards))} if rewards else {}
+    return count | ({"given/score/mean": float(np.mean(scores))} if scores else {})
 
 
 def kept_token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -103,7 +120,7 @@ def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
 def sample_rows(
     prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
 ) -> list[dict[str, Any]]:
-    """Returns rows of the samples file, each with its prompt."""
+    """Returns rows of the samples file, each with its prompt; only given responses have `given`."""
     return [
         {
             "uid": p.uid,
@@ -117,6 +134,7 @@ def sample_rows(
             "error": r.error,
             "unusable": r.unusable,
             "finish": t.finish,
+            **({"given": True} if t.given else {}),
         }
         for p, t, r in zip(prompts, trajectories, rewards, strict=True)
     ]
@@ -173,14 +191,16 @@ def records(
 ) -> list[dict[str, Any]]:
     """Returns a row per chosen response: a list per field, with an entry per token; None where it is not trained on.
 
-    `sample` is the response's line in samples/step_STEP.jsonl, from 0.
+    `sample` is the response's line in samples/step_STEP.jsonl, from 0. A given response has no log-ratio to the engine.
     """
     rows = []
     for i, b in enumerate(chosen):
-        ids = trajectories[b].tokens[data.first[b] + 1 :].tolist()
+        t = trajectories[b]
+        ids = t.tokens[data.first[b] + 1 :].tolist()
         trained = data.mask[b, : len(ids)].tolist()
-        row = {"sample": b, "uid": trajectories[b].uid, "tokens": ids, "pieces": split(ids), "trained": trained}
-        rows.append(row | {name: _numbers(x[i], trained) for name, x in known.items()})
+        row = {"sample": b, "uid": t.uid, "tokens": ids, "pieces": split(ids), "trained": trained}
+        arrays = {name: x for name, x in known.items() if not (t.given and name == "log_ratio_engine")}
+        rows.append(row | {name: _numbers(x[i], trained) for name, x in arrays.items()})
     return rows
 
 

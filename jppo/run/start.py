@@ -65,7 +65,7 @@ from jppo.runlog.make import make_logger, open_display, require_loggers
 from jppo.runlog.timers import Laps, Profiler, Timers
 from jppo.runlog.watchdog import Watch, ending
 from jppo.samples.dynamic_sampling import DynamicSampleQueue
-from jppo.samples.make import make_supply
+from jppo.samples.make import make_given, make_supply
 from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
 from jppo.settings import Common, Settings, table
@@ -205,7 +205,10 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
         logger = _open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
         greedy = learner.recipe.algorithm.greedy
-        supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts)
+        give = make_given(c, inputs.tokenizer, inputs.end_tokens)
+        supply = make_supply(
+            c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts, give
+        )  # fmt: skip
         stack.enter_context(publisher)
         run = Run(
             c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,

@@ -247,13 +247,13 @@ def _young(step: Step, oldest: int) -> Step:
     """Returns the step without responses that have a token from weights older than `oldest`."""
 
     def fit(t: Trajectory) -> bool:
-        return all(bool((other.version[other.sampled] >= oldest).all()) for other in (t, *t.branches))
+        return t.given or all(bool((other.version[other.sampled] >= oldest).all()) for other in (t, *t.branches))
 
     return step.each(lambda way: way.only([n for n, t in way.responses.items() if fit(t)]))
 
 
 def _count(kept: Sequence[Step]) -> int:
-    return sum(len(way.responses) for step in kept for way in step.found)
+    return sum(not t.given for step in kept for way in step.found for t in way.responses.values())
 
 
 def _renumbered(chunk: Sequence[tuple[Step, int]], way: int) -> Found:

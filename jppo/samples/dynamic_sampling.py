@@ -18,6 +18,7 @@ from jppo.rewards.parts import SCORE
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
+from jppo.samples.given import of_policy
 from jppo.samples.queue import SampleQueue, StepSamples
 from jppo.types import Prompt, Reward, Trajectory
 
@@ -44,7 +45,10 @@ class _Group:
 
 
 def differs(rewards: Sequence[Reward], metric: str) -> bool:
-    """Whether the usable samples of a prompt have two values of the metric, or of the score where none has it."""
+    """Whether the usable samples of a prompt have two values of the metric, or of the score where none has it.
+
+    Given responses count, as they do in the advantage: where no sample succeeds, they are all that one learns from.
+    """
     usable = [r for r in rewards if r.unusable is None]
     scores = [r.parts[metric] for r in usable if metric in r.parts] or [r.score for r in usable]
     return len(set(scores)) > 1
@@ -71,13 +75,14 @@ class DynamicSampleQueue:
     def take(self, step: int) -> StepSamples:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
         options, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
-        kept, rewards, lacking = list[_Group](), list[Reward](), 0
+        kept, rewards, scored, lacking = list[_Group](), list[Reward](), list[Reward](), 0
         for batches in itertools.count(1):
             supply = self._under_way = self._gen_batch(batches - 1, after)
             drawn = supply.take(step)
             groups = _groups(drawn, options.n)
             new = [r for group in groups for r in group.rewards]
             rewards, after = rewards + new, supply.note_rewards(drawn, new)
+            scored += of_policy(drawn.trajectories, new)
             waited, sampling = waited + drawn.waited_s, sampling + drawn.sampling_s
             if all(r.error is not None for r in new):  # more batches would not help; without others the step raises it
                 kept = kept or groups
@@ -103,7 +108,7 @@ class DynamicSampleQueue:
             "training/filter_groups/evicted_samples": float(count - len(kept)),
             "training/filter_groups/discarded_surplus_samples": float(len(kept) - len(used)),
             "training/filter_groups/without_metric": lacking / count if options.metric != SCORE else 0.0,
-            "train/sampled_score": _mean([r.score for r in rewards if r.unusable is None]),
+            "train/sampled_score": _mean([r.score for r in scored if r.unusable is None]),
             "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
         }
         chosen = [reward for group in used for reward in group.rewards]

@@ -4,21 +4,24 @@ import dataclasses
 import functools
 import math
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jppo.data.prompts import PromptSet
 from jppo.data.stream import Cursor
+from jppo.data.tokenizer import decode, encode_all
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import expanded
 from jppo.rewards.parts import RewardSum
 from jppo.rollout.inprocess import Source
-from jppo.rollout.protocol import RolloutError
+from jppo.rollout.protocol import RolloutError, respond
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
+from jppo.samples.given import Give, answer_of, given_texts
 from jppo.samples.queue import How, SampleQueue, StepSamples, ages
-from jppo.settings import Rollout, Settings, ValKwargs, table
-from jppo.types import Reward, Sampling
+from jppo.settings import Rollout, Settings, ValKwargs, parts, table
+from jppo.types import Prompt, Reward, Sampling, Trajectory
 
 
 def step_sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
@@ -62,8 +65,12 @@ def make_supply(
     reward_sum: RewardSum,
     cursor: Cursor,
     hosts: Hosts = ALONE,
+    give: Give | None = None,
 ) -> SampleQueue | DynamicSampleQueue:
-    """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response."""
+    """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response.
+
+    `give` returns the responses of a prompt that take the places of samples.
+    """
     options = How(
         batch_size=c.data.train_batch_size,
         n=c.rollout.n,
@@ -75,6 +82,7 @@ def make_supply(
         greedy=baseline,
         draw=functools.partial(step_sampling, c),
         graders=graders(c),
+        give=give,
     )
     a = c.algorithm
     metric, most = a.filter_groups_metric, a.max_num_gen_batches
@@ -88,6 +96,36 @@ def make_supply(
         return SampleQueue(dataclasses.replace(options, draw=drawn), train, sampler, reward_sum, at, hosts)
 
     return DynamicSampleQueue(of_step, gen_batch, cursor)
+
+
+def make_texts(c: Settings) -> Callable[[Prompt], Sequence[str]] | None:
+    """Makes the function that returns the texts of a prompt's given responses; None if the algorithm gives none."""
+    given, setting = parts.estimator(c).given, f"algorithm.adv_estimator={c.algorithm.adv_estimator!r}"
+    return None if given is None else functools.partial(given_texts, given, n=c.rollout.n, setting=setting)
+
+
+def require_given(c: Settings, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError if the responses that the algorithm gives for a prompt cannot take places of its samples."""
+    if (texts := make_texts(c)) is not None:
+        for prompt in prompts:
+            texts(prompt)
+
+
+def make_given(c: Settings, tokenizer: Any, end_tokens: Sequence[int]) -> Give | None:
+    """Makes the function that returns a prompt's given responses; None if the algorithm gives none."""
+    texts, most, end = make_texts(c), c.data.max_response_length, tokenizer.eos_token_id
+    if texts is None:
+        return None
+    ends = () if c.rollout.ignore_eos else (end_tokens[0] if end is None else end, *end_tokens)
+    read = functools.partial(decode, tokenizer)
+
+    def give(prompt: Prompt) -> list[Trajectory]:
+        some = texts(prompt)
+        tokenised = encode_all(tokenizer, some, max_length=most, add_special_tokens=False) if some else []
+        answers = [answer_of(ids, most=most, stop=c.rollout.stop_texts, ends=ends, decode=read) for ids in tokenised]
+        return [respond(prompt, answer, text=read(answer.tokens)) for answer in answers]
+
+    return give
 
 
 def graders(c: Settings) -> dict[str, Any]:
@@ -131,17 +169,15 @@ def mark_stale(
         return rewards, {}
     limit = most if c.algorithm.old_logprob != "correction" else math.inf
     dropped = [i for i, r in enumerate(rewards) if r.unusable is None and age[i] > limit]
-    rewards = list(rewards)
+    rewards, sampled = list(rewards), max(1, sum(not t.given for t in drawn.trajectories))
     for i in dropped:
         why = f"sampled by weights {age[i]} updates old, more than rollout.max_staleness={most}"
         rewards[i] = dataclasses.replace(rewards[i], unusable=why)
     return rewards, {
-        "rollout/staleness_mean": float(age.mean()),
+        "rollout/staleness_mean": float(age.sum()) / sampled,
         "rollout/staleness_max": float(age.max()),
         "rollout/stale_dropped": float(len(dropped)),
-        "rollout/mixed_versions": float(
-            np.mean([len(np.unique(t.version[t.sampled])) > 1 for t in drawn.trajectories])
-        ),
+        "rollout/mixed_versions": sum(len(np.unique(t.version[t.sampled])) > 1 for t in drawn.trajectories) / sampled,
         "rollout/sampling_s": drawn.sampling_s,
         "rollout/hidden": max(0.0, 1.0 - drawn.waited_s / drawn.sampling_s) if drawn.sampling_s > 0 else 0.0,
     }

@@ -28,6 +28,7 @@ from jppo.rewards.parts import Grading, RewardSum, sample_of
 from jppo.rollout.protocol import Sampler, greedy
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
+from jppo.samples.given import Give, by_number, of_policy, without_others
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
 
@@ -125,6 +126,7 @@ class How:
     greedy: bool  # a greedy response per prompt, as a baseline
     draw: Callable[[int], Sampling]  # by step
     graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; saved rewards are kept if it is equal
+    give: Give | None = None  # the responses of a prompt that are not sampled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +184,7 @@ class SampleQueue:
         """Returns how many responses of the step are there; for any thread."""
         asked = [draws for asked in self._now.queue if asked.step <= step for draws in asked.draws]
         responses = [dict(draws.found) for draws in asked]
-        tokens = sum(int(t.sampled.sum()) for there in responses for t in there.values())
+        tokens = sum(int(t.sampled.sum()) for there in responses for t in there.values() if not t.given)
         return Count("responses", sum(draws.n for draws in asked) * len(self._groups), sum(map(len, responses)), tokens)
 
     def settle(self) -> None:
@@ -200,7 +202,8 @@ class SampleQueue:
 
         `state` has them from `forget` on: a step that breaks off is repeated.
         """
-        self._learned = seen(self._now.cursor, self._train.order_of, drawn.prompts, rewards).curriculum
+        scored = of_policy(drawn.trajectories, rewards)
+        self._learned = seen(self._now.cursor, self._train.order_of, drawn.prompts, scored).curriculum
         return dataclasses.replace(drawn.after, curriculum=self._learned)
 
     def forget(self, step: int) -> None:
@@ -323,11 +326,15 @@ class SampleQueue:
         for i, way in enumerate([drawn, best] if options.greedy else [drawn]):
             draws = Draws(prompts, way.n, self._reward_sum, self._changed)
             there = saved[i] if saved else trajectories.Found(way.n, {}, {})
-            own = [number for group in sorted(left) if group in self._groups for number in draws.numbers(group)]
+            groups = [group for group in sorted(left) if group in self._groups]
+            own = [number for group in groups for number in draws.numbers(group)]
+            given = by_number(None if i else options.give, prompts, groups, way.n)
+            there = without_others(there, given)
             draws.graded |= there.rewards
-            for number in (number for number in own if number in there.responses):
-                draws.done(number, there.responses[number])
-            missing = [number for number in own if number not in there.responses]
+            responses = {**given, **there.responses}
+            for number in (number for number in own if number in responses):
+                draws.done(number, responses[number])
+            missing = [number for number in own if number not in responses]
             draws.future = self._sampler.start(prompts, way, done=draws.done, only=missing)
             asked.append(draws)
         return Asked(step, version, indices, after, tuple(asked), set(left), held=bool(saved))
@@ -388,6 +395,6 @@ class SampleQueue:
 
 
 def ages(responses: Sequence[Trajectory], step: int) -> np.ndarray:
-    """Returns the age in updates of the oldest sampled token of each, relative to the weights `step`, [B] i64."""
-    every = [[other for other in (t, *t.branches) if other.sampled.any()] for t in responses]
+    """Returns the age in updates of each one's oldest sampled token, 0 without one, by the weights `step`, [B] i64."""
+    every = [[other for other in (t, *t.branches) if other.sampled.any() and not other.given] for t in responses]
     return np.array([max((step - t.version[t.sampled].min() for t in some), default=0) for some in every], np.int64)

@@ -1,7 +1,7 @@
 """The registries of parts that settings name; a user-defined part is an entry like these (docs/extending.md)."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.errors import UserError
@@ -65,6 +65,10 @@ class EstimatorFields(Protocol):
     @property
     def old_logits(self) -> bool:
         """Whether it reads statistics of the old policy's logits."""
+
+    @property
+    def given(self) -> Callable[..., Sequence[str]] | None:
+        """The function of a prompt that returns texts for places of its samples; None: all are sampled."""
 
 
 class PolicyLossFields(Protocol):

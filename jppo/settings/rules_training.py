@@ -17,6 +17,7 @@ def training_rules(config: Common) -> Iterator[Callable[[], None]]:
             _group_size,
             _critic,
             _inputs_of_estimator,
+            _given,
             _turn_discount,
             _value_range,
             _loss,
@@ -76,6 +77,25 @@ def _inputs_of_estimator(config: Settings) -> None:
             f"algorithm.old_logprob='bypass': algorithm.adv_estimator={a.adv_estimator!r} reads the old policy's"
             " probabilities of all tokens, and bypass has no pass for them; set decoupled or correction"
         )
+
+
+def _given(config: Settings) -> None:
+    if parts.estimator(config).given is None:
+        return
+    r, several, switch = config.rollout, ("makes responses of several turns", "one"), "set it to False"
+    for setting, on, (does, have), remedy in (
+        ("algorithm.old_logprob='bypass'", config.algorithm.old_logprob == "bypass",
+         ("takes the engine's log-probs", "none"), "set decoupled or correction"),
+        ("rollout.mask_replay=True", r.mask_replay, ("replays the engine's kept tokens", "none"), switch),
+        ("rollout.routing_replay=True", r.routing_replay, ("replays the engine's experts", "none"), switch),
+        ("rollout.multi_turn.enable=True", r.multi_turn.enable, several, switch),
+        (f"rollout.agent={r.agent!r}", r.agent, several, "leave it empty"),
+    ):  # fmt: skip
+        if on:
+            raise UserError(
+                f"{setting} {does}, and the responses that algorithm.adv_estimator={config.algorithm.adv_estimator!r}"
+                f" gives have {have}; {remedy}"
+            )
 
 
 def _turn_discount(config: Settings) -> None:

@@ -120,3 +120,10 @@ def test_terms_read_statistics_of_the_logits_and_what_stands_before():
 def test_terms_that_cannot_be_are_refused_before_anything_runs(wrong, said):
     with pytest.raises(ValueError, match=said):
         wrong.loss_reads  # noqa: B018
+
+
+def test_a_read_of_given_responses_needs_a_function_that_gives_them():
+    one = Algorithm(outcome=lambda view: view.score * view.given)
+    with pytest.raises(ValueError, match="reads which responses are given, and its field `given` is None"):
+        one.reads  # noqa: B018
+    assert "given" in Algorithm(one.advantage, one.outcome, given=lambda prompt: []).reads

@@ -86,6 +86,20 @@ def test_a_truncated_response_is_not_learned_but_compared():
     assert batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2)).mask.all(), "without the filter"
 
 
+def test_a_given_response_is_marked_and_learned_however_it_was_cut():
+    """A sampled response, a given one that was cut, padding."""
+    sampled = trajectory([1, 2, 3], [0, 1, 1])
+    shown = dataclasses.replace(sampled, version=np.int32([-1, -1, -1]), logprob=np.zeros(3, np.float32))
+    some, rewards = [dataclasses.replace(t, finish="length") for t in (sampled, shown)], [GRADED, GRADED]
+    how = dict(shape=(3, 2), filter_truncated=True)
+    data = batch.flatten(some, rewards, np.zeros(2, np.int32), gives=True, **how)
+    assert data.given.tolist() == [False, True, False] and data.given.dtype == np.bool_
+    np.testing.assert_array_equal(data.mask, [[0, 0], [1, 1], [0, 0]])
+    np.testing.assert_array_equal(data.sampled, np.zeros((3, 2)))
+    assert not data.rollout_logprob[1].any() and data.length.tolist() == [2, 2, 0]
+    assert batch.flatten(some, rewards, np.zeros(2, np.int32), **how).given is None
+
+
 def test_a_response_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match="trajectory long has a response of 4 tokens, the batch holds 3"):
         batch.flatten([trajectory(np.ones(6), [0, 0, 1, 1, 1, 1], "long")], [GRADED], np.int32([0]), shape=(1, 3))

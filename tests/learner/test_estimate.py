@@ -2,12 +2,16 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jppo.algorithms import kl
 from jppo.learner import estimate
+from jppo.learner.algorithm import Algorithm
 from jppo.types import Batch
 
 B, L = 6, 5
@@ -148,3 +152,69 @@ def test_weights_are_capped_and_rejected_tokens_are_counted(batch, normalize):
         "rollout_corr/rollout_is_eff_sample_size": inside.sum() ** 2 / (len(inside) * (inside**2).sum()),
     }
     assert_same(metrics, expected)
+
+
+RULES = (("token_k1", 0.5, 2.0), ("seq_mean_k3", 0.0, 1.5))
+
+
+def without_given(batch):
+    """The batch as it is without its given rows."""
+    return jax.tree.map(lambda x: x[~batch.given], dataclasses.replace(batch, given=None))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16), level=st.sampled_from(["token", "sequence"]), normalize=st.booleans())
+def test_given_rows_change_nothing_of_sampled_ones(seed, level, normalize):
+    """Of any rows: mismatch, weights, rejection, and the metrics of rewards are those of the batch without them."""
+    rng = np.random.default_rng(seed)
+    mask, where = rng.random((B, L)) < 0.7, rng.permutation(np.arange(B) < 2)
+    mask[~where] |= np.arange(L) == 0
+    some = {name: rng.normal(size=(B, L)).astype(np.float32) for name in ("rollout", "old", "penalty")}
+    batch = Batch(
+        mask=mask,
+        rollout_logprob=np.where(where[:, None], 0, some["rollout"]),
+        first=np.zeros(B, np.int32),
+        score=rng.normal(size=B).astype(np.float32),
+        group=np.zeros(B, np.int32),
+        greedy=None,
+        given=where,
+        old_logprob=some["old"],
+    )
+    few = without_given(batch)
+    assert_same(estimate.mismatch(batch), {name: float(x) for name, x in estimate.mismatch(few).items()})
+    what = estimate.Correction(level=level, lower=None, upper=1.5, normalize=normalize, rules=RULES)
+    (found, metrics), (expected, of_few) = estimate.corrected(what, batch), estimate.corrected(what, few)
+    assert_same(metrics, {name: float(x) for name, x in of_few.items()})
+    np.testing.assert_array_equal(found.mask[~where], expected.mask)
+    np.testing.assert_allclose(found.weight[~where], expected.weight, rtol=1e-5)
+    np.testing.assert_array_equal(found.mask[where], mask[where])
+    np.testing.assert_array_equal(np.asarray(found.weight)[where][mask[where]], 1.0)
+    (_, total, metrics), (_, _, of_few) = (
+        estimate.rewards(one, np.where(one.mask, penalty, 0), np.float32(0.3))
+        for one, penalty in ((batch, some["penalty"]), (few, some["penalty"][~where]))
+    )
+    assert_same(metrics, {name: float(x) for name, x in of_few.items()})
+    assert (np.asarray(total)[where] != 0).all(), "given responses have rewards"
+
+
+def test_without_a_sampled_row_metrics_of_samples_are_0(batch):
+    _, _, metrics = estimate.rewards(
+        dataclasses.replace(batch, given=np.ones(B, bool)), np.ones((B, L), np.float32), np.float32(0.3)
+    )
+    assert_same(metrics, dict.fromkeys(metrics, 0.0))
+
+
+def test_an_algorithm_reads_which_responses_are_given(batch):
+    """By episode and by token: samples keep their score, given responses get 10 and twice that by token."""
+    where = np.arange(B) % 2 == 1
+    algorithm = Algorithm(
+        outcome=lambda view: jnp.where(view.given, 10.0, view.score),
+        advantage=lambda view: jnp.where(view.mask, (view.outcome * (1.0 + view.given))[:, None], 0.0),
+        given=lambda prompt: [],
+    )
+    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    data = dataclasses.replace(batch, given=where, score=np.arange(B, dtype=np.float32), value=None)
+    found, metrics = estimate.make_advantages(algorithm, **how)(data, np.float32(0))
+    expected = np.where(batch.mask, np.array([0, 20, 2, 20, 4, 20])[:, None], 0)
+    np.testing.assert_array_equal(found["advantage"], expected)
+    assert metrics["critic/advantages/max"] == 20 and metrics["critic/rewards/max"] == 4
