@@ -7,7 +7,7 @@ others; jppo's own, in `estimators.py`, are written with the same means as a use
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jppo.algorithms import masked
-from jppo.types import Array
+from jppo.types import Array, Prompt, StepData
 
-PART = "part of the reward: "
+PART, COLUMN = "part of the reward: ", "column of the memory: "
+Memory = Any  # a pytree of numpy arrays, dicts, lists, numbers and texts
 
 
 class View:
@@ -49,6 +50,10 @@ class EpisodeView(View):
     def part(self, name: str) -> Array:
         """The part of the reward of this name, f32, without the KL."""
         return self._take(f"{PART}{name}")
+
+    def column(self, name: str) -> Array:
+        """The number that `Algorithm.columns` has for the episode's prompt, f32."""
+        return self._take(f"{COLUMN}{name}")
 
 
 class TokenView(View):
@@ -99,6 +104,10 @@ class TokenView(View):
         """The trained tokens, bool."""
         return self._take("mask")
 
+    def column(self, name: str) -> Array:
+        """The number that `Algorithm.columns` has for the response's prompt, [B] f32."""
+        return self._take(f"{COLUMN}{name}")
+
 
 V = TypeVar("V", bound=View)
 N, L = 2, 3  # of the shapes on which reads are recorded
@@ -113,12 +122,41 @@ def spread_outcome(view: TokenView) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """How advantages follow from rewards: `algorithm.adv_estimator` names one."""
+    """How a policy learns: `algorithm.adv_estimator` names one, `algorithm.extension` another that goes before it.
 
-    # The advantage of each token [B, L], or the pair of it and of the returns that a critic learns, else the same.
-    advantage: Callable[[TokenView], Array | tuple[Array, Array]] = spread_outcome
-    outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; None: `advantage` reads none
-    transforms: tuple[Callable[[Array, Array], Array], ...] = ()  # of the advantage, and the mask; not of the returns
+    What is None is left out. The first functions are of arrays, and are traced by JAX. The last five run on the host:
+    on all hosts of a run with equal arguments, `listen` on the first alone.
+    """
+
+    # The advantage of each token [B, L], or the pair of it and of the returns that a critic learns, else the same. Left
+    # out beside an `outcome`, it spreads that.
+    advantage: Callable[[TokenView], Array | tuple[Array, Array]] | None = None
+    outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; unless `advantage` reads it, unused
+    # Of the advantage, and the mask; not of the returns. Left out beside an `advantage` or `outcome`, there are none.
+    transforms: tuple[Callable[[Array, Array], Array], ...] | None = None
+
+    # The memory is in every checkpoint, exactly. Each call gets a copy of it; a tuple comes back as a list.
+    init: Callable[[Sequence[Prompt]], Memory] | None = None  # of all prompts to train on; left out, it begins as None
+    # The places of the next N prompts, all different; the generator follows from the seed and the position in the data.
+    # Asynchronous training calls it ahead, dynamic sampling for each gen batch. Left out, the data's own order.
+    prompts: Callable[[Memory, np.random.Generator, int], Sequence[int]] | None = None
+    # The columns of the views by name: of the places of prompts, a number for each.
+    columns: Callable[[Memory, np.ndarray], Mapping[str, np.ndarray]] | None = None
+    update: Callable[[Memory, StepData], Memory] | None = None  # before the step's update of the weights
+    listen: Callable[[StepData], Mapping[str, float]] | None = None  # metrics, logged with the step's
+
+    def __post_init__(self) -> None:
+        """Completes the three functions of the estimate where one of them is given."""
+        if self.advantage is None and self.outcome is not None:
+            object.__setattr__(self, "advantage", spread_outcome)
+        if self.transforms is None and self.advantage is not None:
+            object.__setattr__(self, "transforms", ())
+
+    def over(self, base: "Algorithm") -> "Algorithm":
+        """Returns it with what it leaves out from `base`."""
+        fields = [field.name for field in dataclasses.fields(self)]
+        left_out = {name: getattr(base, name) for name in fields if getattr(self, name) is None}
+        return dataclasses.replace(self, **left_out)
 
     @functools.cached_property
     def reads(self) -> tuple[str, ...]:
@@ -130,13 +168,19 @@ class Algorithm:
             return jnp.zeros((N, L) if name in BY_TOKEN else (N,), DTYPES.get(name, np.float32))
 
         def run() -> tuple[Any, Any]:
-            outcome = None if self.outcome is None else self.outcome(EpisodeView(take))
-            return outcome, self.advantage(TokenView(take))
+            if self.advantage is None:
+                raise ValueError("an outcome is missing, and so is an advantage; give one of them")
+            advantage = self.advantage(TokenView(take))
+            if "outcome" not in seen:
+                return None, advantage
+            if self.outcome is None:
+                raise ValueError("its advantage reads the outcome, and it has none")
+            return self.outcome(EpisodeView(take)), advantage
 
         outcome, advantage = jax.eval_shape(run)
         by_token = advantage if isinstance(advantage, tuple) else (advantage,)
-        if "outcome" in seen and outcome is None:
-            raise ValueError("its advantage reads the outcome, and it has none")
+        if self.columns is None and any(name.startswith(COLUMN) for name in seen):
+            raise ValueError("it reads a column of its memory, and has no function `columns`")
         if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
             raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
         return tuple(seen)
@@ -174,6 +218,16 @@ class Algorithm:
     def parts(self) -> tuple[str, ...]:
         """The parts of the reward that it reads in place of the score."""
         return tuple(name.removeprefix(PART) for name in self.reads if name.startswith(PART))
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns of the memory that it reads."""
+        return tuple(name.removeprefix(COLUMN) for name in self.reads if name.startswith(COLUMN))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has functions of a memory."""
+        return any(part is not None for part in (self.init, self.prompts, self.columns, self.update))
 
     @property
     def scored(self) -> bool:

@@ -149,10 +149,11 @@ def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, B
     It has the fields that the stages add in every step of this recipe; `rows` are any.
     """
     passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
+    names = recipe.estimator.column_names
     data = batch.flatten(
         [], [], nobody, np.zeros(0, np.float32) if recipe.estimator.greedy else None,
         shape=learner.shape, earns=recipe.earns, episode=nobody if recipe.branches else None,
-        parts=recipe.estimator.parts,
+        parts=recipe.estimator.parts, columns=np.zeros((0, len(names)), np.float32) if names else None,
     )  # fmt: skip
 
     def zeros(x: Any) -> Any:

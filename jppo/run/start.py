@@ -204,8 +204,11 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             hosts.together(reward_sum.ready)
         logger = _open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
-        greedy = learner.recipe.estimator.greedy
-        supply = make_supply(c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts)
+        algorithm = learner.recipe.estimator
+        supply = make_supply(
+            c, inputs.train, inputs.total_steps, algorithm.greedy, sampler, reward_sum, begun.cursor, hosts,
+            keeps_dropped=algorithm.update is not None or algorithm.listen is not None,
+        )  # fmt: skip
         stack.enter_context(publisher)
         run = Run(
             c, inputs.total_steps, hosts, checkpoints, logger, held.timer, held.watch, held.profile, held.folder,

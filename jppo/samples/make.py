@@ -62,8 +62,13 @@ def make_supply(
     reward_sum: RewardSum,
     cursor: Cursor,
     hosts: Hosts = ALONE,
+    *,
+    keeps_dropped: bool = False,
 ) -> SampleQueue | DynamicSampleQueue:
-    """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response."""
+    """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response.
+
+    `keeps_dropped`: a step's samples have the groups that dynamic sampling drops.
+    """
     options = How(
         batch_size=c.data.train_batch_size,
         n=c.rollout.n,
@@ -78,7 +83,10 @@ def make_supply(
     )
     a = c.algorithm
     metric, most = a.filter_groups_metric, a.max_num_gen_batches
-    of_step = Filter(c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated)
+    of_step = Filter(
+        c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated,
+        keeps_dropped=keeps_dropped,
+    )  # fmt: skip
     if not a.filter_groups:
         return SampleQueue(options, train, sampler, reward_sum, cursor, hosts)
     options = dataclasses.replace(options, batch_size=prompts_per_batch(c))
@@ -87,7 +95,7 @@ def make_supply(
         drawn = functools.partial(step_sampling, c, gen_batch=index)
         return SampleQueue(dataclasses.replace(options, draw=drawn), train, sampler, reward_sum, at, hosts)
 
-    return DynamicSampleQueue(of_step, gen_batch, cursor)
+    return DynamicSampleQueue(of_step, gen_batch, cursor, train.order_of)
 
 
 def graders(c: Settings) -> dict[str, Any]:

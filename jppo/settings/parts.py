@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.errors import UserError
 from jppo.registry import Registry, resolve, said
+from jppo.settings.options import EXTENSION, Option, Options, read_signature, refuse_all, resolved
 from jppo.settings.texts import check_factors
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ Part = Callable[..., object]
 ESTIMATORS = Registry[Part](
     "estimators", "jppo.learner.catalogue:ESTIMATORS", returns="jppo.learner.algorithm:Algorithm"
 )
+EXTENSIONS = Registry[Part]("extensions", {}, returns="jppo.learner.algorithm:Algorithm")
 POLICY_LOSSES = Registry[Part](
     "policy_losses", "jppo.learner.catalogue:POLICY_LOSSES", returns="jppo.learner.policy_losses:Objective"
 )
@@ -40,7 +42,7 @@ ENGINES = Registry[Part](
 
 
 class EstimatorFields(Protocol):
-    """The fields of an advantage estimator that rules between settings read."""
+    """The fields of an algorithm that rules between settings read."""
 
     @property
     def compares(self) -> bool:
@@ -66,6 +68,17 @@ class EstimatorFields(Protocol):
     def energy(self) -> bool:
         """Whether it reads the old policy's probabilities of all tokens."""
 
+    @property
+    def advantage(self) -> Part | None:
+        """The function of tokens; None in an extension that leaves it out."""
+
+    @property
+    def prompts(self) -> Part | None:
+        """The function that chooses the prompts of a step, if any."""
+
+    def over(self, base: "EstimatorFields") -> "EstimatorFields":
+        """Returns it with what it leaves out from `base`."""
+
 
 class PolicyLossFields(Protocol):
     """The fields of a policy loss that rules between settings read."""
@@ -79,9 +92,45 @@ class PolicyLossFields(Protocol):
         """Whether it has a probability ratio."""
 
 
+def options_of(spec: str) -> dict[str, Option]:
+    """Returns the options of the extension `spec` by name."""
+    return read_signature(EXTENSIONS.find(spec, EXTENSION), f"{EXTENSION}={spec!r}")
+
+
+def options(config: "Settings") -> Options:
+    """Returns the checked options of the extension, with its defaults; raises a UserError for each fault."""
+    spec, given = config.algorithm.extension, config.algorithm.options
+    if spec:
+        return resolved(given, options_of(spec), f"{EXTENSION}={spec!r}")
+    refuse_all(given)
+    return given
+
+
+def extension(config: "Settings") -> EstimatorFields | None:
+    """Makes the user's algorithm, which may leave out what `algorithm.adv_estimator` has; None without one."""
+    spec = config.algorithm.extension
+    return cast(EstimatorFields, EXTENSIONS.make(spec, EXTENSION, **options(config))) if spec else None
+
+
+def estimate_setting(config: "Settings") -> str:
+    """Returns the setting that the advantages come from, with its value, as an error begins."""
+    a, made = config.algorithm, extension(config)
+    if made is None or made.advantage is None:
+        return f"algorithm.adv_estimator={a.adv_estimator!r}"
+    return f"{EXTENSION}={a.extension!r}"
+
+
+def host_setting(config: "Settings") -> str:
+    """Returns the setting that an algorithm's host functions come from, with its value, as an error begins."""
+    a = config.algorithm
+    return f"{EXTENSION}={a.extension!r}" if a.extension else f"algorithm.adv_estimator={a.adv_estimator!r}"
+
+
 def estimator(config: "Settings") -> EstimatorFields:
-    """Returns the estimator that `algorithm.adv_estimator` names."""
-    return (_make_own_estimator if config.algorithm.adv_estimator in ESTIMATORS.own else _make_estimator)(config)
+    """Returns the algorithm of a run: `algorithm.extension`, and for what it leaves out `algorithm.adv_estimator`."""
+    a = config.algorithm
+    own = a.adv_estimator in ESTIMATORS.own and not a.extension
+    return (_make_own_estimator if own else _make_estimator)(config)
 
 
 def _make_estimator(c: "Settings") -> EstimatorFields:
@@ -93,13 +142,12 @@ def _make_estimator(c: "Settings") -> EstimatorFields:
             " apart; name some, such as rule_score,format_score"
         )
     made = cast(EstimatorFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
+    own = extension(c)
+    made = made if own is None else own.over(made)
     try:
         made.parts  # noqa: B018  # its functions run on shapes, once
     except Exception as e:  # a user's function may raise anything
-        raise UserError(
-            f"algorithm.adv_estimator={a.adv_estimator!r}: a function of it, traced by JAX, raises {said(e)};"
-            " correct it"
-        ) from e
+        raise UserError(f"{estimate_setting(c)}: a function of it, traced by JAX, raises {said(e)}; correct it") from e
     return made
 
 
