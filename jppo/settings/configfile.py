@@ -224,7 +224,9 @@ def _set_options(config: ml_collections.ConfigDict, words: list[str]) -> None:
             raise UserError(
                 f"{word!r} is not understood; options of {EXTENSION} are given as --config.{PREFIX}NAME=VALUE"
             )
-        with config.algorithm.options.unlocked() as options, options.ignore_type():
+        with config.algorithm.options.unlocked() as options:
+            if name in options:  # a ConfigDict would cast the value to the type of the former one
+                del options[name]
             options[name] = known[name].read(text) if name in known else text
 
 

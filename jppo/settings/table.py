@@ -168,10 +168,11 @@ def sections(config: ml_collections.ConfigDict, kind: type[S]) -> S:
     hints, values = typing.get_type_hints(kind), dict[str, Any]()
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        value = config.get(field.name, {}) if hint is Options else config[field.name]
         if hint is Options:
-            value = Options(value)
-        elif isinstance(value, ml_collections.ConfigDict):
+            values[field.name] = Options(config.to_dict().get(field.name, {}))
+            continue
+        value = config[field.name]
+        if isinstance(value, ml_collections.ConfigDict):
             value = sections(value, hint)
         elif type(value) is int and float in (hint, *typing.get_args(hint)):
             value = float(value)
