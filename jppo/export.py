@@ -27,6 +27,7 @@ from jppo.run import trained_model
 from jppo.run.trained_model import TrainedPolicy
 from jppo.runlog.logger import FILE
 from jppo.settings import Parser, exit_on_user_error
+from jppo.settings.options import PREFIX
 
 DTYPES = ("float32", "bfloat16", "float16")
 OWN = {".gitattributes"}  # of a repository: created by the hub itself
@@ -151,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
 # Settings listed in a card; empty and disabled ones are left out.
 OF_PPO = (
     "algorithm.adv_estimator",
+    "algorithm.extension",
     "algorithm.gamma",
     "algorithm.lam",
     "algorithm.use_kl_in_reward",
@@ -195,7 +197,7 @@ ONLY_WITH = {  # settings that matter only if another one is on
     "model.target_modules": "model.lora_rank",
 }
 ONLY_GAE = ("algorithm.gamma", "algorithm.lam", "critic.lr")  # say something where there is a critic
-MAYBE_PATHS = ("reward.function", "algorithm.adv_estimator", "actor.loss_mode")
+MAYBE_PATHS = ("reward.function", "algorithm.adv_estimator", "algorithm.extension", "actor.loss_mode")
 OFF: tuple[Any, ...] = (None, "", False, [], ())
 
 Lines = Sequence[Mapping[str, Any]]
@@ -286,20 +288,21 @@ def _number(value: float | None) -> str:
 
 def _settings(settings: Mapping[str, Any], names: Sequence[str]) -> str:
     rows = []
-    for name in (*names, *OF_BOTH):
+    for name in (*names, *(name for name in settings if name.startswith(PREFIX)), *OF_BOTH):
         value = settings.get(name)
         if any(value is off or (value == off and type(value) is type(off)) for off in OFF):
             continue
         if name in ONLY_WITH and not settings.get(ONLY_WITH[name]):
             continue
-        if name in ONLY_GAE and not _may_have_critic(settings.get("algorithm.adv_estimator")):
+        if name in ONLY_GAE and not _may_have_critic(settings):
             continue
         rows.append(f"| `{name}` | {_plain(_files(str(value)) if name in MAYBE_PATHS else value)} |")
     return "\n".join(["| setting | value |", "|---|---|", *rows]) if rows else ""
 
 
-def _may_have_critic(estimator: str | None) -> bool:
-    return estimator == "gae" or ":" in str(estimator)  # a user-defined one may
+def _may_have_critic(settings: Mapping[str, Any]) -> bool:
+    estimator = settings.get("algorithm.adv_estimator")
+    return estimator == "gae" or ":" in f"{estimator}{settings.get('algorithm.extension')}"  # a user-defined one may
 
 
 def _plain(value: Any) -> str:

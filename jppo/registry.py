@@ -63,8 +63,7 @@ class Registry(Mapping[str, T], Generic[T]):
         """Returns the part named `spec`; raises a UserError that begins with the setting."""
         if spec in self:
             return self[spec]
-        if ":" not in spec:
-            known = ", ".join(map(repr, self))
+        if ":" not in spec and (known := ", ".join(map(repr, self))):
             raise UserError(
                 f"{setting}={spec!r} is not known; it is one of {known}, or PATH.py:NAME, or MODULE:NAME"
                 f"{did_you_mean(spec, self)}"
@@ -72,17 +71,18 @@ class Registry(Mapping[str, T], Generic[T]):
         part: T = resolve(spec, setting)
         return part
 
-    def make(self, spec: str, setting: str, *arguments: object) -> object:
-        """Calls the part named `spec` with the settings and what else parts of the kind get."""
+    def make(self, spec: str, setting: str, *arguments: object, **options: object) -> object:
+        """Calls the part named `spec` with what parts of the kind get: the settings and more, or options."""
         part = self.find(spec, setting)
         assert callable(part)
         try:
-            made = part(*arguments)
+            made = part(*arguments, **options)
         except UserError:
             raise
         except Exception as e:  # a user's function may raise anything
+            given = "settings" if arguments else "options"
             raise UserError(
-                f"{setting}={spec!r}: {spec} raises {said(e)} when called with the settings; correct it"
+                f"{setting}={spec!r}: {spec} raises {said(e)} when called with the {given}; correct it"
             ) from e
         if self.returns and not isinstance(made, resolve(self.returns, setting)):
             wanted = self.returns.replace(":", ".")

@@ -213,7 +213,7 @@ def sweep(
 
 def row(run: PlannedRun, state: State, names: Sequence[str], metric: str) -> SweepRow:
     """Returns the run's row; `names` are the settings in which the runs differ."""
-    differs = {name: run.values[name] for name in names}
+    differs = {name: run.values.get(name) for name in names}
     return make_row(run.folder, metric, settings=differs, status=state.status, seconds=state.seconds)
 
 

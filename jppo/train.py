@@ -24,6 +24,7 @@ from jppo.preflight.preview import memory_explained
 from jppo.report import report_line
 from jppo.run import loop, resume
 from jppo.run.agreement import Mismatch, require_published
+from jppo.run.host_functions import call_host_functions, columns_of
 from jppo.run.loop import Diverged, Progress
 from jppo.run.resume import place_of
 from jppo.run.sample_log import (
@@ -76,9 +77,10 @@ def ppo_step(run: Run, now: TrainState) -> Step:
         data, of_advantages = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
     record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
     run.match.require(of_advantages, data, micros, episodes.trajectories)  # the engine sampled from the policy
-    cursor = run.supply.note_rewards(drawn, graded)  # user code, before the update: an error there leaves no state
+    before = of_samples | of_advantages | of_servers
+    cursor, heard = call_host_functions(run, version + 1, drawn, graded, data, before)  # its errors leave `now` whole
     now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, run.publisher.begin)
-    metrics = of_update | of_samples | of_advantages | of_servers
+    metrics = of_update | before | heard
     metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
     now = end_step(run, now, data, episodes, metrics)
     mfu = utilisation(
@@ -133,6 +135,7 @@ def make_batch(run: Run, episodes: Episodes) -> Batch:
         gives=recipe.algorithm.given is not None,
         episode=episodes.first if recipe.branches else None,
         parts=recipe.algorithm.parts,
+        columns=columns_of(run, episodes),
     )
 
 

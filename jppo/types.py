@@ -14,6 +14,7 @@ of every [B, L] array is about emitting the k-th token of the response, which be
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,6 +154,7 @@ class Batch:
     length: Array | None = None  # [B] f32, tokens of the response that the policy sampled, trained on or not
     episode: Array | None = None  # [B] i32, the first row of an agent's episode, which alone has its group
     parts: Array | None = None  # [B, K] f32, the parts of the reward that the estimator normalises apart
+    columns: Array | None = None  # [B, C] f32, the columns of an algorithm's memory that it reads
     earned: Array | None = None  # [B, L] f32, parts of the score that are earned at a token
     old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
     entropy: Array | None = None  # [B, L] f32, of the old policy
@@ -172,6 +174,24 @@ class Batch:
     def sampled(self) -> Array:
         """The trained tokens that the policy sampled, [B, L] bool."""
         return self.mask if self.given is None else self.mask & ~self.given[:, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepData:
+    """A step before the update of its weights, for an algorithm's host functions. Its arrays are read-only.
+
+    It has all N episodes that the step sampled, those of a prompt one after another. Row `rows[i]` of the batch is of
+    the episode i; further branches of agents' episodes are the rows r with batch.episode[r] != r.
+    """
+
+    number: int  # of the step, from 1, as in metrics.jsonl
+    folder: pathlib.Path  # of the run
+    prompts: list[Prompt]  # [N]
+    places: np.ndarray  # [N] i64, of the prompts in the data, from 0
+    trajectories: list[Trajectory]  # [N], each with its branches
+    rewards: list[Reward]  # [N], as graded; not usable where `unusable` says why
+    rows: np.ndarray  # [N] i32, of the batch; -1: dynamic sampling has dropped the episode
+    batch: Batch  # [B, L], with advantages; rows after the last sequence are padding, whose mask is false
 
 
 @jax.tree_util.register_dataclass

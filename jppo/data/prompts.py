@@ -7,6 +7,7 @@ special tokens. Other columns are passed to graders in `Prompt.extra`, including
 """
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 from rich import console, progress
 
+from jppo.data.memory import Memory, Order
 from jppo.data.rows import Row, checked_messages, checked_text, is_finite, read_sources, text_column
-from jppo.data.stream import Curriculum, MixPart, Order, mix_parts, parse_mix
+from jppo.data.stream import MixPart, mix_parts, parse_mix
 from jppo.data.tokenizer import announce_long, encode_all, ends_with_eos, make_renderer
 from jppo.errors import UserError
 from jppo.types import Prompt
@@ -42,7 +44,15 @@ class PromptSet:
     truncated: int = 0  # prompts that were truncated
     refused: tuple[str, ...] = ()  # why rows were left out that the reward cannot grade
     parts: tuple[MixPart, ...] = ()  # the prompts of each source
-    order_of: Order | Curriculum | None = None  # user-defined
+    order_of: Order | Memory | None = None  # user-defined
+
+    @functools.cached_property
+    def _place(self) -> dict[str, int]:
+        return {prompt.uid: i for i, prompt in enumerate(self.prompts)}
+
+    def places(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Returns the places of these prompts in the set, [N] i64."""
+        return np.array([self._place[prompt.uid] for prompt in prompts], np.int64)
 
 
 def read_prompts(

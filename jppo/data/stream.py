@@ -11,19 +11,17 @@ changes, but not for other sources or rows.
 
 import dataclasses
 import functools
-import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jppo.data.memory import AlgorithmMemory, Curriculum, Memory, Order
 from jppo.errors import UserError
 from jppo.registry import resolve, said
-from jppo.types import Prompt, Reward
-
-Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
+from jppo.types import Prompt, Reward, StepData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Cursor:
     epoch: int = 0
     index: int = 0  # the next prompt in the epoch's order; mixed: the number of prompts taken in it
     sources: tuple[tuple[int, int], ...] = ()  # mixed: (epoch, index) of each source, by name
-    curriculum: str = ""  # the state of a user-defined `Curriculum`, JSON
+    curriculum: str = ""  # the memory of an algorithm or of a user-defined `Curriculum`, as text; '': the first
 
     def __post_init__(self) -> None:
         """Converts JSON lists to tuples."""
@@ -49,54 +47,6 @@ class MixPart:
     weight: float | None = None  # for all parts or none; None: not mixed by weight
 
 
-class Curriculum:
-    """A class of `data.sampler`, whose batches depend on earlier scores.
-
-    Its methods are pure functions of a state, which passes through JSON between all calls: a resumed run calls them
-    with what a run that was not interrupted calls them with.
-    """
-
-    def __init__(self, spec: str, prompts: Sequence[Prompt], *, seed: int, batch_size: int):
-        """Makes the user's object and draws a first batch, to fail before anything starts."""
-        self._said, self._place = f"data.sampler={spec!r}", {prompt.uid: i for i, prompt in enumerate(prompts)}
-        self._made = self._call("__init__", resolve(spec, "data.sampler"), prompts, seed)
-        for name in ("begin", "batch", "update"):
-            if not callable(getattr(self._made, name, None)):
-                raise UserError(f"{self._said} has no method {name}; a class has begin, batch and update")
-        self.batch("", batch_size)
-
-    def batch(self, state: str, size: int) -> tuple[np.ndarray, str]:
-        """Returns the indices of the next `size` prompts, [N] i64, and the state after them; '' is the first state."""
-        now = state or self._json("begin", self._call("begin", self._made.begin))
-        returned = self._call("batch", self._made.batch, json.loads(now), size)
-        indices, after = returned if isinstance(returned, tuple) and len(returned) == 2 else ((), None)
-        chosen = self._call("batch", np.asarray, indices)
-        if chosen.dtype.kind not in "iu" or chosen.shape != (size,) or len(set(chosen.tolist())) < size:
-            raise UserError(
-                f"{self._said}: batch must return ({size} different indices, state), not {str(returned)[:99]}"
-            )
-        if chosen.min() < 0 or chosen.max() >= len(self._place):
-            raise UserError(f"{self._said}: batch returns indices outside 0 to {len(self._place) - 1}; correct it")
-        return chosen.astype(np.int64), self._json("batch", after)
-
-    def update(self, state: str, prompts: Sequence[Prompt], rewards: Sequence[Reward]) -> str:
-        """Returns the state after a step; `rewards` has n consecutive ones per prompt."""
-        n = len(rewards) // len(prompts)
-        groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
-        scores = [[r.score for r in group if r.unusable is None] for group in groups]
-        places = [self._place[prompt.uid] for prompt in prompts]
-        return self._json("update", self._call("update", self._made.update, json.loads(state), places, scores))
-
-    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except Exception as e:  # a user's class may raise anything
-            raise UserError(f"{self._said}: {name} raises {said(e)}; correct it") from e
-
-    def _json(self, name: str, state: Any) -> str:
-        return str(self._call(name, json.dumps, state))
-
-
 def steps_per_epoch(n: int, batch_size: int) -> int:
     """Returns the full batches per pass over n prompts; mixed sources have as many."""
     if not 1 <= batch_size <= n:
@@ -106,39 +56,57 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 def next_batch(
     cursor: Cursor, *, n: int, batch_size: int, seed: int, shuffle: bool, parts: Sequence[MixPart] = (),
-    order_of: Order | Curriculum | None = None,
+    order_of: Order | Memory | None = None,
 ) -> tuple[np.ndarray, Cursor]:  # fmt: skip
     """Returns the indices of the next `batch_size` of n prompts, [N] i64, and the position after them.
 
-    `order_of` is a user-defined order.
+    `order_of` is a user-defined order, or a memory that may choose the prompts.
     """
     steps_per_epoch(n, batch_size)
     if cursor.index + batch_size > n:
         cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, index=0)
+    if isinstance(order_of, Memory):
+        if order_of.draws:
+            place = [seed, cursor.epoch, cursor.index]
+            indices, memory = order_of.batch(cursor.curriculum, batch_size, place)
+            return indices, Cursor(cursor.epoch, cursor.index + batch_size, curriculum=memory)
+        order_of = order_of.order
+    indices, sources = _ordered(cursor, n, batch_size, seed=seed, shuffle=shuffle, parts=parts, order_of=order_of)
+    return indices, Cursor(cursor.epoch, cursor.index + batch_size, sources, cursor.curriculum)
+
+
+def _ordered(
+    cursor: Cursor, n: int, batch_size: int, *, seed: int, shuffle: bool, parts: Sequence[MixPart],
+    order_of: Order | None,
+) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:  # fmt: skip
+    """Returns the indices of the batch at the position by the data's own order, and the sources' positions after it."""
     end = cursor.index + batch_size
     named = sorted(parts, key=lambda part: part.name)
     if named and named[0].weight is not None:
         batch = cursor.epoch * (n // batch_size) + cursor.index // batch_size
-        indices, places = _mixed(cursor.sources, named, batch=batch, size=batch_size, seed=seed, shuffle=shuffle)
-        return indices, Cursor(cursor.epoch, end, places)
-    if isinstance(order_of, Curriculum):
-        indices, state = order_of.batch(cursor.curriculum, batch_size)
-        return indices, Cursor(cursor.epoch, end, curriculum=state)
+        return _mixed(cursor.sources, named, batch=batch, size=batch_size, seed=seed, shuffle=shuffle)
     if order_of is not None:
-        return order_of(cursor.epoch)[cursor.index : end], Cursor(cursor.epoch, end)
+        return order_of(cursor.epoch)[cursor.index : end], ()
     if not shuffle:
-        return np.arange(cursor.index, end), Cursor(cursor.epoch, end)
+        return np.arange(cursor.index, end), ()
     order = np.random.default_rng([seed, cursor.epoch]).permutation(n)[cursor.index : end]
-    return (np.concatenate([p.indices for p in named])[order] if named else order), Cursor(cursor.epoch, end)
+    return (np.concatenate([p.indices for p in named])[order] if named else order), ()
 
 
 def seen(
-    cursor: Cursor, order_of: Order | Curriculum | None, prompts: Sequence[Prompt], rewards: Sequence[Reward]
+    cursor: Cursor, order_of: Order | Memory | None, prompts: Sequence[Prompt], rewards: Sequence[Reward]
 ) -> Cursor:
     """Returns the position after the user's `Curriculum`, if there is one, has seen these rewards."""
     if not isinstance(order_of, Curriculum):
         return cursor
     return dataclasses.replace(cursor, curriculum=order_of.update(cursor.curriculum, prompts, rewards))
+
+
+def remembered(cursor: Cursor, order_of: Order | Memory | None, step: StepData | None) -> Cursor:
+    """Returns the position after the memory of the algorithm, if there is one, has seen this step."""
+    if not isinstance(order_of, AlgorithmMemory):
+        return cursor
+    return dataclasses.replace(cursor, curriculum=order_of.update(cursor.curriculum, step))
 
 
 def user_order(spec: str, prompts: Sequence[Any], *, seed: int, batch_size: int) -> Order | Curriculum:

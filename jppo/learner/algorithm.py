@@ -17,11 +17,12 @@ import numpy as np
 from jppo.algorithms import masked
 from jppo.models.heads import Vocabulary
 from jppo.models.router import RouterSums
-from jppo.types import Array, Prompt
+from jppo.types import Array, Prompt, StepData
 
-PART = "part of the reward: "
+PART, COLUMN = "part of the reward: ", "column of the memory: "
 STATISTIC = "statistic of the logits: "
 SHARE = "number of tokens: "
+Memory = Any  # a pytree of numpy arrays, dicts, lists, numbers and texts
 
 # (logits [C, V] f32 at the temperature, targets [C], vocabulary, which may be sharded) -> [C] f32
 Statistic = Callable[[jax.Array, jax.Array, Vocabulary], jax.Array]
@@ -61,6 +62,10 @@ class EpisodeView(View):
     def part(self, name: str) -> Array:
         """The part of the reward of this name, f32, without the KL."""
         return self._take(f"{PART}{name}")
+
+    def column(self, name: str) -> Array:
+        """The number that `Algorithm.columns` has for the episode's prompt, f32."""
+        return self._take(f"{COLUMN}{name}")
 
 
 class TokenView(View):
@@ -129,6 +134,10 @@ class TokenView(View):
     def mask(self) -> Array:
         """The trained tokens, bool."""
         return self._take("mask")
+
+    def column(self, name: str) -> Array:
+        """The number that `Algorithm.columns` has for the response's prompt, [B] f32."""
+        return self._take(f"{COLUMN}{name}")
 
 
 class TermView(View):
@@ -283,7 +292,7 @@ def _example(name: str) -> Any:
         return jax.random.key(0)
     if name == "router":
         return RouterSums(*(jnp.ones((L, N)),) * 2, *(jnp.ones(L),) * 2)
-    shape: tuple[int, ...] = (N,) if name in BY_EPISODE or name.startswith(PART) else (N, L)
+    shape: tuple[int, ...] = (N,) if name in BY_EPISODE or name.startswith((PART, COLUMN)) else (N, L)
     shape = {"load": (L, N), "logits": (N, L, N), "tokens": ()}.get(name, shape)
     dtype = DTYPES.get(name, np.float32)
     return jnp.ones((), np.int32) if name.startswith(SHARE) else jnp.zeros(shape, dtype)
@@ -332,36 +341,76 @@ class Term:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # of functions, which are equal to themselves alone
 class Algorithm:
-    """How a policy learns from rewards: pure functions, each of one view.
+    """How a policy learns: `algorithm.extension` names one, and what it leaves out are other settings'.
 
-    `algorithm.adv_estimator` names the advantage's half, `actor.loss_mode` the loss's.
+    `algorithm.adv_estimator` names the advantage's half, `actor.loss_mode` the loss's. What has its default is left
+    out. The first functions are of arrays, and are traced by JAX. The last six run on the host: on all hosts of a run
+    with equal arguments, `listen` on the first alone.
     """
 
-    # The advantage of each token [B, L], or the pair of it and of the returns that a critic learns, else the same.
-    advantage: Callable[[TokenView], Array | tuple[Array, Array]] = spread_outcome
-    outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; None: `advantage` reads none
-    transforms: tuple[Callable[[Array, Array], Array], ...] = ()  # of the advantage, and the mask; not of the returns
-    terms: tuple[Term, ...] = ()  # of the policy's loss, each of a LossView
+    # The advantage of each token [B, L], or the pair of it and of the returns that a critic learns, else the same. Left
+    # out beside an `outcome`, it spreads that.
+    advantage: Callable[[TokenView], Array | tuple[Array, Array]] | None = None
+    outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; unless `advantage` reads it, unused
+    # Of the advantage, and the mask; not of the returns. Left out beside an `advantage` or `outcome`, there are none.
+    transforms: tuple[Callable[[Array, Array], Array], ...] | None = None
+    # Of the policy's loss, each of a LossView; terms that settings add, such as an entropy bonus, come behind them.
+    terms: tuple[Term, ...] = ()
     value_terms: tuple[Term, ...] = ()  # of the critic's loss, each of a ValueView
-    statistics: Mapping[str, Statistic] = dataclasses.field(default_factory=dict)  # that views read by name
     # Over a whole mini-batch, however it is cut, before its gradient and without one: [B, L], which terms may read.
     before: Callable[[BeforeView], Array] | None = None
+    statistics: Mapping[str, Statistic] = dataclasses.field(default_factory=dict)  # that views read by name
+
     # Texts of responses that take the last places of a prompt's `rollout.n` samples, in place of sampled ones.
     given: Callable[[Prompt], Sequence[str]] | None = None
+    # The memory is in every checkpoint, exactly. Each call gets a copy of it; a tuple comes back as a list.
+    init: Callable[[Sequence[Prompt]], Memory] | None = None  # of all prompts to train on; left out, it begins as None
+    # The places of the next N prompts, all different; the generator follows from the seed and the position in the data.
+    # Asynchronous training calls it ahead, dynamic sampling for each gen batch. Left out, the data's own order.
+    prompts: Callable[[Memory, np.random.Generator, int], Sequence[int]] | None = None
+    # The columns of the views by name: of the places of prompts, a number for each.
+    columns: Callable[[Memory, np.ndarray], Mapping[str, np.ndarray]] | None = None
+    update: Callable[[Memory, StepData], Memory] | None = None  # before the step's update of the weights
+    listen: Callable[[StepData], Mapping[str, float]] | None = None  # metrics, logged with the step's
+
+    def __post_init__(self) -> None:
+        """Completes the three functions of the estimate where one of them is given."""
+        if self.advantage is None and self.outcome is not None:
+            object.__setattr__(self, "advantage", spread_outcome)
+        if self.transforms is None and self.advantage is not None:
+            object.__setattr__(self, "transforms", ())
+
+    def over(self, base: "Algorithm") -> "Algorithm":
+        """Returns it with what it leaves out from `base`, and the statistics of both."""
+        fields = [field for field in dataclasses.fields(self) if field.name != "statistics"]
+        left_out = {f.name: getattr(base, f.name) for f in fields if getattr(self, f.name) == f.default}
+        return dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **left_out)
 
     @functools.cached_property
     def reads(self) -> tuple[str, ...]:
         """The names of what outcome and advantage read, in the order of the first reads."""
 
         def run(take: Callable[[str], Any]) -> tuple[Any, Any]:
-            outcome = None if self.outcome is None else self.outcome(EpisodeView(take))
-            return outcome, self.advantage(TokenView(take))
+            if self.advantage is None:
+                raise ValueError("an outcome is missing, and so is an advantage; give one of them")
+            names = dict[str, None]()
+
+            def noted(name: str) -> Any:
+                names[name] = None
+                return take(name)
+
+            advantage = self.advantage(TokenView(noted))
+            if "outcome" not in names:
+                return None, advantage
+            if self.outcome is None:
+                raise ValueError("its advantage reads the outcome, and it has none")
+            return self.outcome(EpisodeView(take)), advantage
 
         seen, (outcome, advantage) = record(run, {})
         by_token = advantage if isinstance(advantage, tuple) else (advantage,)
-        if "outcome" in seen and outcome is None:
-            raise ValueError("its advantage reads the outcome, and it has none")
         self._require_given(seen)
+        if self.columns is None and names_of(seen, COLUMN):
+            raise ValueError("it reads a column of its memory, and has no function `columns`")
         if (outcome is not None and outcome.shape != (N,)) or any(x.shape != (N, L) for x in by_token):
             raise ValueError("an outcome is [N], a number for each episode, and an advantage [B, L], for each token")
         self._require_statistics(seen)
@@ -463,6 +512,16 @@ class Algorithm:
     def parts(self) -> tuple[str, ...]:
         """The parts of the reward that it reads in place of the score."""
         return names_of(self.reads, PART)
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns of the memory that it reads."""
+        return names_of(self.reads, COLUMN)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has functions of a memory."""
+        return any(part is not None for part in (self.init, self.prompts, self.columns, self.update))
 
     @property
     def scored(self) -> bool:

@@ -33,13 +33,14 @@ def flatten(
     gives: bool = False,
     episode: np.ndarray | None = None,
     parts: tuple[str, ...] = (),
+    columns: np.ndarray | None = None,
 ) -> Batch:
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
     `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `gives`: responses may be
     given, and the batch has `given`. `episode`: the first branch of each trajectory's episode. `parts` of the rewards
-    are kept, by their names.
+    are kept, by their names. `columns` are of each trajectory.
     """
     B, L = shape
     count = len(trajectories)
@@ -56,6 +57,7 @@ def flatten(
         episode=None if episode is None else np.concatenate([episode, np.arange(count, B)]).astype(np.int32),
         earned=earned,
         parts=np.zeros((B, len(parts)), np.float32) if parts else None,
+        columns=None if columns is None else np.pad(columns, ((0, B - count), (0, 0))),
     )
     if out.parts is not None and rewards:
         out.parts[:count] = [[part_of(r, name) for name in parts] for r in rewards]

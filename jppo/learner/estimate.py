@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jppo.algorithms import correction, kl, masked, values
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.learner.algorithm import PART, STATISTIC, Algorithm, EpisodeView, TokenView, view
+from jppo.learner.algorithm import COLUMN, PART, STATISTIC, Algorithm, EpisodeView, TokenView, view
 from jppo.types import Array, Batch
 
 
@@ -139,7 +139,7 @@ def make_advantages(
         penalty = penalty_of(batch, kl_penalty)
         reward, total, reward_metrics = rewards(graded, penalty, kl_coef)
         metrics |= reward_metrics
-        if algorithm.outcome is not None:
+        if "outcome" in algorithm.reads:
             known["outcome"] = outcomes(algorithm, batch, total)
         known |= {"reward": reward, "group": batch.group, "mask": mask, "value": value, "greedy": batch.greedy}
         known |= {"old_logprob": batch.old_logprob, "entropy": batch.entropy, "given": batch.given}
@@ -147,6 +147,8 @@ def make_advantages(
         known |= {f"{STATISTIC}{name}": x for name, x in (batch.statistics or {}).items()}
         if "kl_reward" in algorithm.reads:
             known["kl_reward"] = jnp.where(mask, -kl_coef * penalty, 0.0)
+        known |= columns_of(algorithm, batch)
+        assert algorithm.advantage is not None and algorithm.transforms is not None
         estimated = algorithm.advantage(view(TokenView, algorithm.reads, known))
         advantage, returns = estimated if isinstance(estimated, tuple) else (estimated, estimated)
         for transform in algorithm.transforms:
@@ -166,6 +168,13 @@ def make_advantages(
     return advantages
 
 
+def columns_of(algorithm: Algorithm, batch: Batch) -> dict[str, Array]:  # [B] each
+    """Returns the columns of the memory that the algorithm reads, by the names of the reads."""
+    if batch.columns is None:
+        return {}
+    return {f"{COLUMN}{name}": batch.columns[:, i] for i, name in enumerate(algorithm.column_names)}
+
+
 def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     """Returns the outcome of each row's episode, with the tokens and penalties of all its branches.
 
@@ -181,7 +190,7 @@ def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     length = summed(jnp.sum(batch.mask, axis=1, dtype=jnp.float32))
     if batch.length is not None:
         length = jnp.where(length > 0, length, summed(batch.length))
-    known = {"score": total, "length": length, "group": batch.group}
+    known = {"score": total, "length": length, "group": batch.group} | columns_of(algorithm, batch)
     if batch.given is not None:
         known["given"] = batch.given
     if batch.parts is not None:  # all rows of an episode have its parts

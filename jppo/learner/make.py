@@ -310,18 +310,11 @@ def wait(trained: Trained, offloaded: bool, *, shared: bool = False) -> Trained:
 
 
 def make_algorithm(c: Settings) -> Algorithm:
-    """Makes the algorithm of the settings: estimator, policy loss, and the terms that other settings add."""
-    estimator, loss = parts.estimator(c), parts.policy_loss(c)
-    assert isinstance(estimator, Algorithm) and isinstance(loss, Algorithm)
-    terms = *loss.terms, *catalogue.regularisers(c.actor)
-    value_terms = catalogue.value_terms(c.critic)
-    return dataclasses.replace(
-        estimator,
-        terms=terms,
-        value_terms=value_terms,
-        before=loss.before,
-        statistics={**estimator.statistics, **loss.statistics},
-    )
+    """Makes the algorithm of the settings: the extension, estimator and losses, and terms that other settings add."""
+    made = parts.algorithm(c)
+    assert isinstance(made, Algorithm)
+    made = dataclasses.replace(made, terms=(*made.terms, *catalogue.regularisers(c.actor)))
+    return made.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
 
 
 def kl_name(name: str, setting: str) -> str:

@@ -154,10 +154,12 @@ def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, B
     It has the fields that the stages add in every step of this recipe; `rows` are any.
     """
     passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
+    algorithm, names = recipe.algorithm, recipe.algorithm.column_names
     data = batch.flatten(
-        [], [], nobody, np.zeros(0, np.float32) if recipe.algorithm.greedy else None,
-        shape=learner.shape, earns=recipe.earns, gives=recipe.algorithm.given is not None,
-        episode=nobody if recipe.branches else None, parts=recipe.algorithm.parts,
+        [], [], nobody, np.zeros(0, np.float32) if algorithm.greedy else None,
+        shape=learner.shape, earns=recipe.earns, gives=algorithm.given is not None,
+        episode=nobody if recipe.branches else None, parts=algorithm.parts,
+        columns=np.zeros((0, len(names)), np.float32) if names else None,
     )  # fmt: skip
 
     def zeros(x: Any) -> Any:

@@ -15,6 +15,7 @@ from jppo import process
 from jppo.distributed.hosts import ALONE
 from jppo.forecast.machines import GIB, HOST, Machine
 from jppo.learner import sharding
+from jppo.learner.make import wants_critic
 from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.rollout.make import may_overlap
@@ -127,7 +128,7 @@ def server_work(c: Settings, mesh: Any, weights: int, policy: int) -> ServerWork
         servers=len(r.urls.split(",")) if r.urls else r.least_servers,
         apart=bool(r.urls),
         sleep_level=r.sleep_level,
-        overlaps=hosts == 1 and c.algorithm.adv_estimator == "gae" and may_overlap(c, ALONE),
+        overlaps=hosts == 1 and wants_critic(c) and may_overlap(c, ALONE),
         prompts=PROBES * c.data.max_prompt_length,
         changes=r.publish_delta,
     )

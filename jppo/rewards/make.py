@@ -45,7 +45,7 @@ from jppo.rewards.parts import (
 from jppo.rewards.pool import Pool
 from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import Settings
-from jppo.settings.parts import estimator
+from jppo.settings.parts import estimate_setting, estimator
 from jppo.settings.texts import entries
 from jppo.types import Prompt
 
@@ -149,8 +149,7 @@ def _parts_of_estimator(c: Settings) -> Iterator[tuple[str, str]]:
     a = c.algorithm
     for name in estimator(c).parts:
         by_keys = name in entries(a.gdpo_reward_keys)
-        keys, own = f"algorithm.gdpo_reward_keys={a.gdpo_reward_keys!r}", f"algorithm.adv_estimator={a.adv_estimator!r}"
-        yield keys if by_keys else own, name
+        yield f"algorithm.gdpo_reward_keys={a.gdpo_reward_keys!r}" if by_keys else estimate_setting(c), name
 
 
 def _no_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:

@@ -7,17 +7,18 @@ from collections.abc import Set
 from typing import Any
 
 from jppo.agent.make import Agent, make_agent
+from jppo.data.memory import AlgorithmMemory, Memory
 from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
-from jppo.learner.make import make_adapters, read_models, require_optimizers
+from jppo.learner.make import make_adapters, make_algorithm, read_models, require_optimizers
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
 from jppo.samples.make import prompts_per_batch, require_given
-from jppo.settings import Common, Settings, template_arguments
+from jppo.settings import Common, Settings, parts, template_arguments
 from jppo.settings.texts import by_source
 
 
@@ -65,6 +66,7 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         ordering = dict(seed=c.trainer.seed, batch_size=prompts_per_batch(c))
         train = dataclasses.replace(train, order_of=user_order(c.data.sampler, train.prompts, **ordering))
     require_given(c, train.prompts)
+    train = _with_memory(c, train)
     _require_teachers(c.ref.url, {p.data_source for p in train.prompts})
     val = _read_val(c, tokenizer, agent)
     sources = {p.data_source for p in (*train.prompts, *val.prompts)}
@@ -82,6 +84,24 @@ def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
         agent=agent,
         total_steps=total_steps(c, len(train.prompts)),
     )
+
+
+def _with_memory(c: Settings, train: PromptSet) -> PromptSet:
+    """Returns the prompts with the memory of the algorithm, if it has one, whose functions have passed a first call."""
+    algorithm = make_algorithm(c)
+    if not algorithm.remembers:
+        return train
+    if isinstance(train.order_of, Memory):
+        raise UserError(
+            f"data.sampler={c.data.sampler!r} is a class with a state, and {parts.host_setting(c)} has a memory: a run"
+            " has one of them; leave data.sampler empty, and choose prompts by the function `prompts` of the algorithm"
+        )
+    memory = AlgorithmMemory(
+        parts.host_setting(c), train.prompts, init=algorithm.init, choose=algorithm.prompts, columns=algorithm.columns,
+        update=algorithm.update, order=train.order_of,
+    )  # fmt: skip
+    memory.check(prompts_per_batch(c), algorithm.column_names)
+    return dataclasses.replace(train, order_of=memory)
 
 
 def _require_teachers(url: str, sources: Set[str]) -> None:

@@ -201,6 +201,14 @@ def require_same_run(then: dict[str, Any], now: dict[str, Any]) -> None:
                 f"{name}={now['config'].get(name)!r} was {before[name]!r} when the checkpoint was written, whose {part}"
                 f" belongs to it; {remedy}"
             )
+    if then.get("cursor", {}).get("curriculum"):
+        for name in ("algorithm.extension", "algorithm.adv_estimator"):
+            old, new = before.get(name, ""), now["config"].get(name, "")
+            by_name = name == "algorithm.adv_estimator" and (":" not in f"{old}{new}" or before.get("data.sampler"))
+            if old != new and not by_name:
+                raise UserError(
+                    f"{name}={new!r} was {old!r} when the checkpoint was written, with its memory; {remedy}"
+                )
     name = "critic.value_norm_decay"
     old, new = before.get(name), now["config"].get(name)
     if (old is None) != (new is None):

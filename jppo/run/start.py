@@ -204,10 +204,11 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             hosts.together(reward_sum.ready)
         logger = _open_logger(c, held, hosts, learner, begun)
         stack.enter_context(logger)
-        greedy = learner.recipe.algorithm.greedy
-        give = make_given(c, inputs.tokenizer, inputs.end_tokens)
+        algorithm = learner.recipe.algorithm
         supply = make_supply(
-            c, inputs.train, inputs.total_steps, greedy, sampler, reward_sum, begun.cursor, hosts, give
+            c, inputs.train, inputs.total_steps, algorithm.greedy, sampler, reward_sum, begun.cursor, hosts,
+            give=make_given(c, inputs.tokenizer, inputs.end_tokens),
+            keeps_dropped=algorithm.update is not None or algorithm.listen is not None,
         )  # fmt: skip
         stack.enter_context(publisher)
         run = Run(

@@ -12,15 +12,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jppo.data.stream import Cursor
+from jppo.data.memory import Memory, Order
+from jppo.data.stream import Cursor, remembered
 from jppo.learner.batch import filtered_out
 from jppo.rewards.parts import SCORE
 from jppo.rollout.protocol import RolloutError
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
 from jppo.samples.given import of_policy
-from jppo.samples.queue import SampleQueue, StepSamples
-from jppo.types import Prompt, Reward, Trajectory
+from jppo.samples.queue import Group, SampleQueue, StepSamples
+from jppo.types import Reward, StepData, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +33,7 @@ class Filter:
     metric: str
     most: int  # gen batches of a step; 0: no bound
     filter_truncated: bool = False  # truncated responses are not trained on
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """The graded samples of one prompt."""
-
-    prompt: Prompt
-    trajectories: list[Trajectory]
-    rewards: list[Reward]
-    baseline: Reward | None  # of the greedy response, if there is one
+    keeps_dropped: bool = False  # the step's samples have the dropped groups too
 
 
 def differs(rewards: Sequence[Reward], metric: str) -> bool:
@@ -65,9 +57,16 @@ def trains(trajectories: Sequence[Trajectory], rewards: Sequence[Reward], *, fil
 class DynamicSampleQueue:
     """The samples of a synchronous run with dynamic sampling, in place of a `SampleQueue`."""
 
-    def __init__(self, options: Filter, gen_batch: Callable[[int, Cursor], SampleQueue], cursor: Cursor):
+    def __init__(
+        self,
+        options: Filter,
+        gen_batch: Callable[[int, Cursor], SampleQueue],
+        cursor: Cursor,
+        order_of: Order | Memory | None = None,
+    ):
         """`gen_batch` makes the supply of one gen batch from its index within the step and the position in the data."""
         self._how = options
+        self._order_of = order_of
         self._gen_batch = gen_batch
         self._cursor = cursor
         self._under_way: SampleQueue | None = None  # the gen batch
@@ -75,11 +74,13 @@ class DynamicSampleQueue:
     def take(self, step: int) -> StepSamples:
         """Samples and grades the groups of a step; raises RolloutError if none is left to learn from."""
         options, after, waited, sampling = self._how, self._cursor, 0.0, 0.0
-        kept, rewards, scored, lacking = list[_Group](), list[Reward](), list[Reward](), 0
+        kept, rewards, scored, lacking = list[Group](), list[Reward](), list[Reward](), 0
+        sampled = list[Group]()
         for batches in itertools.count(1):
             supply = self._under_way = self._gen_batch(batches - 1, after)
             drawn = supply.take(step)
             groups = _groups(drawn, options.n)
+            sampled += groups if options.keeps_dropped else []
             new = [r for group in groups for r in group.rewards]
             rewards, after = rewards + new, supply.note_rewards(drawn, new)
             scored += of_policy(drawn.trajectories, new)
@@ -112,6 +113,7 @@ class DynamicSampleQueue:
             "train/sampled_errors": float(sum(r.error is not None for r in rewards)),
         }
         chosen = [reward for group in used for reward in group.rewards]
+        taken = set(map(id, used))
         best = [group.baseline for group in used if group.baseline is not None]
         return StepSamples(
             prompts=[group.prompt for group in used],
@@ -121,6 +123,7 @@ class DynamicSampleQueue:
             sampling_s=sampling,
             wait_for_rewards=lambda: (chosen, best or None),
             metrics=metrics,
+            dropped=tuple(group for group in sampled if id(group) not in taken),
         )
 
     def progress(self, step: int) -> Count:
@@ -130,9 +133,18 @@ class DynamicSampleQueue:
     def settle(self) -> None:
         """Does nothing: no request is in flight between steps."""
 
-    def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
-        """Returns the position in the data after a step: the order of the prompts knows the rewards already."""
-        return drawn.after
+    @property
+    def memory(self) -> str:
+        """The memory that the step trains with, as text."""
+        return self._cursor.curriculum
+
+    def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward], step: StepData | None = None) -> Cursor:
+        """Returns the position in the data after a step, with the memory of an algorithm after it.
+
+        A `Curriculum` has seen the rewards of each gen batch already.
+        """
+        self._cursor = remembered(drawn.after, self._order_of, step)
+        return self._cursor
 
     def forget(self, step: int) -> None:
         """Does nothing: no sample is kept."""
@@ -153,11 +165,11 @@ class DynamicSampleQueue:
         return lines
 
 
-def _groups(drawn: StepSamples, n: int) -> list[_Group]:
+def _groups(drawn: StepSamples, n: int) -> list[Group]:
     """Waits for the rewards of a gen batch."""
     rewards, best = drawn.wait_for_rewards()
     return [
-        _Group(
+        Group(
             prompt,
             drawn.trajectories[i * n : (i + 1) * n],
             rewards[i * n : (i + 1) * n],

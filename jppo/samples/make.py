@@ -65,11 +65,14 @@ def make_supply(
     reward_sum: RewardSum,
     cursor: Cursor,
     hosts: Hosts = ALONE,
+    *,
     give: Give | None = None,
+    keeps_dropped: bool = False,
 ) -> SampleQueue | DynamicSampleQueue:
     """Makes the sample supply of a run, from `cursor` on; `baseline`: each prompt also gets a greedy response.
 
-    `give` returns the responses of a prompt that take the places of samples.
+    `give` returns the responses of a prompt that take the places of samples. `keeps_dropped`: a step's samples have the
+    groups that dynamic sampling drops.
     """
     options = How(
         batch_size=c.data.train_batch_size,
@@ -86,7 +89,10 @@ def make_supply(
     )
     a = c.algorithm
     metric, most = a.filter_groups_metric, a.max_num_gen_batches
-    of_step = Filter(c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated)
+    of_step = Filter(
+        c.data.train_batch_size, c.rollout.n, metric, most, filter_truncated=a.filter_truncated,
+        keeps_dropped=keeps_dropped,
+    )  # fmt: skip
     if not a.filter_groups:
         return SampleQueue(options, train, sampler, reward_sum, cursor, hosts)
     options = dataclasses.replace(options, batch_size=prompts_per_batch(c))
@@ -95,13 +101,15 @@ def make_supply(
         drawn = functools.partial(step_sampling, c, gen_batch=index)
         return SampleQueue(dataclasses.replace(options, draw=drawn), train, sampler, reward_sum, at, hosts)
 
-    return DynamicSampleQueue(of_step, gen_batch, cursor)
+    return DynamicSampleQueue(of_step, gen_batch, cursor, train.order_of)
 
 
 def make_texts(c: Settings) -> Callable[[Prompt], Sequence[str]] | None:
     """Makes the function that returns the texts of a prompt's given responses; None if the algorithm gives none."""
-    given, setting = parts.estimator(c).given, f"algorithm.adv_estimator={c.algorithm.adv_estimator!r}"
-    return None if given is None else functools.partial(given_texts, given, n=c.rollout.n, setting=setting)
+    given = parts.estimator(c).given
+    return (
+        None if given is None else functools.partial(given_texts, given, n=c.rollout.n, setting=parts.host_setting(c))
+    )
 
 
 def require_given(c: Settings, prompts: Sequence[Prompt]) -> None:

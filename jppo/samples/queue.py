@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 
 from jppo.data.prompts import PromptSet
-from jppo.data.stream import Cursor, next_batch, seen
+from jppo.data.stream import Cursor, next_batch, remembered, seen
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.rewards.parts import Grading, RewardSum, sample_of
 from jppo.rollout.protocol import Sampler, greedy
 from jppo.runlog import trajectories
 from jppo.runlog.timers import Count
 from jppo.samples.given import Give, by_number, of_policy, without_others
-from jppo.types import Prompt, Reward, Sampling, Trajectory
+from jppo.types import Prompt, Reward, Sampling, StepData, Trajectory
 
 
 class Draws:
@@ -130,6 +130,16 @@ class How:
 
 
 @dataclasses.dataclass(frozen=True)
+class Group:
+    """The graded samples of one prompt."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    rewards: list[Reward]
+    baseline: Reward | None = None  # of the greedy response, if there is one
+
+
+@dataclasses.dataclass(frozen=True)
 class StepSamples:
     """The samples that a step trains on."""
 
@@ -140,6 +150,7 @@ class StepSamples:
     sampling_s: float  # from the first request to the last answer
     wait_for_rewards: Callable[[], tuple[list[Reward], list[Reward] | None]]  # and the baseline's
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # of dynamic sampling
+    dropped: tuple["Group", ...] = ()  # by dynamic sampling, where an algorithm asks for them
 
 
 class SampleQueue:
@@ -164,7 +175,7 @@ class SampleQueue:
         self._taken: dict[int, list[tuple[Asked, int]]] = {}  # of unfinished steps
         self._changed = threading.Condition()
         self._settling_s = 0.0
-        self._learned: str | None = None  # the state of a curriculum after the step's rewards
+        self._learned: str | None = None  # the memory after the step
 
     def take(self, step: int) -> StepSamples:
         """Returns the samples that `step` trains on; the rollout engine has the weights `step`."""
@@ -197,13 +208,20 @@ class SampleQueue:
         )
         self._settling_s += time.monotonic() - began
 
-    def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward]) -> Cursor:
-        """Passes the step's rewards to a sampler that learns from them; returns the position in the data after it.
+    @property
+    def memory(self) -> str:
+        """The memory that the next step trains with, as text."""
+        return self._now.cursor.curriculum
 
-        `state` has them from `forget` on: a step that breaks off is repeated.
+    def note_rewards(self, drawn: StepSamples, rewards: Sequence[Reward], step: StepData | None = None) -> Cursor:
+        """Passes the step's rewards to a memory that learns from them; returns the position in the data after it.
+
+        `step` is all of the step, for the memory of an algorithm. `state` has them from `forget` on: a step that breaks
+        off is repeated.
         """
-        scored = of_policy(drawn.trajectories, rewards)
-        self._learned = seen(self._now.cursor, self._train.order_of, drawn.prompts, scored).curriculum
+        order_of, scored = self._train.order_of, of_policy(drawn.trajectories, rewards)
+        cursor = remembered(seen(self._now.cursor, order_of, drawn.prompts, scored), order_of, step)
+        self._learned = cursor.curriculum
         return dataclasses.replace(drawn.after, curriculum=self._learned)
 
     def forget(self, step: int) -> None:

@@ -24,7 +24,8 @@ from ml_collections import config_flags
 
 from jppo.errors import UserError, faults_of, one_line, raise_faults
 from jppo.registry import did_you_mean
-from jppo.settings import rules_rollout, rules_training
+from jppo.settings import parts, rules_rollout, rules_training
+from jppo.settings.options import EXTENSION, PREFIX
 from jppo.settings.setting import no_setting, settings_by_name, settings_meant
 from jppo.settings.table import TABLE, Common, Settings, by_name, changed, kind_of, sections, training_command
 from jppo.settings.texts import PRESETS, THRESHOLDS
@@ -95,7 +96,7 @@ def _check_names(config: Any, file: str) -> None:
             f"{file}: get_config() returns {config!r:.40}; it must return settings, as jppo.settings.default() does"
         )
     table = dict(settings_by_name(kind_of(config)))
-    values = by_name(config)
+    values = {name: value for name, value in by_name(config).items() if not name.startswith(PREFIX)}
     for name in sorted(table.keys() ^ values.keys()):
         fault = "is missing" if name in table else "is no setting"
         raise UserError(f"{file}: {name} {fault}; start from jppo.settings.default() and change values only")
@@ -193,7 +194,8 @@ def parse(
         raise UserError(
             f"--config={named[0]} is a config of {training_command(config)}; name one of {training_command(defaults)}"
         )
-    argv = [word for word in argv if not word.startswith("--config=")]
+    options = [word for word in argv if word.startswith(f"--config.{PREFIX}")]
+    argv = [word for word in argv if not word.startswith("--config=") and word not in options]
     named = [word.partition("=")[0].removeprefix("--config.") for word in argv if word.startswith("--config.")]
     raise_faults(faults_of(functools.partial(_check_known, name, config) for name in named))
     try:  # reads the overrides at once
@@ -203,7 +205,29 @@ def parse(
         raise UserError(_explain(e, by_name(config))) from e
     if rest:
         raise UserError(_no_option(rest[0], by_name(config)))
-    return given["config"].value, {name: given[name].value for name in given if name in SWITCHES}
+    config = given["config"].value
+    _set_options(config, options)
+    return config, {name: given[name].value for name in given if name in SWITCHES}
+
+
+def _set_options(config: ml_collections.ConfigDict, words: list[str]) -> None:
+    """Sets --config.algorithm.options.NAME=VALUE by the types that the extension gives; `typed` checks them."""
+    if words and "algorithm" not in config:
+        raise UserError(no_setting("algorithm", config.keys(), by_name(config)))
+    try:
+        known = parts.options_of(config.algorithm.extension) if words and config.algorithm.extension else {}
+    except UserError:  # which `typed` raises
+        known = {}
+    for word in words:
+        name, equals, text = word.removeprefix(f"--config.{PREFIX}").partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(
+                f"{word!r} is not understood; options of {EXTENSION} are given as --config.{PREFIX}NAME=VALUE"
+            )
+        with config.algorithm.options.unlocked() as options:
+            if name in options:  # a ConfigDict would cast the value to the type of the former one
+                del options[name]
+            options[name] = known[name].read(text) if name in known else text
 
 
 def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
@@ -215,7 +239,8 @@ def _check_known(name: str, config: ml_collections.ConfigDict) -> None:
             raise UserError(no_setting(part, siblings, by_name(config)))
         node = node[part]
     if isinstance(node, ml_collections.ConfigDict):
-        raise UserError(f"--config.{name} is a section; name a setting of it, as in --config.{name}.{next(iter(node))}")
+        first = next(iter(node), "NAME")
+        raise UserError(f"--config.{name} is a section; name a setting of it, as in --config.{name}.{first}")
 
 
 def _no_option(word: str, known: Collection[str]) -> str:
@@ -287,7 +312,10 @@ def typed(
         return config
     settings = sections(config, kind)
     raise_faults(_faults(by_name(config), settings, training=training))
-    return _with_preset(settings) if isinstance(settings, Settings) else settings
+    if not isinstance(settings, Settings):
+        return settings
+    with_options = {"algorithm.options": parts.options(settings)} if training else {}
+    return _with_preset(changed(settings, with_options))
 
 
 def check(config: ml_collections.ConfigDict | Common, *, training: bool = True) -> None:
@@ -345,12 +373,14 @@ def _faults(values: dict[str, Any], config: Common, *, training: bool) -> list[s
 
 
 def _check_value(name: str, value: Any) -> None:
+    if name.startswith(PREFIX):  # by the signature of the extension, in the rules
+        return
     if name not in TABLE:
         raise UserError(f"there is no setting {name!r}; remove it from the config{did_you_mean(name, TABLE)}")
     TABLE[name].check(value)
 
 
-def _rules(config: Common, *, training: bool) -> Iterator[Callable[[], None]]:
+def _rules(config: Common, *, training: bool) -> Iterator[Callable[[], object]]:
     if isinstance(config, Settings):
         yield from rules_rollout.rollout_rules(config, training=training)
     if training:
@@ -366,7 +396,8 @@ def _check_train_files(config: Common) -> None:
 def without_unread(config: C, kept: Collection[str]) -> C:
     """Returns the settings with the defaults of those, but for `kept`, that their other values leave unread."""
     values = by_name(config)
-    unread = [name for name in values.keys() - {*kept} if faults_of([functools.partial(_check_read, name, values)])]
+    names = (values.keys() & TABLE.keys()) - {*kept}
+    unread = [name for name in names if faults_of([functools.partial(_check_read, name, values)])]
     return changed(config, {name: TABLE[name].default for name in unread})
 
 

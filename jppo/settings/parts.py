@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.errors import UserError
 from jppo.registry import Registry, resolve, said
+from jppo.settings.options import EXTENSION, Option, Options, read_signature, refuse_all, resolved
 from jppo.settings.texts import check_factors
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ Part = Callable[..., object]
 ESTIMATORS = Registry[Part](
     "estimators", "jppo.learner.catalogue:ESTIMATORS", returns="jppo.learner.algorithm:Algorithm"
 )
+EXTENSIONS = Registry[Part]("extensions", {}, returns="jppo.learner.algorithm:Algorithm")
 POLICY_LOSSES = Registry[Part](
     "policy_losses", "jppo.learner.catalogue:POLICY_LOSSES", returns="jppo.learner.algorithm:Algorithm"
 )
@@ -39,8 +41,8 @@ ENGINES = Registry[Part](
 )
 
 
-class EstimatorFields(Protocol):
-    """The fields of an advantage estimator that rules between settings read."""
+class AlgorithmFields(Protocol):
+    """The fields of an algorithm that rules between settings read."""
 
     @property
     def compares(self) -> bool:
@@ -70,29 +72,72 @@ class EstimatorFields(Protocol):
     def given(self) -> Callable[..., Sequence[str]] | None:
         """The function of a prompt that returns texts for places of its samples; None: all are sampled."""
 
+    @property
+    def advantage(self) -> Part | None:
+        """The function of tokens; None in an extension that leaves it out."""
 
-class PolicyLossFields(Protocol):
-    """The fields of a policy loss that rules between settings read."""
+    @property
+    def prompts(self) -> Part | None:
+        """The function that chooses the prompts of a step, if any."""
 
     @property
     def terms(self) -> tuple[object, ...]:
-        """The terms of the loss."""
+        """The terms of the policy's loss."""
 
     @property
     def aggregation(self) -> str | None:
-        """The required aggregation over tokens; None for any."""
+        """The aggregation over tokens that the loss requires; None for any."""
 
     @property
     def ratio(self) -> bool:
-        """Whether it reads the old policy."""
+        """Whether the loss reads the old policy."""
+
+    def over(self, base: "AlgorithmFields") -> "AlgorithmFields":
+        """Returns it with what it leaves out from `base`."""
 
 
-def estimator(config: "Settings") -> EstimatorFields:
-    """Returns the estimator that `algorithm.adv_estimator` names."""
-    return (_make_own_estimator if config.algorithm.adv_estimator in ESTIMATORS.own else _make_estimator)(config)
+def options_of(spec: str) -> dict[str, Option]:
+    """Returns the options of the extension `spec` by name."""
+    return read_signature(EXTENSIONS.find(spec, EXTENSION), f"{EXTENSION}={spec!r}")
 
 
-def _make_estimator(c: "Settings") -> EstimatorFields:
+def options(config: "Settings") -> Options:
+    """Returns the checked options of the extension, with its defaults; raises a UserError for each fault."""
+    spec, given = config.algorithm.extension, config.algorithm.options
+    if spec:
+        return resolved(given, options_of(spec), f"{EXTENSION}={spec!r}")
+    refuse_all(given)
+    return given
+
+
+def extension(config: "Settings") -> AlgorithmFields | None:
+    """Makes the user's algorithm, which may leave out what `algorithm.adv_estimator` has; None without one."""
+    spec = config.algorithm.extension
+    return cast(AlgorithmFields, EXTENSIONS.make(spec, EXTENSION, **options(config))) if spec else None
+
+
+def estimate_setting(config: "Settings") -> str:
+    """Returns the setting that the advantages come from, with its value, as an error begins."""
+    a, made = config.algorithm, extension(config)
+    if made is None or made.advantage is None:
+        return f"algorithm.adv_estimator={a.adv_estimator!r}"
+    return f"{EXTENSION}={a.extension!r}"
+
+
+def host_setting(config: "Settings") -> str:
+    """Returns the setting that an algorithm's host functions come from, with its value, as an error begins."""
+    a = config.algorithm
+    return f"{EXTENSION}={a.extension!r}" if a.extension else f"algorithm.adv_estimator={a.adv_estimator!r}"
+
+
+def estimator(config: "Settings") -> AlgorithmFields:
+    """Returns the algorithm of a run: `algorithm.extension`, and for what it leaves out `algorithm.adv_estimator`."""
+    a = config.algorithm
+    own = a.adv_estimator in ESTIMATORS.own and not a.extension
+    return (_make_own_estimator if own else _make_estimator)(config)
+
+
+def _make_estimator(c: "Settings") -> AlgorithmFields:
     a = c.algorithm
     check_factors(a.gdpo_reward_keys, a.gdpo_reward_weights, "algorithm.gdpo_reward_weights")
     if a.adv_estimator == "gdpo" and not a.gdpo_reward_keys:
@@ -100,8 +145,10 @@ def _make_estimator(c: "Settings") -> EstimatorFields:
             "algorithm.gdpo_reward_keys is empty, and algorithm.adv_estimator='gdpo' normalizes parts of the reward"
             " apart; name some, such as rule_score,format_score"
         )
-    made = cast(EstimatorFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
-    _run_on_shapes(made, "parts", f"algorithm.adv_estimator={a.adv_estimator!r}")
+    made = cast(AlgorithmFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
+    own = extension(c)
+    made = made if own is None else own.over(made)
+    _run_on_shapes(made, "parts", estimate_setting(c))
     return made
 
 
@@ -109,20 +156,36 @@ def _make_estimator(c: "Settings") -> EstimatorFields:
 _make_own_estimator = functools.lru_cache(maxsize=64)(_make_estimator)
 
 
-def policy_loss(config: "Settings") -> PolicyLossFields:
-    """Returns the policy loss that `actor.loss_mode` names."""
-    return (_make_own_loss if config.actor.loss_mode in POLICY_LOSSES.own else _make_loss)(config)
+def policy_loss(config: "Settings") -> AlgorithmFields:
+    """Returns the policy loss of a run: the terms of `algorithm.extension`, else those that `actor.loss_mode` names."""
+    own = config.actor.loss_mode in POLICY_LOSSES.own and not config.algorithm.extension
+    return (_make_own_loss if own else _make_loss)(config)
 
 
-def _make_loss(c: "Settings") -> PolicyLossFields:
-    made = cast(PolicyLossFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
+def _make_loss(c: "Settings") -> AlgorithmFields:
+    made = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
     if not made.terms:
         raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
-    _run_on_shapes(made, "ratio", f"actor.loss_mode={c.actor.loss_mode!r}")
+    own = extension(c)
+    made = made if own is None else own.over(made)
+    _run_on_shapes(made, "ratio", loss_setting(c))
     return made
 
 
 _make_own_loss = functools.lru_cache(maxsize=64)(_make_loss)
+
+
+def loss_setting(config: "Settings") -> str:
+    """Returns the setting that the policy's loss comes from, with its value, as an error begins."""
+    made = extension(config)
+    if made is None or not made.terms:
+        return f"actor.loss_mode={config.actor.loss_mode!r}"
+    return f"{EXTENSION}={config.algorithm.extension!r}"
+
+
+def algorithm(config: "Settings") -> AlgorithmFields:
+    """Returns the whole algorithm of the settings."""
+    return estimator(config).over(policy_loss(config))
 
 
 def _run_on_shapes(made: object, reads: str, setting: str) -> None:

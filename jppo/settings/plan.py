@@ -9,8 +9,9 @@ from typing import Any
 
 from jppo.errors import UserError
 from jppo.settings import configfile, table, texts
+from jppo.settings.options import PREFIX
 from jppo.settings.setting import no_setting
-from jppo.settings.table import TABLE, default
+from jppo.settings.table import default
 
 FOLDER = "trainer.run_dir"
 LONGEST_NAME = 120
@@ -75,7 +76,7 @@ def _read_sweep(file: str) -> list[dict[str, Any]]:
 def _check_name(name: str, known: dict[str, Any], given: set[str]) -> None:
     if name == FOLDER:
         raise UserError(f"sweep: {FOLDER} cannot be swept, because each run has a separate folder; use --out")
-    if name not in known:
+    if name not in known and not name.startswith(PREFIX):  # which the extension of each run knows
         raise UserError(f"sweep: {no_setting(name, known, known)}")
     if name in given:
         raise UserError(f"--config.{name} is given, and the sweep sets it too; leave one of them out")
@@ -86,7 +87,7 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
     name = run_name(overrides)
     folder = out / name
     unset = [setting for setting, value in overrides.items() if value is None]
-    if lost := [setting for setting in unset if known[setting] is not None]:
+    if lost := [setting for setting in unset if known.get(setting) is not None]:
         raise UserError(f"sweep, run {name}: {lost[0]} cannot become None, it is {known[lost[0]]!r} by get_config")
     changes = [f"--config.{setting}={value}" for setting, value in overrides.items() if setting not in unset]
     arguments = (*argv, *changes, f"--config.{FOLDER}={folder}")
@@ -97,9 +98,9 @@ def _resolve(overrides: dict[str, Any], argv: Sequence[str], out: pathlib.Path, 
         raise UserError(f"sweep, run {name}: {e}") from e
     values = table.by_name(config)
     for setting, value in overrides.items():
-        read = values[setting]
+        read = values.get(setting)
         if read != value or isinstance(read, str) != isinstance(value, str):
-            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {TABLE[setting].type.__name__}")
+            raise UserError(f"sweep, run {name}: {setting}={value!r} must be of type {type(read).__name__}")
     return PlannedRun(name, folder, overrides, arguments, values)
 
 
@@ -136,7 +137,7 @@ def _claims(values: dict[str, Any]) -> Iterator[str]:
 def differing(runs: Sequence[PlannedRun]) -> list[str]:
     """Returns the settings of the sweep that differ between its runs."""
     names = dict.fromkeys(name for run in runs for name in run.overrides)
-    return [name for name in names if len({repr(run.values[name]) for run in runs}) > 1]
+    return [name for name in names if len({repr(run.values.get(name)) for run in runs}) > 1]
 
 
 def _compared(run: PlannedRun) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from jppo.settings.table_training import Critic, Model, Optimizer
 from jppo.settings.texts import rejection_rules
 
 
-def training_rules(config: Common) -> Iterator[Callable[[], None]]:
+def training_rules(config: Common) -> Iterator[Callable[[], object]]:
     """Yields the rules, each of which raises a UserError; for the settings of any command that trains."""
     if isinstance(config, Settings):
         of_ppo = (
+            parts.options,
             _group_size,
             _critic,
             _inputs_of_estimator,
@@ -38,30 +39,30 @@ def training_rules(config: Common) -> Iterator[Callable[[], None]]:
 
 
 def _group_size(config: Settings) -> None:
-    name, n = config.algorithm.adv_estimator, config.rollout.n
+    n = config.rollout.n
     if parts.estimator(config).compares and n < 2:
         raise UserError(
-            f"algorithm.adv_estimator={name!r} compares the samples of a prompt, and rollout.n={n} generates one;"
+            f"{parts.estimate_setting(config)} compares the samples of a prompt, and rollout.n={n} generates one;"
             " raise rollout.n, or take gae, remax, reinforce_plus_plus or reinforce_no_baseline"
         )
 
 
 def _critic(config: Settings) -> None:
-    name, warmup = config.algorithm.adv_estimator, config.trainer.critic_warmup
+    warmup = config.trainer.critic_warmup
     if parts.estimator(config).critic:
         return
+    estimate = parts.estimate_setting(config)
     if warmup > 0:
         raise UserError(
-            f"trainer.critic_warmup={warmup} trains a critic, and algorithm.adv_estimator={name!r} has none; set it to"
-            " 0, or take gae"
+            f"trainer.critic_warmup={warmup} trains a critic, and {estimate} has none; set it to 0, or take gae"
         )
     of_critics = ("lam", "value_norm_decay", "value_bins", "value_head_std")
     for setting in ("algorithm.lam_alpha", *(f"critic.{leaf}" for leaf in of_critics)):
         value = value_of(config, setting)
         if value != TABLE[setting].default:
             raise UserError(
-                f"{setting}={value} is read with a critic, and algorithm.adv_estimator={name!r} has none;"
-                f" leave it at {TABLE[setting].default}, or take gae"
+                f"{setting}={value} is read with a critic, and {estimate} has none; leave it at"
+                f" {TABLE[setting].default}, or take gae"
             )
 
 
@@ -69,13 +70,13 @@ def _inputs_of_estimator(config: Settings) -> None:
     a, estimator = config.algorithm, parts.estimator(config)
     if estimator.parts and a.use_kl_in_reward:
         raise UserError(
-            f"algorithm.use_kl_in_reward=True: algorithm.adv_estimator={a.adv_estimator!r} reads parts of the reward,"
-            " without the KL; set actor.use_kl_loss=True instead"
+            f"algorithm.use_kl_in_reward=True: {parts.estimate_setting(config)} reads parts of the reward, without the"
+            " KL; set actor.use_kl_loss=True instead"
         )
     if estimator.old_logits and a.old_logprob == "bypass":
         raise UserError(
-            f"algorithm.old_logprob='bypass': algorithm.adv_estimator={a.adv_estimator!r} reads the old policy's"
-            " probabilities of all tokens, and bypass has no pass for them; set decoupled or correction"
+            f"algorithm.old_logprob='bypass': {parts.estimate_setting(config)} reads the old policy's probabilities of"
+            " all tokens, and bypass has no pass for them; set decoupled or correction"
         )
 
 
@@ -93,8 +94,7 @@ def _given(config: Settings) -> None:
     ):  # fmt: skip
         if on:
             raise UserError(
-                f"{setting} {does}, and the responses that algorithm.adv_estimator={config.algorithm.adv_estimator!r}"
-                f" gives have {have}; {remedy}"
+                f"{setting} {does}, and the responses that {parts.host_setting(config)} gives have {have}; {remedy}"
             )
 
 
@@ -108,8 +108,8 @@ def _turn_discount(config: Settings) -> None:
         )
     if not parts.estimator(config).by_turn:
         raise UserError(
-            f"algorithm.gamma_by='turn': algorithm.adv_estimator={config.algorithm.adv_estimator!r} does not discount;"
-            " leave it at token, or take gae or reinforce_plus_plus"
+            f"algorithm.gamma_by='turn': {parts.estimate_setting(config)} does not discount; leave it at token, or take"
+            " gae or reinforce_plus_plus"
         )
 
 
@@ -120,10 +120,10 @@ def _value_range(config: Settings) -> None:
 
 
 def _loss(config: Settings) -> None:
-    name, mode, needed = config.actor.loss_mode, config.actor.loss_agg_mode, parts.policy_loss(config).aggregation
+    mode, needed = config.actor.loss_agg_mode, parts.policy_loss(config).aggregation
     if needed is not None and mode not in ("token-mean", needed):
         raise UserError(
-            f"actor.loss_agg_mode={mode!r}: actor.loss_mode={name!r} is always averaged by {needed}; set that"
+            f"actor.loss_agg_mode={mode!r}: {parts.loss_setting(config)} is always averaged by {needed}; set that"
         )
 
 
@@ -133,6 +133,12 @@ def _order(config: Settings) -> None:
         raise UserError(
             f"data.sampler={d.sampler!r} orders all prompts, and data.mix={d.mix!r} samples them by weight; leave one"
             " empty"
+        )
+    order = f"data.sampler={d.sampler!r}" if d.sampler else f"data.mix={d.mix!r}"
+    if (d.sampler or d.mix) and parts.estimator(config).prompts is not None:
+        raise UserError(
+            f"{order} chooses the prompts of a step, and so does the function `prompts` of"
+            f" {parts.host_setting(config)}; leave {order.partition('=')[0]} empty, or `prompts` out"
         )
 
 
@@ -186,7 +192,7 @@ def _teacher(config: Settings) -> None:
     a = config.algorithm
     if parts.estimator(config).scored:
         return
-    prefix = f"algorithm.adv_estimator={a.adv_estimator!r} learns from a teacher alone"
+    prefix = f"{parts.estimate_setting(config)} learns from a teacher alone"
     if not a.use_kl_in_reward and not config.actor.use_kl_loss:
         raise UserError(
             f"{prefix}, and no KL to it is used; set algorithm.use_kl_in_reward=True or actor.use_kl_loss=True"
@@ -217,8 +223,8 @@ def _correction(config: Settings) -> None:
         pair = f"algorithm.rollout_is={a.rollout_is!r} with algorithm.old_logprob='bypass'"
         if parts.policy_loss(config).ratio:
             raise UserError(
-                f"{pair}: the ratio of actor.loss_mode={config.actor.loss_mode!r} is the importance weight already; set"
-                " rollout_is to none, or actor.loss_mode=gpg"
+                f"{pair}: the ratio of {parts.loss_setting(config)} is the importance weight already; set rollout_is"
+                " to none, or actor.loss_mode=gpg"
             )
         if a.rollout_is_batch_normalize:
             raise UserError(

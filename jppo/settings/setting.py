@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from jppo.errors import UserError
 from jppo.registry import Registry, did_you_mean
+from jppo.settings.options import Options
 
 LARGEST = (2 - 2**-23) * 2.0**127  # float32's: the device computes in it
 MOST = 2**31 - 1  # int32's: the device counts in it
@@ -145,7 +146,7 @@ def settings_by_name(section: type[Section], prefix: str = "") -> Iterator[tuple
     for field in dataclasses.fields(section):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         if "setting" not in field.metadata:
-            yield from settings_by_name(hint, f"{name}.")
+            yield from () if hint is Options else settings_by_name(hint, f"{name}.")
             continue
         entry: Setting = field.metadata["setting"]
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if entry.optional else []

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import ml_collections
 from ml_collections import config_dict
 
+from jppo.settings.options import Options
 from jppo.settings.setting import Section, Setting, settings_by_name
 from jppo.settings.table_run import RewardSection, Rollout, TestedRun, Trainer, TrainingRun
 from jppo.settings.table_training import (
@@ -120,7 +121,12 @@ def config_of(kind: type[Common]) -> ml_collections.ConfigDict:
                 node[section] = ml_collections.ConfigDict()
             node = node[section]
         node[leaf] = config_dict.placeholder(setting.type) if setting.optional else setting.default
-    return config.lock()
+    config.lock()
+    if issubclass(kind, Settings):
+        with config.algorithm.unlocked():
+            config.algorithm.options = ml_collections.ConfigDict(type_safe=False)
+        config.algorithm.options.unlock()  # whose names follow from algorithm.extension
+    return config
 
 
 def default() -> ml_collections.ConfigDict:
@@ -161,7 +167,11 @@ def sections(config: ml_collections.ConfigDict, kind: type[S]) -> S:
     """Returns a config as frozen sections, without a check of its values."""
     hints, values = typing.get_type_hints(kind), dict[str, Any]()
     for field in dataclasses.fields(kind):
-        value, hint = config[field.name], hints[field.name]
+        hint = hints[field.name]
+        if hint is Options:
+            values[field.name] = Options(config.to_dict().get(field.name, {}))
+            continue
+        value = config[field.name]
         if isinstance(value, ml_collections.ConfigDict):
             value = sections(value, hint)
         elif type(value) is int and float in (hint, *typing.get_args(hint)):

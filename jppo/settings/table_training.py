@@ -3,6 +3,7 @@
 import dataclasses
 
 from jppo.settings import texts
+from jppo.settings.options import Options
 from jppo.settings.parts import ESTIMATORS, KL_ESTIMATORS, OPTIMIZERS, POLICY_LOSSES
 from jppo.settings.setting import Section, setting
 from jppo.settings.texts import PRESETS
@@ -144,6 +145,9 @@ class Algorithm(Section):
     adv_estimator: str = setting("gae", "Advantage estimator. gae has a critic; those that compare the samples of a"
         " prompt need rollout.n above 1; distill reads no score, only the KL to the teacher ref.path",
         choices=ESTIMATORS)
+    extension: str = setting("", "User-defined algorithm, PATH.py:NAME or MODULE:NAME: a function that returns an"
+        " Algorithm. Its keyword arguments are algorithm.options.NAME; what it leaves out is adv_estimator's. '': none")
+    options: Options = dataclasses.field(default_factory=Options)  # of the extension, by its signature
     gamma: float = setting(1.0, "Discount factor of gae, reinforce_plus_plus and distill", bounds="[0, 1]")
     gamma_by: str = setting("token", "Steps that gamma discounts. token: from token to token; turn: from turn to turn"
         " of a conversation, and not within a turn", choices=("token", "turn"))

@@ -1,0 +1,215 @@
+"""What a run remembers of its prompts: the state of a user's class of `data.sampler`, or the memory of an algorithm.
+
+Both are values that user-defined functions make, read and return. Between all calls a memory is text, which is in every
+checkpoint: a resumed run calls the functions with what an uninterrupted one calls them with, and no call can change
+what another gets.
+"""
+
+import base64
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jppo.errors import UserError
+from jppo.registry import did_you_mean, resolve, said
+from jppo.types import Prompt, Reward, StepData
+
+Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
+_ARRAY, _PAIRS = "__array__", "__pairs__"  # keys of what JSON has no form for
+_KEYS = (str, int, float, bool, type(None))
+
+
+def to_text(memory: Any) -> str:
+    """Writes a pytree of numpy arrays, dicts, lists, numbers and texts as JSON, to the bit; raises TypeError."""
+    return json.dumps(_encoded(memory))
+
+
+def from_text(text: str) -> Any:
+    """Reads the memory anew; its arrays may be changed."""
+    return json.loads(text, object_hook=_decoded)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and key not in (_ARRAY, _PAIRS) for key in value):
+            return {key: _encoded(x) for key, x in value.items()}
+        keys = [key.item() if isinstance(key, np.generic) else key for key in value]
+        if odd := [type(key).__name__ for key in keys if not isinstance(key, _KEYS)]:
+            raise TypeError(f"a key of a dict is of type {odd[0]}; it must be a text or a number")
+        return {_PAIRS: [[key, _encoded(x)] for key, x in zip(keys, value.values(), strict=True)]}
+    if isinstance(value, list | tuple):
+        return [_encoded(x) for x in value]
+    if not hasattr(value, "__array__"):
+        return value
+    array = np.asarray(value)
+    names = [name for name in (array.dtype.str, array.dtype.name) if _is_dtype(name, array.dtype)]
+    if not names or array.dtype.hasobject:
+        raise TypeError(f"an array of dtype {array.dtype} cannot be written; use numbers or texts")
+    shape = None if isinstance(value, np.generic) else list(array.shape)
+    return {_ARRAY: [names[0], shape, base64.b64encode(array.tobytes()).decode()]}
+
+
+def _is_dtype(name: str, dtype: np.dtype[Any]) -> bool:
+    try:
+        return np.dtype(name) == dtype
+    except TypeError:
+        return False
+
+
+def _decoded(value: dict[str, Any]) -> Any:
+    if _PAIRS in value:
+        return dict(map(tuple, value[_PAIRS]))
+    if _ARRAY not in value:
+        return value
+    dtype, shape, data = value[_ARRAY]
+    array = np.frombuffer(base64.b64decode(data), np.dtype(dtype))
+    return array[0] if shape is None else array.reshape(shape).copy()
+
+
+class Memory:
+    """User-defined functions of a memory; '' is the first memory."""
+
+    draws = True  # it chooses the prompts of a step
+    order: Order | None = None  # where it does not: a user-defined one
+
+    def __init__(self, said_as: str, prompts: Sequence[Prompt]):
+        """`said_as` begins the errors."""
+        self._said, self._prompts = said_as, prompts
+
+    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Returns the places of the next `size` prompts, [N] i64, and the memory after them.
+
+        `place`, numbers that no other batch of the run has, determines what is random.
+        """
+        raise NotImplementedError
+
+    def _first(self) -> str:
+        """Makes the first memory."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def first(self) -> str:
+        """The first memory, as text."""
+        return self._first()
+
+    def _read(self, text: str) -> Any:
+        return from_text(text or self.first)
+
+    def _chosen(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:
+        """Checks the places of a batch."""
+        chosen: np.ndarray = self._call(name, np.asarray, indices)
+        if chosen.dtype.kind not in "iu" or chosen.shape != (size,) or len(set(chosen.tolist())) < size:
+            raise UserError(f"{self._said}: {name} must return {rule}, not {str(returned)[:99]}")
+        if chosen.min() < 0 or chosen.max() >= len(self._prompts):
+            raise UserError(f"{self._said}: {name} returns indices outside 0 to {len(self._prompts) - 1}; correct it")
+        return chosen.astype(np.int64)
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as e:  # a user's function may raise anything
+            raise UserError(f"{self._said}: {name} raises {said(e)}; correct it") from e
+
+    def _text(self, name: str, memory: Any) -> str:
+        return str(self._call(name, to_text, memory))
+
+
+class Curriculum(Memory):
+    """A class of `data.sampler`, whose batches depend on earlier scores."""
+
+    def __init__(self, spec: str, prompts: Sequence[Prompt], *, seed: int, batch_size: int):
+        """Makes the user's object and draws a first batch, to fail before anything starts."""
+        super().__init__(f"data.sampler={spec!r}", prompts)
+        self._place = {prompt.uid: i for i, prompt in enumerate(prompts)}
+        self._made = self._call("__init__", resolve(spec, "data.sampler"), prompts, seed)
+        for name in ("begin", "batch", "update"):
+            if not callable(getattr(self._made, name, None)):
+                raise UserError(f"{self._said} has no method {name}; a class has begin, batch and update")
+        self.batch("", batch_size, ())
+
+    def _first(self) -> str:
+        return self._text("begin", self._call("begin", self._made.begin))
+
+    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Returns the places of the next `size` prompts, [N] i64, and the state after them."""
+        returned = self._call("batch", self._made.batch, self._read(text), size)
+        indices, after = returned if isinstance(returned, tuple) and len(returned) == 2 else ((), None)
+        chosen = self._chosen("batch", indices, size, f"({size} different indices, state)", returned)
+        return chosen, self._text("batch", after)
+
+    def update(self, text: str, prompts: Sequence[Prompt], rewards: Sequence[Reward]) -> str:
+        """Returns the state after a batch of prompts; `rewards` has n consecutive ones per prompt."""
+        n = len(rewards) // len(prompts)
+        groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
+        scores = [[r.score for r in group if r.unusable is None] for group in groups]
+        places = [self._place[prompt.uid] for prompt in prompts]
+        return self._text("update", self._call("update", self._made.update, self._read(text), places, scores))
+
+
+class AlgorithmMemory(Memory):
+    """The memory of an algorithm, by its functions `init`, `prompts`, `columns` and `update`; None for one left out."""
+
+    def __init__(
+        self,
+        said_as: str,
+        prompts: Sequence[Prompt],
+        *,
+        init: Callable[[Sequence[Prompt]], Any] | None,
+        choose: Callable[[Any, np.random.Generator, int], Sequence[int]] | None,
+        columns: Callable[[Any, np.ndarray], Mapping[str, np.ndarray]] | None,
+        update: Callable[[Any, StepData], Any] | None,
+        order: Order | None = None,
+    ):
+        """`choose` is the function `prompts`; without it, the prompts come in the data's own order, or in `order`."""
+        super().__init__(said_as, prompts)
+        self._init, self._choose, self._columns, self._update = init, choose, columns, update
+        self.draws, self.order = choose is not None, order
+
+    def check(self, size: int, names: Sequence[str]) -> None:
+        """Calls the functions for a first batch, to fail before anything starts; `names` are the columns read."""
+        assert self.first
+        if self.draws:
+            self.batch("", size, (0, 0, 0))
+        if names:
+            self.columns("", np.arange(min(size, len(self._prompts))), names)
+
+    def _first(self) -> str:
+        return self._text("init", None if self._init is None else self._call("init", self._init, self._prompts))
+
+    def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
+        """Returns the places of the next `size` prompts, [N] i64, and the memory, which this does not change."""
+        assert self._choose is not None
+        returned = self._call("prompts", self._choose, self._read(text), np.random.default_rng(list(place)), size)
+        return self._chosen("prompts", returned, size, f"{size} different places of prompts", returned), text
+
+    def columns(self, text: str, places: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Returns the columns of these names for the prompts at `places` [N], as [N, C] f32."""
+        assert self._columns is not None
+        unique, inverse = np.unique(places, return_inverse=True)
+        returned = self._call("columns", self._columns, self._read(text), unique.copy())
+        if not isinstance(returned, Mapping):
+            kind = type(returned).__name__
+            raise UserError(f"{self._said}: columns returns {kind}; it must return arrays by name, as a dict")
+        return np.stack([self._column(returned, name, len(unique))[inverse] for name in names], axis=1)
+
+    def _column(self, returned: Mapping[str, Any], name: str, count: int) -> np.ndarray:
+        if name not in returned:
+            known = ", ".join(map(repr, returned)) or "none"
+            near = did_you_mean(name, list(map(str, returned)))
+            raise UserError(f"{self._said}: columns returns no {name!r}, which is read; it returns {known}{near}")
+        array: np.ndarray = self._call("columns", np.asarray, returned[name])
+        if array.shape != (count,) or array.dtype.kind not in "fiub":
+            raise UserError(
+                f"{self._said}: columns returns {name!r} as {array.dtype} of shape {array.shape}; it must have a number"
+                f" for each of the {count} prompts, shape ({count},)"
+            )
+        return array.astype(np.float32)
+
+    def update(self, text: str, step: StepData | None) -> str:
+        """Returns the memory after a step, whose data it gets if it reads them."""
+        if self._update is None or step is None:
+            return text or self.first
+        return self._text("update", self._call("update", self._update, self._read(text), step))

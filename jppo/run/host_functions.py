@@ -1,0 +1,112 @@
+"""The host functions of an algorithm in a step: the columns that it reads, its `update` of the memory, its `listen`.
+
+Every host of a run calls `columns` and `update` with equal arguments, and they compare their results. The first host
+calls `listen`.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jppo.data.memory import AlgorithmMemory
+from jppo.data.stream import Cursor
+from jppo.errors import UserError
+from jppo.learner.episodes import Episodes
+from jppo.registry import said
+from jppo.samples.queue import StepSamples
+from jppo.settings import parts
+from jppo.types import Batch, Reward, StepData, Trajectory
+
+if TYPE_CHECKING:
+    from jppo.run.start import Run
+
+LATER = ("actor/", "critic/", "perf/", "timing_s/", "trainer/", "val/")  # of metrics that a step has after `listen`
+
+
+def columns_of(run: "Run", episodes: Episodes) -> np.ndarray | None:
+    """Returns the columns of the memory that the algorithm reads, for each sequence, [B, C] f32; None without any."""
+    names, memory = run.learner.recipe.algorithm.column_names, run.inputs.train.order_of
+    if not names or not isinstance(memory, AlgorithmMemory):
+        return None
+    return memory.columns(run.supply.memory, run.inputs.train.places(episodes.prompts), names)
+
+
+def call_host_functions(
+    run: "Run", number: int, drawn: StepSamples, graded: list[Reward], data: Batch, known: Collection[str]
+) -> tuple[Cursor, dict[str, float]]:
+    """Calls `update` and `listen`; returns the position in the data after the step, and metrics not yet `known`."""
+    algorithm = run.learner.recipe.algorithm
+    step = None
+    if algorithm.update is not None or algorithm.listen is not None:
+        step = step_data(run, number, drawn, graded, data)
+    cursor = run.hosts.together(lambda: run.supply.note_rewards(drawn, graded, step))
+    if run.hosts.count > 1 and algorithm.remembers:
+        _require_alike(run, drawn, data, cursor)
+    if algorithm.listen is None or step is None:
+        return cursor, {}
+    listen, said_as = algorithm.listen, parts.host_setting(run.c)
+    return cursor, run.hosts.gather(lambda: heard(listen, step, known, said_as) if run.hosts.first else {})[0]
+
+
+def step_data(run: "Run", number: int, drawn: StepSamples, graded: list[Reward], data: Batch) -> StepData:
+    """Returns the step as host functions see it: the episodes that it trains on, then those that are dropped."""
+    n = len(graded) // len(drawn.prompts)
+    dropped = [group.prompt for group in drawn.dropped]
+    prompts = [prompt for prompt in (*drawn.prompts, *dropped) for _ in range(n)]
+    trajectories = [*drawn.trajectories, *(t for group in drawn.dropped for t in group.trajectories)]
+    index = np.arange(len(prompts), dtype=np.int32)
+    return StepData(
+        number=number,
+        folder=run.folder,
+        prompts=prompts,
+        places=run.inputs.train.places(prompts),
+        trajectories=[_read_only(t) for t in trajectories],
+        rewards=[*graded, *(reward for group in drawn.dropped for reward in group.rewards)],
+        rows=np.where(index < len(graded), index, -1).astype(np.int32),
+        batch=jax.tree.map(_view, data),
+    )
+
+
+def _view(x: Any) -> np.ndarray:
+    """Returns a view that cannot be written."""
+    view = np.asarray(x).view()
+    view.flags.writeable = False
+    return view
+
+
+def _read_only(t: Trajectory) -> Trajectory:
+    arrays: dict[str, Any] = {name: _view(x) for name, x in vars(t).items() if isinstance(x, np.ndarray)}
+    return dataclasses.replace(t, **arrays, branches=tuple(map(_read_only, t.branches)))
+
+
+def heard(
+    listen: Callable[[StepData], Mapping[str, float]], step: StepData, known: Collection[str], said_as: str
+) -> dict[str, float]:
+    """Returns the metrics of `listen`; raises a UserError for what is none, and for a name that the step has."""
+    try:
+        metrics = {name: float(value) for name, value in dict(listen(step)).items()}
+    except Exception as e:  # a user's function may raise anything
+        raise UserError(f"{said_as}: listen raises {said(e)}; correct it, to return numbers by name") from e
+    for name in metrics:
+        if not isinstance(name, str) or not name or name in known or name.startswith(LATER):
+            raise UserError(
+                f"{said_as}: listen returns {name!r}, a name of the step's own metrics; use another, as in mine/NAME"
+            )
+    return metrics
+
+
+def _require_alike(run: "Run", drawn: StepSamples, data: Batch, cursor: Cursor) -> None:
+    """Raises a UserError where the hosts' calls of the functions of a memory have returned different values."""
+    places = run.inputs.train.places(drawn.prompts)
+    columns = b"" if data.columns is None else np.asarray(data.columns).tobytes()
+    checksum = zlib.crc32(cursor.curriculum.encode(), zlib.crc32(columns, zlib.crc32(places.tobytes())))
+    for rank, other in enumerate(run.hosts.gather(lambda: checksum)):
+        if other != checksum:
+            raise UserError(
+                f"{parts.host_setting(run.c)}: its functions of the memory return other values on host {rank} than on"
+                f" host {run.hosts.rank}; let them depend on their arguments alone"
+            )
