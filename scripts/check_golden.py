@@ -232,7 +232,7 @@ def bypass_mode(meta: Meta, x: Inputs) -> dict[str, Found]:
     weight, loss = None, losses.clipped
     clips = {name: setting(meta, name) for name in ("clip_low", "clip_high", "clip_c")}
     if meta["loss_type"] == "reinforce":
-        loss, clips = reinforce, {}
+        loss, clips = losses.gpg, {}
         if level := meta.get("rollout_is"):
             lower, upper = importance_band(meta.get("rollout_is_threshold", "2.0"))
             raw = correction.raw_weights(log_ratio, x["mask"], level=level, segment=segment)
@@ -247,17 +247,12 @@ def bypass_mode(meta: Meta, x: Inputs) -> dict[str, Found]:
         return value if weight is None else value * weight, clipped
 
     out, clipped = with_gradient(each, logp, meta, x, meta["mode"], kept)
-    far = jnp.inf if loss is reinforce else masked.FAR
+    far = jnp.inf if loss is losses.gpg else masked.FAR
     return out | {
         "actor/ppo_kl": mean(jnp.clip(kl.k1(rollout, logp), -far, far), kept, logp.dtype),
         "actor/pg_clipfrac": mean(clipped[0], kept, logp.dtype),
         "actor/pg_clipfrac_lower": mean(clipped[1], kept, logp.dtype),
     }
-
-
-def reinforce(logp: Any, old_logp: Any, advantage: Any, mask: Any, segment: Any) -> losses.PolicyLoss:
-    """GPG's loss, which reads no old policy."""
-    return losses.gpg(logp, advantage, mask)
 
 
 def policy(loss: Callable[..., losses.PolicyLoss], *settings: str, mode: str | None = None) -> Adapter:
@@ -376,7 +371,7 @@ ADAPTERS: dict[str, Adapter] = {
     "geo_mean": policy(losses.geo_mean, "clip_low", "clip_high", mode="seq-mean-token-mean"),
     "cispo": policy(losses.cispo, "clip_low", "clip_high"),
     "sapo": policy(losses.sapo, "tau_pos", "tau_neg", mode="seq-mean-token-mean"),
-    "gpg": policy(reinforce),
+    "gpg": policy(losses.gpg),
     "dro": policy(losses.dro, "dro_beta"),
     "dppo_tv": policy(losses.dppo_tv, "clip_low", "clip_high", "clip_c"),
     "dppo_kl": policy(losses.dppo_kl, "clip_low", "clip_high", "clip_c"),

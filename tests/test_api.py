@@ -22,7 +22,7 @@ from jppo.errors import UserError
 from jppo.models import hf
 from jppo.rollout.protocol import RolloutError
 from jppo.run.agreement import Mismatch
-from jppo.run.api.losses import cross_entropy, importance_sampling
+from jppo.run.api.losses import ResponsesView, cross_entropy, importance_sampling
 from jppo.runlog.logger import read_metrics
 from tests import make
 
@@ -411,9 +411,8 @@ def test_the_first_example_of_the_page_runs(tmp_path, monkeypatch):
 
 
 def test_importance_sampling_weighs_by_the_ratio_of_sampled_tokens():
-    logprob, old, advantage = (
-        np.array(x, np.float32) for x in ([-1.0, -2.0, -3.0], [-1.0, -1.0, 9.0], [2.0, 3.0, 4.0])
-    )
-    loss = importance_sampling(logprob, old, advantage, np.array([True, True, False]))
-    np.testing.assert_allclose(loss, [-2.0, -3.0 * math.exp(-1.0), -4.0], rtol=1e-6)
-    np.testing.assert_array_equal(cross_entropy(logprob), [1.0, 2.0, 3.0])
+    rows = dict(logprob=[-1.0, -2.0, -3.0], old_logprob=[-1.0, -1.0, 9.0], advantage=[2.0, 3.0, 4.0])
+    arrays = {name: np.array(x, np.float32) for name, x in rows.items()} | {"mask": np.array([True, True, False])}
+    view = ResponsesView(arrays.__getitem__)
+    np.testing.assert_allclose(importance_sampling(view), [-2.0, -3.0 * math.exp(-1.0), -4.0], rtol=1e-6)
+    np.testing.assert_array_equal(cross_entropy(view), [1.0, 2.0, 3.0])

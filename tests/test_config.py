@@ -886,7 +886,7 @@ def read_by_parts(config, monkeypatch):
     config.actor.dro_beta = 0.1
     for name in parts.POLICY_LOSSES:
         config.actor.loss_mode = name
-        parts.objective(read())
+        parts.policy_loss(read())
 
 
 def test_every_setting_is_read(small_run, quick_compilation, monkeypatch):

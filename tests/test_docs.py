@@ -191,7 +191,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_written():
     kinds = r"agent|actor|critic|train|training|val|reward|judge|rollout|rollout_corr|trainer|perf|sft|rm|dpo"
     kinds += r"|response_length|prompt_length|ref|given"
     name = rf"(?:{kinds})/[\w/]+"
-    written = set(re.findall(rf'"({name})"(?::|\] = )', CODE))
+    written = set(re.findall(rf'"({name})"(?::|\] = )', CODE)) | set(re.findall(rf'\bTerm\([^"]*"({name})"', CODE))
     source = text("jppo/run/sample_log.py")
     described, rest = re.search(
         r"\ndef sample_metrics\(.*?\n    return \{\n(.*?)\n    \}(.*?)\n\n", source, re.S

@@ -196,7 +196,7 @@ def test_a_curriculum_learns_from_scores_of_samples(monkeypatch):
     ],
 )
 def test_what_given_responses_cannot_go_with(config, changes, said):
-    config.algorithm.adv_estimator, config.rollout.n = LUFFY, 2
+    config.algorithm.extension, config.rollout.n = LUFFY, 2
     settings.check(config)
     with pytest.raises(UserError, match=said) as e:
         changed(config, changes)
@@ -229,7 +229,7 @@ def run(small_run, tmp_path):
         "rollout.name": "inprocess",
         "rollout.n": 4,
         "rollout.logp_tolerance": 1e-3,
-        "algorithm.adv_estimator": LUFFY,
+        "algorithm.extension": LUFFY,
         "trainer.token_samples": 100,
         "trainer.total_training_steps": 3,
         "trainer.test_freq": -1,

@@ -1,27 +1,27 @@
-"""LUFFY (Yan et al., 2025, arXiv:2504.14945): demonstrations of a row take places in its prompt's group.
+"""LUFFY (arXiv:2504.14945): demonstrations of a row take places in its prompt's group, with a loss of their own.
 
-    python -m jppo.train ... --config.rollout.n=8 --config.algorithm.adv_estimator=examples/algorithms/luffy.py:luffy
+--config.algorithm.extension=examples/algorithms/luffy.py:luffy --config.algorithm.options.gamma=0.1
 
 The column `demonstrations` of each row is a list of texts, [] for none. They are graded as samples are, and GRPO
 compares all n: where no sample succeeds, only they have a positive advantage, and where all do, none has any.
 """
 
-import dataclasses
-from collections.abc import Sequence
+import jax.numpy as jnp
 
-from jppo.learner import estimators
-from jppo.learner.algorithm import Algorithm
-from jppo.settings import Settings
-from jppo.types import Prompt
+from jppo.algorithms import advantage
+from jppo.learner.algorithm import Algorithm, Term
 
 
-def demonstrations(prompt: Prompt) -> Sequence[str]:
-    """Returns the texts of the row."""
-    texts: Sequence[str] = prompt.extra["demonstrations"]
-    return texts
+def luffy(gamma: float = 0.1, clip: float = 0.2):
+    def loss(view):
+        pi = jnp.exp(jnp.where(view.mask & view.given, view.logprob, 0.0))
+        ratio = jnp.exp(jnp.where(view.mask & ~view.given, view.logprob - view.old_logprob, 0.0))
+        clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
+        sampled = jnp.minimum(view.advantage * ratio, view.advantage * clipped)
+        return -jnp.where(view.given, view.advantage * pi / (pi + gamma), sampled)
 
-
-def luffy(c: Settings) -> Algorithm:
-    """The entry: GRPO over samples and demonstrations."""
-    grpo = estimators.grpo(norm_adv_by_std=c.algorithm.norm_adv_by_std_in_grpo)
-    return dataclasses.replace(grpo, given=demonstrations)
+    return Algorithm(
+        given=lambda prompt: prompt.extra["demonstrations"],
+        outcome=lambda view: advantage.grpo(view.score, view.group, norm_adv_by_std=True),
+        terms=(Term(loss, "actor/pg_loss"),),
+    )

@@ -104,9 +104,9 @@ def sapo(
     return -advantage * gate, jnp.zeros_like(mask), jnp.zeros_like(mask)
 
 
-def gpg(logp: Array, advantage: Array, mask: Array) -> PolicyLoss:
+def gpg(logp: Array, old_logp: Array, advantage: Array, mask: Array, segment: Array) -> PolicyLoss:
     """REINFORCE without the old policy (GPG, Chu et al., arXiv:2504.02546): L = -A log π."""
-    chex.assert_equal_shape([logp, advantage, mask])
+    chex.assert_equal_shape([logp, old_logp, advantage, mask, segment])
     return -advantage * jnp.where(mask, logp, 0.0), jnp.zeros_like(mask), jnp.zeros_like(mask)
 
 

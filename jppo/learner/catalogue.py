@@ -58,7 +58,8 @@ def gpg() -> Algorithm:
     """Makes REINFORCE, which reads no old policy."""
 
     def each(view: LossView) -> tuple[Array, dict[str, Array]]:
-        return with_clips(losses.gpg(view.logprob, view.advantage, view.mask))
+        unread = view.logprob  # in the place of the old policy's
+        return with_clips(losses.gpg(view.logprob, unread, view.advantage, view.mask, view.segment))
 
     return Algorithm(terms=(Term(each, "actor/pg_loss"),))
 

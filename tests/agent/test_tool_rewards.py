@@ -131,7 +131,7 @@ def test_gae_credits_the_turn_and_a_group_sees_the_sum(plain):
     longest = max(len(t.tokens) for t in held)
     data = batch.flatten(held, rewards, np.zeros(3, np.int32), shape=(4, longest), earns=True)
     value = np.random.default_rng(0).normal(size=data.mask.shape).astype(np.float32)
-    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty=None, correction=None, bypass=True)
 
     def advantages(estimator, data):
         run = jax.jit(estimate.make_advantages(dataclasses.replace(estimator, transforms=()), **how))

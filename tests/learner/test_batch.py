@@ -80,7 +80,7 @@ def test_a_truncated_response_is_not_learned_but_compared():
     rewards = [Reward(score, {}, None) for score in (1.0, 0.0, 0.0)]
     data = batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2), filter_truncated=True)
     np.testing.assert_array_equal(data.mask, [[1, 1], [0, 0], [1, 1]])
-    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty=None, correction=None, bypass=True)
     found, _ = estimate.make_advantages(estimators.grpo(norm_adv_by_std=False), **how)(data, np.float32(0))
     np.testing.assert_allclose(found["advantage"], np.float32([[2, 2], [0, 0], [-1, -1]]) / 3, rtol=1e-5)
     assert batch.flatten(some, rewards, np.zeros(3, np.int32), shape=(3, 2)).mask.all(), "without the filter"

@@ -51,7 +51,7 @@ def test_a_group_has_each_episode_once_with_all_its_branches(name):
     of_rows = all_of_them.trajectories, all_of_them.rewards, all_of_them.group
     data = batch.flatten(*of_rows, shape=(12, 6), episode=all_of_them.first)
     penalty = rng.normal(size=data.mask.shape).astype(np.float32)
-    how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty="full", correction=None, bypass=True)
     made = dataclasses.replace(MADE[name](), transforms=())
     found, _ = jax.jit(estimate.make_advantages(made, **how))(dataclasses.replace(data, exact_kl=penalty), KL_COEF)
 

@@ -39,7 +39,7 @@ def made(estimator, data, *, rng=None):
     rng = rng or np.random.default_rng(0)
     value, penalty = rng.normal(size=(2, *data.mask.shape)).astype(np.float32)
     data = dataclasses.replace(data, value=value if estimator.critic else None, exact_kl=penalty)
-    how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty="full", correction=None, bypass=True)
     run = jax.jit(estimate.make_advantages(dataclasses.replace(estimator, transforms=()), **how))
     return *run(data, KL_COEF), value, penalty
 
@@ -144,7 +144,7 @@ def test_turns_are_those_before_tokens_are_rejected():
     old = dataclasses.replace(data, old_logprob=old)
     reject = estimate.Correction(level=None, lower=0.5, upper=2.0, normalize=False, rules=(("token_k1", 0.5, 2.0),))
     made = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn")
-    how = dict(kl_penalty=None, correction=reject, bypass=False, by_sequence=False)
+    how = dict(kl_penalty=None, correction=reject, bypass=False)
     run = jax.jit(estimate.make_advantages(dataclasses.replace(made, transforms=()), **how))
     known, _ = run(old, np.float32(0))
     assert np.asarray(known["mask"])[2].tolist() == [True, False, True, False, False, False]

@@ -212,7 +212,7 @@ def test_an_algorithm_reads_which_responses_are_given(batch):
         advantage=lambda view: jnp.where(view.mask, (view.outcome * (1.0 + view.given))[:, None], 0.0),
         given=lambda prompt: [],
     )
-    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty=None, correction=None, bypass=True)
     data = dataclasses.replace(batch, given=where, score=np.arange(B, dtype=np.float32), value=None)
     found, metrics = estimate.make_advantages(algorithm, **how)(data, np.float32(0))
     expected = np.where(batch.mask, np.array([0, 20, 2, 20, 4, 20])[:, None], 0)

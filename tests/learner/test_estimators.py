@@ -62,7 +62,7 @@ def test_distillation_by_hand(gamma, expected):
         group=np.zeros(1, np.int32), greedy=None, old_logprob=np.float32([[-1.0, -1.0, np.nan, -1.0]]),
         ref_logprob=np.float32([[-1.1, -1.2, np.nan, -0.7]]),
     )  # fmt: skip
-    how = dict(kl_penalty="kl", correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty="kl", correction=None, bypass=True)
     known, metrics = jax.jit(estimate.make_advantages(estimators.distill(gamma=gamma), **how))(data, np.float32(2))
     np.testing.assert_allclose(known["advantage"], [expected], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(metrics["critic/rewards/mean"], 0.0, atol=1e-6)  # -2 (0.1 + 0.2 - 0.3), without the 5
@@ -100,7 +100,7 @@ def test_normalised_values_by_hand():
         group=np.zeros(1, np.int32), greedy=None, value=np.float32([[1.0, 2.0, 9.0]]),
     )  # fmt: skip
     made = dataclasses.replace(estimators.gae(gamma=1.0, lam=1.0, lam_alpha=None, critic_lam=None), transforms=())
-    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty=None, correction=None, bypass=True)
     advantages = jax.jit(estimate.make_advantages(made, **how, value_norm_decay=0.5))
     known, metrics = advantages(data, np.float32(0), np.float32([0.5, 1.0, 4.0]))
     np.testing.assert_allclose(known["advantage"], [[1.0, -1.0, 0.0]], rtol=1e-6)
@@ -119,7 +119,7 @@ def test_opo_counts_a_response_of_which_nothing_is_kept(left_out):
     responses = [trajectory(range(5), sampled, finish=finish) for finish in ("stop", "length", "length")]
     rewards = [Reward(x, {}, None) for x in (1.0, 0.0, 0.0)]
     data = batch.flatten(responses, rewards, np.zeros(3, np.int32), shape=(4, 4), filter_truncated=filters)
-    how = dict(kl_penalty=None, bypass=False, by_sequence=False)
+    how = dict(kl_penalty=None, bypass=False)
     # a band around equal log-probs; those of the last two are not equal
     rule = estimate.Correction(None, 0.0, 1.0, normalize=False, rules=(("seq_mean_k1", 0.5, 2.0),))
     old = np.zeros((4, 4), np.float32) if filters else np.float32([[0] * 4, [5] * 4, [5] * 4, [0] * 4])

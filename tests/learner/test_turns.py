@@ -62,7 +62,7 @@ def test_rewards_and_advantages_pass_over_what_tools_said(trajectories):
         return np.where(data.mask, np.pad(found, ((0, 3), (0, 0))), np.float32(1e9))
 
     estimator = dataclasses.replace(recipe().algorithm, transforms=())
-    how = dict(kl_penalty="full", correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty="full", correction=None, bypass=True)
     advantages = jax.jit(estimate.make_advantages(estimator, **how))
     known, metrics = advantages(dataclasses.replace(data, value=flat(value), exact_kl=flat(penalty)), KL_COEF)
     total = []
