@@ -18,6 +18,7 @@ from jppo.samples import given, queue
 from jppo.samples.make import make_given, mark_stale
 from jppo.settings import parts
 from jppo.types import Prompt, Reward
+from tests.learner.test_compilations import compilations
 from tests.make import ROOT, changed, read_lines, trajectory, typed, untimed, weights
 from tests.test_prefetch import HOW, TRAIN, RewardSum, Slow
 from tests.test_resume import again, broken_off
@@ -208,7 +209,7 @@ def test_what_given_responses_cannot_go_with(config, changes, said):
 
 def write_demonstrations(c, of=lambda i: ["12", "9"]):
     """Adds the column `demonstrations` to the training rows, by their number."""
-    path = pathlib.Path(c.data.train_files[0] if not isinstance(c.data.train_files, str) else c.data.train_files)
+    path = pathlib.Path(c.data.train_files)
     rows = read_lines(path)
     path.write_text("".join(json.dumps(row | {"demonstrations": of(i)}) + "\n" for i, row in enumerate(rows)))
 
@@ -278,7 +279,9 @@ def require_as_by_hand(c, step, given_places=(2, 3), n=4):
 def test_half_of_each_group_is_given(run):
     run.actor.ppo_mini_batch_size, run.actor.lr = 2, 1e-2
     settings.check(run)
-    train.train(run)
+    with compilations() as seen:
+        train.train(run)
+    assert seen.count("jit(advantages)") == 1, "the start compiles what each step runs"
     for step in (1, 2, 3):
         metrics, own = require_as_by_hand(run, step)
         gaps = np.abs(np.concatenate([r["log_ratio_engine"] for _, r in own]))
