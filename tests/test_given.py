@@ -13,12 +13,15 @@ from jppo.data.stream import Cursor
 from jppo.data.tokenizer import load_tokenizer
 from jppo.errors import UserError
 from jppo.learner.algorithm import Algorithm
+from jppo.run.inputs import read_inputs
+from jppo.runlog.timers import Count
 from jppo.runlog.watchdog import Stopped
 from jppo.samples import given, queue
 from jppo.samples.make import make_given, mark_stale
 from jppo.settings import parts
 from jppo.types import Prompt, Reward
-from tests.make import ROOT, changed, read_lines, trajectory, typed, untimed, weights
+from tests.learner.test_compilations import compilations
+from tests.make import ROOT, changed, read_lines, trajectory, typed, untimed, weights, write_lines
 from tests.test_prefetch import HOW, TRAIN, RewardSum, Slow
 from tests.test_resume import again, broken_off
 
@@ -50,22 +53,24 @@ def test_a_text_has_the_tokens_of_a_sampled_response(ids, how, tokens, finish):
     assert answer.version == [-1] * len(tokens) and answer.logprob == [0.0] * len(tokens)
 
 
-def make(c, texts, monkeypatch):
+def make(c, texts, monkeypatch, ends=(1,)):
     """The given responses of a prompt for which an algorithm gives `texts`."""
     algorithm = Algorithm(outcome=lambda view: view.score, given=lambda prompt: texts)
     monkeypatch.setattr(parts, "estimator", lambda _: algorithm)
     prompt = Prompt("p", "", "", np.array([2, 3], np.int32), "", {})
-    return make_given(typed(c), load_tokenizer(c.model.path), (1,))(prompt)
+    return make_given(typed(c), load_tokenizer(c.model.path), ends)(prompt)
 
 
 def test_given_responses_look_like_sampled_ones_but_for_who_sampled_them(small_run, monkeypatch):
     small_run.rollout.n = 2
-    short, long = make(small_run, ["47", "123456789"], monkeypatch)
+    short, long = make(small_run, ["47", "123456789"], monkeypatch, ends=(0, 1))  # the tokenizer's is 1
     tokens = load_tokenizer(small_run.model.path)("47", add_special_tokens=False)["input_ids"]
     assert short.tokens.tolist() == [2, 3, *tokens, 1] and short.text == "47" and short.finish == "stop"
     assert short.sampled.tolist() == [False, False, True, True, True] and short.version.tolist() == [-1] * 5
     assert long.text == "123456" and long.finish == "length", "data.max_response_length is 6"
     assert short.given and long.given and short.turns == 1
+    small_run.rollout.ignore_eos = True
+    assert make(small_run, ["47"], monkeypatch)[0].tokens.tolist() == [2, 3, *tokens]
     assert not trajectory([1, 2], [0, 1]).given and not trajectory([1, 2], [0, 0]).given
 
 
@@ -114,6 +119,9 @@ def test_they_take_the_last_places_and_nobody_is_asked_for_them(count, how):
     for step in range(3):
         sampler.version = plain.version = step
         drawn, without = it.take(step), other.take(step)
+        if not how:
+            samples = [t for t in drawn.trajectories if not t.given]
+            assert it.progress(step) == Count("responses", 6, 6, 2 * len(samples)), "of 2 tokens each"
         for i, t in enumerate(drawn.trajectories):
             prompt, place = drawn.prompts[i // 3], i % 3
             assert t.given == (prompt.ids[0] % 2 == 0 and place >= 3 - count)
@@ -146,16 +154,18 @@ def test_saved_ones_are_graded_once_and_those_of_another_algorithm_are_not_used(
     waiting = len(state["steps"][0]["found"][0]["numbers"])
     assert waiting == 6, "step 1 is asked for, and answered"
 
+    even = sum(int(TRAIN.prompts[i].ids[0]) % 2 == 0 for i in state["steps"][0]["indices"])
+    assert even, "a prompt of the step has given responses"
+
     def resumed(**how):
         later, sums = Slow(), RewardSum()
         later.version = 1
         it = make_queue(later, Cursor(**state["cursor"]), sums, **how)
-        it.load(state, 1)
+        [line] = it.load(state, 1)
+        assert line.startswith(f"{6 - 2 * even} samples that the checkpoint has of the next steps are not drawn again")
         count = sums.count
         return it.take(1), count
 
-    even = sum(int(TRAIN.prompts[i].ids[0]) % 2 == 0 for i in state["steps"][0]["indices"])
-    assert even, "a prompt of the step has given responses"
     same, graded = resumed(give=give(2))
     assert graded == state["reward"]["count"], "none is graded again"
     assert sum(t.given for t in same.trajectories) == 2 * even
@@ -208,7 +218,7 @@ def test_what_given_responses_cannot_go_with(config, changes, said):
 
 def write_demonstrations(c, of=lambda i: ["12", "9"]):
     """Adds the column `demonstrations` to the training rows, by their number."""
-    path = pathlib.Path(c.data.train_files[0] if not isinstance(c.data.train_files, str) else c.data.train_files)
+    path = pathlib.Path(c.data.train_files)
     rows = read_lines(path)
     path.write_text("".join(json.dumps(row | {"demonstrations": of(i)}) + "\n" for i, row in enumerate(rows)))
 
@@ -277,21 +287,51 @@ def require_as_by_hand(c, step, given_places=(2, 3), n=4):
 
 def test_half_of_each_group_is_given(run):
     run.actor.ppo_mini_batch_size, run.actor.lr = 2, 1e-2
+    rows = read_lines(run.data.train_files)
+    of_two = [row | {"data_source": ("even", "odd")[i % 2]} for i, row in enumerate(rows, 1)]
+    write_lines(pathlib.Path(run.data.train_files), of_two)
     settings.check(run)
-    train.train(run)
+    with compilations() as seen:
+        train.train(run)
+    assert seen.count("jit(advantages)") == 1, "the start compiles what each step runs"
     for step in (1, 2, 3):
         metrics, own = require_as_by_hand(run, step)
+        for i, source in enumerate(("even", "odd")):
+            scores = [row["score"] for row, _ in own if int(row["uid"].rpartition(":")[2]) % 2 == i]
+            assert metrics[f"train/{source}/score"] == pytest.approx(np.mean(scores))
         gaps = np.abs(np.concatenate([r["log_ratio_engine"] for _, r in own]))
         assert metrics["rollout/logp_gap_max"] == pytest.approx(gaps.max(), abs=1e-6) and gaps.max() < 1e-4
         assert abs(metrics["rollout_corr/kl"]) < 1e-5 and metrics["actor/grad_norm"] > 0
 
 
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (lambda i: ["1"] * (i + 2), r"returns 5 responses for prompt train:4, .* rollout\.n=4 samples"),
+        (lambda i: None, "returns None for prompt train:1; it must be a list of texts"),
+    ],
+)
+def test_each_row_is_checked_before_a_device_is_used(run, of, said):
+    write_demonstrations(run, of)
+    with pytest.raises(UserError, match=said) as e:
+        read_inputs(typed(run))
+    assert str(e.value).startswith(f"algorithm.adv_estimator='{LUFFY}': `given` ")
+
+
+def test_rows_without_the_column_are_one_line(run):
+    rows = [{k: v for k, v in row.items() if k != "demonstrations"} for row in read_lines(run.data.train_files)]
+    write_lines(pathlib.Path(run.data.train_files), rows)
+    with pytest.raises(UserError, match=r"`given` raises KeyError: 'demonstrations' for prompt train:1; correct it"):
+        read_inputs(typed(run))
+
+
 def test_every_response_may_be_given(run):
-    """Then nothing is sampled: metrics of samples are left out."""
-    run.rollout.n, run.actor.ppo_mini_batch_size = 2, 4
-    settings.check(run)
+    """Then nothing is sampled: metrics of samples are left out, and β stays, whose KL is of samples."""
+    adaptive = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl_type": "adaptive", "ref.path": "policy"}
+    run = changed(run, adaptive | {"rollout.n": 2, "actor.ppo_mini_batch_size": 4})
     train.train(run)
     metrics, samples, _ = read_step(run, 3)
+    assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(run.algorithm.kl_coef)
     assert all(row["given"] for row in samples) and metrics["given/count"] == len(samples) == 8
     assert not {"critic/score/mean", "response_length/mean", "non_finite"} & metrics.keys()
     assert metrics["actor/grad_norm"] > 0 and metrics["rollout_corr/kl"] == metrics["actor/entropy"] == 0

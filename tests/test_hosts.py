@@ -18,7 +18,7 @@ from jppo.rollout.make import own_urls
 from jppo.run import start
 from jppo.run.start import require_shareable
 from jppo.settings import table
-from tests.make import ROOT, changed, read_lines, typed
+from tests.make import ROOT, changed, read_lines, typed, write_lines
 
 STEPS = 3
 
@@ -123,6 +123,23 @@ def test_four_hosts_with_critic_and_draws_ahead_are_one_process(run_of_groups, t
     code, said = launch(in_folder(c, tmp_path / "four"), count=4)
     assert code == 0, said
     assert_equal_runs(tmp_path / "four", reference)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_given_responses_are_one_process(run_of_groups, tmp_path):
+    """Each host gives those of its own prompts, some of which have none; asynchronous."""
+    c = run_of_groups
+    file = pathlib.Path(c.data.train_files)
+    rows = [row | {"demonstrations": ["12"] * (i % 2)} for i, row in enumerate(read_lines(file))]
+    write_lines(file, rows)
+    c.algorithm.adv_estimator = f"{ROOT}/examples/algorithms/luffy.py:luffy"
+    c.rollout.mode, c.rollout.max_staleness = "async", 1
+    reference = pathlib.Path(c.trainer.run_dir)
+    train.train(c)
+    assert sum(one.get("given/count", 0) for one in metrics(reference).values()) > 1
+    code, said = launch(in_folder(c, tmp_path / "two"))
+    assert code == 0, said
+    assert_equal_runs(tmp_path / "two", reference)
 
 
 @pytest.mark.slow

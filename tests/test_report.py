@@ -204,6 +204,17 @@ def test_the_histogram_counts_what_is_there():
     assert found["kind"] == "test" and sum(found["counts"][0]) == 700 and len(found["counts"][0]) == page.BINS
 
 
+def test_given_responses_are_marked_and_in_no_distribution_of_scores(tab, tmp_path):
+    rows = [row(0, 0.0, finish="stop"), row(0, 1.0, finish="stop", given=True), row(1, 0.0, finish="stop")]
+    folder = write_run(tmp_path / "run", [{"step": 1}], {"step_1": rows})
+    assert page.make_document([folder])["runs"][0]["scores"]["counts"] == [[2]]
+    tab.open(write_report([folder], tmp_path / "report.html"))
+    tab.wait("document.querySelectorAll('.sample').length === 3")
+    marked = "[...document.querySelectorAll('.sample')].map((one) => one.textContent.includes('given, not sampled'))"
+    assert tab.ask(marked) == [False, True, False]
+    assert "Further fields" not in tab.ask("document.querySelectorAll('.sample')[1].textContent")
+
+
 def test_settings_of_one_run_are_held_against_the_defaults():
     c = config.default()
     c.actor.lr = 0.5

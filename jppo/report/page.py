@@ -216,7 +216,7 @@ def read_samples(
                 rows[line]["token_record"] = index
         kept, packed, ratio = fit(rows, budget // (len(files) - i), ratio)
         budget -= len(packed)
-        scores = [number(row.get("score")) for row in rows]  # None: not graded
+        scores = [number(row.get("score")) for row in rows if not row.get("given")]  # None: not graded
         entries.append(
             {"kind": file.kind, "step": file.step, "of": len(rows), "kept": kept, "packed": packed, "scores": scores}
         )

@@ -2,7 +2,7 @@
 
 const PAGE = 20; // samples that are shown at once
 const FOLD = 420; // characters from which a text is folded
-const KNOWN = ["uid", "prompt", "response", "ground_truth", "score", "parts", "error", "finish", "token_record"];
+const KNOWN = ["uid", "prompt", "response", "ground_truth", "score", "parts", "error", "finish", "given", "token_record"];
 const ORDERS = {
   "as in the file": null,
   "score, lowest first": (a, b) => (scoreOf(a) ?? -Infinity) - (scoreOf(b) ?? -Infinity),
@@ -158,6 +158,7 @@ function sampleCard({ run, row, entry, k }, words, named) {
     score === null ? element("span", { class: "score bad" }, "no score") : element("span", { class: "score" }, `score ${said(score)}`),
     brief ? element("span", {}, "truth ", element("b", {}, textOf(row.ground_truth))) : null,
     parts.map(([name, value]) => element("span", { class: "chip" }, `${name} ${typeof value === "number" ? said(value) : textOf(value)}`)),
+    row.given ? element("span", { class: "chip" }, "given, not sampled") : null,
     row.finish === undefined ? null : element("span", { class: row.finish === "stop" ? "soft" : "bad" }, `ended by ${textOf(row.finish)}`),
     element("span", { class: "soft" }, [named ? entryName(entry) : null, row.uid === undefined ? `no. ${k + 1}` : textOf(row.uid)].filter(Boolean).join(" · ")));
   const response = block("Response", row.response, words);
