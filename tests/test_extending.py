@@ -55,7 +55,7 @@ def changed(before: str, diff: str) -> str:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """jppo with all five additions, and the commands of the page."""
+    """jppo with all six additions, and the commands of the page."""
     folder = tmp_path_factory.mktemp("copy")
     for path in ROOT.iterdir():
         if path.is_dir() and path.name[0] != "." and path.name not in MADE:
@@ -81,7 +81,7 @@ def test_what_the_page_says_works(copy):
     folder, commands = copy
     tests = [word for command in commands for word in command.removeprefix("python -m pytest ").split()
              if command.startswith("python -m pytest ")]  # fmt: skip
-    assert len(tests) == len(commands) == 4
+    assert len(tests) == len(commands) == 5
     said = run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests], folder)
     assert " passed" in said and "skipped" not in said
     families = "from jppo.models import families; print(families.FAMILIES['seed_oss'].qkv_bias)"

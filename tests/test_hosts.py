@@ -1,5 +1,6 @@
 """Several processes on this machine as the hosts of one run: equal to one process, and ended together."""
 
+import json
 import math
 import os
 import pathlib
@@ -101,6 +102,45 @@ def test_two_hosts_are_one_process_which_resumes_when_a_host_is_killed(run_of_gr
     assert (tmp_path / "broken/checkpoints/1").is_dir()
     train.train(broken)
     assert_equal_runs(tmp_path / "broken", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_two_hosts_have_the_memory_of_one_process(run_of_groups, tmp_path, mode):
+    c = run_of_groups
+    c.algorithm.extension, c.rollout.mode = f"{ROOT}/examples/algorithms/spo.py:spo", mode
+    settings.check(c)
+    train.train(c)
+    code, said = launch(in_folder(c, tmp_path / "two"))
+    assert code == 0, said
+    reference = pathlib.Path(c.trainer.run_dir)
+    assert_equal_runs(tmp_path / "two", reference)
+    memories = [
+        json.loads((folder / f"checkpoints/{STEPS}/about/metadata").read_text())["meta"]["cursor"]["curriculum"]
+        for folder in (tmp_path / "two", reference)
+    ]
+    assert memories[0] == memories[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("update", "said"),
+    [
+        ("memory + os.getpid()", "its functions of the memory return other values on host"),
+        (
+            "memory / 0 if os.environ['NODE_RANK'] == '1' else memory",
+            "update raises ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_memory_that_differs_between_hosts_ends_all(run_of_groups, tmp_path, update, said):
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom jppo.learner.algorithm import Algorithm\n"
+        f"def mine():\n    return Algorithm(init=lambda prompts: 0, update=lambda memory, step: {update})\n"
+    )
+    run_of_groups.algorithm.extension = f"{tmp_path}/mine.py:mine"
+    code, output = launch(run_of_groups)
+    assert code == 2 and said in output and "Traceback" not in output, output
 
 
 @pytest.mark.slow

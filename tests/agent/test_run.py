@@ -147,6 +147,35 @@ def test_an_agent_program_trains_the_policy(program_run, quick_compilation, mode
     assert failed == "agent_score: the agent exited with 70: ValueError: I give up"
 
 
+COLUMNS = """
+import numpy as np
+from jppo.learner.algorithm import Algorithm
+
+def listen(step):
+    batch, branches = step.batch, 0
+    for row in np.flatnonzero(batch.mask.any(axis=1)):
+        [i] = np.flatnonzero(step.rows == batch.episode[row])
+        branches += row != batch.episode[row]
+        np.testing.assert_array_equal(batch.advantage[row][batch.mask[row]], step.places[i] + step.number)
+    return {"mine/branches": branches, "mine/episodes": len(step.rewards)}
+
+def columns():
+    return Algorithm(
+        init=lambda prompts: 1, update=lambda memory, step: memory + 1, listen=listen,
+        columns=lambda memory, places: {"x": places + memory}, outcome=lambda view: view.column("x") + 0 * view.score,
+    )
+"""
+
+
+def test_the_branches_of_an_episode_have_its_columns(program_run, quick_compilation, tmp_path):
+    c = program_run
+    (tmp_path / "columns.py").write_text(COLUMNS)
+    c.algorithm.extension = f"{tmp_path}/columns.py:columns"
+    settings.check(c)
+    train.train(c)
+    assert [(step["mine/episodes"], step["mine/branches"]) for step in metrics_of(c)] == [(8, 7)] * 2
+
+
 def test_an_agent_that_always_fails_ends_the_start_with_its_error(program_run, tmp_path, quick_compilation):
     c = program_run
     (tmp_path / "program.py").write_text("def agent(task): raise ValueError('no such table')")

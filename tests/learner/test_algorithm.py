@@ -1,5 +1,6 @@
 """The reads of an algorithm are recorded, whatever its functions are made of, and hold for the whole run."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -70,6 +71,52 @@ def test_a_read_that_was_not_recorded_raises():
 def test_results_of_another_shape_are_refused_before_anything_runs(wrong):
     with pytest.raises(ValueError, match=r"reads the outcome|an outcome is"):
         wrong.reads  # noqa: B018
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Algorithm)])
+def test_what_is_left_out_is_the_bases_and_nothing_else(field):
+    """Whatever fields an Algorithm has: each alone, over a base that has them all."""
+
+    def other(*_):
+        return None
+
+    base = Algorithm(**{name.name: functools.partial(other, name.name) for name in dataclasses.fields(Algorithm)})
+    own = Algorithm(**{field: other})
+    merged = own.over(base)
+    given = {"outcome": {"outcome", "advantage", "transforms"}, "advantage": {"advantage", "transforms"}}
+    for name in vars(base):
+        from_own = name in given.get(field, {field})
+        assert getattr(merged, name) is getattr(own if from_own else base, name)
+    assert Algorithm().over(base) == base
+
+
+def test_an_estimate_of_its_own_has_transforms_of_its_own():
+    """Else gae's whitening would change it."""
+    base = made("gae")
+    assert Algorithm(outcome=lambda view: view.score).over(base).transforms == ()
+    assert Algorithm(lambda view: view.reward).over(base).transforms == ()
+    kept = Algorithm(transforms=()).over(base)
+    assert kept.critic and kept.transforms == () and Algorithm().over(base).transforms == base.transforms
+
+
+def test_an_outcome_that_no_advantage_reads_is_not_computed():
+    over_grpo = Algorithm(lambda view: view.reward).over(made("grpo"))
+    assert over_grpo.reads == ("reward",) and not over_grpo.compares
+    read = Algorithm(lambda view: jnp.where(view.mask, view.outcome[:, None], 0)).over(made("grpo"))
+    assert read.compares
+
+
+def test_columns_are_read_as_parts_are_and_need_their_function():
+    def outcome(view):
+        return view.score - view.column("v")
+
+    def advantage(view):
+        return jnp.where(view.mask, (view.outcome * view.column("w"))[:, None], 0.0)
+
+    one = Algorithm(advantage, outcome, columns=lambda memory, places: {})
+    assert one.column_names == ("w", "v") and one.parts == () and one.remembers
+    with pytest.raises(ValueError, match="reads a column of its memory, and has no function `columns`"):
+        Algorithm(advantage, outcome).reads  # noqa: B018
 
 
 def test_an_outcome_alone_is_spread_over_the_trained_tokens():

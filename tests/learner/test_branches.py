@@ -3,10 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jppo.learner import batch, estimate, estimators
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.episodes import make_episodes, with_branches
 from jppo.types import Reward
 from tests.learner.test_earned import trajectory
@@ -36,6 +38,34 @@ def outcomes(name, score, length):
         "baseline": score - score.mean(),
         "opo": score - (length * score).sum() / length.sum(),
     }[name]
+
+
+def test_all_branches_of_an_episode_have_its_columns():
+    """Two prompts of two episodes; column 0 is read by episode, column 1 by row."""
+    episodes = [
+        dataclasses.replace(trajectory(np.ones(6, bool), str(i)), branches=(trajectory(np.ones(6, bool), str(i)),) * i)
+        for i in range(4)
+    ]
+    rewards = [Reward(score, {}, None) for score in SCORES]
+    prompts = [dataclasses.replace(sample("").prompt, uid=uid) for uid in "ab"]
+    made = with_branches(make_episodes(prompts, episodes, rewards, None, compared=False), lambda _: lambda _: ())
+    value, weight = {"a": 0.25, "b": 0.75}, {"a": 2.0, "b": -1.0}
+    columns = np.float32([[value[prompt.uid], weight[prompt.uid]] for prompt in made.prompts])
+    of_rows = made.trajectories, made.rewards, made.group
+    data = batch.flatten(*of_rows, shape=(12, 6), episode=made.first, columns=columns)
+    one = Algorithm(
+        lambda view: jnp.where(view.mask, (view.outcome * view.column("weight"))[:, None], 0.0),
+        lambda view: view.score - view.column("value"),
+        columns=lambda memory, places: {},
+    )
+    assert one.column_names == ("weight", "value")
+    data = dataclasses.replace(data, columns=data.columns[:, ::-1])
+    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    found, _ = jax.jit(estimate.make_advantages(one, **how))(data, KL_COEF)
+    expected = [(score - value[uid]) * weight[uid] for score, uid in zip(SCORES, "aabb", strict=True)]
+    for row, of in enumerate([0, 1, 2, 3, 1, 2, 2, 3, 3, 3]):
+        np.testing.assert_allclose(found["advantage"][row][data.mask[row]], expected[of], rtol=1e-6)
+    assert not found["advantage"][10:].any()
 
 
 @pytest.mark.parametrize("name", MADE)
