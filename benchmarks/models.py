@@ -193,7 +193,7 @@ def make_minis(s: Subject) -> list[batch.Mini]:
     data = flat_batch(s.trajectories, s.mesh)
     packed = [(rows, np.asarray(s.logprob(s.trained.learned, rows)[0])) for rows in s.rows]
     advantage = rng.normal(size=data.mask.shape).astype(np.float32)
-    data = dataclasses.replace(data, old_logprob=batch.unpack_rows(data, packed), advantage=advantage)
+    data = data.with_arrays(old_logprob=batch.unpack_rows(data, packed), advantage=advantage)
     return list(
         batch.mini_batches(
             data,

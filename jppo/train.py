@@ -100,7 +100,7 @@ def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics
         bad=bad,
         learned=bool(data.mask.any()),
         adapt_kl=run.learner.recipe.adapt_kl if data.sampled.any() else None,
-        value_norm=data.value_norm,
+        value_norm=data.get("value_norm"),
     )
 
 

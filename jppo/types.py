@@ -15,7 +15,6 @@ of every [B, L] array is about emitting the k-th token of the response, which be
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -141,7 +140,26 @@ class Rows:
 class Batch:
     """A step's trajectories, one a row; made by `learner/batch.py`. Rows after the last trajectory are padding.
 
-    A field is None if the run does not need it.
+    `arrays` are those that the run needs besides, by name, f32 unless said otherwise:
+
+        given [B] bool      the response was given, and not sampled
+        greedy [B]          the score of the prompt's greedy response
+        episode [B] i32     the first row of an agent's episode, which alone has its group
+        earned              parts of the score that are earned at a token
+        old_logprob         of the old policy: the trainer's before this step, or the engine's
+        entropy             of the old policy
+        routing_differs     share of replayed experts that the old policy would not choose
+        ref_logprob         of the frozen reference
+        exact_kl            old policy to reference, over the whole vocabulary
+        value               the critic's output
+        weight              importance weights
+        reward              of the token, with its share of the KL
+        advantage, returns  the second normalised as the values are
+        positive            1 on the trained tokens of responses with a score above 0, else 0
+        value_norm [3]      statistics that normalise values, with this step's returns
+
+    and what an algorithm reads by a name of its own, under the name of that read: parts of the reward and columns of a
+    memory [B], statistics of the old policy's logits [B, L].
     """
 
     mask: Array  # [B, L] bool, the token is of the policy, or given, and it is trained on
@@ -149,31 +167,26 @@ class Batch:
     first: Array  # [B] i32, the trajectory's entry at column 0
     score: Array  # [B] f32, NaN if there is none
     group: Array  # [B] i32, below B, equal for the samples of one prompt
-    greedy: Array | None  # [B] f32, the score of the prompt's greedy response
-    given: Array | None = None  # [B] bool, the response was given; None: the algorithm gives none
-    length: Array | None = None  # [B] f32, tokens of the response that the policy sampled, trained on or not
-    episode: Array | None = None  # [B] i32, the first row of an agent's episode, which alone has its group
-    parts: Array | None = None  # [B, K] f32, the parts of the reward that the estimator normalises apart
-    columns: Array | None = None  # [B, C] f32, the columns of an algorithm's memory that it reads
-    earned: Array | None = None  # [B, L] f32, parts of the score that are earned at a token
-    old_logprob: Array | None = None  # [B, L] f32, of the old policy: the trainer's before this step, or the engine's
-    entropy: Array | None = None  # [B, L] f32, of the old policy
-    statistics: Mapping[str, Array] | None = None  # [B, L] f32, of the old policy's logits, by name
-    routing_differs: Array | None = None  # [B, L] f32, share of replayed experts that the old policy would not choose
-    ref_logprob: Array | None = None  # [B, L] f32, of the frozen reference
-    exact_kl: Array | None = None  # [B, L] f32, old policy to reference, over the whole vocabulary
-    value: Array | None = None  # [B, L] f32, the critic's output
-    weight: Array | None = None  # [B, L] f32, importance weights
-    advantage: Array | None = None  # [B, L] f32
-    returns: Array | None = None  # [B, L] f32, normalised as the values are
-    reward: Array | None = None  # [B, L] f32, of the token, with its share of the KL
-    value_norm: Array | None = None  # [3] f32, statistics that normalise values, with this step's returns
-    positive: Array | None = None  # [B, L] f32, 1 on the trained tokens of responses with a score above 0, else 0
+    length: Array  # [B] f32, tokens of the response that the policy sampled, trained on or not
+    arrays: dict[str, Array] = dataclasses.field(default_factory=dict)  # [B, L] f32 but for those above
+
+    def __getitem__(self, name: str) -> Array:
+        """Returns one of the arrays."""
+        return self.arrays[name]
+
+    def get(self, name: str) -> Array | None:
+        """Returns one of the arrays, or None."""
+        return self.arrays.get(name)
+
+    def with_arrays(self, **arrays: Array | None) -> "Batch":
+        """Returns the batch with more or other arrays; those that are None are left out."""
+        there = {name: x for name, x in ({**self.arrays} | arrays).items() if x is not None}
+        return dataclasses.replace(self, arrays=there)
 
     @property
     def sampled(self) -> Array:
         """The trained tokens that the policy sampled, [B, L] bool."""
-        return self.mask if self.given is None else self.mask & ~self.given[:, None]
+        return self.mask & ~self["given"][:, None] if "given" in self.arrays else self.mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +194,7 @@ class StepData:
     """A step before the update of its weights, for an algorithm's host functions. Its arrays are read-only.
 
     It has all N episodes that the step sampled, those of a prompt one after another. Row `rows[i]` of the batch is of
-    the episode i; further branches of agents' episodes are the rows r with batch.episode[r] != r.
+    the episode i; further branches of agents' episodes are the rows r with batch["episode"][r] != r.
     """
 
     number: int  # of the step, from 1, as in metrics.jsonl

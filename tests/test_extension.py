@@ -110,18 +110,18 @@ def update(memory, step):
 
 def listen(step):
     assert len(step.prompts) == len(step.places) == len(step.trajectories) == len(step.rewards) == len(step.rows)
-    for array in (step.batch.advantage, step.batch.mask, step.trajectories[0].tokens):
+    for array in (step.batch["advantage"], step.batch.mask, step.trajectories[0].tokens):
         try:
             array[:] = 1
         except ValueError:
             continue
         raise AssertionError("an array can be written")
-    episode = np.arange(len(step.batch.mask)) if step.batch.episode is None else step.batch.episode
+    episode = step.batch.arrays.get("episode", np.arange(len(step.batch.mask)))
     there = np.flatnonzero(step.batch.mask.any(axis=1))
     assert [t.uid for t in step.trajectories] == [prompt.uid for prompt in step.prompts]
     for row in there:
         [i] = np.flatnonzero(step.rows == episode[row])
-        np.testing.assert_array_equal(step.batch.advantage[row][step.batch.mask[row]], step.places[i])
+        np.testing.assert_array_equal(step.batch["advantage"][row][step.batch.mask[row]], step.places[i])
     dropped = step.rows < 0
     branches = (episode != np.arange(len(episode))).sum()
     seen = step.batch.columns[there, 1].max()

@@ -315,7 +315,7 @@ def test_each_row_is_checked_before_a_device_is_used(run, of, said):
     write_demonstrations(run, of)
     with pytest.raises(UserError, match=said) as e:
         read_inputs(typed(run))
-    assert str(e.value).startswith(f"algorithm.adv_estimator='{LUFFY}': `given` ")
+    assert str(e.value).startswith(f"algorithm.extension='{LUFFY}': `given` ")
 
 
 def test_rows_without_the_column_are_one_line(run):

@@ -39,7 +39,8 @@ def test_kept_tokens_are_counted_where_they_are_known():
 def batch_of(**more) -> Batch:
     zeros, mask = np.zeros((2, 4), np.float32), np.array([[True, False, True, False], [True, True, True, True]])
     first, score = np.array([1, 0], np.int32), np.zeros(2, np.float32)
-    return Batch(mask, zeros + 0.5, first, score, np.arange(2, dtype=np.int32), None, **more)
+    length = mask.sum(1).astype(np.float32)
+    return Batch(mask, zeros + 0.5, first, score, np.arange(2, dtype=np.int32), length, more)
 
 
 def test_a_record_has_the_batchs_numbers_where_tokens_are_trained():

@@ -14,7 +14,7 @@ def histogram(bins: int = 12, most: float = 3.0):
     edges = np.linspace(-most, most, bins + 1)
 
     def listen(step):
-        advantages = step.batch.advantage[step.batch.mask]
+        advantages = step.batch["advantage"][step.batch.mask]
         counts = np.histogram(np.clip(advantages, -most, most), edges)[0]
         with (step.folder / "advantages.jsonl").open("a") as file:
             file.write(json.dumps({"step": step.number, "counts": counts.tolist()}) + "\n")

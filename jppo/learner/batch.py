@@ -6,7 +6,8 @@ the layouts, by trajectory and position.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jppo.errors import UserError
 from jppo.learner import packing, sharding
+from jppo.learner.algorithm import COLUMN, PART
 from jppo.models import lora
 from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
 
@@ -33,34 +35,37 @@ def flatten(
     gives: bool = False,
     episode: np.ndarray | None = None,
     parts: tuple[str, ...] = (),
-    columns: np.ndarray | None = None,
+    columns: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Batch:
     """Builds the batch of graded trajectories, [B, L] on the host; rows of `shape` beyond them are padding.
 
     With `filter_truncated`, no token of a truncated response is trained on, but its score counts in its group.
     `earns`: rewards of the run may be earned inside a response, and the batch has `earned`. `gives`: responses may be
-    given, and the batch has `given`. `episode`: the first branch of each trajectory's episode. `parts` of the rewards
-    are kept, by their names. `columns` are of each trajectory.
+    given, and the batch has `given`. `episode`: the first branch of each trajectory's episode. `parts` are those of the
+    rewards that are kept, `columns` have a number for each trajectory, both by the names of their reads.
     """
     B, L = shape
     count = len(trajectories)
-    earned, length = np.zeros(shape, np.float32) if earns else None, np.zeros(B, np.float32)
+
+    def padded(x: Sequence[Any] | np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+        return np.pad(np.array(x, dtype), (0, B - count))
+
+    by_name = {f"{PART}{name}": padded([part_of(r, name) for r in rewards]) for name in parts}
+    by_name |= {f"{COLUMN}{name}": padded(x) for name, x in columns.items()}
     out = Batch(
         mask=np.zeros(shape, np.bool_),
         rollout_logprob=np.zeros(shape, np.float32),
         first=np.zeros(B, np.int32),
         score=np.full(B, np.nan, np.float32),
         group=np.arange(B, dtype=np.int32),
-        greedy=None if greedy is None else np.pad(greedy, (0, B - count)),
-        given=np.pad(np.array([t.given for t in trajectories], np.bool_), (0, B - count)) if gives else None,
-        length=length,
+        length=np.zeros(B, np.float32),
+    ).with_arrays(
+        greedy=None if greedy is None else padded(greedy),
+        given=padded([t.given for t in trajectories], np.bool_) if gives else None,
         episode=None if episode is None else np.concatenate([episode, np.arange(count, B)]).astype(np.int32),
-        earned=earned,
-        parts=np.zeros((B, len(parts)), np.float32) if parts else None,
-        columns=None if columns is None else np.pad(columns, ((0, B - count), (0, 0))),
+        earned=np.zeros(shape, np.float32) if earns else None,
+        **by_name,
     )
-    if out.parts is not None and rewards:
-        out.parts[:count] = [[part_of(r, name) for name in parts] for r in rewards]
     out.score[:count] = [r.score for r in rewards]
     out.group[:count] = group
     for b, t in enumerate(trajectories):
@@ -73,12 +78,11 @@ def flatten(
             raise ValueError(f"trajectory {t.uid} has a response of {n} tokens, the batch holds {L}")
         sampled = t.sampled[1:][response]
         out.first[b] = response.start
-        length[b] = sampled.sum()
+        out.length[b] = sampled.sum()
         out.mask[b, :n] = sampled & (rewards[b].unusable is None and not filtered_out(t, filter_truncated))
         out.rollout_logprob[b, :n] = np.where(sampled, t.logprob[1:][response], 0.0)
-        if earned is not None:
-            for k, amount in rewards[b].earned:
-                earned[b, k] += amount
+        for k, amount in rewards[b].earned if earns else ():
+            out["earned"][b, k] += amount
     return out
 
 
@@ -106,7 +110,7 @@ def with_reference_logprobs(batch: Batch, logprobs: Sequence[np.ndarray]) -> Bat
     for b, logprob in enumerate(logprobs):
         response = logprob[batch.first[b] + 1 :][: out.shape[1]]
         out[b, : len(response)] = response
-    return dataclasses.replace(batch, ref_logprob=out)
+    return batch.with_arrays(ref_logprob=out)
 
 
 def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
@@ -115,7 +119,8 @@ def arrays(batch: Batch, trajectories: Sequence[Trajectory]) -> dict[str, np.nda
     for b, t in enumerate(trajectories):
         response = t.tokens[batch.first[b] + 1 :][: tokens.shape[1]]
         tokens[b, : len(response)] = response
-    return {name: x for name, x in vars(batch).items() if x is not None} | {"tokens": tokens}
+    fields = {name: x for name, x in vars(batch).items() if name != "arrays"}
+    return fields | batch.arrays | {"tokens": tokens}
 
 
 def _places(batch: Batch, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -152,7 +157,7 @@ class Micro:
 
 def scored_rows(batch: Batch, rows: Rows, reads: Sequence[str]) -> Scored:
     """Adds the arrays that a loss reads to the rows, on the host; those that the batch lacks are left out."""
-    known = {name: np.asarray(x) for name in reads if (x := getattr(batch, name)) is not None}
+    known = {name: np.asarray(batch[name]) for name in reads if name in batch.arrays}
     by_token = {name: np.broadcast_to(x.reshape(len(x), -1), batch.mask.shape) for name, x in known.items()}
     return Scored(rows, {name: pack_like(batch, x, rows) for name, x in by_token.items()})
 

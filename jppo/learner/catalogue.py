@@ -131,14 +131,13 @@ def balance(view: LossView) -> Array:
 
 def value_terms(critic: Critic) -> tuple[Term, ...]:
     """Makes the critic's loss: of a histogram, or the clipped squared error."""
-    limits = critic.value_range
+    limits, clip = critic.value_range, critic.cliprange_value
 
     def histogram(view: ValueView) -> tuple[Array, dict[str, Array]]:
         each, held = values.histogram_loss(view.logits, view.returns, limits)
         return each, {"critic/vf_clipfrac": held}
 
     def squared(view: ValueView) -> tuple[Array, dict[str, Array]]:
-        clip = critic.cliprange_value
         each, held = losses.clipped_value(view.value, view.old_value, view.returns, cliprange_value=clip)
         return each, {"critic/vf_clipfrac": held}
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jppo.algorithms import correction, kl, masked, values
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.learner.algorithm import COLUMN, PART, STATISTIC, Algorithm, EpisodeView, TokenView, view
+from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView, view
 from jppo.types import Array, Batch
 
 
@@ -70,10 +70,10 @@ def corrected(settings: Correction, batch: Batch) -> tuple[Batch, dict[str, Arra
             weight = correction.normalized_weights(
                 weight, mean=correction.mean_weight(weight, mask, level=settings.level)
             )
-    if batch.given is not None:
-        given = batch.mask & batch.given[:, None]
+    if "given" in batch.arrays:
+        given = batch.mask & batch["given"][:, None]
         kept, weight = kept | given, None if weight is None else jnp.where(given, 1.0, weight)
-    return dataclasses.replace(batch, mask=kept, weight=weight), metrics
+    return dataclasses.replace(batch, mask=kept).with_arrays(weight=weight), metrics
 
 
 def make_bypass_correction(settings: Correction) -> Callable[..., tuple[Array, Array | None]]:
@@ -94,8 +94,7 @@ def make_bypass_correction(settings: Correction) -> Callable[..., tuple[Array, A
 
 
 def _log_ratio(batch: Batch) -> Array:
-    assert batch.old_logprob is not None
-    return batch.old_logprob - batch.rollout_logprob
+    return batch["old_logprob"] - batch.rollout_logprob
 
 
 def token_count(mask: Array) -> Array:  # [] f32
@@ -107,7 +106,7 @@ def make_advantages(
     algorithm: Algorithm, *, kl_penalty: str | None, correction: Correction | None, bypass: bool,
     value_norm_decay: float | None = None,
 ) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:  # fmt: skip
-    """Makes (batch, KL coefficient, statistics of returns) -> new fields of the batch by name, and metrics.
+    """Makes (batch, KL coefficient, statistics of returns) -> the batch's `mask` and new arrays, and metrics.
 
     `bypass`: the engine's log-probs are the old ones, so that there is no mismatch. With `value_norm_decay`, values are
     outputs of the critic on the scale of the past returns, and the returns become its targets on their new scale.
@@ -118,36 +117,32 @@ def make_advantages(
         batch: Batch, kl_coef: Array, value_norm: Array | None = None
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         metrics = {} if bypass else mismatch(batch)
-        known: dict[str, Any] = (
-            {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}
-        )  # before tokens are rejected
-        if batch.entropy is not None:
-            metrics["actor/entropy"] = masked_mean(batch.entropy, batch.sampled)
-        if batch.routing_differs is not None:
-            metrics["rollout/routing_differs"] = masked_mean(batch.routing_differs, batch.mask)
+        known: dict[str, Any] = {**batch.arrays}
+        known |= {"turn_ends": masked.ends(batch.mask)} if algorithm.by_turn else {}  # before tokens are rejected
+        if "entropy" in known:
+            metrics["actor/entropy"] = masked_mean(batch["entropy"], batch.sampled)
+        if "routing_differs" in known:
+            metrics["rollout/routing_differs"] = masked_mean(batch["routing_differs"], batch.mask)
         if correction is not None:
             batch, correction_metrics = corrected(correction, batch)
             metrics |= correction_metrics
-        mask, value, weight = batch.mask, batch.value, batch.weight
+        mask, value, weight = batch.mask, batch.get("value"), batch.get("weight")
         if value is not None and value_norm is not None:
             value = values.denormalised(value, value_norm)
         if weight is not None and by_sequence:
             weight = geometric(weight, mask)
         graded = batch
         if not algorithm.scored:
-            graded = dataclasses.replace(batch, score=jnp.zeros_like(batch.score), earned=None)
+            graded = dataclasses.replace(batch, score=jnp.zeros_like(batch.score)).with_arrays(earned=None)
         penalty = penalty_of(batch, kl_penalty)
         reward, total, reward_metrics = rewards(graded, penalty, kl_coef)
         metrics |= reward_metrics
         if "outcome" in algorithm.reads:
             known["outcome"] = outcomes(algorithm, batch, total)
-        known |= {"reward": reward, "group": batch.group, "mask": mask, "value": value, "greedy": batch.greedy}
-        known |= {"old_logprob": batch.old_logprob, "entropy": batch.entropy, "given": batch.given}
+        known |= {"reward": reward, "group": batch.group, "mask": mask, "value": value}
         known |= {"weight": jnp.ones_like(reward) if weight is None else weight}
-        known |= {f"{STATISTIC}{name}": x for name, x in (batch.statistics or {}).items()}
         if "kl_reward" in algorithm.reads:
             known["kl_reward"] = jnp.where(mask, -kl_coef * penalty, 0.0)
-        known |= columns_of(algorithm, batch)
         assert algorithm.advantage is not None and algorithm.transforms is not None
         estimated = algorithm.advantage(view(TokenView, algorithm.reads, known))
         advantage, returns = estimated if isinstance(estimated, tuple) else (estimated, estimated)
@@ -168,13 +163,6 @@ def make_advantages(
     return advantages
 
 
-def columns_of(algorithm: Algorithm, batch: Batch) -> dict[str, Array]:  # [B] each
-    """Returns the columns of the memory that the algorithm reads, by the names of the reads."""
-    if batch.columns is None:
-        return {}
-    return {f"{COLUMN}{name}": batch.columns[:, i] for i, name in enumerate(algorithm.column_names)}
-
-
 def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     """Returns the outcome of each row's episode, with the tokens and penalties of all its branches.
 
@@ -182,24 +170,19 @@ def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     """
     assert algorithm.outcome is not None
 
+    episode = batch.get("episode")
+
     def summed(x: Array) -> Array:
-        if batch.episode is None:
-            return x
-        return jax.ops.segment_sum(x, jnp.asarray(batch.episode), num_segments=len(x))
+        return x if episode is None else jax.ops.segment_sum(x, jnp.asarray(episode), num_segments=len(x))
 
     length = summed(jnp.sum(batch.mask, axis=1, dtype=jnp.float32))
-    if batch.length is not None:
-        length = jnp.where(length > 0, length, summed(batch.length))
-    known = {"score": total, "length": length, "group": batch.group} | columns_of(algorithm, batch)
-    if batch.given is not None:
-        known["given"] = batch.given
-    if batch.parts is not None:  # all rows of an episode have its parts
-        known |= {f"{PART}{name}": batch.parts[:, i] for i, name in enumerate(algorithm.parts)}
-    if batch.episode is not None:  # the score once, and the penalties of all branches
+    length = jnp.where(length > 0, length, summed(batch.length))
+    known = {**batch.arrays} | {"score": total, "length": length, "group": batch.group}
+    if episode is not None:  # the score once, and the penalties of all branches; all rows have their episode's parts
         score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
         known["score"] = score + summed(total - score)
     outcome = algorithm.outcome(view(EpisodeView, algorithm.reads, known))
-    return outcome if batch.episode is None else outcome[batch.episode]
+    return outcome if episode is None else outcome[episode]
 
 
 def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
@@ -207,10 +190,8 @@ def penalty_of(batch: Batch, kind: str | None) -> Array:  # [B, L]
     if kind is None:
         return jnp.zeros_like(batch.rollout_logprob)
     if kind in kl.EXACT:
-        assert batch.exact_kl is not None
-        return jnp.where(batch.mask, batch.exact_kl, 0.0)
-    assert batch.old_logprob is not None and batch.ref_logprob is not None
-    return jnp.where(batch.mask, kl.ESTIMATORS[kind](batch.old_logprob, batch.ref_logprob), 0.0)
+        return jnp.where(batch.mask, batch["exact_kl"], 0.0)
+    return jnp.where(batch.mask, kl.ESTIMATORS[kind](batch["old_logprob"], batch["ref_logprob"]), 0.0)
 
 
 def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array, dict[str, Array]]:
@@ -224,12 +205,12 @@ def rewards(batch: Batch, penalty: Array, kl_coef: Array) -> tuple[Array, Array,
     reward = jnp.where(mask, masked.at_kept(score, masked.last(mask)) - kl_coef * penalty, 0.0)
     some = jnp.any(mask, axis=1)
     total = jnp.where(some, jnp.sum(reward, axis=1), score)  # whose rounding does not depend on the places
-    if batch.earned is not None:
-        earned = masked.moved(batch.earned, mask)
+    if "earned" in batch.arrays:
+        earned = masked.moved(batch["earned"], mask)
         reward = reward + earned - masked.at_kept(jnp.sum(earned, axis=1), masked.last(mask))
     whole = jnp.sum(penalty, axis=1)
-    if batch.given is not None:
-        graded, some = graded & ~batch.given, some & ~batch.given
+    if "given" in batch.arrays:
+        graded, some = graded & ~batch["given"], some & ~batch["given"]
     return reward, total, {
         "critic/rewards/mean": masked_mean(total, graded),
         "critic/rewards/max": largest(total, graded),

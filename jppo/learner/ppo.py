@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import kl
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
-from jppo.learner.algorithm import Algorithm
+from jppo.learner.algorithm import STATISTIC, Algorithm
 from jppo.learner.trainable import CompiledLoss, Trainable, make_before
 from jppo.models import placing
 from jppo.models.config import ModelConfig
@@ -316,13 +316,12 @@ def with_old_logprob(
 def add_old_logprob(recipe: Recipe, data: Batch, old: score.Scores | None) -> Batch:
     """Adds the old policy's log-probs and what else its pass computed; with `bypass` the engine's."""
     if recipe.bypass or old is None:
-        return dataclasses.replace(data, old_logprob=data.rollout_logprob)
-    return dataclasses.replace(
-        data,
+        return data.with_arrays(old_logprob=data.rollout_logprob)
+    return data.with_arrays(
         old_logprob=old.logprob,
         entropy=old.entropy if recipe.entropy_metric or "entropy" in recipe.algorithm.reads else None,
         routing_differs=old.routing_differs,
-        statistics=old.statistics,
+        **{f"{STATISTIC}{name}": x for name, x in (old.statistics or {}).items()},
     )
 
 
@@ -340,7 +339,7 @@ def with_reference(
         return data
     run, models = passes.reference, placing.to_device((reference, recipe.policy_for_reward(policy)))
     ref_logprob, exact_kl = _over_rows(lambda rows: run(*models, rows), data, micros, done)
-    return dataclasses.replace(data, ref_logprob=ref_logprob, exact_kl=exact_kl)
+    return data.with_arrays(ref_logprob=ref_logprob, exact_kl=exact_kl)
 
 
 def with_values(
@@ -354,7 +353,7 @@ def with_values(
     if passes.value is None:
         return data
     run, value = passes.value, placing.to_device(value)
-    return dataclasses.replace(data, value=_over_rows(lambda rows: run(value, rows), data, micros, done))
+    return data.with_arrays(value=_over_rows(lambda rows: run(value, rows), data, micros, done))
 
 
 def with_advantages(
@@ -362,8 +361,9 @@ def with_advantages(
 ) -> tuple[Batch, dict[str, float]]:
     """Adds weights, advantages and returns, and removes rejected tokens; returns also the metrics of all these."""
     rows = placing.put(data, sharding.whole_rows_sharding(mesh))
-    known, metrics = jax.device_get(passes.advantages(rows, kl_coef, value_norm))
-    return dataclasses.replace(data, **known), {name: float(x) for name, x in metrics.items()}
+    added, metrics = jax.device_get(passes.advantages(rows, kl_coef, value_norm))
+    data = dataclasses.replace(data, mask=added.pop("mask")).with_arrays(**added)
+    return data, {name: float(x) for name, x in metrics.items()}
 
 
 def score_batch(learner: Learner, now: TrainState, data: Batch, micros: Sequence[batch.Micro], clock: Clock) -> Batch:

@@ -154,12 +154,12 @@ def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, B
     It has the fields that the stages add in every step of this recipe; `rows` are any.
     """
     passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
-    algorithm, names = recipe.algorithm, recipe.algorithm.column_names
+    algorithm = recipe.algorithm
     data = batch.flatten(
         [], [], nobody, np.zeros(0, np.float32) if algorithm.greedy else None,
         shape=learner.shape, earns=recipe.earns, gives=algorithm.given is not None,
         episode=nobody if recipe.branches else None, parts=algorithm.parts,
-        columns=np.zeros((0, len(names)), np.float32) if names else None,
+        columns=dict.fromkeys(algorithm.column_names, nobody),
     )  # fmt: skip
 
     def zeros(x: Any) -> Any:
@@ -169,11 +169,11 @@ def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, B
     data = ppo.add_old_logprob(recipe, data, jax.tree.map(zeros, passed["log-probs"]))
     if "reference" in passed:
         ref_logprob, exact_kl = jax.tree.map(zeros, passed["reference"])
-        data = dataclasses.replace(data, ref_logprob=ref_logprob, exact_kl=exact_kl)
+        data = data.with_arrays(ref_logprob=ref_logprob, exact_kl=exact_kl)
     elif recipe.kl_penalty or recipe.kl_loss_type:  # by a server
         data = batch.with_reference_logprobs(data, [])
     if "values" in passed:
-        data = dataclasses.replace(data, value=zeros(passed["values"]))
-    known, _ = jax.eval_shape(passes.advantages, data, now.kl_coef, now.value_norm)
-    added: dict[str, Any] = {name: np.zeros(x.shape, x.dtype) for name, x in known.items()}
-    return data, dataclasses.replace(data, **added)
+        data = data.with_arrays(value=zeros(passed["values"]))
+    added, _ = jax.eval_shape(passes.advantages, data, now.kl_coef, now.value_norm)
+    added.pop("mask")
+    return data, data.with_arrays(**{name: np.zeros(x.shape, x.dtype) for name, x in added.items()})

@@ -36,7 +36,7 @@ class Before:
         data = mini.batch
         rows = [dataclasses.replace(micro.rows, dropout=None) for micro in mini.micros]  # it has no dropout
         assert data is not None
-        known: dict[str, Any] = {"old_logprob": data.old_logprob, "advantage": data.advantage}
+        known: dict[str, Any] = {**data.arrays}
         known["mask"] = mask = batch.unpack_rows(data, [(one, np.asarray(one.mask)) for one in rows])
         if "logprob" in self.reads:
             scores = [placing.fetch(self.logprob(model, placing.put(one, mini.place)).logprob) for one in rows]
@@ -49,7 +49,7 @@ class Before:
 
     def arrays(self, data: Batch) -> dict[str, Any]:
         """Returns arguments of the function as of any mini-batch of the batch."""
-        known: dict[str, Any] = {"old_logprob": data.old_logprob, "advantage": data.advantage, "mask": data.mask}
+        known: dict[str, Any] = {**data.arrays} | {"mask": data.mask}
         known["logprob"] = np.zeros(data.mask.shape, np.float32)
         known |= {f"{SHARE}{share}": np.int32(0) for share in names_of(self.reads, SHARE)}
         return {name: known[name] for name in self.reads if name in known}

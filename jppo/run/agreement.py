@@ -180,7 +180,7 @@ def _gaps(learner: Learner, now: TrainState, drawn: Sequence[Trajectory]) -> lis
     micros = batch.micros(data, drawn, plan=learner.plan, mesh=learner.mesh)
     recipe = dataclasses.replace(learner.recipe, bypass=False)
     data = ppo.with_old_logprob(learner.passes, recipe, data, micros, learner.policy(now))
-    gap = np.abs(np.asarray(data.old_logprob) - data.rollout_logprob)
+    gap = np.abs(np.asarray(data["old_logprob"]) - data.rollout_logprob)
     return [row[mask] for row, mask in zip(gap, np.asarray(data.mask), strict=True)]
 
 
@@ -235,7 +235,10 @@ class Match:
 def _worst(data: Batch, trajectories: Sequence[Trajectory]) -> tuple[str, str, float]:
     """Returns the server with the largest mismatch, its version labels, and the mismatch per token."""
     count = len(trajectories)
-    mask, gap = np.asarray(data.mask)[:count], np.asarray(data.rollout_logprob - np.asarray(data.old_logprob))[:count]
+    mask, gap = (
+        np.asarray(data.mask)[:count],
+        np.asarray(data.rollout_logprob - np.asarray(data["old_logprob"]))[:count],
+    )
     mismatches = []
     for server in sorted({t.server for t in trajectories if not t.given}):
         mine = mask & np.array([t.server == server and not t.given for t in trajectories])[:, None]

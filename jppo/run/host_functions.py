@@ -15,6 +15,7 @@ import numpy as np
 from jppo.data.memory import AlgorithmMemory
 from jppo.data.stream import Cursor
 from jppo.errors import UserError
+from jppo.learner.algorithm import COLUMN
 from jppo.learner.episodes import Episodes
 from jppo.registry import said
 from jppo.samples.queue import StepSamples
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 LATER = ("actor/", "critic/", "perf/", "timing_s/", "trainer/", "val/")  # of metrics that a step has after `listen`
 
 
-def columns_of(run: "Run", episodes: Episodes) -> np.ndarray | None:
-    """Returns the columns of the memory that the algorithm reads, for each sequence, [B, C] f32; None without any."""
+def columns_of(run: "Run", episodes: Episodes) -> dict[str, np.ndarray]:
+    """Returns the columns of the memory that the algorithm reads by name, a number for each sequence, [B] f32."""
     names, memory = run.learner.recipe.algorithm.column_names, run.inputs.train.order_of
     if not names or not isinstance(memory, AlgorithmMemory):
-        return None
-    return memory.columns(run.supply.memory, run.inputs.train.places(episodes.prompts), names)
+        return {}
+    columns = memory.columns(run.supply.memory, run.inputs.train.places(episodes.prompts), names)
+    return dict(zip(names, columns.T, strict=True))
 
 
 def call_host_functions(
@@ -102,8 +104,9 @@ def heard(
 def _require_alike(run: "Run", drawn: StepSamples, data: Batch, cursor: Cursor) -> None:
     """Raises a UserError where the hosts' calls of the functions of a memory have returned different values."""
     places = run.inputs.train.places(drawn.prompts)
-    columns = b"" if data.columns is None else np.asarray(data.columns).tobytes()
-    checksum = zlib.crc32(cursor.curriculum.encode(), zlib.crc32(columns, zlib.crc32(places.tobytes())))
+    columns = [data[f"{COLUMN}{name}"] for name in run.learner.recipe.algorithm.column_names]
+    checksum = zlib.crc32(np.asarray(columns).tobytes(), zlib.crc32(places.tobytes()))
+    checksum = zlib.crc32(cursor.curriculum.encode(), checksum)
     for rank, other in enumerate(run.hosts.gather(lambda: checksum)):
         if other != checksum:
             raise UserError(

@@ -187,7 +187,7 @@ class Service:
                 )
             elif name == "cross_entropy":
                 logprob = model.logprobs(batch)
-                total = -float((logprob * np.asarray(batch.data.weight)).sum())
+                total = -float((logprob * np.asarray(batch.data["weight"])).sum())
             else:
                 raise BadRequest(f"forward with loss_fn={name!r} is not supported; take 'cross_entropy'")
             rows = [logprob[i, : len(x)] for i, x in enumerate(targets)]

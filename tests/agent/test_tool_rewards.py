@@ -138,7 +138,7 @@ def test_gae_credits_the_turn_and_a_group_sees_the_sum(plain):
         return np.asarray(run(data, 0.0)[0]["advantage"])
 
     gae = estimators.gae(gamma=GAMMA, lam=LAM, lam_alpha=None, critic_lam=None)
-    found = advantages(gae, dataclasses.replace(data, value=value))
+    found = advantages(gae, data.with_arrays(value=value))
     for b, (t, paid) in enumerate(zip(held, ([0.5, -1.5, 0.0], [-1.5, 0.0], [0.0]), strict=True)):
         chosen = np.flatnonzero(t.sampled[np.argmax(t.sampled) :])
         reward = np.zeros(longest)

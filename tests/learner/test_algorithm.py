@@ -80,14 +80,16 @@ def test_what_is_left_out_is_the_bases_and_nothing_else(field):
     def other(*_):
         return None
 
-    base = Algorithm(**{name.name: functools.partial(other, name.name) for name in dataclasses.fields(Algorithm)})
-    own = Algorithm(**{field: other})
+    some = {name.name: functools.partial(other, name.name) for name in dataclasses.fields(Algorithm)}
+    base = Algorithm(**some | {"statistics": {"base": other}})
+    own = Algorithm(**{field: {"own": other} if field == "statistics" else other})
     merged = own.over(base)
+    assert merged.statistics == base.statistics | own.statistics
     given = {"outcome": {"outcome", "advantage", "transforms"}, "advantage": {"advantage", "transforms"}}
-    for name in vars(base):
+    for name in vars(base).keys() - {"statistics"}:
         from_own = name in given.get(field, {field})
         assert getattr(merged, name) is getattr(own if from_own else base, name)
-    assert Algorithm().over(base) == base
+    assert vars(Algorithm().over(base)) == vars(base)
 
 
 def test_an_estimate_of_its_own_has_transforms_of_its_own():

@@ -68,7 +68,7 @@ def test_alignment_by_hand():
     np.testing.assert_array_equal(data.first, [1, 0, 0, 0])
     np.testing.assert_array_equal(data.score, np.float32([0.5, np.nan, 0.5, np.nan]))
     np.testing.assert_array_equal(data.group, [0, 1, 0, 3])
-    np.testing.assert_array_equal(data.greedy, [1, 2, 3, 0])
+    np.testing.assert_array_equal(data["greedy"], [1, 2, 3, 0])
     assert some[1].sampled.any(), "what was sampled stays as it was"
     np.testing.assert_array_equal(batch.arrays(data, some)["tokens"][:2], [[7, 8, 9, 10, 0], [2, 0, 0, 0, 0]])
 
@@ -93,11 +93,11 @@ def test_a_given_response_is_marked_and_learned_however_it_was_cut():
     some, rewards = [dataclasses.replace(t, finish="length") for t in (sampled, shown)], [GRADED, GRADED]
     how = dict(shape=(3, 2), filter_truncated=True)
     data = batch.flatten(some, rewards, np.zeros(2, np.int32), gives=True, **how)
-    assert data.given.tolist() == [False, True, False] and data.given.dtype == np.bool_
+    assert data["given"].tolist() == [False, True, False] and data["given"].dtype == np.bool_
     np.testing.assert_array_equal(data.mask, [[0, 0], [1, 1], [0, 0]])
     np.testing.assert_array_equal(data.sampled, np.zeros((3, 2)))
     assert not data.rollout_logprob[1].any() and data.length.tolist() == [2, 2, 0]
-    assert batch.flatten(some, rewards, np.zeros(2, np.int32), **how).given is None
+    assert batch.flatten(some, rewards, np.zeros(2, np.int32), **how).get("given") is None
 
 
 def test_a_response_that_does_not_fit_is_named():
@@ -136,7 +136,7 @@ def test_the_way_to_rows_and_back(kind):
         seen = np.zeros(data.mask.shape, int)
         order = rng.permutation(9)
         for mini in batch.mini_batches(
-            dataclasses.replace(data, old_logprob=x),
+            data.with_arrays(old_logprob=x),
             some,
             reads=("old_logprob", "advantage"),
             order=order,

@@ -50,7 +50,8 @@ def test_all_branches_of_an_episode_have_its_columns():
     prompts = [dataclasses.replace(sample("").prompt, uid=uid) for uid in "ab"]
     made = with_branches(make_episodes(prompts, episodes, rewards, None, compared=False), lambda _: lambda _: ())
     value, weight = {"a": 0.25, "b": 0.75}, {"a": 2.0, "b": -1.0}
-    columns = np.float32([[value[prompt.uid], weight[prompt.uid]] for prompt in made.prompts])
+    columns = {"weight": weight, "value": value}
+    columns = {name: np.float32([by_uid[p.uid] for p in made.prompts]) for name, by_uid in columns.items()}
     of_rows = made.trajectories, made.rewards, made.group
     data = batch.flatten(*of_rows, shape=(12, 6), episode=made.first, columns=columns)
     one = Algorithm(
@@ -59,8 +60,7 @@ def test_all_branches_of_an_episode_have_its_columns():
         columns=lambda memory, places: {},
     )
     assert one.column_names == ("weight", "value")
-    data = dataclasses.replace(data, columns=data.columns[:, ::-1])
-    how = dict(kl_penalty=None, correction=None, bypass=True, by_sequence=False)
+    how = dict(kl_penalty=None, correction=None, bypass=True)
     found, _ = jax.jit(estimate.make_advantages(one, **how))(data, KL_COEF)
     expected = [(score - value[uid]) * weight[uid] for score, uid in zip(SCORES, "aabb", strict=True)]
     for row, of in enumerate([0, 1, 2, 3, 1, 2, 2, 3, 3, 3]):
@@ -83,7 +83,7 @@ def test_a_group_has_each_episode_once_with_all_its_branches(name):
     penalty = rng.normal(size=data.mask.shape).astype(np.float32)
     how = dict(kl_penalty="full", correction=None, bypass=True)
     made = dataclasses.replace(MADE[name](), transforms=())
-    found, _ = jax.jit(estimate.make_advantages(made, **how))(dataclasses.replace(data, exact_kl=penalty), KL_COEF)
+    found, _ = jax.jit(estimate.make_advantages(made, **how))(data.with_arrays(exact_kl=penalty), KL_COEF)
 
     score, length = np.float64(SCORES), np.zeros(4)
     for row, of in enumerate([0, 1, 2, 3, 1, 1, 1, 2]):

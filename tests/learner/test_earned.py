@@ -38,7 +38,7 @@ def made(estimator, data, *, rng=None):
     """Advantages, returns and metrics, without whitening; values and KL are random."""
     rng = rng or np.random.default_rng(0)
     value, penalty = rng.normal(size=(2, *data.mask.shape)).astype(np.float32)
-    data = dataclasses.replace(data, value=value if estimator.critic else None, exact_kl=penalty)
+    data = data.with_arrays(value=value if estimator.critic else None, exact_kl=penalty)
     how = dict(kl_penalty="full", correction=None, bypass=True)
     run = jax.jit(estimate.make_advantages(dataclasses.replace(estimator, transforms=()), **how))
     return *run(data, KL_COEF), value, penalty
@@ -141,7 +141,7 @@ def test_turns_are_those_before_tokens_are_rejected():
     data = flat(some)
     old = data.rollout_logprob.copy()
     old[2, 1] += 9.0  # rejected by its ratio
-    old = dataclasses.replace(data, old_logprob=old)
+    old = data.with_arrays(old_logprob=old)
     reject = estimate.Correction(level=None, lower=0.5, upper=2.0, normalize=False, rules=(("token_k1", 0.5, 2.0),))
     made = estimators.reinforce_plus_plus(gamma=GAMMA, gamma_by="turn")
     how = dict(kl_penalty=None, correction=reject, bypass=False)

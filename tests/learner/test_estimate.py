@@ -32,11 +32,8 @@ def batch():
         first=np.zeros(B, np.int32),
         score=score,
         group=np.arange(B, dtype=np.int32),
-        greedy=None,
-        old_logprob=some["old"],
-        ref_logprob=some["ref"],
-        exact_kl=some["exact"],
-        value=some["value"],
+        length=mask.sum(1).astype(np.float32),
+        arrays=dict(old_logprob=some["old"], ref_logprob=some["ref"], exact_kl=some["exact"], value=some["value"]),
     )
 
 
@@ -57,8 +54,8 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("kind", [None, "full", "kl", "low_var_kl"])
 def test_the_penalty_is_the_named_kl_of_sampled_tokens(batch, kind):
-    by_token = {None: np.zeros((B, L)), "full": batch.exact_kl, "kl": batch.old_logprob - batch.ref_logprob}
-    d = batch.ref_logprob - batch.old_logprob
+    by_token = {None: np.zeros((B, L)), "full": batch["exact_kl"], "kl": batch["old_logprob"] - batch["ref_logprob"]}
+    d = batch["ref_logprob"] - batch["old_logprob"]
     by_token["low_var_kl"] = np.clip(np.exp(d) - d - 1, -10, 10)
     expected = np.where(batch.mask, by_token[kind], 0)
     np.testing.assert_allclose(estimate.penalty_of(batch, kind), expected, rtol=1e-5, atol=1e-6)
@@ -66,16 +63,16 @@ def test_the_penalty_is_the_named_kl_of_sampled_tokens(batch, kind):
 
 
 def test_the_score_comes_with_the_last_token_and_kl_with_each(batch):
-    beta, penalty = 0.3, np.where(batch.mask, batch.exact_kl, 0).astype(np.float32)
+    beta, penalty = 0.3, np.where(batch.mask, batch["exact_kl"], 0).astype(np.float32)
     reward, total, metrics = estimate.rewards(batch, penalty, beta)
     expected, totals, graded, kls, kl_means = np.zeros((B, L)), [], [], [], []
     for b in range(B):
         kept, score = np.flatnonzero(batch.mask[b]), 0.0 if np.isnan(batch.score[b]) else batch.score[b]
-        expected[b, kept] = -beta * batch.exact_kl[b, kept]
+        expected[b, kept] = -beta * batch["exact_kl"][b, kept]
         if len(kept):
             expected[b, kept[-1]] += score
-            kls.append(batch.exact_kl[b, kept].sum())
-            kl_means.append(batch.exact_kl[b, kept].mean())
+            kls.append(batch["exact_kl"][b, kept].sum())
+            kl_means.append(batch["exact_kl"][b, kept].mean())
         totals.append(expected[b].sum() if len(kept) else score)
         if not np.isnan(batch.score[b]):
             graded.append(totals[-1])
@@ -91,7 +88,7 @@ def test_what_is_earned_on_the_way_leaves_the_rest_for_the_last_token(batch):
     earned = np.zeros((B, L), np.float32)
     earned[0, 1], earned[2, 3], earned[2, 2] = 0.5, -0.25, 2.0
     plain, total, _ = estimate.rewards(batch, np.zeros((B, L), np.float32), 0.0)
-    found, same, _ = estimate.rewards(dataclasses.replace(batch, earned=earned), np.zeros((B, L), np.float32), 0.0)
+    found, same, _ = estimate.rewards(batch.with_arrays(earned=earned), np.zeros((B, L), np.float32), 0.0)
     expected = np.array(plain)  # row 2: tokens 1, 3, 4; what it earned at 2 belongs to the sampled token before
     expected[0, [1, 4]] += [0.5, -0.5]
     expected[2, [1, 3, 4]] += [2.0, -0.25, -1.75]
@@ -100,22 +97,22 @@ def test_what_is_earned_on_the_way_leaves_the_rest_for_the_last_token(batch):
 
 
 def test_a_distribution_is_that_of_kept_entries(batch):
-    assert_same(estimate.distribution("x", batch.value, batch.mask), moments_of("x", batch.value[batch.mask]))
-    nothing = estimate.distribution("x", jnp.asarray(batch.value), jnp.zeros((B, L), bool))
+    assert_same(estimate.distribution("x", batch["value"], batch.mask), moments_of("x", batch["value"][batch.mask]))
+    nothing = estimate.distribution("x", jnp.asarray(batch["value"]), jnp.zeros((B, L), bool))
     assert_same(nothing, dict.fromkeys(nothing, 0.0))
 
 
 def test_explained_variance_is_the_share_that_values_explain(batch):
-    returns = 2 * batch.value + np.float32(0.1) * batch.exact_kl
-    found = estimate.value_metrics(batch.value, returns, batch.mask)
-    kept, value = returns[batch.mask], batch.value[batch.mask]
+    returns = 2 * batch["value"] + np.float32(0.1) * batch["exact_kl"]
+    found = estimate.value_metrics(batch["value"], returns, batch.mask)
+    kept, value = returns[batch.mask], batch["value"][batch.mask]
     expected = {"critic/vf_explained_var": 1 - np.var(kept - value, ddof=1) / np.var(kept, ddof=1)}
     assert_same(found, expected | moments_of("critic/returns", kept) | moments_of("critic/values", value))
 
 
 def test_the_mismatch_is_measured_over_sampled_tokens(batch):
     found = estimate.mismatch(batch)
-    d = (batch.old_logprob - batch.rollout_logprob)[batch.mask]
+    d = (batch["old_logprob"] - batch.rollout_logprob)[batch.mask]
     expected = {
         "rollout/logp_gap_mean": np.abs(d).mean(),
         "rollout/logp_gap_max": np.abs(d).max(),
@@ -125,7 +122,7 @@ def test_the_mismatch_is_measured_over_sampled_tokens(batch):
         "rollout_corr/k3_kl": np.mean(np.exp(d) - d - 1),
         "rollout_corr/chi2_token": np.mean(np.exp(2 * d)) - 1,
     }
-    whole = np.where(batch.mask, batch.old_logprob - batch.rollout_logprob, 0).sum(1)[batch.mask.any(1)]
+    whole = np.where(batch.mask, batch["old_logprob"] - batch.rollout_logprob, 0).sum(1)[batch.mask.any(1)]
     expected["rollout_corr/chi2_seq"] = np.mean(np.exp(2 * whole)) - 1
     assert_same(found, expected)
 
@@ -135,14 +132,14 @@ def test_weights_are_capped_and_rejected_tokens_are_counted(batch, normalize):
     rules = (("token_k1", 0.3, 3.0),)
     what = estimate.Correction(level="token", lower=None, upper=1.5, normalize=normalize, rules=rules)
     found, metrics = estimate.corrected(what, batch)
-    d = batch.old_logprob - batch.rollout_logprob
+    d = batch["old_logprob"] - batch.rollout_logprob
     kept = batch.mask & (-d >= np.log(0.3)) & (-d <= np.log(3.0))
     lost, weight = batch.mask & ~kept, np.minimum(np.exp(d), 1.5)
     inside = weight[batch.mask]
     assert 0 < lost.sum() < batch.mask.sum()
     np.testing.assert_array_equal(found.mask, kept)
     scale = inside.mean() if normalize else 1.0
-    np.testing.assert_allclose(found.weight, np.where(batch.mask, weight, 0) / scale, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["weight"], np.where(batch.mask, weight, 0) / scale, rtol=1e-5, atol=1e-6)
     expected = {
         "rollout_corr/rollout_rs_masked_fraction": lost.sum() / batch.mask.sum(),
         "rollout_corr/rollout_rs_seq_masked_fraction": lost.any(1).sum() / batch.mask.any(1).sum(),
@@ -159,7 +156,7 @@ RULES = (("token_k1", 0.5, 2.0), ("seq_mean_k3", 0.0, 1.5))
 
 def without_given(batch):
     """The batch as it is without its given rows."""
-    return jax.tree.map(lambda x: x[~batch.given], dataclasses.replace(batch, given=None))
+    return jax.tree.map(lambda x: x[~batch["given"]], batch.with_arrays(given=None))
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -186,9 +183,9 @@ def test_given_rows_change_nothing_of_sampled_ones(seed, level, normalize):
     (found, metrics), (expected, of_few) = estimate.corrected(what, batch), estimate.corrected(what, few)
     assert_same(metrics, {name: float(x) for name, x in of_few.items()})
     np.testing.assert_array_equal(found.mask[~where], expected.mask)
-    np.testing.assert_allclose(found.weight[~where], expected.weight, rtol=1e-5)
+    np.testing.assert_allclose(found["weight"][~where], expected["weight"], rtol=1e-5)
     np.testing.assert_array_equal(found.mask[where], mask[where])
-    np.testing.assert_array_equal(np.asarray(found.weight)[where][mask[where]], 1.0)
+    np.testing.assert_array_equal(np.asarray(found["weight"])[where][mask[where]], 1.0)
     (_, total, metrics), (_, _, of_few) = (
         estimate.rewards(one, np.where(one.mask, penalty, 0), np.float32(0.3))
         for one, penalty in ((batch, some["penalty"]), (few, some["penalty"][~where]))
@@ -199,7 +196,7 @@ def test_given_rows_change_nothing_of_sampled_ones(seed, level, normalize):
 
 def test_without_a_sampled_row_metrics_of_samples_are_0(batch):
     _, _, metrics = estimate.rewards(
-        dataclasses.replace(batch, given=np.ones(B, bool)), np.ones((B, L), np.float32), np.float32(0.3)
+        batch.with_arrays(given=np.ones(B, bool)), np.ones((B, L), np.float32), np.float32(0.3)
     )
     assert_same(metrics, dict.fromkeys(metrics, 0.0))
 
@@ -213,7 +210,7 @@ def test_an_algorithm_reads_which_responses_are_given(batch):
         given=lambda prompt: [],
     )
     how = dict(kl_penalty=None, correction=None, bypass=True)
-    data = dataclasses.replace(batch, given=where, score=np.arange(B, dtype=np.float32), value=None)
+    data = dataclasses.replace(batch, score=np.arange(B, dtype=np.float32)).with_arrays(given=where, value=None)
     found, metrics = estimate.make_advantages(algorithm, **how)(data, np.float32(0))
     expected = np.where(batch.mask, np.array([0, 20, 2, 20, 4, 20])[:, None], 0)
     np.testing.assert_array_equal(found["advantage"], expected)

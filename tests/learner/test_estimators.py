@@ -59,8 +59,9 @@ def test_distillation_by_hand(gamma, expected):
     mask = np.array([[True, True, False, True]])
     data = Batch(
         mask=mask, rollout_logprob=np.zeros((1, 4), np.float32), first=np.zeros(1, np.int32), score=np.float32([5.0]),
-        group=np.zeros(1, np.int32), greedy=None, old_logprob=np.float32([[-1.0, -1.0, np.nan, -1.0]]),
-        ref_logprob=np.float32([[-1.1, -1.2, np.nan, -0.7]]),
+        group=np.zeros(1, np.int32), length=np.float32([3]),
+    ).with_arrays(
+        old_logprob=np.float32([[-1.0, -1.0, np.nan, -1.0]]), ref_logprob=np.float32([[-1.1, -1.2, np.nan, -0.7]])
     )  # fmt: skip
     how = dict(kl_penalty="kl", correction=None, bypass=True)
     known, metrics = jax.jit(estimate.make_advantages(estimators.distill(gamma=gamma), **how))(data, np.float32(2))
@@ -97,7 +98,7 @@ def test_normalised_values_by_hand():
     mask = np.array([[True, True, False]])
     data = Batch(
         mask=mask, rollout_logprob=np.zeros((1, 3), np.float32), first=np.zeros(1, np.int32), score=np.float32([4.0]),
-        group=np.zeros(1, np.int32), greedy=None, value=np.float32([[1.0, 2.0, 9.0]]),
+        group=np.zeros(1, np.int32), length=np.float32([2]), arrays={"value": np.float32([[1.0, 2.0, 9.0]])},
     )  # fmt: skip
     made = dataclasses.replace(estimators.gae(gamma=1.0, lam=1.0, lam_alpha=None, critic_lam=None), transforms=())
     how = dict(kl_penalty=None, correction=None, bypass=True)
@@ -123,7 +124,7 @@ def test_opo_counts_a_response_of_which_nothing_is_kept(left_out):
     # a band around equal log-probs; those of the last two are not equal
     rule = estimate.Correction(None, 0.0, 1.0, normalize=False, rules=(("seq_mean_k1", 0.5, 2.0),))
     old = np.zeros((4, 4), np.float32) if filters else np.float32([[0] * 4, [5] * 4, [5] * 4, [0] * 4])
-    data = dataclasses.replace(data, old_logprob=old)
+    data = data.with_arrays(old_logprob=old)
     made = jax.jit(estimate.make_advantages(estimators.opo(), **how, correction=None if filters else rule))
     known, _ = made(data, np.float32(0))
     np.testing.assert_array_equal(known["mask"].sum(1), [2, 0, 0, 0])

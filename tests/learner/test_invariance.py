@@ -217,7 +217,7 @@ def test_kept_tokens_change_log_probs_entropies_and_kls(new_learner, make_recipe
     """Fewer tokens have more probability each and less entropy; one alone is certain, whatever the model."""
     (trajectories, scores), made, (_, metrics, scored) = drawn(16), *truncated[1:]
     _, whole_metrics, whole = new_learner((1,), made).update(trajectories, scores, **START)
-    more = scored.old_logprob - whole.old_logprob
+    more = scored["old_logprob"] - whole["old_logprob"]
     assert (more >= -1e-6).all() and more[scored.mask].mean() > 0.5
     assert metrics["actor/entropy"] < 0.7 * whole_metrics["actor/entropy"]
     assert metrics["actor/kl_loss"] < whole_metrics["actor/kl_loss"]

@@ -168,7 +168,7 @@ def test_log_probs_are_those_of_whole_rows_where_an_opening_text_makes_the_promp
         data = batch.flatten(some, [Reward(0.0, {}, None)] * 12, np.zeros(12, np.int32), shape=ours.shape)
         micros = batch.micros(data, some, plan=p, mesh=ours.mesh)
         data = ppo.with_old_logprob(ours.passes, ours.recipe, data, micros, ours.weights("actor", 0))
-        found[kind] = data.old_logprob
+        found[kind] = data["old_logprob"]
         assert kind == "none" or (micros[0].host.segment[0] == -1).any()
     assert (found["none"][data.mask] < 0).all() and data.mask.sum() == 12 * 12
     np.testing.assert_allclose(found["prefix"], found["none"], atol=1e-5)

@@ -122,7 +122,7 @@ def learn(made, *, kind="none", tokens_per_micro=10**6, order=None, tools=None):
     out = {"advantage": np.zeros((B, LONGEST), np.float32)}
     row, column = np.nonzero(flat.mask)
     where = order[row], batch.arrays(flat, trajectories)["tokens"][row, column]
-    out["advantage"][where] = flat.advantage[row, column]
+    out["advantage"][where] = flat["advantage"][row, column]
     cut = dict(order=np.random.default_rng(1).permutation(B), mini_batch_size=B, plan=plan, mesh=mesh)
     models = [("actor", (None,))] + ([("critic", ())] if made.algorithm.critic else [])
     for name, further in models:
@@ -257,7 +257,7 @@ def test_a_mini_batch_without_a_positive_example_has_no_such_loss():
     mesh, shape = sharding.mesh_of_shape((1, 1, 1)), (2, LONGEST)
     flat = batch.flatten(trajectories, [Reward(0.0, {}, None)] * 2, np.arange(2), shape=shape)
     zeros = np.zeros(shape, np.float32)
-    flat = dataclasses.replace(flat, old_logprob=zeros, advantage=zeros, positive=zeros)
+    flat = flat.with_arrays(old_logprob=zeros, advantage=zeros, positive=zeros)
     plan = packing.make_plan(
         "none", max_length=LONGEST, row_lengths=1, max_tokens_per_row=LONGEST, tokens_per_micro=FEW, sequences=2,
         row_multiple=1,

@@ -64,7 +64,7 @@ def test_rewards_and_advantages_pass_over_what_tools_said(trajectories):
     estimator = dataclasses.replace(recipe().algorithm, transforms=())
     how = dict(kl_penalty="full", correction=None, bypass=True)
     advantages = jax.jit(estimate.make_advantages(estimator, **how))
-    known, metrics = advantages(dataclasses.replace(data, value=flat(value), exact_kl=flat(penalty)), KL_COEF)
+    known, metrics = advantages(data.with_arrays(value=flat(value), exact_kl=flat(penalty)), KL_COEF)
     total = []
     for b, t in enumerate(trajectories):
         n = len(t.tokens)

@@ -128,7 +128,7 @@ def test_the_first_update_of_a_new_critic_moves_its_head_and_the_second_all(lear
         place = np.ones_like(tokens), np.arange(tokens.size, dtype=np.int32)[None]
         states = Decoder(what.cfg).apply({"params": new}, tokens, *place)[0]
         hidden = states[np.argmax(one.sampled) - 1 : -1]  # those that predict the response
-        returns = np.where(flat.mask[i], flat.returns[i], 0)[: len(hidden)]
+        returns = np.where(flat.mask[i], flat["returns"][i], 0)[: len(hidden)]
         slopes, kept = slopes - np.asarray(returns @ hidden), kept + flat.mask[i].sum()
 
     before = jax.device_get(new)

@@ -187,7 +187,7 @@ class Model:
         learner, micros = self._parts.learner, self._micros(batch)
         model = self.policy.model if weights is None else learner.policy(weights.state)
         data = ppo.with_old_logprob(learner.passes, learner.recipe, batch.data, micros, model)
-        logprobs = np.asarray(data.old_logprob)
+        logprobs = np.asarray(data["old_logprob"])
         if weights is None and self._parts.engine.holds is self and not self._stepped:
             self._parts.engine.require_match(self._parts.c, batch, logprobs)
         return logprobs
@@ -199,7 +199,7 @@ class Model:
         if learner.reference is None:
             raise UserError(NO_REFERENCE)
         arguments = (self._micros(batch), self.policy.model, learner.reference)
-        return np.asarray(ppo.with_reference(learner.passes, learner.recipe, batch.data, *arguments).ref_logprob)
+        return np.asarray(ppo.with_reference(learner.passes, learner.recipe, batch.data, *arguments)["ref_logprob"])
 
     def values(self, batch: Responses) -> np.ndarray:
         """Returns the critic's value of the state before each token, [N, L] f32."""
@@ -207,7 +207,7 @@ class Model:
         if self.critic is None:
             raise UserError("values() is of a critic, and this model has none; open it with critic=True")
         passes = self._parts.learner.passes
-        return np.asarray(ppo.with_values(passes, batch.data, self._micros(batch), self.critic.model).value)
+        return np.asarray(ppo.with_values(passes, batch.data, self._micros(batch), self.critic.model)["value"])
 
     def _micros(self, batch: Responses) -> Any:
         return batch.micros(self._parts.learner.plan, self._parts.learner.mesh)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -46,20 +47,18 @@ class Responses:
         """Returns an array of the batch by its name in `FIELDS`, or `rollout_logprob`."""
         if name not in (*FIELDS, "rollout_logprob"):
             raise AttributeError(f"a batch of responses has no {name!r}; it has {', '.join(FIELDS)}, rollout_logprob")
-        return getattr(self.data, name)
+        return getattr(self.data, name) if name in ("mask", "rollout_logprob") else self.data.get(name)
 
     def __getitem__(self, rows: Any) -> "Responses":
         """Returns the batch of some rows, by indices, a slice or a mask."""
         index = np.arange(len(self))[rows].reshape(-1)
         if not len(index):
             raise UserError("no row of the batch is selected; a batch has one response at least")
-        data: dict[str, Any] = {
-            name: None if x is None else np.asarray(x)[index] for name, x in vars(self.data).items()
-        }
+        data: Batch = jax.tree.map(lambda x: np.asarray(x)[index], self.data)
         targets = None if self.targets is None else self.targets[index]
         place = dataclasses.replace(self.place, rows=self.place.rows[index])
         place = place if len(np.unique(index)) == len(index) else _new_place(len(index))
-        return Responses(tuple(self.trajectories[i] for i in index), Batch(**data), place, targets)
+        return Responses(tuple(self.trajectories[i] for i in index), data, place, targets)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -76,9 +75,8 @@ class Responses:
         for name in fields.keys() - {*FIELDS}:
             raise UserError(f"{name!r} is no array of a batch; use one of {', '.join(FIELDS)}")
         arrays: dict[str, Any] = {name: self._filled(name, x) for name, x in fields.items()}
-        if "mask" in arrays:
-            arrays["mask"] = arrays["mask"].astype(np.bool_)
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, **arrays))
+        mask = np.asarray(arrays.pop("mask", self.data.mask), np.bool_)
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, mask=mask).with_arrays(**arrays))
 
     def _filled(self, name: str, x: Any) -> np.ndarray:
         shape, lengths = np.asarray(self.data.mask).shape, self.lengths
@@ -116,8 +114,6 @@ class Responses:
         rows, count = self.place.rows, self.place.count
 
         def placed(x: Any) -> Any:
-            if x is None:
-                return None
             out = np.zeros((count, *np.shape(x)[1:]), np.asarray(x).dtype)
             out[rows] = x
             return out
@@ -125,8 +121,8 @@ class Responses:
         trajectories = dict.fromkeys(range(count), self.trajectories[0]) | dict(
             zip(rows, self.trajectories, strict=True)
         )
-        data: dict[str, Any] = {name: placed(x) for name, x in vars(self.data).items()}
-        return Responses(tuple(trajectories.values()), Batch(**data), self.place, placed(self.targets))
+        targets = None if self.targets is None else placed(self.targets)
+        return Responses(tuple(trajectories.values()), jax.tree.map(placed, self.data), self.place, targets)
 
     def require_part(self, of: "Responses") -> None:
         """Raises UserError unless each row is one of `of`."""
