@@ -103,6 +103,8 @@ def observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
     for spread, (most, least) in SPREADS.items():
         if most in out and least in out:
             out[spread] = out[most] - out[least]
+    if SCORE_SPREAD in out and (given := out.get("given/score/mean")) is not None:  # compared with the samples
+        out[SCORE_SPREAD] = max(out["critic/score/max"], given) - min(out["critic/score/min"], given)
     tokens = out.get("prompt_length/mean", 0.0) + out.get("response_length/mean", 0.0)
     if tokens > 0 and "perf/total_num_tokens" in out:
         out[RESPONSES] = out["perf/total_num_tokens"] / tokens

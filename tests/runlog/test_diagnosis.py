@@ -53,6 +53,13 @@ def test_a_healthy_run_is_warned_of_nothing():
     assert run(healthy) == []
 
 
+@pytest.mark.parametrize(("shown", "names"), [(1.0, []), (0.0, ["equal_rewards"])])
+def test_equal_scores_beside_other_given_ones_are_no_fault(shown, names):
+    """Where no sample succeeds, all the more is learned from a demonstration that does."""
+    fault = FAULTS["equal_rewards"]
+    assert [f.name for f in run(lambda s, m: fault(s, m) | {"given/score/mean": shown})] == names
+
+
 def test_every_rule_has_its_fault():
     assert set(FAULTS) == set(RULES)
 
