@@ -32,7 +32,8 @@ def columns_of(run: "Run", episodes: Episodes) -> np.ndarray | None:
     names, memory = run.learner.recipe.estimator.column_names, run.inputs.train.order_of
     if not names or not isinstance(memory, AlgorithmMemory):
         return None
-    return memory.columns(run.supply.memory, run.inputs.train.places(episodes.prompts), names)
+    places = run.inputs.train.places(episodes.prompts)
+    return run.hosts.together(lambda: memory.columns(run.supply.memory, places, names))
 
 
 def call_host_functions(
