@@ -360,6 +360,8 @@ def test_what_is_refused(m, batch, folder, tmp_path):
         "no reference; open it with ref=": lambda: m.reference_logprobs(batch),
         "there is no setting 'actor.rate'": lambda: jppo.open(str(folder), actor=dict(rate=1)),
         "reward.function is of the loop of jppo.train": lambda: jppo.open(str(folder), reward=dict(function="x.py:f")),
+        "algorithm.extension is of the loop of": lambda: jppo.open(str(folder), algorithm=dict(extension="x.py:f")),
+        "algorithm.options.x is of the loop of": lambda: jppo.open(str(folder), algorithm=dict(options=dict(x=1))),
         "actor.lr='fast' is of type str": lambda: jppo.open(str(folder), actor=dict(lr="fast")),
         "needs the number of steps": lambda: jppo.open(str(folder), actor=dict(lr_scheduler_type="cosine")),
         "no such folder": lambda: m.load(tmp_path / "none"),

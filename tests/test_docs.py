@@ -75,7 +75,9 @@ def test_paths_commands_and_settings_exist(name):
     for module in re.findall(r"python -m (jppo[\w.]*)", "\n".join(said)):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
-    known = KNOWN | {setting.rsplit(".", 1)[0] for setting in KNOWN if setting.count(".") > 1}  # a section within one
+    known = (
+        KNOWN | {"algorithm.options"} | {setting.rsplit(".", 1)[0] for setting in KNOWN if setting.count(".") > 1}
+    )  # a section within one
     sections = {setting.split(".")[0] for setting in known}
     for section, leaf in re.findall(r"(?<![\w/.])(?:--config\.)?(\w+)\.(\w+)", "\n".join(said)):
         if section in sections and leaf not in ("py", "jsonl", "parquet", "log", "md") and name not in ABOUT_VERL:

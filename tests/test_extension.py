@@ -303,3 +303,41 @@ def test_a_memory_belongs_to_its_extension(run, counts, tmp_path):
         UserError, match=r"algorithm\.extension='' was '.*counts' when the checkpoint was written, with its"
     ):
         train.train(again(c, algorithm__extension="", trainer__total_training_steps=2))
+
+
+def test_an_algorithm_by_name_may_have_a_memory_too(run, tmp_path):
+    """As adv_estimator, whose function gets the settings; errors name that."""
+    (tmp_path / "named.py").write_text(COUNTS.replace("def counts():", "def counts(c):"))
+    named = f"{tmp_path}/named.py:counts"
+    c = run("", algorithm__adv_estimator=named, trainer__total_training_steps=2)
+    train.train(c)
+    assert state_of(c, 2)["steps"] == [1, 2]
+    with pytest.raises(
+        UserError, match=r"algorithm\.adv_estimator='gae' was '.*counts' when the checkpoint was written, wi"
+    ):
+        train.train(again(c, algorithm__adv_estimator="gae", trainer__total_training_steps=3))
+    (tmp_path / "named.py").write_text(
+        COUNTS.replace("def counts():", "def counts(c):").replace("return found", "return 3")
+    )
+    with pytest.raises(
+        UserError, match=rf"algorithm\.adv_estimator='{named}': columns returns int; it must return arrays"
+    ):
+        read_inputs(settings.typed(c))
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_prompts_are_chosen_ahead_by_the_memory_of_that_time(run, counts, tmp_path, staleness):
+    """Each step takes the prompts that fewest steps have seen when it was asked for: `staleness` updates before it."""
+    chosen = "lambda memory, rng, n: np.lexsort((np.arange(8), memory['seen']))[:n]"
+    (tmp_path / "counts.py").write_text(COUNTS.replace("update=update,", f"update=update, prompts={chosen},"))
+    steps = dict(trainer__total_training_steps=6, trainer__max_ckpt_to_keep=6)
+    c = run(counts, rollout__mode="async", rollout__max_staleness=staleness, **steps)
+    train.train(c)
+    seen, places = [np.zeros(8, int)], []
+    for step in range(1, 7):
+        known = seen[max(0, step - 1 - staleness)]
+        places.append(np.lexsort((np.arange(8), known))[:4])
+        after = seen[-1].copy()
+        after[places[-1]] += 1
+        seen.append(after)
+        np.testing.assert_array_equal(state_of(c, step)["seen"], after, err_msg=f"step {step}")

@@ -33,7 +33,8 @@ def columns_of(run: "Run", episodes: Episodes) -> dict[str, np.ndarray]:
     names, memory = run.learner.recipe.algorithm.column_names, run.inputs.train.order_of
     if not names or not isinstance(memory, AlgorithmMemory):
         return {}
-    columns = memory.columns(run.supply.memory, run.inputs.train.places(episodes.prompts), names)
+    places = run.inputs.train.places(episodes.prompts)
+    columns = run.hosts.together(lambda: memory.columns(run.supply.memory, places, names))
     return dict(zip(names, columns.T, strict=True))
 
 

@@ -15,6 +15,7 @@ from jppo.data.rows import Row, checked_messages, checked_text
 from jppo.errors import UserError
 from jppo.registry import did_you_mean
 from jppo.settings import Settings, table, template_arguments
+from jppo.settings.options import PREFIX
 from jppo.types import Prompt
 
 UNUSED = "unused"  # where jppo.train needs a file of prompts, or a folder
@@ -96,7 +97,7 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_read(name: str) -> None:
-    if name not in table.PPO:
+    if name not in table.PPO and not name.startswith(PREFIX):
         raise UserError(
             f"jppo.open: there is no setting {name!r}; give settings by section, as in actor=dict(lr=1e-6)"
             f"{did_you_mean(name, table.PPO)}"
