@@ -346,6 +346,7 @@ CORRECTED = {
     "algorithm.filter_truncated": True,
 }
 ASYNC = {"rollout.name": "vllm", "rollout.mode": "async", "rollout.max_staleness": 1, "rollout.logp_tolerance": 100.0}
+PARTIAL = {"rollout.partial": True, "rollout.on_update": "abort", "rollout.max_staleness": 2}
 
 
 @pytest.mark.parametrize(
@@ -353,11 +354,7 @@ ASYNC = {"rollout.name": "vllm", "rollout.mode": "async", "rollout.max_staleness
     [
         (PREFIX, train.ppo.learn, 3),
         (ASYNC, train.ppo.learn, 2),
-        (
-            ASYNC | {"rollout.partial": True, "rollout.on_update": "abort", "rollout.max_staleness": 2},
-            train.ppo.learn,
-            3,
-        ),
+        pytest.param(ASYNC | PARTIAL, train.ppo.learn, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_resumes_to_the_bit(run, engine, monkeypatch, tmp_path, changes, function, at):
@@ -377,9 +374,20 @@ def test_a_killed_run_resumes_to_the_bit(run, engine, monkeypatch, tmp_path, cha
     assert weights(stopped.trainer.run_dir) == weights(c.trainer.run_dir)
 
 
-def test_samples_far_from_the_policy_are_corrected_and_given_responses_are_not(run, engine):
+WITH_CRITIC = """
+import dataclasses
+from jppo.learner.catalogue import ESTIMATORS
+
+def shown(c):
+    return dataclasses.replace(ESTIMATORS["gae"](c), given=lambda prompt: prompt.extra["demonstrations"])
+"""
+
+
+def test_samples_far_from_the_policy_are_corrected_and_given_responses_are_not(run, engine, tmp_path):
     """The sampler answers at random, so that samples are rejected; a critic learns from given ones, too."""
+    (tmp_path / "shown.py").write_text(WITH_CRITIC)
     changes = CORRECTED | {"rollout.name": "vllm", "rollout.logp_tolerance": 100.0, "rollout.max_kl_jump": 0.0}
+    changes |= {"algorithm.adv_estimator": f"{tmp_path / 'shown.py'}:shown", "critic.value_head_std": 0.2}
     write_demonstrations(run, lambda i: ["123456789", "9"])  # the first is cut: over-long filtering leaves it
     c = changed(run, changes)
     train.train(c)
@@ -389,6 +397,9 @@ def test_samples_far_from_the_policy_are_corrected_and_given_responses_are_not(r
     assert len(given_ones) == 8 and given_ones <= trained
     assert {row["finish"] for i, row in enumerate(samples) if i in given_ones} == {"length", "stop"}
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] > 0.3
+    for record in (r for r in records if r["sample"] in given_ones):
+        assert sum(record["reward"]) == pytest.approx(samples[record["sample"]]["score"]) and all(record["value"])
+    assert metrics["critic/grad_norm"] > 0 and metrics["critic/vf_loss"] > 0
     gaps = [abs(x) for r in records for x in r.get("log_ratio_engine", []) if x is not None]
     assert len(records) > len(given_ones) and metrics["rollout/logp_gap_max"] >= max(gaps)
 
