@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import types
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ from jppo.run import agreement
 from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree
 from jppo.run.inputs import read_inputs
 from jppo.samples.make import step_sampling
-from jppo.types import Reward
+from jppo.types import Batch, Reward
 from tests import make
 from tests.make import read_lines, typed
 
@@ -279,6 +278,12 @@ def test_the_check_of_the_mismatch_can_be_off_and_looks_at_jumps_only(config, mo
     assert not jumps([3.0, 40.5])
 
 
+def batch_of(mask, ours, theirs):
+    rows = len(mask)
+    nothing = np.zeros(rows, np.int32), np.zeros(rows, np.float32), np.arange(rows), np.ones(rows, np.float32)
+    return Batch(mask, theirs, *nothing, {"old_logprob": ours})
+
+
 def test_a_jump_names_the_server_that_is_furthest_off_and_its_versions():
     sampled = [False, True, True]
     trajectories = [
@@ -288,7 +293,7 @@ def test_a_jump_names_the_server_that_is_furthest_off_and_its_versions():
     ours, theirs = np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)
     theirs[1:3] = [[0.5, 1.5], [1.0, 3.0]]
     theirs[3] = 100.0  # a row of padding
-    data = types.SimpleNamespace(mask=np.arange(4)[:, None] < [3, 3], old_logprob=ours, rollout_logprob=theirs)
+    data = batch_of(np.arange(4)[:, None] < [3, 3], ours, theirs)
     assert agreement._worst(data, trajectories) == ("http://h:1", "4, 5", 1.5)
 
 
@@ -296,5 +301,5 @@ def test_a_jump_is_not_blamed_on_given_responses():
     """They have no server, and the engine in the process has no name."""
     sampled, shown = make.trajectory([1, 2], [0, 1], version=3), make.trajectory([1, 2], [0, 1], version=-1)
     theirs = np.array([[0.5], [-100.0]], np.float32)
-    data = types.SimpleNamespace(mask=np.ones((2, 1), bool), old_logprob=np.zeros((2, 1)), rollout_logprob=theirs)
+    data = batch_of(np.ones((2, 1), bool), np.zeros((2, 1)), theirs)
     assert agreement._worst(data, [sampled, shown]) == ("", "3", 0.5)

@@ -86,12 +86,14 @@ def by_training(m, whole, loss, options):
     recipe, passes = learning.make_recipe_and_passes(settings_with(m, loss, options), m._parts.inputs, learner.mesh)
     shape = (2 * N, whole.mask.shape[1])  # as with padding
     flat = batch.flatten(whole.trajectories, [Reward(0.0, {}, None)] * N, rows, shape=shape)
-    known = {name: np.zeros(shape, x.dtype) for name, x in vars(whole.data).items() if np.ndim(x) == 2}
-    for name, array in known.items():
-        array[:N] = getattr(whole.data, name)
+
+    def padded(x):
+        return np.pad(x, [(0, N), *[(0, 0)] * (x.ndim - 1)])
+
     cut = dict(order=rows, mini_batch_size=MINI, plan=learner.plan, mesh=learner.mesh)
     seen, compiled = [], passes.critic if loss == "value" else passes.actor
-    flat = dataclasses.replace(flat, **known)
+    known = {name: padded(x) for name, x in whole.data.arrays.items()}
+    flat = dataclasses.replace(flat, mask=padded(whole.data.mask)).with_arrays(**known)
     minis = batch.mini_batches(flat, whole.trajectories, reads=compiled.reads, **cut)
 
     def apply(params, opt, carry, step, learns):

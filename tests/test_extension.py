@@ -124,7 +124,7 @@ def listen(step):
         np.testing.assert_array_equal(step.batch["advantage"][row][step.batch.mask[row]], step.places[i])
     dropped = step.rows < 0
     branches = (episode != np.arange(len(episode))).sum()
-    seen = step.batch.columns[there, 1].max()
+    seen = step.batch["column of the memory: seen"][there].max()
     return {"mine/rows": len(there), "mine/dropped": dropped.sum(), "mine/branches": branches, "mine/seen": seen}
 
 def counts():

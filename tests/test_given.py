@@ -375,11 +375,10 @@ def test_a_killed_run_resumes_to_the_bit(run, engine, monkeypatch, tmp_path, cha
 
 
 WITH_CRITIC = """
-import dataclasses
-from jppo.learner.catalogue import ESTIMATORS
+from jppo.learner.algorithm import Algorithm
 
-def shown(c):
-    return dataclasses.replace(ESTIMATORS["gae"](c), given=lambda prompt: prompt.extra["demonstrations"])
+def shown():
+    return Algorithm(given=lambda prompt: prompt.extra["demonstrations"])
 """
 
 
@@ -387,7 +386,8 @@ def test_samples_far_from_the_policy_are_corrected_and_given_responses_are_not(r
     """The sampler answers at random, so that samples are rejected; a critic learns from given ones, too."""
     (tmp_path / "shown.py").write_text(WITH_CRITIC)
     changes = CORRECTED | {"rollout.name": "vllm", "rollout.logp_tolerance": 100.0, "rollout.max_kl_jump": 0.0}
-    changes |= {"algorithm.adv_estimator": f"{tmp_path / 'shown.py'}:shown", "critic.value_head_std": 0.2}
+    changes |= {"algorithm.extension": f"{tmp_path / 'shown.py'}:shown", "critic.value_head_std": 0.2}
+    changes["algorithm.adv_estimator"] = "gae"
     write_demonstrations(run, lambda i: ["123456789", "9"])  # the first is cut: over-long filtering leaves it
     c = changed(run, changes)
     train.train(c)

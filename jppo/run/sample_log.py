@@ -169,13 +169,13 @@ def quantities(data: Batch, chosen: Sequence[int], value_norm: Any, *, bypass: b
     def minus(x: Array | None, y: Array | None) -> Any:
         return None if x is None or y is None else of(x) - of(y)
 
-    value, old = of(data.get("value")), data["old_logprob"]
+    value, old = of(data.get("value")), data.get("old_logprob")
     if value is not None and value_norm is not None:
         value = np.asarray(values.denormalised(value, np.asarray(value_norm)))
     arrays = {
-        "reward": of(data["reward"]),
+        "reward": of(data.get("reward")),
         "value": value,
-        "advantage": of(data["advantage"]),
+        "advantage": of(data.get("advantage")),
         "log_ratio_engine": None if bypass else minus(old, data.rollout_logprob),
         "log_ratio_reference": minus(old, data.get("ref_logprob")),
     }

@@ -173,9 +173,8 @@ def test_given_rows_change_nothing_of_sampled_ones(seed, level, normalize):
         first=np.zeros(B, np.int32),
         score=rng.normal(size=B).astype(np.float32),
         group=np.zeros(B, np.int32),
-        greedy=None,
-        given=where,
-        old_logprob=some["old"],
+        length=mask.sum(1).astype(np.float32),
+        arrays=dict(given=where, old_logprob=some["old"]),
     )
     few = without_given(batch)
     assert_same(estimate.mismatch(batch), {name: float(x) for name, x in estimate.mismatch(few).items()})

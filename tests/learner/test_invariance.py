@@ -22,7 +22,7 @@ def by_token(flat, field):
     """{(trajectory, token of its response): value} of the masked entries of a batch."""
     at = np.nonzero(flat.mask)
     keys = zip(*(x.tolist() for x in at), strict=True)
-    return dict(zip(keys, getattr(flat, field)[at].tolist(), strict=True))
+    return dict(zip(keys, flat[field][at].tolist(), strict=True))
 
 
 def assert_same(found, expected, rename=None):
@@ -223,7 +223,7 @@ def test_kept_tokens_change_log_probs_entropies_and_kls(new_learner, make_recipe
     assert metrics["actor/kl_loss"] < whole_metrics["actor/kl_loss"]
     one = [dataclasses.replace(t, kept=np.where(t.sampled, t.tokens, -1)[:, None]) for t in trajectories]
     alone = new_learner((1,), made, kept=6).update(one, scores, **START)
-    assert not alone[2].old_logprob.any() and not alone[2].ref_logprob.any() and not alone[1]["actor/kl_loss"]
+    assert not alone[2]["old_logprob"].any() and not alone[2]["ref_logprob"].any() and not alone[1]["actor/kl_loss"]
 
 
 def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, routed):
@@ -243,7 +243,7 @@ def test_normalised_values_and_two_lambdas(new_learner, make_recipe, drawn, valu
     expected = new_learner((1, 1, 1, 1), made).update(*data, **START)
     found = new_learner((2, 2, 1, 1), made, padding=8).update(*data, kind="segments", tokens_per_micro=48, **START)
     assert_same(found, expected)
-    stats = [flat.value_norm for _, _, flat in (found, expected)]
+    stats = [flat["value_norm"] for _, _, flat in (found, expected)]
     np.testing.assert_allclose(*stats, rtol=1e-5)
     assert stats[0][0] == np.float32(0.8) * np.float32(0.5) + np.float32(0.2), "the batch is in them"
 

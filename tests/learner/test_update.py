@@ -53,7 +53,9 @@ def actor_loss(new):
 
 
 def critic_loss(output, **critic):
-    terms = catalogue.value_terms(types.SimpleNamespace(**dict(value_bins=0, value_range=None) | critic))
+    terms = catalogue.value_terms(
+        types.SimpleNamespace(**dict(value_bins=0, value_range=None, cliprange_value=0.2) | critic)
+    )
     limits = critic.get("value_range")
     return update.make_critic_loss(
         lambda *_: output, Algorithm(value_terms=terms), mean=ppo.token_mean, value_range=limits
