@@ -192,6 +192,7 @@ def test_dynamic_sampling_shows_what_it_drops(run, counts):
     [
         ('"mine/rows"', '"critic/score/mean"', "listen returns 'critic/score/mean', a name of the step's own metrics"),
         ('"mine/rows"', '"actor/pg_loss"', "listen returns 'actor/pg_loss', a name of the step's own metrics; use"),
+        ('"mine/rows"', '"step"', "listen returns 'step', a name of the step's own metrics"),
         ('"mine/rows"', '"val/score"', "listen returns 'val/score', a name of the step's own metrics"),
         ("len(there)", '"many"', "listen raises ValueError: could not convert string to float: 'many'; correct it"),
         ('memory["steps"]', 'memory["other"]', "update raises KeyError: 'other'; correct it"),

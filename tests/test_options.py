@@ -73,12 +73,13 @@ def test_a_command_lines_options_have_the_types_of_the_function(file):
     assert settings.check(c) is None, "typed settings are right again"
 
 
-def test_a_config_files_options_and_the_command_lines_before_them(file, tmp_path):
+@pytest.mark.parametrize("line", ["scale, c.algorithm.options.gamma = 1, 0.25", "update(scale=1, gamma=0.25)", ""])
+def test_a_config_files_options_and_the_command_lines_before_them(file, tmp_path, line):
+    options = f"c.algorithm.options.{line}" if line else "c.algorithm.options = dict(scale=1, gamma=0.25)"
     config = tmp_path / "config.py"
     config.write_text(
         "from jppo import settings\ndef get_config():\n    c = settings.recipe('quickstart')\n"
-        f"    c.algorithm.extension = '{file}:mine'\n    c.algorithm.options.scale = 1\n"
-        "    c.algorithm.options.gamma = 0.25\n    return c\n"
+        f"    c.algorithm.extension = '{file}:mine'\n    {options}\n    return c\n"
     )
     given = [f"--config={config}", "--config.algorithm.options.scale=2.5"]
     c = settings.typed(settings.parse(given, "", settings.default())[0])

@@ -1,6 +1,7 @@
-"""A histogram of each step's advantages, in RUN/advantages.jsonl, and a metric; the algorithm stays as it is.
+r"""A histogram of each step's advantages, in RUN/advantages.jsonl, and a metric; the algorithm stays as it is.
 
---config.algorithm.extension=examples/algorithms/histogram.py:histogram --config.algorithm.options.bins=24
+    python -m jppo.train --config=configs/gsm8k.py --config.algorithm.options.bins=24 \
+        --config.algorithm.extension=examples/algorithms/histogram.py:histogram
 """
 
 import json

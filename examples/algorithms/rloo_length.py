@@ -1,6 +1,7 @@
-"""RLOO, divided by the number of the response's trained tokens.
+r"""RLOO, divided by the number of the response's trained tokens.
 
---config.algorithm.extension=examples/algorithms/rloo_length.py:rloo_length --config.rollout.n=4
+    python -m jppo.train --config=configs/math_grpo.py \
+        --config.algorithm.extension=examples/algorithms/rloo_length.py:rloo_length
 """
 
 from jppo.algorithms import advantage

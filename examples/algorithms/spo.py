@@ -1,6 +1,6 @@
 """SPO (arXiv:2509.13232): a Beta tracker of each prompt as its baseline, and prompts by its uncertainty.
 
---config.algorithm.extension=examples/algorithms/spo.py:spo --config.algorithm.options.forget=0.9 --config.rollout.n=1
+python -m jppo.train --config=configs/gsm8k.py --config.algorithm.extension=examples/algorithms/spo.py:spo
 """
 
 import jax.numpy as jnp

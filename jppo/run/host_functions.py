@@ -25,6 +25,7 @@ from jppo.types import Batch, Reward, StepData, Trajectory
 if TYPE_CHECKING:
     from jppo.run.start import Run
 
+OF_LINES = ("step", "nonfinite")  # names of a line of metrics.jsonl
 LATER = ("actor/", "critic/", "perf/", "timing_s/", "trainer/", "val/")  # of metrics that a step has after `listen`
 
 
@@ -95,7 +96,7 @@ def heard(
     except Exception as e:  # a user's function may raise anything
         raise UserError(f"{said_as}: listen raises {said(e)}; correct it, to return numbers by name") from e
     for name in metrics:
-        if not isinstance(name, str) or not name or name in known or name.startswith(LATER):
+        if not isinstance(name, str) or not name or name in (*known, *OF_LINES) or name.startswith(LATER):
             raise UserError(
                 f"{said_as}: listen returns {name!r}, a name of the step's own metrics; use another, as in mine/NAME"
             )

@@ -256,9 +256,7 @@ class SampleQueue:
             trajectories.Found(draws.n, there, draws.grading.finished() | draws.graded)
             for draws, there in zip(asked.draws, responses, strict=True)
         )
-        after = dataclasses.asdict(asked.after) | {
-            "curriculum": ""
-        }  # `note_rewards` replaces the memory, which is long
+        after = dataclasses.asdict(dataclasses.replace(asked.after, curriculum=""))  # the cursor has the newest memory
         return trajectories.Step(asked.step, asked.version, asked.indices, after, frozenset(asked.left), ways)
 
     def load(self, state: Mapping[str, Any], step: int) -> list[str]:
