@@ -61,9 +61,9 @@ def share_of(share: str, mask: np.ndarray) -> np.int32:
 
 
 def make_before(algorithm: Algorithm, logprob: LogProb) -> Before | None:
-    """Compiles `Algorithm.before`, if there is one; `logprob` is a compiled pass."""
+    """Compiles `Algorithm.before`, if a term reads it; `logprob` is a compiled pass."""
     function = algorithm.before
-    if function is None:
+    if function is None or "before" not in algorithm.loss_reads:
         return None
 
     @jax.jit
