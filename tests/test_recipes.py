@@ -189,7 +189,7 @@ def test_a_step_whose_samples_were_all_rejected_changes_its_number_alone(learn, 
     def stepped(run, now):
         before = jax.device_get(dataclasses.replace(now, key=None))
         out = step(run, now)
-        states.append((before, jax.device_get(dataclasses.replace(out[0], key=None))))
+        states.append((before, jax.device_get(dataclasses.replace(out.state, key=None))))
         return out
 
     def rejected(c, drawn, version, rewards):
