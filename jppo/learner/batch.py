@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jppo.errors import UserError
 from jppo.learner import packing, sharding
-from jppo.learner.algorithm import COLUMN, PART
+from jppo.learner.views import COLUMN, PART
 from jppo.models import lora
 from jppo.types import Array, Batch, Counts, Reward, Rows, Scored, Trajectory
 

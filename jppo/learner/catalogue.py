@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jppo.algorithms import losses, values
 from jppo.errors import UserError
 from jppo.learner import estimators, optim
-from jppo.learner.algorithm import Algorithm, BeforeView, LossView, Term, ValueView
+from jppo.learner.algorithm import Algorithm, Term
+from jppo.learner.views import BeforeView, LossView, ValueView
 from jppo.models import router
 from jppo.settings import Critic, Optimizer, Settings
 from jppo.settings.table_training import Actor

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jppo.algorithms import correction, kl, masked, values
 from jppo.algorithms.correction import geometric
 from jppo.algorithms.masked import FAR, masked_sum
-from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView, view
+from jppo.learner.algorithm import Algorithm
+from jppo.learner.views import EpisodeView, TokenView, view
 from jppo.types import Array, Batch
 
 

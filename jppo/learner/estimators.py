@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jppo.algorithms import advantage, masked
-from jppo.learner.algorithm import Algorithm, EpisodeView, TokenView
+from jppo.learner.algorithm import Algorithm
+from jppo.learner.views import EpisodeView, TokenView
 from jppo.models import heads
 from jppo.types import Array
 

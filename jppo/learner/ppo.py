@@ -15,8 +15,9 @@ from jax.sharding import Mesh
 
 from jppo.algorithms import kl
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
-from jppo.learner.algorithm import STATISTIC, Algorithm
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.trainable import CompiledLoss, Trainable, make_before
+from jppo.learner.views import STATISTIC
 from jppo.models import placing
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora, Weights

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jppo.algorithms import kl, values
-from jppo.learner.algorithm import Statistic
+from jppo.learner.views import Statistic
 from jppo.models import decoder, heads, lora, router
 from jppo.models.config import ModelConfig
 from jppo.models.heads import Vocabulary

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 
 from jppo.learner import batch, update
-from jppo.learner.algorithm import SHARE, Algorithm, BeforeView, names_of, view
+from jppo.learner.algorithm import Algorithm
 from jppo.learner.optim import Hyperparameters
 from jppo.learner.score import LogProb
 from jppo.learner.stats import Outputs, Stat, average, join_parts
+from jppo.learner.views import SHARE, BeforeView, names_of, view
 from jppo.models import placing
 from jppo.models.lora import Base, Weights, join
 from jppo.types import Array, Batch, Params, Rows

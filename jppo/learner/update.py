@@ -17,10 +17,11 @@ from jppo.algorithms import losses, values
 from jppo.algorithms.masked import FAR, masked_sum
 from jppo.errors import UserError
 from jppo.learner import sharding
-from jppo.learner.algorithm import STATISTIC, Algorithm, LossView, Term, ValueView, View, view
+from jppo.learner.algorithm import Algorithm, Term
 from jppo.learner.optim import Hyperparameters, apply_gradients
 from jppo.learner.score import LogProb, LogProbKL, Value
 from jppo.learner.stats import Outputs, Stat, join_groups, stats_of
+from jppo.learner.views import STATISTIC, LossView, ValueView, View, view
 from jppo.models.lora import Base, Weights, join
 from jppo.models.sequence_parallel import POSITIONS, divided, row_axes
 from jppo.types import Array, Counts, Params, Rows, Scored

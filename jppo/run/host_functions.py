@@ -15,8 +15,8 @@ import numpy as np
 from jppo.data.memory import AlgorithmMemory
 from jppo.data.stream import Cursor
 from jppo.errors import UserError
-from jppo.learner.algorithm import COLUMN
 from jppo.learner.episodes import Episodes
+from jppo.learner.views import COLUMN
 from jppo.registry import said
 from jppo.samples.queue import StepSamples
 from jppo.settings import parts

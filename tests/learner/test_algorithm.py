@@ -9,7 +9,8 @@ import pytest
 
 from jppo import settings
 from jppo.learner import catalogue
-from jppo.learner.algorithm import Algorithm, EpisodeView, Term, TokenView, view
+from jppo.learner.algorithm import Algorithm, Term
+from jppo.learner.views import EpisodeView, TokenView, view
 from jppo.settings import parts
 from tests.make import typed
 

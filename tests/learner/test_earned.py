@@ -8,7 +8,7 @@ import pytest
 
 from jppo.algorithms import masked
 from jppo.learner import batch, estimate, estimators
-from jppo.learner.algorithm import TokenView
+from jppo.learner.views import TokenView
 from jppo.types import Reward
 from tests import make
 

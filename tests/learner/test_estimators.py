@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jppo.learner import batch, estimate, estimators
-from jppo.learner.algorithm import EpisodeView, TokenView
+from jppo.learner.views import EpisodeView, TokenView
 from jppo.types import Batch, Reward
 from tests.make import trajectory
 

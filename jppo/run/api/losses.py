@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from jppo.algorithms import kl
 from jppo.errors import UserError
 from jppo.learner import make, ppo, score, sharding, update
-from jppo.learner.algorithm import SHAPE, LossView, Term, ValueView, record
+from jppo.learner.algorithm import Term
 from jppo.learner.make import make_recipe
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.stats import Outputs, stats_of
 from jppo.learner.trainable import CompiledLoss, make_before
+from jppo.learner.views import SHAPE, LossView, ValueView, record
 from jppo.models.lora import Weights
 from jppo.registry import did_you_mean, said
 from jppo.settings import Settings, changed, check, parts, table, without_unread
