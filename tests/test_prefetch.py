@@ -18,13 +18,13 @@ from jppo.rewards.parts import Grading
 from jppo.rollout.protocol import RolloutError, greedy
 from jppo.runlog import trajectories
 from jppo.samples.make import mark_stale
-from jppo.samples.queue import How, SampleQueue, ages
+from jppo.samples.queue import SampleQueue, SupplySettings, ages
 from jppo.types import OVERFLOW, Exchange, Prompt, Reward, Trajectory
 from tests.make import trajectory, typed, untimed
 
 PROMPTS = [Prompt(f"p{i}", "", "", np.array([i], np.int32), "", {}) for i in range(12)]
 TRAIN = PromptSet(PROMPTS, 0, 0, (MixPart("all", np.arange(12)),))
-HOW = How(
+HOW = SupplySettings(
     batch_size=2,
     n=2,
     seed=1,

@@ -128,7 +128,7 @@ class Curriculum(Memory):
         for name in ("begin", "batch", "update"):
             if not callable(getattr(self._made, name, None)):
                 raise UserError(f"{self._said} has no method {name}; a class has begin, batch and update")
-        self.batch("", batch_size, ())
+        self.batch("", batch_size, place=())
 
     def _first(self) -> str:
         return self._text("begin", self._call("begin", self._made.begin))
@@ -172,7 +172,7 @@ class AlgorithmMemory(Memory):
         """Calls the functions for a first batch, to fail before anything starts; `names` are the columns read."""
         assert self.first
         if self.draws:
-            self.batch("", size, (0, 0, 0))
+            self.batch("", size, place=(0, 0, 0))
         if names:
             self.columns("", np.arange(min(size, len(self._prompts))), names)
 

@@ -108,7 +108,7 @@ def with_reference_logprobs(batch: Batch, logprobs: Sequence[np.ndarray]) -> Bat
     """Adds the reference's log-probs, given for all tokens of each trajectory."""
     out = np.zeros(batch.mask.shape, np.float32)
     for b, logprob in enumerate(logprobs):
-        response = logprob[batch.first[b] + 1 :][: out.shape[1]]
+        response = logprob[batch.first[b] + 1 :][: out.shape[1]]  # entry t is about token t + 1
         out[b, : len(response)] = response
     return batch.with_arrays(ref_logprob=out)
 

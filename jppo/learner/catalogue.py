@@ -59,8 +59,8 @@ def gpg() -> Algorithm:
     """Makes REINFORCE, which reads no old policy."""
 
     def each(view: LossView) -> tuple[Array, dict[str, Array]]:
-        unread = view.logprob  # in the place of the old policy's
-        return with_clips(losses.gpg(view.logprob, unread, view.advantage, view.mask, view.segment))
+        old_logp = view.logprob  # which it ignores
+        return with_clips(losses.gpg(view.logprob, old_logp, view.advantage, view.mask, view.segment))
 
     return Algorithm(terms=(Term(each, "actor/pg_loss"),))
 
@@ -93,7 +93,7 @@ def kl_cov(*, ratio: float, coef: float) -> Algorithm:
 
 
 def selecting(loss: Callable[..., losses.PolicyLoss], before: Callable[[BeforeView], Array]) -> Algorithm:
-    """Makes a policy loss that treats the tokens apart which `before` selects."""
+    """Makes a policy loss that treats the tokens differently that `before` marks, as clip_cov and kl_cov do."""
 
     def each(view: LossView) -> tuple[Array, dict[str, Array]]:
         arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment, view.before
@@ -135,12 +135,12 @@ def value_terms(critic: Critic) -> tuple[Term, ...]:
     limits, clip = critic.value_range, critic.cliprange_value
 
     def histogram(view: ValueView) -> tuple[Array, dict[str, Array]]:
-        each, held = values.histogram_loss(view.logits, view.returns, limits)
-        return each, {"critic/vf_clipfrac": held}
+        each, clipped = values.histogram_loss(view.logits, view.returns, limits)
+        return each, {"critic/vf_clipfrac": clipped}
 
     def squared(view: ValueView) -> tuple[Array, dict[str, Array]]:
-        each, held = losses.clipped_value(view.value, view.old_value, view.returns, cliprange_value=clip)
-        return each, {"critic/vf_clipfrac": held}
+        each, clipped = losses.clipped_value(view.value, view.old_value, view.returns, cliprange_value=clip)
+        return each, {"critic/vf_clipfrac": clipped}
 
     return (Term(histogram if critic.value_bins else squared, "critic/vf_loss"),)
 

@@ -30,16 +30,16 @@ def mismatch(batch: Batch) -> dict[str, Array]:
     """Computes metrics of the trainer's log-probs minus the engine's, for the same tokens and weights."""
     mask = batch.sampled
     difference = jnp.where(mask, _log_ratio(batch), 0.0)
-    gap, apart = jnp.abs(difference), correction.divergences(difference, mask)
+    gap, divergences = jnp.abs(difference), correction.divergences(difference, mask)
     return {
         "rollout/logp_gap_mean": masked_sum(gap, mask) / token_count(mask),
         "rollout/logp_gap_max": jnp.max(gap),
         "rollout/ratio_min": jnp.exp(jnp.maximum(jnp.min(difference), -FAR)),
         "rollout/ratio_max": jnp.exp(jnp.minimum(jnp.max(difference), FAR)),
-        "rollout_corr/kl": apart["kl"],
-        "rollout_corr/k3_kl": apart["k3_kl"],
-        "rollout_corr/chi2_token": apart["chi2_token"],
-        "rollout_corr/chi2_seq": apart["chi2_seq"],
+        "rollout_corr/kl": divergences["kl"],
+        "rollout_corr/k3_kl": divergences["k3_kl"],
+        "rollout_corr/chi2_token": divergences["chi2_token"],
+        "rollout_corr/chi2_seq": divergences["chi2_seq"],
     }
 
 
@@ -167,6 +167,7 @@ def make_advantages(
 def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     """Returns the outcome of each row's episode, with the tokens and penalties of all its branches.
 
+    `total` is the score of each row less its own penalties.
     The length of a response is its kept tokens, or all that were sampled if none is kept: its score counts.
     """
     assert algorithm.outcome is not None
@@ -181,7 +182,8 @@ def outcomes(algorithm: Algorithm, batch: Batch, total: Array) -> Array:  # [B]
     known = {**batch.arrays} | {"score": total, "length": length, "group": batch.group}
     if episode is not None:  # the score once, and the penalties of all branches; all rows have their episode's parts
         score = jnp.where(jnp.isnan(batch.score), 0.0, batch.score)
-        known["score"] = score + summed(total - score)
+        penalty = score - total
+        known["score"] = score - summed(penalty)
     outcome = algorithm.outcome(view(EpisodeView, algorithm.reads, known))
     return outcome if episode is None else outcome[episode]
 

@@ -446,10 +446,11 @@ def row_length_count(c: Common, mesh: Any, policy: ModelConfig, sequences: int) 
     """Returns `data.row_lengths`; if it is open, 1 for a run whose `sequences` take little time at full length."""
     if c.data.row_lengths != -1:
         return c.data.row_lengths
-    learned = 3 * sequences * cost.forward(policy, [c.data.longest_row], head_tokens=c.data.max_response_length)
+    forward = cost.forward(policy, [c.data.longest_row], head_tokens=c.data.max_response_length)
+    train_flops = 3 * sequences * forward  # forward, and backward twice that
     peak = sharding.known_peak(mesh.devices.flat[0].device_kind, c.model.compute_dtype)
     rate = CPU_FLOPS if peak is None else mesh.size * peak * REACHED
-    return 4 if learned / rate > WORTH_S else 1
+    return 4 if train_flops / rate > WORTH_S else 1
 
 
 def plan_rows(

@@ -111,7 +111,7 @@ def update_programs(
         yield Program(f"{name} dropout", "other", batch.draw_seeds, (now.key, now.step, number), name)
     if how.loss.before is not None:
         assert data is not None
-        whole = now.key, now.step, number, how.loss.before.arrays(data)
+        whole = now.key, now.step, number, how.loss.before.placeholders(data)
         yield (before := Program(f"{name} before", "other", how.loss.before.function, whole, name))
         result = before.results()
         micros = [with_before(micro, result.dtype) for micro in micros]
@@ -149,9 +149,9 @@ def with_before(micro: Scored | Rows, dtype: Any) -> Scored | Rows:
 
 
 def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:
-    """Returns the flat batch of a step without responses: as the advantages read it, and with them.
+    """Returns two batches of padding alone, before and after the advantages, with any step's shapes and dtypes.
 
-    It has the fields that the stages add in every step of this recipe; `rows` are any.
+    Programs are compiled for them. `rows` are of any shape.
     """
     passes, recipe, nobody = learner.passes, learner.recipe, np.zeros(0, np.int32)
     algorithm = recipe.algorithm

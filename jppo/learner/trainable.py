@@ -48,8 +48,8 @@ class Before:
         micros = [batch.with_array(m, "before", batch.pack_like(data, result, m.rows)) for m in mini.micros]
         return dataclasses.replace(mini, micros=micros)
 
-    def arrays(self, data: Batch) -> dict[str, Any]:
-        """Returns arguments of the function as of any mini-batch of the batch."""
+    def placeholders(self, data: Batch) -> dict[str, Any]:
+        """Returns arrays of the shapes and dtypes that the function gets, to compile it."""
         known: dict[str, Any] = {**data.arrays} | {"mask": data.mask}
         known["logprob"] = np.zeros(data.mask.shape, np.float32)
         known |= {f"{SHARE}{share}": np.int32(0) for share in names_of(self.reads, SHARE)}
@@ -133,7 +133,7 @@ class Trainable:
         `further` are arguments of the loss, `key` is for dropout and for `Algorithm.before`. Offloaded
         arrays are moved to the devices: the models for the whole update, the optimizer state for its steps.
         """
-        before, history = params, list[tuple[list[Outputs], dict[str, Array]]]()
+        initial, history = params, list[tuple[list[Outputs], dict[str, Array]]]()
         base, further = placing.to_device((self.base, further))
         params = placing.take(params)
         for number, mini in enumerate(minis):
@@ -144,7 +144,7 @@ class Trainable:
             params, opt, stats = self.optim_step(params, opt, carry, step, learns=mini.learns)
             history.append((parts, stats))
             del carry  # frees it before the next one exists
-        params = jax.block_until_ready(placing.put_back(params, before))
+        params = jax.block_until_ready(placing.put_back(params, initial))
         taken = [
             join_parts(parts) | {f"{self.name}/{key}": Stat(x) for key, x in stats.items()}
             for parts, stats in jax.device_get(history)

@@ -280,12 +280,13 @@ BY_EPISODE = ("score", "length", "outcome", "greedy", "group", "given")
 DTYPES = {"group": np.int32, "segment": np.int32, "mask": np.bool_, "turn_ends": np.bool_, "given": np.bool_}
 
 
-def _example(name: str) -> Any:
-    """Returns an array, or what a view has under this name, of the shapes on which reads are recorded."""
+def _placeholder(name: str) -> Any:
+    """Returns a small stand-in for the array that a view has under this name."""
     if name == "key":
         return jax.random.key(0)
     if name == "router":
-        return RouterSums(*(jnp.ones((L, N)),) * 2, *(jnp.ones(L),) * 2)
+        by_expert, by_layer = jnp.ones((L, N)), jnp.ones(L)
+        return RouterSums(load=by_expert, prob=by_expert, z=by_layer, entropy=by_layer)
     shape: tuple[int, ...] = (N,) if name in BY_EPISODE or name.startswith((PART, COLUMN)) else (N, L)
     shape = {"load": (L, N), "logits": (N, L, N), "tokens": ()}.get(name, shape)
     dtype = DTYPES.get(name, np.float32)
@@ -298,7 +299,7 @@ def record(run: Callable[[Callable[[str], Any]], Any], known: Mapping[str, Any])
 
     def take(name: str) -> Any:
         seen[name] = None
-        return jnp.zeros(known[name].shape, known[name].dtype) if name in known else _example(name)
+        return jnp.zeros(known[name].shape, known[name].dtype) if name in known else _placeholder(name)
 
     result = jax.eval_shape(lambda: run(take))
     return tuple(seen), result

@@ -19,7 +19,7 @@ from jppo.rollout.inprocess import Source
 from jppo.rollout.protocol import RolloutError, respond
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
 from jppo.samples.given import Give, answer_of, given_texts
-from jppo.samples.queue import How, SampleQueue, StepSamples, ages
+from jppo.samples.queue import SampleQueue, StepSamples, SupplySettings, ages
 from jppo.settings import Rollout, Settings, ValKwargs, parts, table
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
@@ -74,7 +74,7 @@ def make_supply(
     `give` returns the responses of a prompt that take the places of samples. `keeps_dropped`: a step's samples have the
     groups that dynamic sampling drops.
     """
-    options = How(
+    options = SupplySettings(
         batch_size=c.data.train_batch_size,
         n=c.rollout.n,
         seed=c.trainer.seed,
@@ -177,15 +177,15 @@ def mark_stale(
         return rewards, {}
     limit = most if c.algorithm.old_logprob != "correction" else math.inf
     dropped = [i for i, r in enumerate(rewards) if r.unusable is None and age[i] > limit]
-    rewards, sampled = list(rewards), max(1, sum(not t.given for t in drawn.trajectories))
+    rewards, count = list(rewards), max(1, sum(not t.given for t in drawn.trajectories))
     for i in dropped:
         why = f"sampled by weights {age[i]} updates old, more than rollout.max_staleness={most}"
         rewards[i] = dataclasses.replace(rewards[i], unusable=why)
     return rewards, {
-        "rollout/staleness_mean": float(age.sum()) / sampled,
+        "rollout/staleness_mean": float(age.sum()) / count,
         "rollout/staleness_max": float(age.max()),
         "rollout/stale_dropped": float(len(dropped)),
-        "rollout/mixed_versions": sum(len(np.unique(t.version[t.sampled])) > 1 for t in drawn.trajectories) / sampled,
+        "rollout/mixed_versions": sum(len(np.unique(t.version[t.sampled])) > 1 for t in drawn.trajectories) / count,
         "rollout/sampling_s": drawn.sampling_s,
         "rollout/hidden": max(0.0, 1.0 - drawn.waited_s / drawn.sampling_s) if drawn.sampling_s > 0 else 0.0,
     }

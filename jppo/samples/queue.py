@@ -67,7 +67,7 @@ class Draws:
         return range(group * self.n, (group + 1) * self.n)
 
     def rewards(self, numbers: Sequence[int]) -> list[Reward]:
-        """Waits for the rewards of these responses, in the given order."""
+        """Waits for the rewards of these responses, and returns them in the order of their numbers."""
         asked = sorted(number for number in numbers if number not in self.graded)
         rewards = self.graded | dict(zip(asked, self.grading.collect(asked), strict=True))
         return [rewards[number] for number in sorted(numbers)]
@@ -113,7 +113,7 @@ _POLL_S = 0.5  # polling interval of waits, so that a signal ends them
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class SupplySettings:
     """The settings of the sample supply, for a whole run."""
 
     batch_size: int  # prompts per step
@@ -158,7 +158,7 @@ class SampleQueue:
 
     def __init__(
         self,
-        options: How,
+        options: SupplySettings,
         train: PromptSet,
         sampler: Sampler,
         reward_sum: RewardSum,
@@ -206,7 +206,7 @@ class SampleQueue:
                 lambda: all(self._has(asked, group) for asked in self._now.queue for group in asked.left)
             )
         )
-        self._settling_s += time.monotonic() - began
+        self._settling_s += time.monotonic() - began  # the next `_take` counts it as waiting
 
     @property
     def memory(self) -> str:

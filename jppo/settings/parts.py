@@ -25,8 +25,8 @@ OPTIMIZERS = Registry[Part]("optimizers", "jppo.learner.catalogue:OPTIMIZERS", r
 KL_ESTIMATORS = Registry[Part]("kl_estimators", "jppo.algorithms.kl:BY_NAME")
 
 
-def _imported(where: str) -> Part:
-    """Makes a function that imports 'module:name' at the first call."""
+def _engine_at(where: str) -> Part:
+    """Makes an engine that is imported, from 'module:name', when it is started."""
 
     def part(*given: object, **named: object) -> object:
         return resolve(where, "rollout.name")(*given, **named)
@@ -34,10 +34,10 @@ def _imported(where: str) -> Part:
     return part
 
 
-_SERVED = _imported("jppo.rollout.make:start_engine")
+_SERVED = _engine_at("jppo.rollout.make:start_engine")
 ENGINES = Registry[Part](
     "engines",
-    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _imported("jppo.rollout.make:start_inprocess")},
+    {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _engine_at("jppo.rollout.make:start_inprocess")},
 )
 
 

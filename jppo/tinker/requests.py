@@ -229,7 +229,7 @@ def sampling_options(body: Body, longest: int, vocabulary: int) -> dict[str, Any
         if re.search("[\ud800-\udfff]", "".join(options["stop"])):
             raise BadRequest("stop has half a character; send valid Unicode")
         options["stop_ids"] = tuple(one for one in texts if not isinstance(one, str))
-    require_sampling(options, {"n": _MOST_SAMPLES, "max_tokens": longest}, vocabulary)
+    require_sampling(options, most={"n": _MOST_SAMPLES, "max_tokens": longest}, vocabulary=vocabulary)
     return options
 
 

@@ -119,7 +119,7 @@ def _require_steps(c: Settings) -> None:
             )
 
 
-def require_sampling(given: Mapping[str, Any], most: Mapping[str, int], vocabulary: int) -> None:
+def require_sampling(given: Mapping[str, Any], *, most: Mapping[str, int], vocabulary: int) -> None:
     """Raises UserError for an option of `sample` that is unknown or outside its range; `most` lowers some limits."""
     for name, value in given.items():
         if name not in OPTIONS:

@@ -175,11 +175,13 @@ class Losses:
         terms = (Term(function, "critic/vf_loss" if of_critic else "actor/loss"),)
 
         def loss(params: Weights, scored: Scored, counts: Counts, *_: Any) -> tuple[Array, Outputs]:
-            known: dict[str, Any] = {name: scored.arrays.get(field) for name, field in BATCH_FIELD_OF.items()}
-            known |= {"mask": scored.rows.mask, "segment": scored.rows.segment, "weight": scored.arrays.get("weight")}
-            known |= {VALUE: value(params, scored.rows)} if of_critic else logprob(params, scored.rows)._asdict()
-            out, sums = update.add_terms(terms, ResponsesView, reads, known, known, counts, mean)
-            return out, Outputs(stats_of(sums), {} if of_critic else {"logprob": known["logprob"]})
+            arrays: dict[str, Any] = {name: scored.arrays.get(field) for name, field in BATCH_FIELD_OF.items()}
+            arrays |= {"mask": scored.rows.mask, "segment": scored.rows.segment, "weight": scored.arrays.get("weight")}
+            arrays |= {VALUE: value(params, scored.rows)} if of_critic else logprob(params, scored.rows)._asdict()
+            out, sums = update.add_terms(
+                terms, ResponsesView, reads, plain=arrays, corrected=arrays, counts=counts, mean=mean
+            )
+            return out, Outputs(stats_of(sums), {} if of_critic else {"logprob": arrays["logprob"]})
 
         needs = tuple(field for name, field in BATCH_FIELD_OF.items() if name in reads)
         return BatchLoss(self._compiled(loss, ("weight", *needs)), of_critic, needs)

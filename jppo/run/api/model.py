@@ -127,7 +127,7 @@ class Model:
         c, engine = self._parts.c, self._parts.engine
         asked = make_prompts(c, self._parts.tokenizer, prompts, self.vocab_size)
         sampling |= {} if n is None else {"n": n}
-        require_sampling(sampling, {}, self.vocab_size)
+        require_sampling(sampling, most={}, vocabulary=self.vocab_size)
         options = dataclasses.replace(step_sampling(c, self.step, self._sampled), **sampling)
         if weights is not None:
             engine.ensure(weights)
@@ -333,7 +333,7 @@ class Model:
                 f"gradients of {sum(waiting)} call(s) of forward_backward are accumulated, which a checkpoint does not"
                 " hold; call optim_step() first, or discard()"
             )
-        step = self.step + self._stepped
+        step = self.step + self._stepped  # weights that were stepped and not published are of the next step
         now = dataclasses.replace(self.state, step=scalar(step, self._now.step))
         return save_state(self._parts.c, self._parts.learner, pathlib.Path(folder), now)
 
