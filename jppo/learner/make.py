@@ -352,18 +352,19 @@ def make_kl_controller(c: Settings) -> Callable[[Array, Array], Array] | None:
 def make_recipe(c: Settings) -> ppo.Recipe:
     """Makes the algorithm's functions from the config."""
     a, v, talk = c.actor, c.critic, c.rollout.multi_turn
+    algorithm = make_algorithm(c)
     value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
     scale = float(c.data.max_response_length) if a.loss_scale_factor is None else a.loss_scale_factor
     value_scale = scale if v.loss_scale_factor is None else v.loss_scale_factor
     return ppo.Recipe(
-        algorithm=make_algorithm(c),
+        algorithm=algorithm,
         bypass=c.algorithm.old_logprob == "bypass",
         correction=make_correction(c),
         kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
         kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
         kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
         adapt_kl=make_kl_controller(c),
-        mean=functools.partial(update.aggregate, usual=a.loss_agg_mode, scale=scale),
+        mean=functools.partial(update.aggregate, usual=algorithm.aggregation or a.loss_agg_mode, scale=scale),
         value_mean=functools.partial(update.aggregate, usual=value_mode, scale=value_scale),
         value_norm_decay=v.value_norm_decay,
         value_range=v.value_range if v.value_bins else None,

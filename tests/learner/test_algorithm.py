@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jppo import settings
-from jppo.learner import catalogue
+from jppo.learner import catalogue, make
 from jppo.learner.algorithm import Algorithm, Term
 from jppo.learner.views import EpisodeView, TokenView, view
 from jppo.settings import parts
@@ -142,6 +142,18 @@ def test_what_jppos_own_losses_read_is_what_their_papers_need(name):
     selects = name in ("clip_cov", "kl_cov")
     assert ("before" in one.loss_reads) == ("logprob" in one.before_reads) == selects
     assert {"logprob", "advantage"} <= {*one.loss_reads}
+
+
+@pytest.mark.parametrize("name", ["geo_mean", "vanilla"])
+def test_entropy_and_kl_are_averaged_like_the_policy_loss(name):
+    c = settings.recipe("gsm8k")
+    c.actor.loss_mode, c.actor.entropy_coeff = name, 0.1
+    recipe = make.make_recipe(typed(c))
+    mask, segment = np.bool_([[1, 1, 1, 1]]), np.int32([[1, 1, 1, 2]])
+    entropy = recipe.algorithm.terms[1]
+    weights = recipe.mean(mask, segment, entropy.aggregation, tokens=np.float32(4), sequences=np.float32(2))
+    by_sequence = [1 / 6, 1 / 6, 1 / 6, 1 / 2]
+    np.testing.assert_allclose(weights[0], by_sequence if name == "geo_mean" else [0.25] * 4, rtol=1e-6)
 
 
 def test_terms_read_statistics_of_the_logits_and_what_stands_before():
