@@ -34,6 +34,12 @@ def surrogate(view):
     ratio = jnp.exp(jnp.where(view.mask, view.logprob - view.old_logprob, 0.0))
     return -view.advantage * ratio, {"mine/ratio": ratio}
 
+def against(c):
+    return Algorithm(terms=(Term(lambda view: view.kl * view.mask),))
+
+def wide(c):
+    return Algorithm(terms=(Term(lambda view: view.logprob.sum(1)),))
+
 def by_sum(c):
     return Algorithm(terms=(Term(surrogate, aggregation="seq-mean-token-sum"),))
 
@@ -90,6 +96,8 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
         ("algorithm.adv_estimator", "{}:plain", "missing 2 required positional arguments"),
         ("algorithm.adv_estimator", "{}:number", "returns int; it must return a jppo.learner.algorithm.Algorithm"),
         ("actor.loss_mode", "{}:sign", "has no terms"),
+        ("actor.loss_mode", "{}:against", "a term reads kl, and actor.use_kl_loss=False has no reference for it"),
+        ("actor.loss_mode", "{}:wide", "ValueError: a term is [R, T], a number for each token, or one number"),
         ("algorithm.adv_estimator", "{}:strange", "AttributeError: 'Algorithm' object has no attribute 'gama'"),
         ("algorithm.adv_estimator", "{}:without", "takes 0 positional arguments but 1 was given"),
         ("algorithm.adv_estimator", "{}:misread", "AttributeError: 'TokenView' object has no attribute 'values'"),

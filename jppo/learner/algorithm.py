@@ -174,6 +174,11 @@ class Algorithm:
         self._require_given(seen)
         return seen
 
+    def without_routers(self) -> "Algorithm":
+        """Returns it without the terms that read routers, for a model that has none."""
+        terms = tuple(term for term in self.terms if {"router", "load"}.isdisjoint(self._reads_of((term,), LossView)))
+        return self if terms == self.terms else dataclasses.replace(self, terms=terms)
+
     def _require_given(self, seen: tuple[str, ...]) -> None:
         if "given" in seen and self.given is None:
             raise ValueError("a function of it reads which responses are given, and its field `given` is None")

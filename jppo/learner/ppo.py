@@ -115,7 +115,8 @@ def make_passes(
     if models.reference is not None:
         by_token = score.make_logprob(*models.reference, with_entropy=False, **heads)
         exact = _exact(models, r, r.kl_penalty, **heads)
-        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact)
+        sampled = "ref_logprob" in r.algorithm.loss_reads
+        reference = score.make_reference(r.kl_penalty, r.kl_loss_type, by_token, exact, sampled=sampled)
     value = critic = None
     if models.critic is not None:
         value, loss = make_critic(models.critic, r)
@@ -178,7 +179,8 @@ def make_router_load(
 def actor_loss_of(models: Models, r: Recipe, *, by_token: bool = False, **heads: Any) -> update.Loss:
     """Makes the actor's loss of a recipe; `heads` are arguments of `score.make_logprob`, `by_token` is of `update`."""
     # Without a pass for the old log-probs the update computes the entropy, and compares replayed experts.
-    algorithm, reads = r.algorithm, r.algorithm.loss_reads
+    algorithm = r.algorithm if _routed(models.policy) else r.algorithm.without_routers()
+    reads = algorithm.loss_reads
     with_entropy = "entropy" in reads or (r.bypass and r.entropy_metric)
     options = dict[str, Any](compare=r.bypass, routed=_routed(models.policy), **heads)
     options |= dict(statistics=algorithm.statistics_of(reads))

@@ -213,10 +213,13 @@ def make_logprob_kl(kind: str | None, logprob: LogProb, exact: Exact | None) -> 
 
 
 def make_reference(
-    penalty_kind: str | None, loss_kind: str | None, reference: LogProb, exact: Exact | None
+    penalty_kind: str | None, loss_kind: str | None, reference: LogProb, exact: Exact | None, *, sampled: bool = False
 ) -> Callable[[Weights, Weights | None, Rows], tuple[Array | None, Array | None]]:
-    """Makes (reference, policy, rows) -> the reference's log-probs, and the reward's exact KL or None."""
-    sampled = any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
+    """Makes (reference, policy, rows) -> the reference's log-probs, and the reward's exact KL or None.
+
+    The log-probs are computed if a KL by sampled tokens needs them, or if `sampled`.
+    """
+    sampled = sampled or any(kind is not None and kind not in kl.EXACT for kind in (penalty_kind, loss_kind))
 
     def passed(ref_params: Weights, params: Weights | None, rows: Rows) -> tuple[Array | None, Array | None]:
         ref_logprob = reference(ref_params, _alone(rows)).logprob if sampled else None

@@ -202,7 +202,7 @@ class LossView(TermView):
 
     @property
     def router(self) -> RouterSums:
-        """The routers' sums over the micro-batch's trained tokens."""
+        """The routers' sums over the micro-batch's trained tokens; without experts, no term that reads them counts."""
         return self._take("router")  # type: ignore[return-value]
 
     @property

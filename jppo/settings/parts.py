@@ -85,6 +85,14 @@ class AlgorithmFields(Protocol):
         """The terms of the policy's loss."""
 
     @property
+    def value_terms(self) -> tuple[object, ...]:
+        """The terms of the critic's loss; () for those of the settings."""
+
+    @property
+    def loss_reads(self) -> tuple[str, ...]:
+        """The names of what the terms read."""
+
+    @property
     def aggregation(self) -> str | None:
         """The aggregation over tokens that the loss requires; None for any."""
 
@@ -168,7 +176,8 @@ def _make_loss(c: "Settings") -> AlgorithmFields:
         raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
     own = extension(c)
     made = made if own is None else own.over(made)
-    _run_on_shapes(made, "ratio", loss_setting(c))
+    for reads in ("loss_reads", "value_reads"):
+        _run_on_shapes(made, reads, loss_setting(c))
     return made
 
 

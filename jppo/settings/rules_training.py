@@ -120,7 +120,19 @@ def _value_range(config: Settings) -> None:
 
 
 def _loss(config: Settings) -> None:
-    mode, needed = config.actor.loss_agg_mode, parts.policy_loss(config).aggregation
+    loss = parts.policy_loss(config)
+    if loss.value_terms and not parts.estimator(config).critic:
+        raise UserError(
+            f"{parts.host_setting(config)}: its value_terms are of a critic, and no function of an advantage reads"
+            " `value`; read it, or leave them out"
+        )
+    reference = {"kl", "ref_logprob"}.intersection(loss.loss_reads)
+    if reference and not config.actor.use_kl_loss:
+        raise UserError(
+            f"{parts.loss_setting(config)}: a term reads {min(reference)}, and actor.use_kl_loss=False has no reference"
+            " for it; set it to True, with actor.kl_loss_coef=0.0 if your term is all"
+        )
+    mode, needed = config.actor.loss_agg_mode, loss.aggregation
     if needed is not None and mode not in ("token-mean", needed):
         raise UserError(
             f"actor.loss_agg_mode={mode!r}: {parts.loss_setting(config)} is always averaged by {needed}; set that"

@@ -156,6 +156,14 @@ def test_entropy_and_kl_are_averaged_like_the_policy_loss(name):
     np.testing.assert_allclose(weights[0], by_sequence if name == "geo_mean" else [0.25] * 4, rtol=1e-6)
 
 
+def test_a_model_without_experts_has_no_terms_of_routers():
+    kept = Term(lambda view: view.logprob, "mine/kept")
+    terms = kept, Term(lambda view: view.router.z.sum() / view.tokens), Term(lambda view: view.load.sum())
+    one = Algorithm(terms=terms)
+    assert one.without_routers().terms == (kept,) and "load" in one.loss_reads
+    assert Algorithm(terms=(kept,)).without_routers().loss_reads == ("logprob",)
+
+
 def test_terms_read_statistics_of_the_logits_and_what_stands_before():
     def squared(logits, targets, vocabulary):
         return vocabulary.logsumexp(logits) ** 2
