@@ -98,7 +98,7 @@ def recipe(estimator="gae", **changes):
     critic = types.SimpleNamespace(cliprange_value=s.cliprange_value, **bins)
     loss = settings.pop("loss")
     terms = *loss.terms, *catalogue.regularisers(types.SimpleNamespace(**actor))
-    more = dict(terms=terms, value_terms=catalogue.value_terms(critic), before=loss.before)
+    more = dict(terms=terms, value_terms=catalogue.value_terms(critic), before=loss.before, statistics=loss.statistics)
     return ppo.Recipe(algorithm=dataclasses.replace(made[estimator], **more), **settings)
 
 
@@ -229,7 +229,7 @@ class Learner:
                 continue
             how, opt = self.make_trainable(name, params, lr=lr, tx=tx)
             minis = self.minis(flat, trajectories, plan=plan, mini=mini, name=name, epochs=epochs, order=order)
-            params, _, metrics = how.learn(params, opt, np.int32(0), minis, *further)
+            params, _, metrics = how.learn(params, opt, np.int32(0), minis, *further, key=jax.random.key(0))
             found = metrics | found
             out[name] = jax.device_get(params)
         return out, found, flat

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jppo.errors import UserError
 from jppo.learner import optim, state, update
+from jppo.learner.algorithm import Algorithm, Term
 from jppo.learner.trainable import Trainable
 from jppo.models import lora
 from jppo.models.lora import Lora, join
@@ -224,6 +226,29 @@ def test_kept_tokens_change_log_probs_entropies_and_kls(new_learner, make_recipe
     one = [dataclasses.replace(t, kept=np.where(t.sampled, t.tokens, -1)[:, None]) for t in trajectories]
     alone = new_learner((1,), made, kept=6).update(one, scores, **START)
     assert not alone[2]["old_logprob"].any() and not alone[2]["ref_logprob"].any() and not alone[1]["actor/kl_loss"]
+
+
+@pytest.mark.parametrize("mesh_shape, kind", [((1, 1, 2), "buckets"), ((2, 1, 1), "segments")])
+def test_a_term_of_the_logits_and_of_a_whole_mini_batch(new_learner, make_recipe, drawn, mesh_shape, kind):
+    """A z-loss on the tokens of more than the mini-batch's median surprise: no mesh and no cut changes it."""
+
+    def surprising(view):
+        surprise = jnp.where(view.mask, -view.logprob, jnp.nan)
+        return view.mask & (surprise > jnp.nanmedian(surprise))
+
+    loss = Algorithm(
+        terms=(
+            Term(lambda view: -view.advantage * view.logprob, "mine/surrogate"),
+            Term(lambda view: view.before * view.statistic("z") ** 2, "mine/z", 0.1, corrected=False),
+        ),
+        before=surprising,
+        statistics={"z": lambda logits, targets, vocabulary: vocabulary.logsumexp(logits)},
+    )
+    data, made = drawn(16), make_recipe("grpo", loss=loss)
+    expected = new_learner((1, 1, 1), made).update(*data, **START)
+    found = new_learner(mesh_shape, made).update(*data, kind=kind, tokens_per_micro=48, **START)
+    assert_same(found, expected)
+    assert expected[1]["mine/z"] > 0.1
 
 
 def test_the_losses_of_routers_are_in_the_update(new_learner, make_recipe, routed):
