@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pathlib
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -158,3 +159,10 @@ def _import(name: str, said_as: str) -> ModuleType:
 def said(error: BaseException) -> str:
     """Returns the error's type and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+def at_line(error: BaseException) -> str:
+    """Returns the line of a user's file at which the error was raised, as the end of an error; '' outside of one."""
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    users = [f"{file}:{line}" for file, line in lines if user_files.has_run(file)]
+    return f" ({users[-1]})" if users else ""

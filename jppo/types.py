@@ -193,8 +193,9 @@ class Batch:
 class StepData:
     """A step before the update of its weights, for an algorithm's host functions. Its arrays are read-only.
 
-    It has all N episodes that the step sampled, those of a prompt one after another. Row `rows[i]` of the batch is of
-    the episode i; further branches of agents' episodes are the rows r with batch["episode"][r] != r.
+    It has all N episodes that the step sampled, n in turn of each draw of a prompt, which a step may draw twice. Row
+    `rows[i]` of the batch is of the episode i; further branches of agents' episodes are the rows r with
+    batch["episode"][r] != r.
     """
 
     number: int  # of the step, from 1, as in metrics.jsonl

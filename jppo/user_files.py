@@ -38,6 +38,11 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
     return module
 
 
+def has_run(path: str) -> bool:
+    """Whether a user's file of this path is loaded."""
+    return any(getattr(sys.modules.get(name), "__file__", None) == path for name in _loaded)
+
+
 def names_in(text: str, path: str) -> list[str] | None:
     """Returns the names that a file defines, without running it; None if it may define others when it runs.
 

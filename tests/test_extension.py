@@ -108,7 +108,8 @@ def update(memory, step):
     memory["steps"].append(step.number)
     return memory
 
-def listen(step):
+def listen(memory, step):
+    assert memory["steps"][-1] == step.number, "the memory after its update"
     assert len(step.prompts) == len(step.places) == len(step.trajectories) == len(step.rewards) == len(step.rows)
     for array in (step.batch["advantage"], step.batch.mask, step.trajectories[0].tokens):
         try:
@@ -206,7 +207,7 @@ def test_a_host_function_that_fails_costs_its_step_alone(run, counts, tmp_path, 
         .replace(
             "def update(memory, step):", "def update(memory, step):\n    if step.number == 1:\n        return memory"
         )
-        .replace("def listen(step):", "def listen(step):\n    if step.number == 1:\n        return {}")
+        .replace("def listen(memory, step):", "def listen(memory, step):\n    if step.number == 1:\n        return {}")
     )
     c = run(counts, trainer__save_freq=-1)
     with pytest.raises(UserError, match=re.escape(said)) as e:

@@ -14,7 +14,7 @@ from jppo.learner.algorithm import Algorithm
 def histogram(bins: int = 12, most: float = 3.0):
     edges = np.linspace(-most, most, bins + 1)
 
-    def listen(step):
+    def listen(memory, step):
         advantages = step.batch["advantage"][step.batch.mask]
         counts = np.histogram(np.clip(advantages, -most, most), edges)[0]
         with (step.folder / "advantages.jsonl").open("a") as file:

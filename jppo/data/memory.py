@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.registry import did_you_mean, resolve, said
+from jppo.registry import at_line, did_you_mean, resolve, said
 from jppo.types import Prompt, Reward, StepData
 
 Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
@@ -95,7 +95,8 @@ class Memory:
         """The first memory, as text."""
         return self._first()
 
-    def _read(self, text: str) -> Any:
+    def read(self, text: str) -> Any:
+        """Returns a copy of a memory."""
         return from_text(text or self.first)
 
     def _chosen(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:
@@ -111,7 +112,7 @@ class Memory:
         try:
             return function(*arguments)
         except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{self._said}: {name} raises {said(e)}; correct it") from e
+            raise UserError(f"{self._said}: {name} raises {said(e)}; correct it{at_line(e)}") from e
 
     def _text(self, name: str, memory: Any) -> str:
         return str(self._call(name, to_text, memory))
@@ -135,7 +136,7 @@ class Curriculum(Memory):
 
     def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
         """Returns the places of the next `size` prompts, [N] i64, and the state after them."""
-        returned = self._call("batch", self._made.batch, self._read(text), size)
+        returned = self._call("batch", self._made.batch, self.read(text), size)
         indices, after = returned if isinstance(returned, tuple) and len(returned) == 2 else ((), None)
         chosen = self._chosen("batch", indices, size, f"({size} different indices, state)", returned)
         return chosen, self._text("batch", after)
@@ -146,7 +147,7 @@ class Curriculum(Memory):
         groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
         scores = [[r.score for r in group if r.unusable is None] for group in groups]
         places = [self._place[prompt.uid] for prompt in prompts]
-        return self._text("update", self._call("update", self._made.update, self._read(text), places, scores))
+        return self._text("update", self._call("update", self._made.update, self.read(text), places, scores))
 
 
 class AlgorithmMemory(Memory):
@@ -182,14 +183,14 @@ class AlgorithmMemory(Memory):
     def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
         """Returns the places of the next `size` prompts, [N] i64, and the memory, which this does not change."""
         assert self._choose is not None
-        returned = self._call("prompts", self._choose, self._read(text), np.random.default_rng(list(place)), size)
+        returned = self._call("prompts", self._choose, self.read(text), np.random.default_rng(list(place)), size)
         return self._chosen("prompts", returned, size, f"{size} different places of prompts", returned), text
 
     def columns(self, text: str, places: np.ndarray, names: Sequence[str]) -> np.ndarray:
         """Returns the columns of these names for the prompts at `places` [N], as [N, C] f32."""
         assert self._columns is not None
         unique, inverse = np.unique(places, return_inverse=True)
-        returned = self._call("columns", self._columns, self._read(text), unique.copy())
+        returned = self._call("columns", self._columns, self.read(text), unique.copy())
         if not isinstance(returned, Mapping):
             kind = type(returned).__name__
             raise UserError(f"{self._said}: columns returns {kind}; it must return arrays by name, as a dict")
@@ -212,4 +213,4 @@ class AlgorithmMemory(Memory):
         """Returns the memory after a step, whose data it gets if it reads them."""
         if self._update is None or step is None:
             return text or self.first
-        return self._text("update", self._call("update", self._update, self._read(text), step))
+        return self._text("update", self._call("update", self._update, self.read(text), step))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jppo.algorithms import masked
+from jppo.algorithms import losses, masked
 from jppo.learner.views import (
     COLUMN,
     PART,
@@ -30,6 +30,7 @@ from jppo.learner.views import (
     names_of,
     record,
 )
+from jppo.models.heads import WHOLE_VOCABULARY
 from jppo.types import Array, Prompt, StepData
 
 Memory = Any  # a pytree of numpy arrays, dicts, lists, numbers and texts
@@ -53,6 +54,15 @@ class Term:
     corrected: bool = True  # `algorithm.old_logprob` weights and rejects its tokens; False: a regulariser
     by_sequence: bool = False  # its numbers are of whole sequences, and so are their importance weights
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a coefficient or an aggregation that cannot be."""
+        if isinstance(self.coefficient, bool) or not isinstance(self.coefficient, int | float):
+            raise ValueError(f"a Term with coefficient={self.coefficient!r}; it must be a number")
+        if self.aggregation not in (None, *losses.AGGREGATIONS):
+            raise ValueError(
+                f"a Term with aggregation={self.aggregation!r}; it is one of {', '.join(losses.AGGREGATIONS)}, or None"
+            )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)  # of functions, which are equal to themselves alone
 class Algorithm:
@@ -69,8 +79,10 @@ class Algorithm:
     outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; unless `advantage` reads it, unused
     # Of the advantage, and the mask; not of the returns. Left out beside an `advantage` or `outcome`, there are none.
     transforms: tuple[Callable[[Array, Array], Array], ...] | None = None
-    # Of the policy's loss, each of a LossView; terms that settings add, such as an entropy bonus, come behind them.
+    # Of the policy's loss, each of a LossView, in place of those of `actor.loss_mode`. Those that settings add, such as
+    # an entropy bonus, come behind them.
     terms: tuple[Term, ...] = ()
+    more_terms: tuple[Term, ...] = ()  # behind those of `actor.loss_mode`, or `terms`
     value_terms: tuple[Term, ...] = ()  # of the critic's loss, each of a ValueView
     # Over a whole mini-batch, however it is cut, before its gradient and without one: [B, L], which terms may read.
     before: Callable[[BeforeView], Array] | None = None
@@ -86,7 +98,8 @@ class Algorithm:
     # The columns of the views by name: of the places of prompts, a number for each.
     columns: Callable[[Memory, np.ndarray], Mapping[str, np.ndarray]] | None = None
     update: Callable[[Memory, StepData], Memory] | None = None  # before the step's update of the weights
-    listen: Callable[[StepData], Mapping[str, float]] | None = None  # metrics, logged with the step's
+    # Metrics, logged with the step's, of the memory after `update`.
+    listen: Callable[[Memory, StepData], Mapping[str, float]] | None = None
 
     def __post_init__(self) -> None:
         """Completes the three functions of the estimate where one of them is given."""
@@ -99,7 +112,10 @@ class Algorithm:
         """Returns it with what it leaves out from `base`, and the statistics of both."""
         fields = [field for field in dataclasses.fields(self) if field.name != "statistics"]
         left_out = {f.name: getattr(base, f.name) for f in fields if getattr(self, f.name) == f.default}
-        return dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **left_out)
+        merged = dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **left_out)
+        if not merged.terms:
+            return merged
+        return dataclasses.replace(merged, terms=(*merged.terms, *merged.more_terms), more_terms=())
 
     @functools.cached_property
     def reads(self) -> tuple[str, ...]:
@@ -137,6 +153,14 @@ class Algorithm:
         return self._reads_of(self.terms, LossView)
 
     @functools.cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics of all terms."""
+        found = []
+        for terms, kind in ((self.terms, LossView), (self.value_terms, ValueView)):
+            found += self._metrics_of(terms, self._record(terms, kind)[1])
+        return tuple(found)
+
+    @functools.cached_property
     def value_reads(self) -> tuple[str, ...]:
         """The names of what the terms of the critic's loss read."""
         return self._reads_of(self.value_terms, ValueView)
@@ -156,14 +180,21 @@ class Algorithm:
             raise ValueError("`before` returns [B, L], a number for each token")
         return seen, result
 
-    def _reads_of(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[str, ...]:
+    def _record(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[tuple[str, ...], list[Any]]:
         known = {"given": jax.ShapeDtypeStruct((N, L), np.bool_)}
         known |= {} if self.before is None else {"before": self._before[1]}
-        seen, results = record(lambda take: [term.loss(kind(take)) for term in terms], known)
-        names = [term.metric for term in terms if term.metric]
+        return record(lambda take: [term.loss(kind(take)) for term in terms], known)
+
+    @staticmethod
+    def _metrics_of(terms: tuple[Term, ...], results: list[Any]) -> list[str]:
+        of_results = [name for result in results if isinstance(result, tuple) for name in result[1]]
+        return [*(term.metric for term in terms if term.metric), *of_results]
+
+    def _reads_of(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[str, ...]:
+        seen, results = self._record(terms, kind)
+        names = self._metrics_of(terms, results)
         for result in results:
             each, metrics = result if isinstance(result, tuple) else (result, {})
-            names += metrics
             if getattr(each, "shape", None) not in ((N, L), ()) or any(x.shape != (N, L) for x in metrics.values()):
                 raise ValueError("a term is [R, T], a number for each token, or one number, and its metrics are [R, T]")
         if len(names) > len(set(names)):
@@ -192,6 +223,18 @@ class Algorithm:
             if name not in self.statistics:
                 known = ", ".join(self.statistics) or "none"
                 raise ValueError(f"it reads the statistic {name!r}, and has {known}")
+            logits, targets = jax.ShapeDtypeStruct((N, L), np.float32), jax.ShapeDtypeStruct((N,), np.int32)
+            function = self.statistics[name]
+
+            def run(logits: jax.Array, targets: jax.Array, function: Statistic = function) -> jax.Array:
+                return function(logits, targets, WHOLE_VOCABULARY)
+
+            result = jax.eval_shape(run, logits, targets)
+            if getattr(result, "shape", None) != (N,) or result.dtype != np.float32:
+                raise ValueError(
+                    f"the statistic {name!r} returns {getattr(result, 'dtype', '?')}{getattr(result, 'shape', '')} of"
+                    f" logits [C, V] and targets [C]; it must return [C] f32"
+                )
 
     @property
     def critic(self) -> bool:

@@ -5,6 +5,7 @@ calls `listen`.
 """
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import UserError
 from jppo.learner.episodes import Episodes
 from jppo.learner.views import COLUMN
-from jppo.registry import said
+from jppo.registry import at_line, said
 from jppo.samples.queue import StepSamples
 from jppo.settings import parts
 from jppo.types import Batch, Reward, StepData, Trajectory
@@ -52,7 +53,9 @@ def call_host_functions(
         _require_alike(run, drawn, data, cursor)
     if algorithm.listen is None or step is None:
         return cursor, {}
-    listen, said_as = algorithm.listen, parts.host_setting(run.c)
+    order = run.inputs.train.order_of
+    memory = order.read(cursor.curriculum) if isinstance(order, AlgorithmMemory) else None
+    listen, said_as = functools.partial(algorithm.listen, memory), parts.host_setting(run.c)
     return cursor, run.hosts.gather(lambda: heard(listen, step, known, said_as) if run.hosts.first else {})[0]
 
 
@@ -94,7 +97,7 @@ def heard(
     try:
         metrics = {name: float(value) for name, value in dict(listen(step)).items()}
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{said_as}: listen raises {said(e)}; correct it, to return numbers by name") from e
+        raise UserError(f"{said_as}: listen raises {said(e)}; correct it, to return numbers by name{at_line(e)}") from e
     for name in metrics:
         if not isinstance(name, str) or not name or name in (*known, *OF_LINES) or name.startswith(LATER):
             raise UserError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from jppo.errors import UserError
-from jppo.registry import Registry, resolve, said
+from jppo.registry import Registry, at_line, resolve, said
 from jppo.settings.options import EXTENSION, Option, Options, read_signature, refuse_all, resolved
 from jppo.settings.texts import check_factors
 
@@ -39,6 +39,25 @@ ENGINES = Registry[Part](
     "engines",
     {"vllm": _SERVED, "sglang": _SERVED, "inprocess": _engine_at("jppo.rollout.make:start_inprocess")},
 )
+
+
+# Groups of a run's own metrics, and those among them that terms of a loss have.
+OWN = (
+    *(
+        "actor/",
+        "critic/",
+        "perf/",
+        "timing_s/",
+        "trainer/",
+        "train/",
+        "training/",
+        "val/",
+        "rollout/",
+        "rollout_corr/",
+    ),
+    *("reward/", "response_length/", "prompt_length/", "given/", "agent/", "judge/"),
+)
+OF_TERMS = ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_loss", "critic/vf_clipfrac")
 
 
 class AlgorithmFields(Protocol):
@@ -83,6 +102,14 @@ class AlgorithmFields(Protocol):
     @property
     def terms(self) -> tuple[object, ...]:
         """The terms of the policy's loss."""
+
+    @property
+    def more_terms(self) -> tuple[object, ...]:
+        """The terms that are added to those of the settings."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics of all terms."""
 
     @property
     def value_terms(self) -> tuple[object, ...]:
@@ -171,13 +198,22 @@ def policy_loss(config: "Settings") -> AlgorithmFields:
 
 
 def _make_loss(c: "Settings") -> AlgorithmFields:
-    made = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
-    if not made.terms:
-        raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
-    own = extension(c)
+    own, made = extension(c), _named_loss(c)
     made = made if own is None else own.over(made)
     for reads in ("loss_reads", "value_reads"):
         _run_on_shapes(made, reads, loss_setting(c))
+    users = c.algorithm.extension or c.actor.loss_mode not in POLICY_LOSSES.own
+    taken = [name for name in made.metrics if users and name not in OF_TERMS and name.startswith(OWN)]
+    if taken or any("/" not in name for name in made.metrics):
+        name = (taken or [name for name in made.metrics if "/" not in name])[0]
+        raise UserError(f"{loss_setting(c)}: a term has the metric {name!r}; name it as in mine/{name.split('/')[-1]}")
+    return made
+
+
+def _named_loss(c: "Settings") -> AlgorithmFields:
+    made = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
+    if not made.terms:
+        raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
     return made
 
 
@@ -187,14 +223,14 @@ _make_own_loss = functools.lru_cache(maxsize=64)(_make_loss)
 def loss_setting(config: "Settings") -> str:
     """Returns the setting that the policy's loss comes from, with its value, as an error begins."""
     made = extension(config)
-    if made is None or not made.terms:
+    if made is None or not (made.terms or made.more_terms):
         return f"actor.loss_mode={config.actor.loss_mode!r}"
     return f"{EXTENSION}={config.algorithm.extension!r}"
 
 
 def algorithm(config: "Settings") -> AlgorithmFields:
     """Returns the whole algorithm of the settings."""
-    return estimator(config).over(policy_loss(config))
+    return estimator(config).over(_named_loss(config))
 
 
 def _run_on_shapes(made: object, reads: str, setting: str) -> None:
@@ -202,4 +238,4 @@ def _run_on_shapes(made: object, reads: str, setting: str) -> None:
     try:
         getattr(made, reads)
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{setting}: a function of it, traced by JAX, raises {said(e)}; correct it") from e
+        raise UserError(f"{setting}: a function of it, traced by JAX, raises {said(e)}; correct it{at_line(e)}") from e

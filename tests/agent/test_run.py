@@ -151,12 +151,12 @@ COLUMNS = """
 import numpy as np
 from jppo.learner.algorithm import Algorithm
 
-def listen(step):
+def listen(memory, step):
     batch, branches = step.batch, 0
     for row in np.flatnonzero(batch.mask.any(axis=1)):
-        [i] = np.flatnonzero(step.rows == batch.episode[row])
-        branches += row != batch.episode[row]
-        np.testing.assert_array_equal(batch.advantage[row][batch.mask[row]], step.places[i] + step.number)
+        [i] = np.flatnonzero(step.rows == batch["episode"][row])
+        branches += row != batch["episode"][row]
+        np.testing.assert_array_equal(batch["advantage"][row][batch.mask[row]], step.places[i] + step.number)
     return {"mine/branches": branches, "mine/episodes": len(step.rewards)}
 
 def columns():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jppo import settings
+from jppo.errors import UserError
 from jppo.learner import catalogue, make
 from jppo.learner.algorithm import Algorithm, Term
 from jppo.learner.views import EpisodeView, TokenView, view
@@ -82,12 +83,15 @@ def test_what_is_left_out_is_the_bases_and_nothing_else(field):
         return None
 
     some = {name.name: functools.partial(other, name.name) for name in dataclasses.fields(Algorithm)}
-    base = Algorithm(**some | {"statistics": {"base": other}})
-    own = Algorithm(**{field: {"own": other} if field == "statistics" else other})
+    base = Algorithm(**some | {"statistics": {"base": other}, "terms": ("base",), "more_terms": ()})
+    own = Algorithm(
+        **{field: {"statistics": {"own": other}, "terms": ("own",), "more_terms": ("own",)}.get(field, other)}
+    )
     merged = own.over(base)
     assert merged.statistics == base.statistics | own.statistics
+    assert merged.terms == (own.terms or base.terms) + own.more_terms and merged.more_terms == ()
     given = {"outcome": {"outcome", "advantage", "transforms"}, "advantage": {"advantage", "transforms"}}
-    for name in vars(base).keys() - {"statistics"}:
+    for name in vars(base).keys() - {"statistics", "terms", "more_terms"}:
         from_own = name in given.get(field, {field})
         assert getattr(merged, name) is getattr(own if from_own else base, name)
     assert vars(Algorithm().over(base)) == vars(base)
@@ -177,11 +181,40 @@ def test_terms_read_statistics_of_the_logits_and_what_stands_before():
     assert one.before_reads == ("mask", "advantage") and one.statistics_of(one.loss_reads) == [("z", squared)]
 
 
+def of_logits(statistic):
+    return Algorithm(terms=(Term(lambda view: view.statistic("z")),), statistics={"z": statistic})
+
+
+@pytest.mark.parametrize("fields", [dict(coefficient="0.1"), dict(coefficient=True), dict(aggregation="tokensum")])
+def test_a_term_has_a_number_and_a_known_aggregation(fields):
+    with pytest.raises(ValueError, match=f"a Term with {next(iter(fields))}="):
+        Term(lambda view: view.logprob, **fields)
+
+
+def test_more_terms_are_added_to_those_of_the_settings_once(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jppo.learner.algorithm import Algorithm, Term\n"
+        "def more(metric: str = 'mine/logprob'):\n"
+        "    return Algorithm(more_terms=(Term(lambda view: -view.logprob, metric, 0.1),))\n"
+    )
+    c = settings.recipe("gsm8k")
+    c.algorithm.extension, c.actor.loss_mode = f"{tmp_path}/mine.py:more", "gspo"
+    found = make.make_recipe(typed(c)).algorithm
+    assert [term.metric for term in found.terms[:2]] == ["actor/pg_loss", "mine/logprob"] and not found.more_terms
+    for taken in ("actor/grad_norm", "reward_mean", "rollout/mine"):
+        c.algorithm.options.metric = taken
+        with pytest.raises(UserError, match=f"a term has the metric '{taken}'; name it as in mine/"):
+            parts.policy_loss(typed(c))
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [
         (Algorithm(terms=(Term(lambda view: view.statistic("z")),)), "reads the statistic 'z', and has none"),
         (Algorithm(terms=(Term(lambda view: view.before),)), "reads `before`, and the algorithm has none"),
+        (of_logits(lambda logits, targets, vocabulary: logits), r"statistic 'z' returns float32\(2, 3\) of logits"),
+        (of_logits(lambda logits, targets, vocabulary: logits.argmax(1)), r"must return \[C\] f32"),
+        (of_logits(lambda logits, targets, vocabulary: logits.sum()), r"must return \[C\] f32"),
         (Algorithm(terms=(Term(lambda view: view.logprob.sum(1)),)), r"a number for each token, or one number"),
         (Algorithm(terms=(Term(lambda view: view.logprob, "a"),) * 2), "two terms have one metric: a, a"),
         (Algorithm(terms=(Term(lambda view: view.before),), before=lambda view: view.mask.sum()), r"returns \[B, L\]"),
