@@ -99,7 +99,7 @@ NAN_GRADIENT = """
     def broken(learner, now, data, *rest, **named):
         if int(now.step) == 3:
             mark.touch()
-            data = dataclasses.replace(data, advantage=data.advantage * float("nan"))
+            data = data.with_arrays(advantage=data["advantage"] * float("nan"))
         return learn(learner, now, data, *rest, **named)
     train.ppo.learn = broken
 """
