@@ -1,6 +1,5 @@
 """jppo on the same work: its own log-prob pass and its own updates, as a step of training calls them."""
 
-import dataclasses
 import pathlib
 import sys
 
@@ -51,11 +50,11 @@ def begin(work: Work) -> tuple[dict, dict[str, Stage]]:
         return ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
 
     def mean(scores: Batch) -> float:
-        return float(np.asarray(scores.old_logprob)[scores.mask].mean(dtype=np.float64))
+        return float(np.asarray(scores["old_logprob"])[scores.mask].mean(dtype=np.float64))
 
     first = score()
     given = {name: getattr(work, name)[:, : data.mask.shape[1]] for name in ("advantage", "returns", "value")}
-    flat = dataclasses.replace(first, **given)
+    flat = first.with_arrays(**given)
 
     def scored() -> tuple[Parts, float]:
         seconds, check = timed(lambda: mean(score()))
