@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from jppo.run.start import Run
 
 OF_LINES = ("step", "nonfinite")  # names of a line of metrics.jsonl
-LATER = ("actor/", "critic/", "perf/", "timing_s/", "trainer/", "val/")  # of metrics that a step has after `listen`
 
 
 def columns_of(run: "Run", episodes: Episodes) -> dict[str, np.ndarray]:
@@ -99,7 +98,7 @@ def heard(
     except Exception as e:  # a user's function may raise anything
         raise UserError(f"{said_as}: listen raises {said(e)}; correct it, to return numbers by name{at_line(e)}") from e
     for name in metrics:
-        if not isinstance(name, str) or not name or name in (*known, *OF_LINES) or name.startswith(LATER):
+        if not isinstance(name, str) or not name or name in (*known, *OF_LINES) or name.startswith(parts.OWN):
             raise UserError(
                 f"{said_as}: listen returns {name!r}, a name of the step's own metrics; use another, as in mine/NAME"
             )

@@ -42,21 +42,10 @@ ENGINES = Registry[Part](
 
 
 # Groups of a run's own metrics, and those among them that terms of a loss have.
-OWN = (
-    *(
-        "actor/",
-        "critic/",
-        "perf/",
-        "timing_s/",
-        "trainer/",
-        "train/",
-        "training/",
-        "val/",
-        "rollout/",
-        "rollout_corr/",
-    ),
-    *("reward/", "response_length/", "prompt_length/", "given/", "agent/", "judge/"),
+_GROUPS = (
+    "actor critic perf timing_s trainer train training val rollout rollout_corr reward response_length prompt_length"
 )
+OWN = tuple(f"{group}/" for group in (*_GROUPS.split(), "given", "agent", "judge"))
 OF_TERMS = ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_loss", "critic/vf_clipfrac")
 
 
