@@ -34,6 +34,9 @@ def surrogate(view):
     ratio = jnp.exp(jnp.where(view.mask, view.logprob - view.old_logprob, 0.0))
     return -view.advantage * ratio, {"mine/ratio": ratio}
 
+def both(c):
+    return Algorithm(outcome=lambda view: view.score, terms=(Term(surrogate),))
+
 def against(c):
     return Algorithm(terms=(Term(lambda view: view.kl * view.mask),))
 
@@ -96,6 +99,12 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
         ("algorithm.adv_estimator", "{}:plain", "missing 2 required positional arguments"),
         ("algorithm.adv_estimator", "{}:number", "returns int; it must return a jppo.learner.algorithm.Algorithm"),
         ("actor.loss_mode", "{}:sign", "has no terms"),
+        ("actor.loss_mode", "{}:both", "has an advantage, which only algorithm.extension and algorithm.adv_estimator"),
+        (
+            "algorithm.adv_estimator",
+            "{}:both",
+            "has terms of a loss, which only algorithm.extension and actor.loss_mode",
+        ),
         ("actor.loss_mode", "{}:against", "a term reads kl, and actor.use_kl_loss=False has no reference for it"),
         ("actor.loss_mode", "{}:wide", "ValueError: a term is [R, T], a number for each token, or one number"),
         ("algorithm.adv_estimator", "{}:strange", "AttributeError: 'Algorithm' object has no attribute 'gama'"),

@@ -42,10 +42,8 @@ ENGINES = Registry[Part](
 
 
 # Groups of a run's own metrics, and those among them that terms of a loss have.
-_GROUPS = (
-    "actor critic perf timing_s trainer train training val rollout rollout_corr reward response_length prompt_length"
-)
-OWN = tuple(f"{group}/" for group in (*_GROUPS.split(), "given", "agent", "judge"))
+_GROUPS = "actor critic perf timing_s trainer train training val rollout rollout_corr reward response_length"
+OWN = tuple(f"{group}/" for group in f"{_GROUPS} prompt_length given agent judge".split())
 OF_TERMS = ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_loss", "critic/vf_clipfrac")
 
 
@@ -170,6 +168,11 @@ def _make_estimator(c: "Settings") -> AlgorithmFields:
             " apart; name some, such as rule_score,format_score"
         )
     made = cast(AlgorithmFields, ESTIMATORS.make(a.adv_estimator, "algorithm.adv_estimator", c))
+    if made.terms or made.more_terms:
+        raise UserError(
+            f"algorithm.adv_estimator={a.adv_estimator!r}: its Algorithm has terms of a loss, which only"
+            " algorithm.extension and actor.loss_mode may have; leave them out, or name it by one of these"
+        )
     own = extension(c)
     made = made if own is None else own.over(made)
     _run_on_shapes(made, "parts", estimate_setting(c))
@@ -203,6 +206,11 @@ def _named_loss(c: "Settings") -> AlgorithmFields:
     made = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
     if not made.terms:
         raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
+    if made.advantage is not None:
+        raise UserError(
+            f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has an advantage, which only algorithm.extension and"
+            " algorithm.adv_estimator may have; leave it out, or name it by one of these"
+        )
     return made
 
 
