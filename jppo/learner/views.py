@@ -148,13 +148,27 @@ class TermView(View):
         return self._take("segment")
 
 
-class LossView(TermView):
-    """What a term of the policy's loss may read; what is of the current policy has a gradient."""
+class PolicyView(View):
+    """What a function of the current policy may read."""
 
     @property
     def logprob(self) -> Array:
         """The current policy's log-prob, f32."""
         return self._take("logprob")
+
+    @property
+    def old_logprob(self) -> Array:
+        """The old policy's log-prob, f32."""
+        return self._take("old_logprob")
+
+    @property
+    def advantage(self) -> Array:
+        """The advantage, f32."""
+        return self._take("advantage")
+
+
+class LossView(PolicyView, TermView):
+    """What a term of the policy's loss may read. The current policy's arrays have a gradient."""
 
     @property
     def entropy(self) -> Array:
@@ -171,19 +185,9 @@ class LossView(TermView):
         return self._take("kl")
 
     @property
-    def old_logprob(self) -> Array:
-        """The old policy's log-prob, f32."""
-        return self._take("old_logprob")
-
-    @property
     def ref_logprob(self) -> Array:
         """The reference's log-prob, f32."""
         return self._take("ref_logprob")
-
-    @property
-    def advantage(self) -> Array:
-        """The advantage, f32."""
-        return self._take("advantage")
 
     @property
     def given(self) -> Array:
@@ -240,28 +244,16 @@ class ValueView(TermView):
         return self._take("returns")
 
 
-class BeforeView(View):
-    """What a function of a whole mini-batch may read before its gradient: arrays [B, L], 0 outside the mini-batch."""
+class BeforeView(PolicyView):
+    """What a function of a whole mini-batch may read before its gradient: arrays [B, L], 0 outside the mini-batch.
+
+    `logprob` costs one more pass.
+    """
 
     @property
     def key(self) -> Array:
         """A key of the mini-batch's own, of jax.random."""
         return self._take("key")
-
-    @property
-    def logprob(self) -> Array:
-        """The current policy's log-prob, f32: one more pass."""
-        return self._take("logprob")
-
-    @property
-    def old_logprob(self) -> Array:
-        """The old policy's log-prob, f32."""
-        return self._take("old_logprob")
-
-    @property
-    def advantage(self) -> Array:
-        """The advantage, f32."""
-        return self._take("advantage")
 
     @property
     def mask(self) -> Array:
@@ -275,7 +267,7 @@ class BeforeView(View):
 
 V = TypeVar("V", bound=View)
 SHAPE = N, L = 2, 3  # of the arrays on which reads are recorded
-# The shapes of what is no [N, L] array of f32; by token of a step are the first ones.
+# The reads that are [N], and the dtypes that are not f32; other reads are [N, L].
 BY_EPISODE = ("score", "length", "outcome", "greedy", "group", "given")
 DTYPES = {"group": np.int32, "segment": np.int32, "mask": np.bool_, "turn_ends": np.bool_, "given": np.bool_}
 
