@@ -45,8 +45,8 @@ def spread_outcome(view: TokenView) -> Array:
 class Term:
     """A term of a loss."""
 
-    # A number for each token [R, T], added with the weights of an aggregation, or the micro-batch's own sum, []. Or the
-    # pair of it and of metrics by name, each a number for each token, whose mean is logged.
+    # Returns a number for each token [R, T], which the aggregation weights and adds, or one number for the micro-batch,
+    # []. May return a pair of this and of metrics by name, [R, T], whose means over the tokens are logged.
     loss: Callable[[Any], Array | tuple[Array, Mapping[str, Array]]]
     metric: str = ""  # the name under which it is logged, without its coefficient; '': it is not
     coefficient: float = 1.0
@@ -66,25 +66,26 @@ class Term:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # of functions, which are equal to themselves alone
 class Algorithm:
-    """How a policy learns: `algorithm.extension` names one, and what it leaves out are other settings'.
+    """How a policy learns.
 
-    `algorithm.adv_estimator` names the advantage's half, `actor.loss_mode` the loss's. What has its default is left
-    out. The first functions are of arrays, and are traced by JAX. The last six run on the host: on all hosts of a run
-    with equal arguments, `listen` on the first alone.
+    `algorithm.extension` names a user's. A field that keeps its default is taken from `algorithm.adv_estimator`, for
+    advantages, or from `actor.loss_mode`, for the loss. JAX traces the functions of arrays, down to `statistics`. The
+    others run on the host: on every host of a run with equal arguments, `listen` on the first alone.
     """
 
     # The advantage of each token [B, L], or the pair of it and of the returns that a critic learns, else the same. Left
     # out beside an `outcome`, it spreads that.
     advantage: Callable[[TokenView], Array | tuple[Array, Array]] | None = None
     outcome: Callable[[EpisodeView], Array] | None = None  # of each episode, [N]; unless `advantage` reads it, unused
-    # Of the advantage, and the mask; not of the returns. Left out beside an `advantage` or `outcome`, there are none.
+    # Functions of (advantage, mask) that change the advantage, not the returns. Left out beside an `advantage` or an
+    # `outcome`, there are none.
     transforms: tuple[Callable[[Array, Array], Array], ...] | None = None
-    # Of the policy's loss, each of a LossView, in place of those of `actor.loss_mode`. Those that settings add, such as
-    # an entropy bonus, come behind them.
+    # The policy's loss is their sum; each reads a LossView. They replace the terms of `actor.loss_mode`. Terms of other
+    # settings, such as the entropy bonus, are added.
     terms: tuple[Term, ...] = ()
-    more_terms: tuple[Term, ...] = ()  # behind those of `actor.loss_mode`, or `terms`
-    value_terms: tuple[Term, ...] = ()  # of the critic's loss, each of a ValueView
-    # Over a whole mini-batch, however it is cut, before its gradient and without one: [B, L], which terms may read.
+    more_terms: tuple[Term, ...] = ()  # added to `terms`, or to those of `actor.loss_mode`
+    value_terms: tuple[Term, ...] = ()  # the critic's loss is their sum; each reads a ValueView
+    # Runs over a whole mini-batch, however that is cut, before its gradient; terms may read its result [B, L].
     before: Callable[[BeforeView], Array] | None = None
     statistics: Mapping[str, Statistic] = dataclasses.field(default_factory=dict)  # that views read by name
 
@@ -95,10 +96,10 @@ class Algorithm:
     # The places of the next N prompts, all different; the generator follows from the seed and the position in the data.
     # Asynchronous training calls it ahead, dynamic sampling for each gen batch. Left out, the data's own order.
     prompts: Callable[[Memory, np.random.Generator, int], Sequence[int]] | None = None
-    # The columns of the views by name: of the places of prompts, a number for each.
+    # Returns arrays by name, a number for each prompt at the given places; views read them as `column(name)`.
     columns: Callable[[Memory, np.ndarray], Mapping[str, np.ndarray]] | None = None
     update: Callable[[Memory, StepData], Memory] | None = None  # before the step's update of the weights
-    # Metrics, logged with the step's, of the memory after `update`.
+    # Returns metrics to log with the step's. It gets the memory that `update` has returned.
     listen: Callable[[Memory, StepData], Mapping[str, float]] | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +110,7 @@ class Algorithm:
             object.__setattr__(self, "transforms", ())
 
     def over(self, base: "Algorithm") -> "Algorithm":
-        """Returns it with what it leaves out from `base`, and the statistics of both."""
+        """Returns the algorithm with the fields of `base` where its own have their defaults; statistics are joined."""
         fields = [field for field in dataclasses.fields(self) if field.name != "statistics"]
         left_out = {f.name: getattr(base, f.name) for f in fields if getattr(self, f.name) == f.default}
         merged = dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **left_out)

@@ -93,7 +93,7 @@ def kl_cov(*, ratio: float, coef: float) -> Algorithm:
 
 
 def selecting(loss: Callable[..., losses.PolicyLoss], before: Callable[[BeforeView], Array]) -> Algorithm:
-    """Makes a policy loss that treats the tokens differently that `before` marks, as clip_cov and kl_cov do."""
+    """Makes a policy loss that treats marked tokens differently, as clip_cov and kl_cov do; `before` marks them."""
 
     def each(view: LossView) -> tuple[Array, dict[str, Array]]:
         arrays = view.logprob, view.old_logprob, view.advantage, view.mask, view.segment, view.before

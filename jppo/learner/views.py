@@ -196,7 +196,7 @@ class LossView(PolicyView, TermView):
 
     @property
     def positive(self) -> Array:
-        """1 / their number in the mini-batch on tokens of responses with a score above 0, else 0, f32."""
+        """On tokens of responses with a score above 0, 1 / the number of these in the mini-batch; else 0. f32."""
         return self._take("positive")
 
     @property
@@ -206,7 +206,7 @@ class LossView(PolicyView, TermView):
 
     @property
     def router(self) -> RouterSums:
-        """The routers' sums over the micro-batch's trained tokens; without experts, no term that reads them counts."""
+        """The routers' sums over the micro-batch's trained tokens; a model without experts drops terms that read it."""
         return self._take("router")  # type: ignore[return-value]
 
     @property
@@ -261,7 +261,7 @@ class BeforeView(PolicyView):
         return self._take("mask")
 
     def count(self, share: float) -> Array:
-        """A share of the mini-batch's trained tokens as their number, rounded down, at least 1: [] i32."""
+        """The number of tokens that are this share of the trained ones, rounded down, at least 1: [] i32."""
         return self._take(f"{SHARE}{share}")
 
 

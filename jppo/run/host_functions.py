@@ -92,7 +92,7 @@ def _read_only(t: Trajectory) -> Trajectory:
 def heard(
     listen: Callable[[StepData], Mapping[str, float]], step: StepData, known: Collection[str], said_as: str
 ) -> dict[str, float]:
-    """Returns the metrics of `listen`; raises a UserError for what is none, and for a name that the step has."""
+    """Calls `listen` and returns its metrics; raises a UserError for other results, and for a name of the run's own."""
     try:
         metrics = {name: float(value) for name, value in dict(listen(step)).items()}
     except Exception as e:  # a user's function may raise anything

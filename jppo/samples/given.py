@@ -73,7 +73,7 @@ def without_others(found: Found, given: Mapping[int, Trajectory]) -> Found:
 
 
 def of_policy(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> list[Reward]:
-    """Returns the rewards of a step, those of given responses unusable: they say nothing about the policy."""
+    """Returns the rewards with given responses marked unusable, because these say nothing about the policy."""
     return [
         dataclasses.replace(reward, unusable="the response was given") if t.given else reward
         for t, reward in zip(trajectories, rewards, strict=True)

@@ -92,7 +92,7 @@ class AlgorithmFields(Protocol):
 
     @property
     def more_terms(self) -> tuple[object, ...]:
-        """The terms that are added to those of the settings."""
+        """Terms to add to those of `actor.loss_mode`."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class AlgorithmFields(Protocol):
 
     @property
     def value_terms(self) -> tuple[object, ...]:
-        """The terms of the critic's loss; () for those of the settings."""
+        """The terms of the critic's loss; () takes the usual loss."""
 
     @property
     def loss_reads(self) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class AlgorithmFields(Protocol):
         """Whether the loss reads the old policy."""
 
     def over(self, base: "AlgorithmFields") -> "AlgorithmFields":
-        """Returns it with what it leaves out from `base`."""
+        """Returns the algorithm with the fields of `base` where its own have their defaults."""
 
 
 def options_of(spec: str) -> dict[str, Option]:
@@ -133,7 +133,7 @@ def options(config: "Settings") -> Options:
 
 
 def extension(config: "Settings") -> AlgorithmFields | None:
-    """Makes the user's algorithm, which may leave out what `algorithm.adv_estimator` has; None without one."""
+    """Makes the user's algorithm; None if `algorithm.extension` is empty."""
     spec = config.algorithm.extension
     return cast(AlgorithmFields, EXTENSIONS.make(spec, EXTENSION, **options(config))) if spec else None
 
@@ -153,7 +153,7 @@ def host_setting(config: "Settings") -> str:
 
 
 def estimator(config: "Settings") -> AlgorithmFields:
-    """Returns the algorithm of a run: `algorithm.extension`, and for what it leaves out `algorithm.adv_estimator`."""
+    """Returns how a run estimates advantages: by `algorithm.extension`, else by `algorithm.adv_estimator`."""
     a = config.algorithm
     own = a.adv_estimator in ESTIMATORS.own and not a.extension
     return (_make_own_estimator if own else _make_estimator)(config)
