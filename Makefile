@@ -29,7 +29,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_USER PIP_RE
 
 .DEFAULT_GOAL = help
 .DELETE_ON_ERROR:
-.PHONY: help setup quickstart smollm2 test test-failed test-all lint types docs bench bench-peers doctor target-gpu target-tpu pictures clean
+.PHONY: help setup quickstart smollm2 test test-all lint types docs bench bench-peers doctor target-gpu target-tpu pictures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,9 +49,6 @@ smollm2: $(SMOLLM2)/data/$(TASK)/test.jsonl $(filter $(SMOLLM2)/model,$(MODEL)) 
 
 test: $(READY)  ## run the tests, with a real vLLM; JOBS=2 workers
 	$(PY) -m pytest $(SPREAD) -m "not slow"
-
-test-failed: $(READY)  ## run the tests that failed last time again, one after another
-	$(PY) -m pytest --last-failed --last-failed-no-failures=none --maxfail=1
 
 test-all: $(READY)  ## run all tests, also those that take minutes
 	$(PY) -m pytest $(SPREAD)

@@ -172,7 +172,7 @@ def test_two_hosts_with_given_responses_are_one_process(run_of_groups, tmp_path)
     file = pathlib.Path(c.data.train_files)
     rows = [row | {"demonstrations": ["12"] * (i % 2)} for i, row in enumerate(read_lines(file))]
     write_lines(file, rows)
-    c.algorithm.adv_estimator = f"{ROOT}/examples/algorithms/luffy.py:luffy"
+    c.algorithm.extension = f"{ROOT}/examples/algorithms/luffy.py:luffy"
     c.rollout.mode, c.rollout.max_staleness = "async", 1
     reference = pathlib.Path(c.trainer.run_dir)
     train.train(c)

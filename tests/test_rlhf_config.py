@@ -102,6 +102,7 @@ def test_the_commands_of_the_example_page_are_found(page):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup")
 def test_the_example_page_trains_from_an_empty_folder(page, shared, tmp_path):
     found = page.measure(shared / "models/tinystories-656k-hd64", tmp_path, page.SMALL)["outcome"]

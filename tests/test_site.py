@@ -37,9 +37,6 @@ class Page(html.parser.HTMLParser):
             self.loaded.add(found[LOADED[tag]])
 
 
-pytestmark = pytest.mark.slow  # test_docs.py checks links and anchors
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The pages of the site by their files."""
@@ -62,6 +59,7 @@ def local(target: str, page: pathlib.Path) -> tuple[pathlib.Path, str] | None:
     return (page.parent / path).resolve() if path else page, urllib.parse.unquote(parts.fragment)
 
 
+@pytest.mark.slow
 def test_every_link_and_anchor_leads_somewhere(site):
     folder, pages = site
     checked, broken = 0, []
@@ -79,6 +77,7 @@ def test_every_link_and_anchor_leads_somewhere(site):
     assert checked > 500 and not broken
 
 
+@pytest.mark.slow
 def test_every_public_function_and_class_is_there(site):
     folder, pages = site
     named = 0
@@ -124,6 +123,7 @@ def test_a_function_is_shown_without_its_body_and_a_class_with_its_fields(refere
     assert list(reference.outline(node, lines)) == [*lines[:5], "", lines[6], "", *lines[9:13]]
 
 
+@pytest.mark.slow
 def test_it_loads_nothing_from_elsewhere(site):
     folder, pages = site
     elsewhere = {target for page in pages.values() for target in page.loaded if "//" in target}
