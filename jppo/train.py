@@ -18,6 +18,7 @@ from jppo.errors import expanded
 from jppo.learner import batch, ppo
 from jppo.learner.episodes import Episodes, make_episodes, with_branches
 from jppo.learner.state import next_step
+from jppo.learner.stats import join_stages
 from jppo.learner.utilisation import utilisation
 from jppo.preflight.checks import dry_run_of_ppo
 from jppo.preflight.preview import memory_explained
@@ -77,16 +78,16 @@ def ppo_step(run: Run, now: TrainState) -> Step:
         data, of_advantages = ppo.with_advantages(learner.passes, data, now.kl_coef, learner.mesh, now.value_norm)
     record_tokens(run, version + 1, data, drawn.trajectories, now.value_norm)
     run.match.require(of_advantages, data, micros, episodes.trajectories)  # the engine sampled from the policy
-    before = of_samples | of_advantages | of_servers
+    before = join_stages(of_samples, of_advantages, of_servers)
     cursor, heard = call_host_functions(run, version + 1, drawn, graded, data, before)  # its errors leave `now` whole
     now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, run.publisher.begin)
-    metrics = of_update | before | heard
+    metrics = join_stages(of_update, before, heard)
     metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
     now = end_step(run, now, data, episodes, metrics)
     mfu = utilisation(
         learner, run.inputs, episodes.trajectories, timer.so_far(), step=version, dtype=run.c.model.compute_dtype
     )
-    return Step(now, cursor, metrics | mfu | {"trainer/bad_steps": float(now.bad_steps)})
+    return Step(now, cursor, join_stages(metrics, mfu, {"trainer/bad_steps": float(now.bad_steps)}))
 
 
 def end_step(run: Run, now: TrainState, data: Batch, episodes: Episodes, metrics: dict[str, float]) -> TrainState:
@@ -114,10 +115,15 @@ def gather_episodes(
     run.logger.samples(f"step_{version + 1}", sample_rows(episodes.prompts, episodes.trajectories, rewards))
     require_graded(rewards)
     scored = of_policy(drawn.trajectories, graded)
-    metrics = stale | drawn.metrics | sample_metrics(drawn.trajectories, graded, baseline)
-    metrics |= kept_token_metrics(drawn.trajectories) | source_means(scored, episodes.sources)
-    metrics |= conversation_metrics(drawn.trajectories)
-    metrics |= run.hosts.summed(run.reward_sum.metrics() | run.sampler.metrics())
+    metrics = join_stages(
+        stale,
+        drawn.metrics,
+        sample_metrics(drawn.trajectories, graded, baseline),
+        kept_token_metrics(drawn.trajectories),
+        source_means(scored, episodes.sources),
+        conversation_metrics(drawn.trajectories),
+        run.hosts.summed(join_stages(run.reward_sum.metrics(), run.sampler.metrics())),
+    )
     return with_branches(episodes, run.reward_sum.earned), metrics
 
 

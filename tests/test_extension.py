@@ -343,3 +343,17 @@ def test_prompts_are_chosen_ahead_by_the_memory_of_that_time(run, counts, tmp_pa
         after[places[-1]] += 1
         seen.append(after)
         np.testing.assert_array_equal(state_of(c, step)["seen"], after, err_msg=f"step {step}")
+
+
+def test_a_listener_has_no_metric_of_a_term(run, tmp_path):
+    file = tmp_path / "loss.py"
+    file.write_text("""
+from jppo.learner.algorithm import Algorithm, Term
+
+
+def made():
+    terms = (Term(lambda view: -view.advantage * view.logprob, "mine/loss"),)
+    return Algorithm(terms=terms, listen=lambda memory, step: {"mine/loss": 1.0})
+""")
+    with pytest.raises(UserError, match="listen returns 'mine/loss', a name of the step's own metrics"):
+        train.train(run(f"{file}:made"))

@@ -159,6 +159,7 @@ class Algorithm:
         found = []
         for terms, kind in ((self.terms, LossView), (self.value_terms, ValueView)):
             found += self._metrics_of(terms, self._record(terms, kind)[1])
+        _require_distinct(found)
         return tuple(found)
 
     @functools.cached_property
@@ -198,8 +199,7 @@ class Algorithm:
             each, metrics = result if isinstance(result, tuple) else (result, {})
             if getattr(each, "shape", None) not in ((N, L), ()) or any(x.shape != (N, L) for x in metrics.values()):
                 raise ValueError("a term is [R, T], a number for each token, or one number, and its metrics are [R, T]")
-        if len(names) > len(set(names)):
-            raise ValueError(f"two terms have one metric: {', '.join(names)}")
+        _require_distinct(names)
         if "before" in seen and self.before is None:
             raise ValueError("a term reads `before`, and the algorithm has none")
         self._require_statistics(seen)
@@ -291,3 +291,9 @@ class Algorithm:
     def scored(self) -> bool:
         """Whether it reads the score; else it is a metric only."""
         return not {"score", "reward", "greedy"}.isdisjoint(self.reads) or bool(self.parts)
+
+
+def _require_distinct(metrics: list[str]) -> None:
+    """Raises ValueError where two terms have one metric."""
+    if len(metrics) > len(set(metrics)):
+        raise ValueError(f"two terms have one metric: {', '.join(metrics)}")

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jppo.algorithms import kl
 from jppo.learner import batch, estimate, packing, score, sharding, state, update
 from jppo.learner.algorithm import Algorithm
+from jppo.learner.stats import join_stages
 from jppo.learner.trainable import CompiledLoss, Trainable, make_before
 from jppo.learner.views import STATISTIC
 from jppo.models import placing
@@ -420,10 +421,12 @@ def learn(
                 learner.recipe.reference_for_loss(learner.reference), key=now.key,
             )  # fmt: skip
         now = dataclasses.replace(now, policy=policy, policy_opt=policy_opt)
+        if "entropy" in data.arrays:  # of the policy that sampled, which the step reports
+            metrics.pop("actor/entropy", None)
     if learner.critic is not None:
         between(dataclasses.replace(now, step=state.scalar(version + 1, now.step)))
         with clock("update_critic"):
             cut = minis(learner.critic_epochs, 1, learner.critic.loss.reads)
             value, value_opt, of_critic = learner.critic.learn(now.value, now.value_opt, now.step, cut)
-        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), of_critic | metrics
+        now, metrics = dataclasses.replace(now, value=value, value_opt=value_opt), join_stages(of_critic, metrics)
     return now, metrics

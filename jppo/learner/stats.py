@@ -74,6 +74,16 @@ def join_parts(parts: Sequence[Outputs]) -> dict[str, Stat]:
     return joined
 
 
+def join_stages(*stages: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of all stages of a step; raises ValueError for a name that two of them have."""
+    joined = dict[str, float]()
+    for stage in stages:
+        if both := joined.keys() & stage.keys():
+            raise ValueError(f"two stages of a step have one metric: {min(both)}")
+        joined |= stage
+    return joined
+
+
 def average(minis: Sequence[Stats]) -> dict[str, float]:
     """Returns the metrics of an update from those of its mini-batches."""
     return {

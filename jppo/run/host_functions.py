@@ -55,6 +55,7 @@ def call_host_functions(
     order = run.inputs.train.order_of
     memory = order.read(cursor.curriculum) if isinstance(order, AlgorithmMemory) else None
     listen, said_as = functools.partial(algorithm.listen, memory), parts.host_setting(run.c)
+    known = {*known, *algorithm.metrics}
     return cursor, run.hosts.gather(lambda: heard(listen, step, known, said_as) if run.hosts.first else {})[0]
 
 

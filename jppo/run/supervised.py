@@ -19,6 +19,7 @@ from jppo.errors import expanded
 from jppo.learner import batch, make, packing
 from jppo.learner.make import Trained, load_trained, make_trainable
 from jppo.learner.state import begin_state, portable, scalar, spare_rows
+from jppo.learner.stats import join_stages
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf_write, placing
 from jppo.models.config import ModelConfig
@@ -234,7 +235,7 @@ def take_step(run: SupervisedRun, now: Progress) -> tuple[Progress, ExampleBatch
         bad_steps=scalar(int(bad), now.state.bad_steps),
         **dict(zip(names, (params, opt), strict=True)),
     )
-    metrics = drawn.metrics | update_metrics | {"perf/total_num_tokens": float(drawn.tokens)}
+    metrics = join_stages(drawn.metrics, update_metrics, {"perf/total_num_tokens": float(drawn.tokens)})
     return Progress(state, now.place if bad else {"cursor": dataclasses.asdict(cursor)}, metrics), drawn
 
 

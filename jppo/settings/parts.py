@@ -192,7 +192,7 @@ def policy_loss(config: "Settings") -> AlgorithmFields:
 def _make_loss(c: "Settings") -> AlgorithmFields:
     own, made = extension(c), _named_loss(c)
     made = made if own is None else own.over(made)
-    for reads in ("loss_reads", "value_reads"):
+    for reads in ("loss_reads", "value_reads", "metrics"):
         _run_on_shapes(made, reads, loss_setting(c))
     users = c.algorithm.extension or c.actor.loss_mode not in POLICY_LOSSES.own
     taken = [name for name in made.metrics if users and name not in OF_TERMS and name.startswith(OWN)]

@@ -225,6 +225,14 @@ def test_terms_that_cannot_be_are_refused_before_anything_runs(wrong, said):
         wrong.loss_reads  # noqa: B018
 
 
+def test_terms_of_policy_and_critic_have_metrics_of_their_own():
+    one = Algorithm(
+        terms=(Term(lambda view: view.logprob, "mine/loss"),), value_terms=(Term(lambda view: view.value, "mine/loss"),)
+    )
+    with pytest.raises(ValueError, match="two terms have one metric: mine/loss, mine/loss"):
+        one.metrics  # noqa: B018
+
+
 def test_a_read_of_given_responses_needs_a_function_that_gives_them():
     one = Algorithm(outcome=lambda view: view.score * view.given)
     with pytest.raises(ValueError, match="reads which responses are given, and its field `given` is None"):

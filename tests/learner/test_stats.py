@@ -4,8 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jppo.learner.stats import Outputs, Stat, average, join_groups, join_parts
+from jppo.learner.stats import Outputs, Stat, average, join_groups, join_parts, join_stages
 
 
 def outputs(total, largest, smallest, load=()):
@@ -36,3 +37,9 @@ def test_groups_of_devices_join_by_what_a_metric_is():
     }
     np.testing.assert_array_equal(found.rows["logprob"], np.arange(12.0).reshape(6, 2))
     np.testing.assert_array_equal(found.load[0], np.full((1, 4), 3.0))
+
+
+def test_two_stages_of_a_step_never_have_one_metric():
+    assert join_stages({"a": 1.0}, {}, {"b": 2.0}) == {"a": 1.0, "b": 2.0}
+    with pytest.raises(ValueError, match="two stages of a step have one metric: b"):
+        join_stages({"a": 1.0, "b": 1.0}, {"c": 0.0}, {"b": 1.0})
