@@ -71,7 +71,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
         graded, baseline = drawn.wait_for_rewards()
     episodes, of_samples = gather_episodes(run, drawn, graded, baseline, version)
     data = make_batch(run, episodes)  # [B, L]
-    micros = batch.micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)
+    micros = batch.micros(data, episodes.trajectories, plan=learner.plan, mesh=learner.mesh)  # to score; `learn` cuts
     data = ppo.score_batch(learner, now, data, micros, timer)  # log π_old, log π_ref, V
     data, of_servers = add_served_reference(run, data, episodes)
     with timer("adv"):  # r = s - β KL, A, R
@@ -80,7 +80,7 @@ def ppo_step(run: Run, now: TrainState) -> Step:
     run.match.require(of_advantages, data, micros, episodes.trajectories)  # the engine sampled from the policy
     before = join_stages(of_samples, of_advantages, of_servers)
     cursor, heard = call_host_functions(run, version + 1, drawn, graded, data, before)  # its errors leave `now` whole
-    now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, run.publisher.begin)
+    now, of_update = ppo.learn(learner, now, data, episodes.trajectories, timer, between=run.publisher.begin)
     metrics = join_stages(of_update, before, heard)
     metrics["actor/reward_kl_penalty_coeff"] = float(now.kl_coef)
     now = end_step(run, now, data, episodes, metrics)

@@ -140,6 +140,8 @@ class Rows:
 class Batch:
     """A step's trajectories, one a row; made by `learner/batch.py`. Rows after the last trajectory are padding.
 
+    Tokens stay in the trajectories, which are passed along and packed with it.
+
     `arrays` are those that the run needs besides, by name, f32 unless said otherwise:
 
         given [B] bool      the response was given, and not sampled

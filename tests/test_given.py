@@ -106,7 +106,7 @@ def give(count, text="t"):
 
 def make_queue(sampler, cursor=None, reward_sum=None, **changes):
     how = dataclasses.replace(
-        HOW, **({"n": 3, "draw": lambda step: dataclasses.replace(HOW.draw(step), n=3)} | changes)
+        HOW, **({"n": 3, "sampling": lambda step: dataclasses.replace(HOW.sampling(step), n=3)} | changes)
     )
     return queue.SampleQueue(how, TRAIN, sampler, reward_sum or RewardSum(), cursor or Cursor())
 

@@ -33,7 +33,7 @@ HOW = SupplySettings(
     staleness=1,
     partial=False,
     greedy=False,
-    draw=lambda step: dataclasses.replace(greedy(4), n=2, seed=step),
+    sampling=lambda step: dataclasses.replace(greedy(4), n=2, seed=step),
 )
 
 
@@ -257,7 +257,7 @@ def test_a_queue_is_kept_and_only_what_is_missing_is_asked_for_again(forgotten):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"n": 4, "draw": lambda step: dataclasses.replace(greedy(4), n=4)}, r"rollout\.n=4 was 2 when"),
+        ({"n": 4, "sampling": lambda step: dataclasses.replace(greedy(4), n=4)}, r"rollout\.n=4 was 2 when"),
         ({"batch_size": 3}, r"data\.train_batch_size=3 was 2 when"),
         ({"greedy": True}, r"greedy responses=True was False when"),
     ],

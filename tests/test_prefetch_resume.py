@@ -344,7 +344,7 @@ CHANGES = [
     (dict(staleness=3), dict(staleness=1)),
     (dict(staleness=3), dict(staleness=0)),
     (dict(staleness=2), dict(staleness=2)),
-    (dict(staleness=2), dict(draw=lambda step: dataclasses.replace(HOW.draw(step), max_tokens=3))),
+    (dict(staleness=2), dict(sampling=lambda step: dataclasses.replace(HOW.sampling(step), max_tokens=3))),
 ]
 
 
@@ -390,7 +390,7 @@ def test_prompts_that_are_left_over_make_a_shorter_last_step():
 def test_responses_that_were_drawn_otherwise_are_drawn_again():
     state, _ = half_done(staleness=2)
     again = Slow(at_once=False)
-    it = make(again, staleness=2, draw=lambda step: dataclasses.replace(HOW.draw(step), max_tokens=3))
+    it = make(again, staleness=2, sampling=lambda step: dataclasses.replace(HOW.sampling(step), max_tokens=3))
     [said] = it.load(state, 1)
     assert said.startswith(f"4 {ANSWERS} drawn again: ")
     assert [wanted for *_, wanted, _ in again.calls] == [[0, 1, 2, 3]] * 2

@@ -33,6 +33,7 @@ def from_text(text: str) -> Any:
 
 
 def _encoded(value: Any) -> Any:
+    """Returns the JSON form of nested values; arrays and dicts with other keys than texts are marked objects."""
     if isinstance(value, dict):
         if all(isinstance(key, str) and key not in (_ARRAY, _PAIRS) for key in value):
             return {key: _encoded(x) for key, x in value.items()}

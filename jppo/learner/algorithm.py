@@ -110,10 +110,13 @@ class Algorithm:
             object.__setattr__(self, "transforms", ())
 
     def over(self, base: "Algorithm") -> "Algorithm":
-        """Returns the algorithm with the fields of `base` where its own have their defaults; statistics are joined."""
+        """Returns the algorithm with the fields of `base` where its own have their defaults.
+
+        Statistics are joined, and where there are terms `more_terms` are appended to them.
+        """
         fields = [field for field in dataclasses.fields(self) if field.name != "statistics"]
-        left_out = {f.name: getattr(base, f.name) for f in fields if getattr(self, f.name) == f.default}
-        merged = dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **left_out)
+        inherited = {f.name: getattr(base, f.name) for f in fields if getattr(self, f.name) == f.default}
+        merged = dataclasses.replace(self, statistics={**base.statistics, **self.statistics}, **inherited)
         if not merged.terms:
             return merged
         return dataclasses.replace(merged, terms=(*merged.terms, *merged.more_terms), more_terms=())

@@ -92,9 +92,10 @@ def part_of(reward: Reward, name: str) -> float:
         return 0.0
     if name not in reward.parts:
         known = ", ".join(reward.parts) or "none"
+        why = "return it for every response" if reward.error is None else f"its grading failed: {reward.error}"
         raise UserError(
             f"a reward lacks the part {name!r} that the estimator reads (algorithm.gdpo_reward_keys or its `parts`); it"
-            f" has {known}; return it for every response"
+            f" has {known}; {why}"
         )
     return reward.parts[name]
 

@@ -270,8 +270,8 @@ def sketch_trained(
     if adapters is None:
         return Trained(layout, values, None)
     layout = state.adapters(cfg, mesh, adapters, head=head)
-    stays = {name: part for name, part in values.items() if head == "lm" or name != "score"}
-    return Trained(layout, state.abstract(layout), Base(stays, adapters.scale, adapters.dropout))
+    frozen = {name: part for name, part in values.items() if head == "lm" or name != "score"}  # a new head is trained
+    return Trained(layout, state.abstract(layout), Base(frozen, adapters.scale, adapters.dropout))
 
 
 def copy_weights(tree: Params, offload: bool) -> Params:

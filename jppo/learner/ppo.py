@@ -213,8 +213,9 @@ def _exact(models: Models, r: Recipe, kind: str | None, **options: Any) -> score
 
 
 def make_critic(model: Model, r: Recipe) -> tuple[score.Value, update.Loss]:
-    """Returns the values and the loss of a critic."""
-    output = score.make_value(model[0])
+    """Returns two functions, the critic's values and its loss; the values are the expectation of a histogram head."""
+    module, _ = model
+    output = score.make_value(module)
     loss = update.make_critic_loss(output, r.algorithm, mean=r.value_mean, value_range=r.value_range)
     return score.make_expected(output, r.value_range), loss
 

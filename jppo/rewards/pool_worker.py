@@ -28,6 +28,7 @@ import select
 import signal
 import struct
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NamedTuple
@@ -170,6 +171,7 @@ def prepare_target(target: Sequence[str]) -> Prepared:
 
 
 _LOADERS = tuple(map(os.path.dirname, (__file__, user_files.__file__, importlib.__file__)))  # of a user's file
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def _failed(error: str) -> _Answer:
@@ -183,6 +185,7 @@ def explain(e: BaseException) -> str:
         return f"it called exit({'' if e.code is None else e.code})"
     frames = traceback.extract_tb(e.__traceback__)
     places = [f for f in frames if os.path.dirname(f.filename) not in _LOADERS and "<frozen " not in f.filename]
+    places = [f for f in places if not f.filename.startswith(_LIBRARIES)] or places  # all: of an installed package
     where = f" ({os.path.basename(places[-1].filename)}:{places[-1].lineno})" if places else ""
     return f"{type(e).__name__}: {e}{where}"
 

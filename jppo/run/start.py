@@ -297,6 +297,7 @@ def _require_alike(c: Settings, hosts: Hosts, inputs: Inputs) -> None:
 
 
 def _mark(folder: pathlib.Path) -> str:
+    """Creates an empty file, which a host sees that shares the folder; returns its name."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = f".hosts-{uuid.uuid4().hex[:8]}"
     (folder / mark).touch()

@@ -69,7 +69,7 @@ def deserialise(text: str) -> list[Trajectory]:
             arrays["kept"] = _kept(file)
     for row in rest:
         row["exchange"] = None if row["exchange"] is None else Exchange(**_with_tuples(row["exchange"]))
-    counts = [row.pop("branches", 0) for row in rest]  # checkpoints of earlier versions lack it
+    counts = [row.pop("branches") for row in rest]
     flat = [Trajectory(**row, **{name: each[i] for name, each in arrays.items()}) for i, row in enumerate(rest)]  # type: ignore[arg-type]
     episodes, i = list[Trajectory](), 0
     while i < len(flat):
@@ -112,8 +112,8 @@ def reward_of(saved: Mapping[str, Any]) -> Reward:
 
 
 def _with_tuples(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Restores tuples from JSON's lists; checkpoints of earlier versions lack some."""
-    lists = [name for name in ("earned", "tool_earned") if name in saved]
+    """Restores tuples from JSON's lists."""
+    lists = [name for name in ("earned", "tool_earned") if name in saved]  # Reward has one, Exchange both
     return {**saved, **{name: tuple((token, amount) for token, amount in saved[name]) for name in lists}}
 
 

@@ -83,7 +83,7 @@ def make_supply(
         staleness=max_staleness(c),
         partial=c.rollout.partial,
         greedy=baseline,
-        draw=functools.partial(step_sampling, c),
+        sampling=functools.partial(step_sampling, c),
         graders=graders(c),
         give=give,
     )
@@ -98,8 +98,8 @@ def make_supply(
     options = dataclasses.replace(options, batch_size=prompts_per_batch(c))
 
     def gen_batch(index: int, at: Cursor) -> SampleQueue:
-        drawn = functools.partial(step_sampling, c, gen_batch=index)
-        return SampleQueue(dataclasses.replace(options, draw=drawn), train, sampler, reward_sum, at, hosts)
+        sampling = functools.partial(step_sampling, c, gen_batch=index)
+        return SampleQueue(dataclasses.replace(options, sampling=sampling), train, sampler, reward_sum, at, hosts)
 
     return DynamicSampleQueue(of_step, gen_batch, cursor, train.order_of)
 

@@ -124,7 +124,7 @@ class SupplySettings:
     staleness: int
     partial: bool
     greedy: bool  # a greedy response per prompt, as a baseline
-    draw: Callable[[int], Sampling]  # by step
+    sampling: Callable[[int], Sampling]  # by step
     graders: dict[str, Any] = dataclasses.field(default_factory=dict)  # JSON; saved rewards are kept if it is equal
     give: Give | None = None  # the responses of a prompt that are not sampled
 
@@ -289,17 +289,16 @@ class SampleQueue:
     def _kind(self) -> dict[str, Any]:
         """Returns the settings on which kept samples depend."""
         options = self._how
-        drawn = {
-            name: value for name, value in dataclasses.asdict(options.draw(0)).items() if name not in ("n", "seed")
+        sampling = {
+            name: list(value) if isinstance(value, tuple) else value  # as JSON has it
+            for name, value in dataclasses.asdict(options.sampling(0)).items()
+            if name not in ("n", "seed")
         }
-        for name in ("experts", "kept", "stop_ids"):
-            if not drawn[name]:  # as in checkpoints of earlier versions
-                del drawn[name]
         return {
             "data.train_batch_size": options.batch_size,
             "rollout.n": options.n,
             "greedy": options.greedy,
-            "sampling": drawn | {"stop": list(drawn["stop"])},
+            "sampling": sampling,
             "graders": options.graders,
         }
 
@@ -338,10 +337,10 @@ class SampleQueue:
     ) -> Asked:  # fmt: skip
         options = self._how
         prompts = [self._train.prompts[i] for i in indices]
-        drawn = options.draw(step)
-        best = greedy(drawn.max_tokens, stop=drawn.stop, ignore_eos=drawn.ignore_eos)
+        usual = options.sampling(step)
+        best = greedy(usual.max_tokens, stop=usual.stop, ignore_eos=usual.ignore_eos)
         asked = []
-        for i, way in enumerate([drawn, best] if options.greedy else [drawn]):
+        for i, way in enumerate([usual, best] if options.greedy else [usual]):
             draws = Draws(prompts, way.n, self._reward_sum, self._changed)
             there = saved[i] if saved else trajectories.Found(way.n, {}, {})
             groups = [group for group in sorted(left) if group in self._groups]

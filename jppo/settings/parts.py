@@ -139,7 +139,7 @@ def extension(config: "Settings") -> AlgorithmFields | None:
 
 
 def estimate_setting(config: "Settings") -> str:
-    """Returns the setting that the advantages come from, with its value, as an error begins."""
+    """Returns the setting that the advantages come from and its value, as errors begin: `actor.lr=0.1`."""
     a, made = config.algorithm, extension(config)
     if made is None or made.advantage is None:
         return f"algorithm.adv_estimator={a.adv_estimator!r}"
@@ -147,7 +147,7 @@ def estimate_setting(config: "Settings") -> str:
 
 
 def host_setting(config: "Settings") -> str:
-    """Returns the setting that an algorithm's host functions come from, with its value, as an error begins."""
+    """Returns the setting of an algorithm's host functions and its value, as errors begin: `actor.lr=0.1`."""
     a = config.algorithm
     return f"{EXTENSION}={a.extension!r}" if a.extension else f"algorithm.adv_estimator={a.adv_estimator!r}"
 
@@ -218,7 +218,7 @@ _make_own_loss = functools.lru_cache(maxsize=64)(_make_loss)
 
 
 def loss_setting(config: "Settings") -> str:
-    """Returns the setting that the policy's loss comes from, with its value, as an error begins."""
+    """Returns the setting that the policy's loss comes from and its value, as errors begin: `actor.lr=0.1`."""
     made = extension(config)
     if made is None or not (made.terms or made.more_terms):
         return f"actor.loss_mode={config.actor.loss_mode!r}"

@@ -140,6 +140,7 @@ def _loss(config: Settings) -> None:
 
 
 def _order(config: Settings) -> None:
+    """Raises UserError where two settings choose the prompts of a step."""
     d = config.data
     if d.sampler and d.mix:
         raise UserError(

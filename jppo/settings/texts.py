@@ -142,6 +142,7 @@ def rejection_rules(names: str, thresholds: str | float) -> tuple[tuple[str, flo
 
 
 def _band(spec: str | float, name: str) -> tuple[float | None, float]:
+    """Parses an upper bound alone, as in 2.0, or a lower and an upper one, as in 0.5_2.0."""
     parts = str(spec).split("_")
     try:
         bounds = [float(part) for part in parts]

@@ -308,21 +308,22 @@ class Service:
         """Samples responses to a prompt and scores it, if asked; an over-long prompt can be scored alone."""
         d, seq_id = self._base.settings.data, field(body, "seq_id", int)
         options = requests.sampling_options(body, d.max_response_length, self._base.vocab_size)
-        # as compute_logprobs asks
+        # the request that a client's compute_logprobs sends
         scores = bool(body.get("prompt_logprobs")) and options["n"] == options["max_tokens"] == 1
         longest = d.longest_row if scores else d.max_prompt_length
         prompt = requests.prompt_tokens(body, longest, self._base.vocab_size)
-        only = len(prompt) > d.max_prompt_length
-        last = requests.scored_count(body, prompt)
+        score_only = len(prompt) > d.max_prompt_length
+        scored = requests.scored_count(body, prompt)
         sampler = field(body, "sampling_session_id", str)
         with self._changed:
-            session, kept = self._sampler(owner, sampler)
+            session, weights = self._sampler(owner, sampler)
             id = f"{sampler}:{seq_id}"
             if id not in session.futures:
-                group = (sampler, id if "seed" in options else "", last is None, only, *sorted(options.items()))
-                self._add(session, id, None, SampleRequest(kept, prompt, options, last), group)
+                # requests of one group are sampled in one call
+                group = (sampler, id if "seed" in options else "", scored is None, score_only, *sorted(options.items()))
+                self._add(session, id, None, SampleRequest(weights, prompt, options, scored), group)
             told = self._told(session.futures[id], None)
-        return told | {"sample_sequence_ids": [] if only else [f"{id}:{i}" for i in range(options["n"])]}
+        return told | {"sample_sequence_ids": [] if score_only else [f"{id}:{i}" for i in range(options["n"])]}
 
     async def retrieve_future(self, owner: str, body: Body) -> HttpReply:
         """Returns the result of a request, or 408 after a while."""

@@ -307,6 +307,14 @@ def test_what_is_wrong_with_a_file_is_said_before_training(source, complaint, tm
         function(tmp_path, source, shared_pool)
 
 
+def test_an_error_in_a_library_names_the_line_of_the_users_file(tmp_path, shared_pool):
+    (tmp_path / "theirs.py").write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+    calls = f"import theirs\n\n\n{head}\n    return theirs.read('{{')"
+    part = function(tmp_path, calls, shared_pool)
+    assert part.submit(sample("a")).result(60).error.endswith("(theirs.py:5)")
+
+
 def test_a_file_that_never_ends_or_is_not_there(tmp_path):
     pool = Pool(1, timeout_s=1.0, memory_bytes=2**28, start_timeout_s=2.0)
     with pytest.raises(UserError, match="longer than 2 s"):

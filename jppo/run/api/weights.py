@@ -31,20 +31,20 @@ from jppo.types import Array, Params, TrainState
 class TrainedWeights:
     """The policy or the critic of a loop: its weights and its optimizer's state, with the gradient so far."""
 
-    def __init__(self, how: Trainable, params: Params, opt: Any, section: Optimizer, total_steps: int):
+    def __init__(self, trainable: Trainable, params: Params, opt: Any, section: Optimizer, total_steps: int):
         """`section` has the optimizer's settings; its schedule is over `total_steps`."""
-        self.how, self.params, self.opt = how, params, opt
+        self.trainable, self.params, self.opt = trainable, params, opt
         self._section, self._schedule = section, rate_schedule(section, total_steps)
-        self._carry: Any = None
+        self._carry: Any = None  # the gradient so far
         self.accumulated = 0  # gradients since the last step
-        self.stepped = 0  # optimizer steps in this step of the loop, whose mini-batches they are
-        self._learns = False
-        self._whole: tuple[Responses, CompiledLoss, Mini] | None = None  # of the last parts
+        self.stepped = 0  # optimizer steps in this step of the loop; each is of a mini-batch
+        self._learns = False  # whether a token of the gradient so far counts
+        self._whole: tuple[Responses, CompiledLoss, Mini] | None = None  # the last `of`, packed
 
     @property
     def model(self) -> Weights:
         """Returns the whole model, its frozen base included."""
-        return self.how.model(self.params)
+        return self.trainable.model(self.params)
 
     def pack_mini(
         self,
@@ -67,16 +67,16 @@ class TrainedWeights:
         return with_counts_of_whole(mini, self._whole[2])
 
     def _before(self, loss: CompiledLoss, mini: Mini, now: TrainState) -> Mini:
-        params, base = placing.to_device((self.params, self.how.base))
+        params, base = placing.to_device((self.params, self.trainable.base))
         return loss.look_ahead(join(params, base), mini, now.key, now.step, self.stepped)
 
     def forward_backward(self, loss: CompiledLoss, mini: Mini, *further: Any) -> tuple[dict[str, float], list[Outputs]]:
         """Adds the gradient of a mini-batch; returns its metrics, and the outputs of each micro-batch."""
-        how = dataclasses.replace(self.how, loss=loss)
-        params, base, further = placing.to_device((self.params, how.base, further))
-        carry, self._carry = how.zeros() if self._carry is None else self._carry, None
+        trainable = dataclasses.replace(self.trainable, loss=loss)
+        params, base, further = placing.to_device((self.params, trainable.base, further))
+        carry, self._carry = trainable.zeros() if self._carry is None else self._carry, None
         try:
-            carry, parts = how.forward_backward(params, base, carry, mini, *further)
+            carry, parts = trainable.forward_backward(params, base, carry, mini, *further)
         except BaseException:
             self.discard()  # the carry was donated
             raise
@@ -88,19 +88,19 @@ class TrainedWeights:
 
     def optim_step(self, step: Array, given: dict[str, float | None]) -> dict[str, float]:
         """Takes an optimizer step with the accumulated gradient, by the settings or the `given` hyperparameters."""
-        name, where = self.how.name, cast(Any, step)
+        name, where = self.trainable.name, cast(Any, step)
         if any(x is not None for x in given.values()):
             where = self._hyperparameters(step, given)
         before, carry, self._carry = self.params, self._carry, None
         params = placing.take(self.params)
-        params, self.opt, stats = self.how.optim_step(params, self.opt, carry, where, learns=self._learns)
+        params, self.opt, stats = self.trainable.optim_step(params, self.opt, carry, where, learns=self._learns)
         self.params = jax.block_until_ready(placing.put_back(params, before))
         self.stepped += 1
         self.discard()
         return {f"{name}/{key}": float(value) for key, value in jax.device_get(stats).items()}
 
     def _hyperparameters(self, step: Array, given: dict[str, float | None]) -> optim.Hyperparameters:
-        s, name = self._section, self.how.name
+        s, name = self._section, self.trainable.name
         betas: Any = s.betas
         usual = dict(lr=float(self._schedule(step)), beta1=betas[0], beta2=betas[1], eps=optim.ADAM_EPS)
         usual |= dict(weight_decay=s.weight_decay, grad_clip=s.grad_clip)
