@@ -314,7 +314,9 @@ def make_algorithm(c: Settings) -> Algorithm:
     made = parts.algorithm(c)
     assert isinstance(made, Algorithm)
     made = dataclasses.replace(made, terms=(*made.terms, *catalogue.regularisers(c.actor)))
-    return made.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+    made = made.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+    parts.run_on_shapes(made, "metrics", parts.loss_setting(c))  # raises where terms of the two share one
+    return made
 
 
 def kl_name(name: str, setting: str) -> str:

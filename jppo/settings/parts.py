@@ -175,7 +175,7 @@ def _make_estimator(c: "Settings") -> AlgorithmFields:
         )
     own = extension(c)
     made = made if own is None else own.over(made)
-    _run_on_shapes(made, "parts", estimate_setting(c))
+    run_on_shapes(made, "parts", estimate_setting(c))
     return made
 
 
@@ -193,7 +193,7 @@ def _make_loss(c: "Settings") -> AlgorithmFields:
     own, made = extension(c), _named_loss(c)
     made = made if own is None else own.over(made)
     for reads in ("loss_reads", "value_reads", "metrics"):
-        _run_on_shapes(made, reads, loss_setting(c))
+        run_on_shapes(made, reads, loss_setting(c))
     users = c.algorithm.extension or c.actor.loss_mode not in POLICY_LOSSES.own
     taken = [name for name in made.metrics if users and name not in OF_TERMS and name.startswith(OWN)]
     if taken or any("/" not in name for name in made.metrics):
@@ -230,7 +230,7 @@ def algorithm(config: "Settings") -> AlgorithmFields:
     return estimator(config).over(_named_loss(config))
 
 
-def _run_on_shapes(made: object, reads: str, setting: str) -> None:
+def run_on_shapes(made: object, reads: str, setting: str) -> None:
     """Runs the functions of an algorithm on shapes, once; raises a UserError that begins with the setting."""
     try:
         getattr(made, reads)

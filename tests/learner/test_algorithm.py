@@ -205,6 +205,9 @@ def test_more_terms_are_added_to_those_of_the_settings_once(tmp_path):
         c.algorithm.options.metric = taken
         with pytest.raises(UserError, match=f"a term has the metric '{taken}'; name it as in mine/"):
             parts.policy_loss(typed(c))
+    c.algorithm.options.metric = "critic/vf_loss"
+    with pytest.raises(UserError, match=r"mine.py:more'.* two terms have one metric: actor/pg_loss, .*critic/vf_loss"):
+        make.make_recipe(typed(c))
 
 
 @pytest.mark.parametrize(
