@@ -67,7 +67,7 @@ def batch(m):
 def gradient(m):
     """The gradient of the policy, over all groups of devices, and starts anew."""
     carry = m.policy._carry
-    carry = m.policy.how.exchange(carry) if m.policy.how.exchange is not None else carry
+    carry = m.policy.trainable.exchange(carry) if m.policy.trainable.exchange is not None else carry
     grads = jax.tree.map(lambda x, p: np.asarray(x).reshape(-1, *p.shape)[0], carry[0], m.policy.params)
     m.discard()
     return jax.tree.leaves(grads)
@@ -255,7 +255,7 @@ def test_hyperparameters_of_a_step_are_adams(folder):
 
 def test_sets_of_weights_share_programs_and_nothing_else(m, batch):
     other = m.another(seed=7)
-    assert jax.tree.leaves(other.policy.how.base)[0] is jax.tree.leaves(m.policy.how.base)[0]
+    assert jax.tree.leaves(other.policy.trainable.base)[0] is jax.tree.leaves(m.policy.trainable.base)[0]
     before, kept = m.logprobs(batch), m.keep()
     other.forward_backward(batch)
     other.optim_step(lr=0.1)

@@ -101,7 +101,7 @@ def by_training(m, whole, loss, options):
         return params, opt, {"skipped": 0.0}
 
     further = () if loss == "value" else (recipe.reference_for_loss(learner.reference),)
-    how, params = dataclasses.replace(one.how, loss=compiled, apply=apply), jax.tree.map(lambda x: x, one.params)
+    how, params = dataclasses.replace(one.trainable, loss=compiled, apply=apply), jax.tree.map(lambda x: x, one.params)
     how.learn(params, one.opt, m._now.step, minis, *further, key=m._now.key)
     return seen
 
@@ -114,7 +114,7 @@ def by_loop(m, whole, loss, options, cuts=None):
         given = [mini] if cuts is None else [mini[rows] for rows in cuts]
         found = [m.forward_backward(part, loss, of=None if cuts is None else mini, **options) for part in given]
         total.append(sum(x.metrics["critic/vf_loss" if loss == "value" else "actor/loss"] for x in found))
-        carry = one._carry if one.how.exchange is None else one.how.exchange(one._carry)
+        carry = one._carry if one.trainable.exchange is None else one.trainable.exchange(one._carry)
         one._carry = None
         seen.append(leaves(carry, one.params))
         m.discard()
