@@ -83,7 +83,7 @@ class Algorithm:
     # The policy's loss is their sum; each reads a LossView. They replace the terms of `actor.loss_mode`. Terms of other
     # settings, such as the entropy bonus, are added.
     terms: tuple[Term, ...] = ()
-    more_terms: tuple[Term, ...] = ()  # added to `terms`, or to those of `actor.loss_mode`
+    more_terms: tuple[Term, ...] = ()  # added to `terms`, or to the terms of `actor.loss_mode`
     value_terms: tuple[Term, ...] = ()  # the critic's loss is their sum; each reads a ValueView
     # Runs over a whole mini-batch, however that is cut, before its gradient; terms may read its result [B, L].
     before: Callable[[BeforeView], Array] | None = None
@@ -158,11 +158,12 @@ class Algorithm:
 
     @functools.cached_property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the metrics of all terms."""
+        """The names of the metrics of all terms; raises ValueError where two have one."""
         found = []
         for terms, kind in ((self.terms, LossView), (self.value_terms, ValueView)):
             found += self._metrics_of(terms, self._record(terms, kind)[1])
-        _require_distinct(found)
+        if len(found) > len(set(found)):
+            raise ValueError(f"two terms have one metric: {', '.join(found)}")
         return tuple(found)
 
     @functools.cached_property
@@ -197,12 +198,10 @@ class Algorithm:
 
     def _reads_of(self, terms: tuple[Term, ...], kind: type[View]) -> tuple[str, ...]:
         seen, results = self._record(terms, kind)
-        names = self._metrics_of(terms, results)
         for result in results:
             each, metrics = result if isinstance(result, tuple) else (result, {})
             if getattr(each, "shape", None) not in ((N, L), ()) or any(x.shape != (N, L) for x in metrics.values()):
                 raise ValueError("a term is [R, T], a number for each token, or one number, and its metrics are [R, T]")
-        _require_distinct(names)
         if "before" in seen and self.before is None:
             raise ValueError("a term reads `before`, and the algorithm has none")
         self._require_statistics(seen)
@@ -294,9 +293,3 @@ class Algorithm:
     def scored(self) -> bool:
         """Whether it reads the score; else it is a metric only."""
         return not {"score", "reward", "greedy"}.isdisjoint(self.reads) or bool(self.parts)
-
-
-def _require_distinct(metrics: list[str]) -> None:
-    """Raises ValueError where two terms have one metric."""
-    if len(metrics) > len(set(metrics)):
-        raise ValueError(f"two terms have one metric: {', '.join(metrics)}")

@@ -92,7 +92,7 @@ class AlgorithmFields(Protocol):
 
     @property
     def more_terms(self) -> tuple[object, ...]:
-        """Terms to add to those of `actor.loss_mode`."""
+        """Returns the terms that are added to the loss of `actor.loss_mode`."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
