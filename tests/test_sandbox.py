@@ -252,6 +252,29 @@ def test_a_control_group_bounds_threads_and_is_removed():
     assert not [name for base in groups for name in os.listdir(base) if name.startswith(f"jppo-{os.getpid()}-")]
 
 
+def test_threads_of_one_program_are_not_counted_as_anothers():
+    guards = choice.probe()
+    groups = launcher._make_groups(guards.groups, memory=2**30, processes=64)
+    bounded = any(os.path.exists(f"{group}/pids.max") for group in groups)
+    launcher._remove_groups(groups)
+    if not bounded:
+        pytest.skip("no control group bounds processes here")
+    begins = (
+        "import threading, time\nprint(1, flush=True)\ntime.sleep(3)\nthreading.Thread(target=print, args=(2,)).start()"
+    )
+    takes_all = (
+        "import os, threading, time\ntry:\n    while True:\n"
+        "        threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "except RuntimeError:\n    time.sleep(5)\nos._exit(0)"
+    )
+    run = functools.partial(launcher.run_program, guards=guards, time_s=60, memory_bytes=2**32)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, begins)
+        time.sleep(1)
+        second = pool.submit(run, takes_all)
+        assert (first.result().printed, second.result().status) == ("1\n2\n", 0)
+
+
 def test_folders_of_workers_that_were_killed_are_removed(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -130,6 +130,10 @@ def _confined(
         if guards.uid is not None and guards.spaces == confine.NONE:
             os.chown(folder, guards.uid, guards.uid)
         bounds = _limits(folder, guards, time_s, memory_bytes, job.get("read", []))
+        if any(os.path.exists(f"{group}/{name}") for group in groups for name in _GROUP_PIDS):
+            del bounds["rlimits"][
+                "RLIMIT_NPROC"
+            ]  # it counts all of the user's, so one program would take another's share
         job = job | {"limits": bounds | {"groups": groups, "programs": "command" in job}}
         excess = functools.partial(confine.excess, folder, user=guards.uid, counted=guards.counted)
         ran = _run(job, stdin, tests, folder, time_s, excess if guards.spaces == confine.NONE else None)
