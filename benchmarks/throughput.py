@@ -47,7 +47,7 @@ from jppo import process, settings
 from jppo.errors import UserError
 from jppo.learner import ppo, sharding
 from jppo.learner.make import make_learner, make_mesh
-from jppo.learner.ppo import Learner, ModelConfigs
+from jppo.learner.ppo import ModelConfigs, StepLearner
 from jppo.models import config_reader
 from jppo.models.config import ModelConfig
 from jppo.rollout.make import make_publish_settings, open_engine, servers_gpu_share
@@ -111,7 +111,7 @@ def draw(c: Settings, sampler: Any, trajectories: Sequence[Trajectory], *, versi
 
 def step(
     c: Settings,
-    learner: Learner,
+    learner: StepLearner,
     now: TrainState,
     trajectories: list[Trajectory],
     sampler: Any,

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from jppo import settings
 from jppo.errors import UserError
 from jppo.learner import batch, cost, episodes, packing, ppo, sharding
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import StepLearner
 from jppo.models.config import ModelConfig
 from jppo.models.lora import Lora
 from jppo.runlog.timers import Timers
@@ -132,7 +132,7 @@ def flat_batch(trajectories: Sequence[Trajectory], mesh: Any, *, samples: int = 
 
 
 def score(
-    learner: Learner, now: TrainState, trajectories: Sequence[Trajectory], timer: Timers, *, samples: int = 1
+    learner: StepLearner, now: TrainState, trajectories: Sequence[Trajectory], timer: Timers, *, samples: int = 1
 ) -> Batch:
     """Runs the stages of a `jppo.train` step between grading and learning."""
     data = flat_batch(trajectories, learner.mesh, samples=samples)

@@ -288,7 +288,7 @@ def test_a_checkpoint_is_the_whole_state(m, batch, tmp_path):
     assert not np.array_equal(m.logprobs(batch), after)
     for later in (path.with_name(str(number + 20)), path.with_name(str(number + 30))):
         shutil.copytree(path, later)
-    with pytest.raises(UserError, match=f"{number + 30}.*max_ckpt_to_keep=2 stay.* another folder"):
+    with pytest.raises(UserError, match=f"{number + 30}.*the last 2 stay.* another folder"):
         m.save(tmp_path)
 
 

@@ -69,13 +69,22 @@ def trained(m, loss):
     return m.critic if loss == "value" else m.policy
 
 
+def of_train(c):
+    """A run of `jppo.train` whose models, lengths and updates are those of a loop, with a KL in the reward."""
+    config = settings.default()
+    config.update_from_flattened_dict(settings.by_name(c))
+    config.data.train_files = config.data.val_files = config.trainer.run_dir = "unread"
+    config.data.train_batch_size, config.algorithm.use_kl_in_reward = MINI, True
+    return settings.table.sections(config, settings.Settings)
+
+
 def settings_with(m, loss, options):
     """The settings of `jppo.train` with the options of a loss."""
     section = "critic" if loss == "value" else "actor"
     changes = {f"{section}.{name}": x for name, x in options.items()} | {"rollout.servers": -1}
     if loss not in (None, "value"):
         changes["actor.loss_mode"] = "vanilla" if loss == "ppo" else loss
-    c = changed(m.settings, changes)
+    c = changed(of_train(m.settings), changes)
     unread = {} if c.actor.loss_mode == "clip_cov" else {f"actor.{name}": x for name, x in UNSELECTED.items()}
     return changed(c, {name: x for name, x in unread.items() if name not in changes})
 
@@ -83,7 +92,9 @@ def settings_with(m, loss, options):
 def by_training(m, whole, loss, options):
     """The gradients of the mini-batches of a step of `jppo.train`."""
     learner, rows, one = m._parts.learner, np.arange(N), trained(m, loss)
-    recipe, passes = learning.make_recipe_and_passes(settings_with(m, loss, options), m._parts.inputs, learner.mesh)
+    c = settings_with(m, loss, options)
+    recipe = learning.make_recipe(c)
+    passes = learning.make_passes(c, recipe, m._parts.inputs, learner.mesh)
     shape = (2 * N, whole.mask.shape[1])  # as with padding
     flat = batch.flatten(whole.trajectories, [Reward(0.0, {}, None)] * N, rows, shape=shape)
 

@@ -58,6 +58,9 @@ def strange(c):
 def without():
     return Algorithm()
 
+def empty(c):
+    return Algorithm()
+
 def number(c):
     return 3
 
@@ -98,6 +101,7 @@ def test_a_run_with_user_defined_estimator_loss_kl_and_optimizer(small_run, part
     [
         ("algorithm.adv_estimator", "{}:plain", "missing 2 required positional arguments"),
         ("algorithm.adv_estimator", "{}:number", "returns int; it must return a jppo.learner.algorithm.Algorithm"),
+        ("algorithm.adv_estimator", "{}:empty", "its Algorithm has no advantage; give it one"),
         ("actor.loss_mode", "{}:sign", "has no terms"),
         ("actor.loss_mode", "{}:both", "has an advantage, which only algorithm.extension and algorithm.adv_estimator"),
         (

@@ -88,7 +88,7 @@ plan = packing.make_plan(
     sequences=2 * N, row_multiple=1,
 )
 epochs = ppo.Epochs(2, N, shuffle=True, most_sequences=2 * N, warmup=0, in_warmup=0)
-learner = ppo.Learner(
+learner = ppo.StepLearner(
     mesh=mesh, cfg=cfg, plan=plan, shape=(2 * N, RESPONSE), recipe=recipe, passes=passes, actor=actor, critic=critic,
     reference=None, actor_epochs=epochs, critic_epochs=epochs,
 )

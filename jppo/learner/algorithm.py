@@ -123,18 +123,18 @@ class Algorithm:
 
     @functools.cached_property
     def reads(self) -> tuple[str, ...]:
-        """The names of what outcome and advantage read, in the order of the first reads."""
+        """The names of what outcome and advantage read, in the order of the first reads; () of a loss alone."""
+        if (estimate := self.advantage) is None:
+            return ()
 
         def run(take: Callable[[str], Any]) -> tuple[Any, Any]:
-            if self.advantage is None:
-                raise ValueError("an outcome is missing, and so is an advantage; give one of them")
             names = dict[str, None]()
 
             def noted(name: str) -> Any:
                 names[name] = None
                 return take(name)
 
-            advantage = self.advantage(TokenView(noted))
+            advantage = estimate(TokenView(noted))
             if "outcome" not in names:
                 return None, advantage
             if self.outcome is None:

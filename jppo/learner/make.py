@@ -18,7 +18,7 @@ from jppo.algorithms import kl
 from jppo.errors import UserError
 from jppo.learner import catalogue, cost, estimate, optim, packing, ppo, programs, score, sharding, state, update
 from jppo.learner.algorithm import Algorithm
-from jppo.learner.ppo import Learner, ModelConfigs
+from jppo.learner.ppo import Learner, ModelConfigs, StepLearner
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import attention, experts, fused, hf, lora, modules, placing, sequence_parallel
 from jppo.models.config import ModelConfig, pad_vocab
@@ -29,10 +29,12 @@ from jppo.settings import (
     Common,
     Critic,
     FineTuning,
+    Loop,
     Model,
     Optimizer,
     PreferenceTuning,
     Settings,
+    Training,
     importance_band,
     optimizers,
     parts,
@@ -53,8 +55,16 @@ def make_mesh(c: Common, devices: Sequence[jax.Device] | None = None) -> jax.sha
     return sharding.mesh_of_shape(shape, devices)
 
 
-def read_models(c: Settings, *, weights: bool = True) -> tuple[ModelConfig, ModelConfig | None, ModelConfig | None]:
-    """Reads the configs of policy, critic and reference and checks the headers of their `weights`."""
+Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of policy, critic and reference
+
+
+def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:
+    """Reads the configs of the models that a PPO run needs, and checks the headers of their `weights`."""
+    return read_models(c, critic=wants_critic(c), reference=wants_reference(c) and not c.ref.url, weights=weights)
+
+
+def read_models(c: Loop, *, critic: bool, reference: bool, weights: bool = True) -> Configs:
+    """Reads the configs of the policy and of what else is there, and checks the headers of their `weights`."""
 
     def read(path: str, head: Head, init: str) -> ModelConfig:
         _, cfg = hf.read_config(path, longest=c.data.longest_row)
@@ -65,16 +75,16 @@ def read_models(c: Settings, *, weights: bool = True) -> tuple[ModelConfig, Mode
         return cfg
 
     policy = read(c.model.path, "lm", c.model.init)
-    critic = read(path_of_critic(c), "value", critic_init(c)) if wants_critic(c) else None
-    if not wants_reference(c) or c.ref.url:
-        return policy, critic, None
-    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
-    if reference.vocab_size != policy.vocab_size:
+    value = read(path_of_critic(c), "value", critic_init(c)) if critic else None
+    if not reference:
+        return policy, value, None
+    judge = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
+    if judge.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
-            f" has {reference.vocab_size}; use a model with that vocab_size"
+            f" has {judge.vocab_size}; use a model with that vocab_size"
         )
-    return policy, critic, reference
+    return policy, value, judge
 
 
 def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
@@ -84,12 +94,12 @@ def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
             sharding.require_divisible(cfg, mesh)
 
 
-def path_of_critic(c: Settings) -> str:
+def path_of_critic(c: Loop) -> str:
     """Returns the path of the critic's initial weights; the policy's by default."""
     return c.critic.path if c.critic.path else c.model.path
 
 
-def critic_init(c: Settings) -> str:
+def critic_init(c: Loop) -> str:
     """Returns how the critic starts: by `model.init` on the policy's model; a model of its own is never random."""
     return c.model.init if path_of_critic(c) == c.model.path else "pretrained"
 
@@ -319,6 +329,14 @@ def make_algorithm(c: Settings) -> Algorithm:
     return made
 
 
+def make_loss(c: Loop) -> Algorithm:
+    """Makes the losses of policy and critic that `actor` and `critic` set, without an estimate of advantages."""
+    made = parts.policy_loss(c)
+    assert isinstance(made, Algorithm)
+    made = dataclasses.replace(made, terms=(*made.terms, *catalogue.regularisers(c.actor)))
+    return made.over(Algorithm(value_terms=catalogue.value_terms(c.critic)))
+
+
 def kl_name(name: str, setting: str) -> str:
     """Returns a KL estimator's name in `kl.ESTIMATORS`; registers a user-defined one."""
     if name not in kl.BY_NAME:
@@ -348,31 +366,45 @@ def make_kl_controller(c: Settings) -> Callable[[Array, Array], Array] | None:
     a = c.algorithm
     if a.kl_ctrl_type == "fixed":
         return None
-    return jax.jit(functools.partial(kl.adaptive, steps=sequences_of_step(c), target=a.target_kl, horizon=a.horizon))
+    return jax.jit(functools.partial(kl.adaptive, steps=c.sequences_of_step, target=a.target_kl, horizon=a.horizon))
 
 
 def make_recipe(c: Settings) -> ppo.Recipe:
     """Makes the algorithm's functions from the config."""
-    a, v, talk = c.actor, c.critic, c.rollout.multi_turn
-    algorithm = make_algorithm(c)
+    talk = c.rollout.multi_turn
+    return dataclasses.replace(
+        _make_recipe(c, make_algorithm(c)),
+        bypass=c.algorithm.old_logprob == "bypass",
+        correction=make_correction(c),
+        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
+        adapt_kl=make_kl_controller(c),
+        value_norm_decay=c.critic.value_norm_decay,
+        earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
+        branches=c.rollout.has_branches,
+    )
+
+
+def make_loop_recipe(c: Loop) -> ppo.Recipe:
+    """Makes the losses of a user's loop, and passes of log-probs, of the reference by token as for a KL in a reward."""
+    return _make_recipe(c, make_loss(c), kl_penalty="kl")
+
+
+def _make_recipe(c: Loop, algorithm: Algorithm, kl_penalty: str | None = None) -> ppo.Recipe:
+    a, v = c.actor, c.critic
     value_mode = a.loss_agg_mode if v.loss_agg_mode is None else v.loss_agg_mode
     scale = float(c.data.max_response_length) if a.loss_scale_factor is None else a.loss_scale_factor
     value_scale = scale if v.loss_scale_factor is None else v.loss_scale_factor
     return ppo.Recipe(
         algorithm=algorithm,
-        bypass=c.algorithm.old_logprob == "bypass",
-        correction=make_correction(c),
-        kl_penalty=kl_name(c.algorithm.kl_penalty, "algorithm.kl_penalty") if c.algorithm.use_kl_in_reward else None,
+        bypass=False,
+        correction=None,
+        kl_penalty=kl_penalty,
         kl_loss_type=kl_name(a.kl_loss_type, "actor.kl_loss_type") if a.use_kl_loss else None,
         kl_topk=(("topk", a.kl_topk), ("min_logp", a.kl_log_prob_min_clamp)),
-        adapt_kl=make_kl_controller(c),
         mean=functools.partial(update.aggregate, usual=algorithm.aggregation or a.loss_agg_mode, scale=scale),
         value_mean=functools.partial(update.aggregate, usual=value_mode, scale=value_scale),
-        value_norm_decay=v.value_norm_decay,
         value_range=v.value_range if v.value_bins else None,
         entropy_metric=a.calculate_entropy,
-        earns=bool(c.reward.function or c.reward.model.step_aggregation or talk.enable or c.rollout.agent),
-        branches=c.rollout.has_branches,
     )
 
 
@@ -422,7 +454,7 @@ def rate_schedule(section: Optimizer, total_steps: int) -> Callable[[Array], Arr
     )
 
 
-def require_optimizers(c: Settings) -> None:
+def require_optimizers(c: Common) -> None:
     """Raises UserError for an invalid optimizer; before servers start."""
     for name, section in optimizers(c).items():
         make_chain(section, name)
@@ -457,7 +489,7 @@ def row_length_count(c: Common, mesh: Any, policy: ModelConfig, sequences: int) 
 
 
 def plan_rows(
-    c: Common,
+    c: Training | Loop,
     mesh: Any,
     *,
     tokens_per_device: int,
@@ -474,7 +506,7 @@ def plan_rows(
     multiple, length_multiple = sharding.row_multiple(mesh), sharding.length_multiple(mesh)
     row, of_device, shared = c.data.max_tokens_per_row, tokens_per_device * length_multiple, shared_prompts(c, mesh)
     sharing = dict[str, Any]()
-    if shared is not None and isinstance(c, Settings):
+    if shared is not None and isinstance(c, Loop):
         if row == -1:
             row = min(of_device, packing.longest_row(*shared, samples=c.rollout.n))
 
@@ -486,7 +518,7 @@ def plan_rows(
     return packing.make_plan(
         packing_kind(c, mesh),
         max_length=longest,
-        row_lengths=row_length_count(c, mesh, policy, steps * sequences_of_step(c)),
+        row_lengths=row_length_count(c, mesh, policy, steps * c.sequences_of_step),
         max_tokens_per_row=longest if row == -1 else row,
         tokens_per_micro=of_device * multiple,
         sequences=sequences,
@@ -499,7 +531,11 @@ def plan_rows(
 
 def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> packing.Plan:
     """Plans the row shapes of a PPO run of `steps`."""
-    sizes = tuple(epochs.mini_batch_size for epochs in make_epochs(c))
+    return plan_mini_batches(c, mesh, policy, steps, tuple(epochs.mini_batch_size for epochs in make_epochs(c)))
+
+
+def plan_mini_batches(c: Loop, mesh: Any, policy: ModelConfig, steps: int, sizes: tuple[int, ...]) -> packing.Plan:
+    """Plans the row shapes of `steps` whose mini-batches have these sizes."""
     plan = plan_rows(
         c, mesh, tokens_per_device=c.actor.max_tokens_per_device, sequences=max(sizes), steps=steps,
         policy=policy, sizes=() if c.rollout.has_branches else sizes,
@@ -507,12 +543,12 @@ def plan_of_run(c: Settings, mesh: Any, policy: ModelConfig, steps: int) -> pack
     return dataclasses.replace(plan, experts=replayed(c, policy), kept=kept_tokens(c, policy))
 
 
-def kept_tokens(c: Settings, policy: ModelConfig) -> int:
+def kept_tokens(c: Loop, policy: ModelConfig) -> int:
     """Returns the most kept tokens of a sample that are replayed; 0: none."""
     return min(c.rollout.mask_replay_tokens, policy.vocab_size) if c.rollout.mask_replay else 0
 
 
-def replayed(c: Settings, policy: ModelConfig) -> tuple[int, int] | None:
+def replayed(c: Loop, policy: ModelConfig) -> tuple[int, int] | None:
     """Returns the layers and the active experts of each token if experts are replayed; UserError without any."""
     if not c.rollout.routing_replay:
         return None
@@ -536,14 +572,9 @@ def make_epochs(c: Settings) -> tuple[ppo.Epochs, ppo.Epochs]:
     )
 
 
-def sequences_of_step(c: Common) -> int:
-    """Returns the trajectories per step."""
-    return c.data.train_batch_size * (c.rollout.n if isinstance(c, Settings) else 1)
-
-
 def most_sequences(c: Settings) -> int:
     """Returns the most trajectories of a step, the branches of episodes included."""
-    return sequences_of_step(c) * (c.rollout.agent_branches if c.rollout.has_branches else 1)
+    return c.sequences_of_step * (c.rollout.agent_branches if c.rollout.has_branches else 1)
 
 
 def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
@@ -552,7 +583,7 @@ def batch_shape(c: Settings, mesh: Any) -> tuple[int, int]:
     return -(-most_sequences(c) // devices) * devices, c.data.max_response_length
 
 
-def make_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Models, dict[str, Any]]:
+def make_models(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Models, dict[str, Any]]:
     """Makes the modules of the models, and the arguments of `score.make_logprob` for the policy."""
 
     def model(cfg: ModelConfig) -> ppo.Model:
@@ -566,21 +597,39 @@ def make_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Model
     return ppo.Models(policy, critic, reference), heads
 
 
-def make_recipe_and_passes(c: Settings, inputs: ModelConfigs, mesh: Any) -> tuple[ppo.Recipe, ppo.Passes]:
-    """Makes the passes of the config; loads and compiles nothing."""
+def make_passes(c: Loop, recipe: ppo.Recipe, inputs: ModelConfigs, mesh: Any) -> ppo.Passes:
+    """Makes the passes of a recipe; loads and compiles nothing."""
     models, heads = make_models(c, inputs, mesh)
-    recipe = make_recipe(c)
     options = sharding.compiler_options(mesh, c.model.compiler_options)
-    return recipe, ppo.make_passes(models, recipe, **heads, options=options)
+    return ppo.make_passes(models, recipe, **heads, options=options)
 
 
-def shares_trunk(c: Settings, inputs: ModelConfigs) -> bool:
+def shares_trunk(c: Loop, inputs: ModelConfigs) -> bool:
     """Whether critic and policy share one frozen base in memory."""
     return inputs.adapters is not None and inputs.critic_adapters is not None and path_of_critic(c) == c.model.path
 
 
-def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOADED) -> tuple[Learner, TrainState]:
-    """Loads the models into their shards and makes the passes."""
+def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOADED) -> tuple[StepLearner, TrainState]:
+    """Loads the models of a PPO run into their shards and makes the passes."""
+    recipe, plan = make_recipe(c), plan_of_run(c, mesh, inputs.policy, inputs.total_steps)
+    warmup, coefficient = c.trainer.critic_warmup, c.algorithm.kl_coef
+    learner, begin = load_learner(c, inputs, mesh, recipe, plan, how, warmup=warmup, kl_coef=coefficient)
+    actor_epochs, critic_epochs = make_epochs(c)
+    of_step = dict[str, Any](shape=batch_shape(c, mesh), actor_epochs=actor_epochs, critic_epochs=critic_epochs)
+    return StepLearner(**vars(learner), **of_step), begin
+
+
+def make_loop_learner(c: Loop, inputs: ModelConfigs, mesh: Any) -> tuple[Learner, TrainState]:
+    """Loads the models of a user's loop into their shards and makes the passes."""
+    plan = plan_mini_batches(c, mesh, inputs.policy, inputs.total_steps, (c.actor.ppo_mini_batch_size,))
+    return load_learner(c, inputs, mesh, make_loop_recipe(c), plan)
+
+
+def load_learner(
+    c: Loop, inputs: ModelConfigs, mesh: Any, recipe: ppo.Recipe, plan: packing.Plan, how: Making = LOADED, *,
+    warmup: int = 0, kl_coef: float = 0.0,
+) -> tuple[Learner, TrainState]:  # fmt: skip
+    """Loads the models into their shards and makes the passes; `warmup` are first steps without the policy."""
     a, path = c.actor, c.model.path
 
     def keys(number: int) -> jax.Array:
@@ -590,11 +639,10 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOA
         return pad_vocab(cfg, mesh.shape["tensor"])
 
     cfg = fit(inputs.policy)
-    recipe, passes = make_recipe_and_passes(c, inputs, mesh)
+    passes = make_passes(c, recipe, inputs, mesh)
     policy = how.load(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
     policy = wait(policy, a.param_offload)
-    steps = inputs.total_steps - c.trainer.critic_warmup
-    actor, policy_opt = make_trainable(a, "actor", passes.actor, policy, steps, how)
+    actor, policy_opt = make_trainable(a, "actor", passes.actor, policy, inputs.total_steps - warmup, how)
     value = value_opt = critic = None
     if inputs.critic is not None and passes.critic is not None:
         shared = shares_trunk(c, inputs)
@@ -607,28 +655,24 @@ def make_learner(c: Settings, inputs: ModelConfigs, mesh: Any, how: Making = LOA
     reference = None
     if inputs.reference is not None:
         reference = load_reference(c, mesh, fit(inputs.reference), policy, keys(2), how)
-    actor_epochs, critic_epochs = make_epochs(c)
     learner = Learner(
         mesh=mesh,
         cfg=cfg,
-        plan=plan_of_run(c, mesh, inputs.policy, inputs.total_steps),
-        shape=batch_shape(c, mesh),
+        plan=plan,
         recipe=recipe,
         passes=passes,
         actor=actor,
         critic=critic,
         reference=reference,
-        actor_epochs=actor_epochs,
-        critic_epochs=critic_epochs,
     )
     begin = state.begin_state(
-        policy.learned, policy_opt, value, value_opt, kl_coef=c.algorithm.kl_coef, seed=c.trainer.seed,
+        policy.learned, policy_opt, value, value_opt, kl_coef=kl_coef, seed=c.trainer.seed,
         value_norm=recipe.value_norm_decay is not None, put=how.put,
     )  # fmt: skip
     return learner, begin
 
 
-def begin_again(c: Settings, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
+def begin_again(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
     """Makes the initial state of further trained weights for a learner's programs; frozen bases are shared."""
     mesh, by_field = learner.mesh, dict[str, Any]()
     for number, (field, model) in enumerate({"policy": learner.actor, "value": learner.critic}.items()):
@@ -649,10 +693,10 @@ def begin_again(c: Settings, inputs: ModelConfigs, learner: Learner, seed: int) 
         learned = placing.to_host(learned) if section.param_offload else learned
         by_field |= {field: learned, f"{field}_opt": begin_optimizer(c, inputs, learner, field, learned)}
     fields = [by_field.get(name) for name in ("policy", "policy_opt", "value", "value_opt")]
-    return state.begin_state(*fields, kl_coef=c.algorithm.kl_coef, seed=seed)
+    return state.begin_state(*fields, seed=seed)
 
 
-def begin_optimizer(c: Settings, inputs: ModelConfigs, learner: Learner, field: str, learned: Params) -> Any:
+def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str, learned: Params) -> Any:
     """Returns the initial optimizer state of `policy` or `value`, for loaded parameters."""
     head, cfg, adapters = trained_kind(inputs, learner, field)
     section, name = (c.actor, "actor") if head == "lm" else (c.critic, "critic")
@@ -671,7 +715,7 @@ def trained_kind(inputs: ModelConfigs, learner: Learner, field: str) -> tuple[He
     return "value", pad_vocab(inputs.critic, learner.mesh.shape["tensor"]), inputs.critic_adapters
 
 
-def list_run_programs(c: Settings, learner: Learner, now: TrainState) -> list[programs.Program]:
+def list_run_programs(c: Settings, learner: StepLearner, now: TrainState) -> list[programs.Program]:
     """Lists the programs of a run's steps; learner and state may be of shapes."""
     shuffles = c.actor.shuffle or c.critic.shuffle
     return programs.list_programs(learner, now, shuffled=most_sequences(c) if shuffles else 0)
@@ -687,7 +731,7 @@ def run_programs(
         done()
 
 
-def load_reference(c: Settings, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, how: Making) -> Params:
+def load_reference(c: Loop, mesh: Any, cfg: ModelConfig, policy: Trained, key: jax.Array, how: Making) -> Params:
     """Makes the frozen reference of the KL: its own model, or a copy of the initial policy."""
     if c.ref.path != "policy":
         trained = how.load(c, mesh, cfg, c.ref.path, head="lm", init="pretrained", key=key, adapters=None)

@@ -241,21 +241,18 @@ class Epochs:
         return 0 if self.in_warmup else self.warmup
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
-    """The compiled side of a run: the passes and the models that they use."""
+    """The compiled passes, and the models that they use."""
 
     mesh: Any
     cfg: ModelConfig  # of the policy, its vocabulary padded for the mesh
     plan: packing.Plan
-    shape: tuple[int, int]  # of a step's flat batch, [B, L]
     recipe: Recipe
     passes: Passes
     actor: Trainable
     critic: Trainable | None
     reference: Params | None
-    actor_epochs: Epochs
-    critic_epochs: Epochs
 
     def policy(self, now: TrainState) -> Weights:
         """Returns the policy, its frozen base included."""
@@ -268,6 +265,15 @@ class Learner:
     def spare(self) -> state.Spare:
         """Returns the rows of mesh padding by field of the train state; {} without any."""
         return state.spare_rows(policy=self.actor, value=self.critic)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLearner(Learner):
+    """The learner of a run, whose steps are all alike."""
+
+    shape: tuple[int, int]  # of a step's flat batch, [B, L]
+    actor_epochs: Epochs
+    critic_epochs: Epochs
 
 
 class Clock(Protocol):
@@ -390,7 +396,7 @@ def score_batch(learner: Learner, now: TrainState, data: Batch, micros: Sequence
 
 
 def learn(
-    learner: Learner,
+    learner: StepLearner,
     now: TrainState,
     data: Batch,
     trajectories: Sequence[Trajectory],

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jppo.learner import batch, packing, ppo, sharding, state, update
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import StepLearner
 from jppo.learner.trainable import Trainable
 from jppo.models import placing
 from jppo.types import Batch, Counts, Params, Rows, Scored, TrainState
@@ -56,7 +56,7 @@ class Program:
         return jax.eval_shape(self.function, *placing.on_device_shapes(self.args))
 
 
-def list_programs(learner: Learner, now: TrainState, *, shuffled: int = 0) -> list[Program]:
+def list_programs(learner: StepLearner, now: TrainState, *, shuffled: int = 0) -> list[Program]:
     """Lists the programs of a PPO step; `shuffled` is the number of sequences that a shuffled epoch orders, or 0."""
     rows = [packing.empty_rows(shape, learner.plan) for shape in learner.plan.shapes]
     out = [program for one in rows for program in scoring_programs(learner, now, one)]
@@ -77,7 +77,7 @@ def list_programs(learner: Learner, now: TrainState, *, shuffled: int = 0) -> li
     return out
 
 
-def scoring_programs(learner: Learner, now: TrainState, rows: Rows) -> Iterator[Program]:
+def scoring_programs(learner: StepLearner, now: TrainState, rows: Rows) -> Iterator[Program]:
     """Yields the passes without a gradient over rows of this shape."""
     passes, policy, shape = learner.passes, learner.policy(now), rows.inputs.shape
     there = placing.shapes(rows, sharding.rows_sharding(learner.mesh))
@@ -148,7 +148,7 @@ def with_before(micro: Scored | Rows, dtype: Any) -> Scored | Rows:
     return batch.with_array(micro, "before", np.zeros(micro.rows.inputs.shape, dtype))
 
 
-def empty_batch(learner: Learner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:
+def empty_batch(learner: StepLearner, now: TrainState, rows: Rows) -> tuple[Batch, Batch]:
     """Returns two batches of padding alone, before and after the advantages, with any step's shapes and dtypes.
 
     Programs are compiled for them. `rows` are of any shape.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import Mesh
 
 from jppo.learner import cost, sharding
-from jppo.learner.ppo import Learner, ModelConfigs
+from jppo.learner.ppo import ModelConfigs, StepLearner
 from jppo.types import Trajectory
 
 # Metrics by verl's names, and the stages that they are of.
@@ -19,7 +19,7 @@ def introduce_peak(mesh: Mesh, dtype: str) -> str:
 
 
 def utilisation(
-    learner: Learner,
+    learner: StepLearner,
     inputs: ModelConfigs,
     trajectories: Sequence[Trajectory],
     seconds: Mapping[str, float],
@@ -34,7 +34,7 @@ def utilisation(
     return {name: flops[stage] / seconds[stage] / rate for name, stage in took_place.items()}
 
 
-def _count(learner: Learner, inputs: ModelConfigs, trajectories: Sequence[Trajectory], step: int) -> dict[str, int]:
+def _count(learner: StepLearner, inputs: ModelConfigs, trajectories: Sequence[Trajectory], step: int) -> dict[str, int]:
     """Counts FLOP per stage over the batch; the head counts sampled tokens only."""
     lengths = [len(t.tokens) for t in trajectories]
     sampled = sum(int(t.sampled.sum()) for t in trajectories)

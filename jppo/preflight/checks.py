@@ -14,7 +14,7 @@ from jppo import process, settings
 from jppo.errors import expanded
 from jppo.learner import sharding
 from jppo.learner.make import list_run_programs, make_learner, make_mesh, run_programs
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import StepLearner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
@@ -25,7 +25,7 @@ from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement
 from jppo.run.inputs import Inputs, read_inputs, require_reward, speaking
 from jppo.run.supervised import Task
-from jppo.settings import Common, Settings, Supervised
+from jppo.settings import Settings, Supervised, Training
 from jppo.settings.rules_rollout import publish_via
 from jppo.types import TrainState
 
@@ -188,7 +188,7 @@ def checks(read: Read, stack: contextlib.ExitStack, *, ask: bool) -> list[Check]
     ]
 
 
-def folder_checks(c: Common) -> list[Check]:
+def folder_checks(c: Training) -> list[Check]:
     """Lists the checks of the clock and the run folder, for every training command."""
     run = expanded(c.trainer.run_dir)
     return [
@@ -198,7 +198,7 @@ def folder_checks(c: Common) -> list[Check]:
     ]
 
 
-def room_on_disk(c: Common, checkpoint: int, export: int) -> Iterator[Finding]:
+def room_on_disk(c: Training, checkpoint: int, export: int) -> Iterator[Finding]:
     """Compares the disk of the run folder with the bytes of a checkpoint and of the exported model."""
     run = expanded(c.trainer.run_dir)
     return machine.disk(run, checkpoint=checkpoint, keep=c.trainer.max_ckpt_to_keep, export=export)
@@ -210,7 +210,7 @@ def elsewhere(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathl
     return settings.changed(c, {"trainer.run_dir": str(scratch)}), scratch
 
 
-def check_programs(read: Read, trainer: Learner, begin: TrainState) -> Finding:
+def check_programs(read: Read, trainer: StepLearner, begin: TrainState) -> Finding:
     """Compiles every program of a step and runs it on zeros, as a run's start does."""
     start, programs = time.monotonic(), list_run_programs(read.c, trainer, begin)
     run_programs(programs)
@@ -236,7 +236,7 @@ def with_server(read: Read, stack: contextlib.ExitStack) -> list[Check]:
         return opened
 
     @functools.cache
-    def learner() -> tuple[Learner, TrainState]:
+    def learner() -> tuple[StepLearner, TrainState]:
         return make_learner(c, read.inputs, read.mesh)
 
     def start() -> Iterator[Finding]:

@@ -34,7 +34,7 @@ from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import steps_in
 from jppo.runlog.make import require_loggers
 from jppo.sandbox import choice
-from jppo.settings import Common, Settings
+from jppo.settings import Settings, Training
 
 # Runs in a separate process: a broken jaxlib ends it, and a device may be slow or in use.
 _DEVICES = """
@@ -346,7 +346,7 @@ def package_time() -> float:
     return max(file.stat().st_mtime for file in folder.rglob("*.py"))
 
 
-def check_folder(c: Common) -> Iterator[Finding]:
+def check_folder(c: Training) -> Iterator[Finding]:
     """Checks what a run with these settings would write, and what it would do with an earlier run of its folder."""
     require_loggers(c)
     require_resumable(c)
@@ -371,7 +371,7 @@ def check_folder(c: Common) -> Iterator[Finding]:
     yield Finding("run folder", "OK", f"{run}: resumes after step {steps[-1]}")
 
 
-def changed_settings(file: pathlib.Path, c: Common) -> list[str]:
+def changed_settings(file: pathlib.Path, c: Training) -> list[str]:
     """Returns settings of a run's config.json that differ from `c`, as name=theirs."""
     theirs = settings.by_name(durable_files.read_json(file))
     if not theirs:

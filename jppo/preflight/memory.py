@@ -27,19 +27,19 @@ from jppo.preflight.servers import server_memory
 from jppo.rollout.inprocess import TURNS, InprocessSettings, choice_of, filling, make_empty, make_programs
 from jppo.rollout.make import inprocess_settings
 from jppo.rollout.protocol import greedy
-from jppo.settings import Common, Settings, Supervised, optimizers
+from jppo.settings import Settings, Supervised, Training, optimizers
 from jppo.types import Rows, TrainState
 
 MANY = 1.1  # a row shape with this many times the tokens of the longest rows is compiled, too
 
 
-def sampled_share(c: Common) -> float:
+def sampled_share(c: Training) -> float:
     """Returns the share of sampled tokens in the longest sequences."""
     return float(c.data.max_response_length / (c.data.longest_row))
 
 
 def useful(
-    c: Common, cfg: ModelConfig, shape: Sequence[int], adapters: Lora | None, head: bool, count: Any = cost.update
+    c: Training, cfg: ModelConfig, shape: Sequence[int], adapters: Lora | None, head: bool, count: Any = cost.update
 ) -> int:
     """Counts the useful FLOP over rows full of the longest sequences: of a gradient, or of what `count` counts."""
     entries, length = math.prod(shape), min(c.data.longest_row, shape[1])
@@ -154,7 +154,7 @@ def stored_models(c: Settings, inputs: ModelConfigs, mesh: Any) -> int:
     return policy + stored_model(c, mesh, inputs.critic, inputs.critic_adapters, "value", "critic")
 
 
-def stored_model(c: Common, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
+def stored_model(c: Training, mesh: Any, cfg: ModelConfig, adapters: Lora | None, head: Head, optimizer: str) -> int:
     """Returns the bytes of one model in a checkpoint; `optimizer` is its section of the settings."""
     trained = make.sketch_trained(c, mesh, pad_vocab(cfg, mesh.shape["tensor"]), "", head=head, adapters=adapters)
     tx = optimizer_of(optimizers(c)[optimizer], optimizer, trained.layout)

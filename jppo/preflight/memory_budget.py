@@ -25,10 +25,10 @@ from jppo.preflight.programs import Estimate, announce
 from jppo.rollout.make import published_dtype, servers_gpu_share
 from jppo.run.inputs import Inputs
 from jppo.runlog import durable_files
-from jppo.settings import Common, Settings
+from jppo.settings import Settings, Training
 from jppo.settings.rules_rollout import publish_via
 
-C = TypeVar("C", bound=Common)
+C = TypeVar("C", bound=Training)
 MIB = 2**20
 TIGHT = 0.9  # warning threshold, of the free memory
 CONTEXT = GIB  # assumed: CUDA's context, cuBLAS and cuDNN of a process of JAX
@@ -183,7 +183,7 @@ def gpus() -> list[NvidiaGpu]:
     return [NvidiaGpu(name, driver, int(mib) * 2**20 if mib.isdigit() else None) for name, driver, mib in rows]
 
 
-def capacity(c: Common, machine: Machine) -> tuple[int, str]:
+def capacity(c: Training, machine: Machine) -> tuple[int, str]:
     """Returns the bytes of a device that the trainer may use, and the reason."""
     if machine.chip.platform == "tpu":
         return machine.chip.memory, "all that XLA gives a program"
@@ -193,7 +193,7 @@ def capacity(c: Common, machine: Machine) -> tuple[int, str]:
     return int(share * machine.chip.memory), f"{share:.0%} of the memory, JAX's share of the GPU"
 
 
-def described_budgets(c: Common, machine: Machine, estimate: Estimate) -> list[MemoryBudget]:
+def described_budgets(c: Training, machine: Machine, estimate: Estimate) -> list[MemoryBudget]:
     """Returns the budgets of a described machine's devices, and its host's needs."""
     room, why = capacity(c, machine)
     reason = "" if estimate.server is not None and estimate.server.sleeps else f" ({why})"
@@ -203,13 +203,13 @@ def described_budgets(c: Common, machine: Machine, estimate: Estimate) -> list[M
     return [*places, *([MemoryBudget("its host, for each device", waiting, None)] if waiting else [])]
 
 
-def _too_small(c: Common, machine: Machine, estimate: Estimate) -> MemoryBudget | None:
+def _too_small(c: Training, machine: Machine, estimate: Estimate) -> MemoryBudget | None:
     """Returns the budget that is exceeded most; None where all fit."""
     over = [budget for budget in described_budgets(c, machine, estimate) if budget.verdict == "FAIL"]
     return max(over, key=lambda budget: budget.needs - (budget.has or 0), default=None)
 
 
-def estimate_fits(c: Common, machine: Machine, estimate: Estimate) -> bool:
+def estimate_fits(c: Training, machine: Machine, estimate: Estimate) -> bool:
     """Whether all programs compile, and all memories hold what they must."""
     return not estimate.refused and _too_small(c, machine, estimate) is None
 
@@ -257,7 +257,7 @@ def _server_shares(estimate: Estimate, over: MemoryBudget | None) -> Iterator[di
         yield {"rollout.gpu_memory_utilization": fraction}
 
 
-def remedies(c: Common) -> Iterator[dict[str, Any]]:
+def remedies(c: Training) -> Iterator[dict[str, Any]]:
     """Yields cumulative changes that need less memory: recomputation, smaller micro-batches, offload."""
     changes: dict[str, Any] = {}
     if c.model.remat != "full":

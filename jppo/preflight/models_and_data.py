@@ -17,7 +17,7 @@ from jppo.child_process import python_path
 from jppo.data import check as data_check
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
 from jppo.errors import UserError
-from jppo.learner.make import path_of_critic, read_models
+from jppo.learner.make import path_of_critic, read_models_of_run
 from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory, memory_budget
@@ -41,7 +41,7 @@ PARITY_LIMIT_S = 240.0
 
 def check_models(c: Settings) -> Iterator[Finding]:
     """Checks every model's directory and weight headers."""
-    policy, critic, reference = read_models(c)
+    policy, critic, reference = read_models_of_run(c)
     random = ", random weights" if c.model.init == "random" else ""
     parts = [f"{c.model.path}: {policy.family}, {memory.served(policy, 'float32') / 4e6:,.0f}M parameters{random}"]
     if policy.unread is not None:
@@ -64,7 +64,7 @@ def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
 
 def check_tokenizer(c: Settings) -> Iterator[Finding]:
     """Checks the tokenizer against the models, the end tokens, and the template."""
-    tokenizer = read_tokenizer(c, *(model for model in read_models(c) if model is not None))
+    tokenizer = read_tokenizer(c, *(model for model in read_models_of_run(c) if model is not None))
     ends = " ".join(map(str, tokenizer.convert_ids_to_tokens(end_token_ids(c.model.path, tokenizer))))
     ends = f"end tokens {ends} are ignored" if c.rollout.ignore_eos else f"a response ends with {ends}"
     template = "a chat template" if tokenizer.chat_template else "no chat template: prompts must be text"
@@ -170,7 +170,7 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
 
 def check_parity(c: Settings) -> Iterator[Finding]:
     """Compares the policy's log-probs of a few random tokens; skipped without torch."""
-    policy, _, _ = read_models(c)
+    policy, _, _ = read_models_of_run(c)
     if c.model.init == "random":
         yield Finding("parity", "OK", "skipped: random weights")
         return

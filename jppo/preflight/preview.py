@@ -23,7 +23,7 @@ from jppo.errors import RunEnded, UserError, escaped
 from jppo.forecast import compilers, machines
 from jppo.forecast.machines import GIB, Machine
 from jppo.learner import packing, sharding
-from jppo.learner.make import make_epochs, make_mesh, plan_of_run, sequences_of_step, sketch_trained
+from jppo.learner.make import make_epochs, make_mesh, plan_of_run, sketch_trained
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.programs import (
     Estimate,
@@ -44,9 +44,9 @@ from jppo.rollout.make import describe_servers, published_dtype, share_gpu, with
 from jppo.run.inputs import Inputs, describe_decoding, read_inputs
 from jppo.runlog.diagnosis import Alert
 from jppo.runlog.timers import IN_STAGE
-from jppo.settings import Common, Settings
+from jppo.settings import Settings, Training
 
-C = TypeVar("C", bound=Common)
+C = TypeVar("C", bound=Training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DryRun:
     json: str = ""  # path of the JSON report; '' writes none
     rollout_tokens_per_s: float = 0.0
 
-    def mesh(self, c: Common) -> Any:
+    def mesh(self, c: Training) -> Any:
         """Makes the config's mesh of the devices."""
         mesh = make_mesh(c, None if self.machine is None else compilers.devices_of(self.machine))
         process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
@@ -95,7 +95,7 @@ def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) ->
 
 def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Computes the work of a step."""
-    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
+    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
     step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = dict(zip(("actor", "critic"), make_epochs(c), strict=True))
     if inputs.critic is None:
@@ -115,7 +115,7 @@ def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
 
 def derive_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work, Estimate]:
     """Returns the derived sizes of a PPO run as lines, a step's work, and the estimate of its memory."""
-    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
+    plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
     step = work(c, inputs, mesh)
     estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
     lines = [
@@ -297,7 +297,7 @@ class OutOfMemory(RunEnded):
 
 
 @contextlib.contextmanager
-def memory_explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
+def memory_explained(c: Training, *, hosts: int = 1) -> Iterator[None]:
     """Raises OutOfMemory in place of XLA's error, with the stage of `Timers` and changes that fit."""
     try:
         yield
@@ -312,7 +312,7 @@ def memory_explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
         raise OutOfMemory(f"{where}: memory of {kind} has no room{asked}; {_advice(c, hosts)}") from e
 
 
-def _advice(c: Common, hosts: int) -> str:
+def _advice(c: Training, hosts: int) -> str:
     """Returns the first changes that fit, or those to try; and that other programs may hold the memory."""
     tries = list(memory_budget.remedies(c))
     if isinstance(c, Settings) and hosts == 1:

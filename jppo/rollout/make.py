@@ -5,7 +5,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -14,7 +14,7 @@ from jppo import process, settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
 from jppo.learner import cost, sharding
-from jppo.learner.make import kept_tokens, make_mesh, sequences_of_step
+from jppo.learner.make import kept_tokens, make_mesh
 from jppo.learner.ppo import Learner
 from jppo.models import attention, hf
 from jppo.models.config import ModelConfig, pad_vocab
@@ -27,8 +27,10 @@ from jppo.rollout.servers.repair import Lookup, address_lookup
 from jppo.rollout.sglang.client import start_sglang
 from jppo.rollout.vllm.arguments import ServerSettings
 from jppo.rollout.vllm.client import ServedReferences, start_vllm
-from jppo.settings import Rollout, Settings, parts, texts
+from jppo.settings import Loop, Rollout, Settings, parts, texts
 from jppo.settings.rules_rollout import publish_via
+
+L = TypeVar("L", bound=Loop)
 
 SMALL = 2e7  # FLOP of a token
 
@@ -43,7 +45,7 @@ def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> Serve
     return ServedReferences(urls, longest=c.data.longest_row, tokenizer=tokenizer, timeout_s=timeout_s)
 
 
-def with_servers(c: Settings, mesh: Mesh) -> Settings:
+def with_servers(c: L, mesh: Mesh) -> L:
     """Returns the settings with the number of this host's servers, if `rollout.servers` leaves it open."""
     r, first = c.rollout, mesh.devices.flat[0]
     if r.name in ("vllm", "sglang") and not r.urls and first.platform == "tpu":
@@ -66,7 +68,7 @@ def with_servers(c: Settings, mesh: Mesh) -> Settings:
     return settings.changed(c, {"rollout.servers": count})
 
 
-def describe_servers(c: Settings, mesh: Mesh) -> str:
+def describe_servers(c: Loop, mesh: Mesh) -> str:
     """Returns a line on the servers that each host starts; '' if it starts none."""
     r = c.rollout
     if r.name not in ("vllm", "sglang") or r.urls:
@@ -98,7 +100,7 @@ def server_threads(r: Rollout, cfg: ModelConfig) -> int:
     return max(1, share if r.mode == "sync" else share // 2)
 
 
-def server_settings(c: Settings) -> ServerSettings:
+def server_settings(c: Loop) -> ServerSettings:
     """Makes the settings of each server."""
     r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
     moe = cfg.experts
@@ -133,7 +135,7 @@ def server_settings(c: Settings) -> ServerSettings:
     )
 
 
-def require_routing(c: Settings) -> None:
+def require_routing(c: Loop) -> None:
     """Raises UserError if config.json leaves out fields without which vLLM takes another routing, without an error."""
     config, cfg = hf.read_config(c.model.path)
     if cfg.experts is None or not cfg.experts.routing.corrected:
@@ -146,7 +148,7 @@ def require_routing(c: Settings) -> None:
             )
 
 
-def open_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine | InprocessEngine:
+def open_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine | InprocessEngine:
     """Starts this host's engine by `rollout.name`; logs go to the folder `run`."""
     engine = parts.ENGINES.find(c.rollout.name, "rollout.name")(c, run, hosts)
     for method in ("ready", "close"):
@@ -158,7 +160,7 @@ def open_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerE
     return cast(ServerEngine | InprocessEngine, engine)
 
 
-def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine:
+def start_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngine:
     """Starts this host's servers without waiting, or attaches to running ones."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
@@ -184,24 +186,24 @@ def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Server
     )
 
 
-def connections(c: Settings) -> int:
+def connections(c: Loop) -> int:
     """Returns the largest number of requests in flight at one server."""
     asked: int = c.rollout.max_concurrent_requests
     return asked if asked > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
 
 
-def start_inprocess(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
+def start_inprocess(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
     """Makes the in-process engine on this host's devices; starts nothing."""
     return InprocessEngine(inprocess_settings(c, make_mesh(c)))
 
 
-def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
+def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
     """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
     longest, share = c.data.longest_row, sharding.whole_row_multiple(mesh)
-    rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
+    rows = min(r.max_num_seqs, -(-c.sequences_of_step // share) * share)
     if sharding.platform(mesh) == "cpu":
         rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest, dtype=r.dtype))
     if rows < share:
@@ -233,7 +235,7 @@ def make_publisher(
     return PolicyPublisher(publish, early=learner.critic is not None and may_overlap(c, hosts))
 
 
-def make_publish_settings(c: Settings, adapters: Lora | None) -> PublishSettings:
+def make_publish_settings(c: Loop, adapters: Lora | None) -> PublishSettings:
     """Makes the settings of each publish of a policy that has `adapters`, or none."""
     r = c.rollout
     return PublishSettings(
@@ -245,7 +247,7 @@ def make_publish_settings(c: Settings, adapters: Lora | None) -> PublishSettings
     )
 
 
-def published_dtype(c: Settings) -> str:
+def published_dtype(c: Loop) -> str:
     """Returns the dtype of published weights: the policy's, or the servers' if smaller.
 
     Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
@@ -264,14 +266,14 @@ def may_overlap(c: Settings, hosts: Hosts) -> bool:
     return hosts.count == 1 and served and c.rollout.mode == "sync" and not c.rollout.sleep_level
 
 
-def servers_gpu_share(c: Settings) -> float:
+def servers_gpu_share(c: Loop) -> float:
     """Returns the fraction of the trainer's GPU that servers started here take; 0.0 if they take none of it."""
     r = c.rollout
     here = r.name != "inprocess" and not r.urls and not process.servers_apart(r.devices)
     return r.gpu_memory_utilization if here else 0.0
 
 
-def share_gpu(c: Settings) -> None:
+def share_gpu(c: Loop) -> None:
     """Leaves their share of the trainer's GPU to the servers that are started here."""
     process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
 

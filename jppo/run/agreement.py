@@ -11,7 +11,7 @@ import numpy as np
 from jppo import settings
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.learner import batch, ppo
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import StepLearner
 from jppo.models import placing
 from jppo.rollout.inprocess import InprocessSampler, Source
 from jppo.rollout.protocol import RolloutError, Sampler
@@ -19,7 +19,7 @@ from jppo.run.inputs import Inputs
 from jppo.runlog import trajectories
 from jppo.runlog.checkpoint import NonFinite
 from jppo.samples.make import step_sampling
-from jppo.settings import Settings
+from jppo.settings import Loop, Settings
 from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Trajectory
 
 KL = "rollout_corr/kl"
@@ -82,7 +82,7 @@ class LogpGap:
         return f"{both} (largest {self.largest:.2g}, {self.each.size} tokens)"
 
 
-def limits(c: Settings) -> MismatchLimits:
+def limits(c: Loop) -> MismatchLimits:
     """Returns the bounds: `rollout.logp_tolerance`, or by the dtypes of trainer and engine."""
     if c.rollout.logp_tolerance >= 0:
         return MismatchLimits.of(c.rollout.logp_tolerance)
@@ -107,7 +107,7 @@ class Mismatch(RolloutError):
 def agree(
     c: Settings,
     inputs: Inputs,
-    learner: Learner,
+    learner: StepLearner,
     now: TrainState,
     sampler: Sampler,
     version: int,
@@ -132,7 +132,7 @@ def agree(
 
 
 def require_published(
-    c: Settings, inputs: Inputs, learner: Learner, now: TrainState, sampler: Source, hosts: Hosts = ALONE
+    c: Settings, inputs: Inputs, learner: StepLearner, now: TrainState, sampler: Source, hosts: Hosts = ALONE
 ) -> None:
     """Raises Mismatch where a server does not sample from the weights that were just published.
 
@@ -168,12 +168,12 @@ def _longest(inputs: Inputs, count: int) -> list[Prompt]:
     return heapq.nlargest(count, inputs.train.prompts, key=lambda p: len(p.ids))
 
 
-def _unfiltered(c: Settings, version: int) -> Sampling:
+def _unfiltered(c: Loop, version: int) -> Sampling:
     """Returns the sampling without filters: they renormalise the engine's log-probs, but not the trainer's."""
     return dataclasses.replace(step_sampling(c, version), n=1, top_p=1.0, top_k=-1, min_p=0.0, kept=0)
 
 
-def _gaps(learner: Learner, now: TrainState, drawn: Sequence[Trajectory]) -> list[np.ndarray]:
+def _gaps(learner: StepLearner, now: TrainState, drawn: Sequence[Trajectory]) -> list[np.ndarray]:
     """Returns |trainer's log-prob - engine's| of the sampled tokens of each response."""
     rewards, group = [Reward(math.nan, {}, None) for _ in drawn], np.zeros(len(drawn), np.int32)
     data = batch.flatten(drawn, rewards, group, shape=(len(drawn), learner.shape[1]))
@@ -217,7 +217,7 @@ class Match:
             " or raise the limit if the jump is wanted"
         )
 
-    def require_finite(self, learner: Learner, now: TrainState) -> None:
+    def require_finite(self, learner: StepLearner, now: TrainState) -> None:
         """Raises NonFinite where the models compute NaN or infinities for rows of the last step."""
         if (last := self._last) is None:
             return

@@ -12,13 +12,13 @@ from jppo.data.prompts import PromptSet, mixture, read_prompts
 from jppo.data.stream import steps_per_epoch, user_order
 from jppo.data.tokenizer import FILES, check_stop_texts, decode, end_token_ids, load_tokenizer
 from jppo.errors import UserError, expanded
-from jppo.learner.make import make_adapters, make_algorithm, read_models, require_optimizers
+from jppo.learner.make import make_adapters, make_algorithm, read_models_of_run, require_optimizers
 from jppo.learner.ppo import ModelConfigs
 from jppo.models import hf
 from jppo.models.config import ModelConfig
 from jppo.rewards.make import make_refusal, needed_columns, require_parts
 from jppo.samples.make import prompts_per_batch, require_given
-from jppo.settings import Common, Settings, parts, template_arguments
+from jppo.settings import Common, Loop, Settings, Training, parts, template_arguments
 from jppo.settings.texts import by_source
 
 
@@ -47,7 +47,7 @@ def require_reward(c: Settings, inputs: Inputs) -> None:
 def read_inputs(c: Settings, *, weights: bool = True) -> Inputs:
     """Reads and checks all files before a device or a server is used; a forecast needs no `weights`."""
     require_optimizers(c)
-    policy, critic, reference = read_models(c, weights=weights)
+    policy, critic, reference = read_models_of_run(c, weights=weights)
     require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, critic, reference) if model is not None))
     if reference is not None and c.ref.path != "policy":
@@ -120,7 +120,7 @@ def _require_teachers(url: str, sources: Set[str]) -> None:
         )
 
 
-def total_steps(c: Common, examples: int) -> int:
+def total_steps(c: Training, examples: int) -> int:
     """Returns the steps of a run: `trainer.total_training_steps`, or all epochs' steps."""
     steps = c.trainer.total_training_steps
     return steps if steps != -1 else steps_per_epoch(examples, c.data.train_batch_size) * c.trainer.total_epochs
@@ -205,7 +205,7 @@ def columns_of(c: Settings) -> dict[str, str]:
     return {"prompt": d.prompt_key, "ground_truth": d.ground_truth_key, "data_source": d.reward_fn_key}
 
 
-def require_publishable(c: Settings, policy: ModelConfig) -> None:
+def require_publishable(c: Loop, policy: ModelConfig) -> None:
     """Raises UserError for layers that no SGLang was tried with: its load keeps the old values of tensors silently."""
     parts = {"experts": policy.experts, "latent attention": policy.latent_sizes, "gated delta nets": policy.delta_kind}
     untried = [part for part, config in parts.items() if config is not None]

@@ -16,7 +16,7 @@ from jppo.runlog.checkpoint import Checkpoints, NonFinite
 from jppo.runlog.logger import Logger, Silent
 from jppo.runlog.timers import Profiler, Timers
 from jppo.runlog.watchdog import Watch
-from jppo.settings import Common
+from jppo.settings import Training
 from jppo.types import TrainState
 
 
@@ -42,7 +42,7 @@ class Progress:
 class Opened:
     """The parts that every run has, whatever it trains."""
 
-    c: Common
+    c: Training
     steps: int  # of the whole run
     hosts: Hosts
     checkpoints: Checkpoints

@@ -24,7 +24,7 @@ from jppo.run.loop import Progress
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import Restored, checksum_of_all, require_checkpoint, restore
-from jppo.settings import Common, Settings, table
+from jppo.settings import Common, Settings, Training, table
 from jppo.types import TrainState
 
 # Settings that a resume cannot change, and what of the checkpoint depends on them.
@@ -139,7 +139,9 @@ def save_checkpoint(
     )
 
 
-def resume_or_begin(c: Common, checkpoints: Checkpoints, spare: Spare, begin: TrainState, now: dict[str, Any]) -> Begun:
+def resume_or_begin(
+    c: Training, checkpoints: Checkpoints, spare: Spare, begin: TrainState, now: dict[str, Any]
+) -> Begun:
     """Resumes, or begins with `begin`; `spare` is the mesh padding of the models, `now` this run's identity."""
     restored = read_checkpoint(c, checkpoints, state.portable(begin, spare), now)
     if restored is None:
@@ -168,7 +170,7 @@ def resume_or_begin(c: Common, checkpoints: Checkpoints, spare: Spare, begin: Tr
     return Begun(Progress(resumed, place, restored.meta.get("pending")), restored.step, queue, lines)
 
 
-def read_checkpoint(c: Common, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
+def read_checkpoint(c: Training, checkpoints: Checkpoints, like: Any, now: dict[str, Any]) -> Restored | None:
     """Reads the checkpoint of trainer.resume_mode and removes later ones; None for a new run."""
     mode = c.trainer.resume_mode
     if mode == "disable":
@@ -250,7 +252,7 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return out
 
 
-def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
+def finished(c: Training, checkpoints: Checkpoints, total_steps: int) -> bool:
     """Whether the same command has already finished in this folder and its model is of the last step."""
     run, done = expanded(c.trainer.run_dir), checkpoints.latest()
     if c.trainer.resume_mode != "auto" or done is None:
@@ -263,7 +265,7 @@ def finished(c: Common, checkpoints: Checkpoints, total_steps: int) -> bool:
     return written >= (run / f"checkpoints/{done}").stat().st_mtime_ns
 
 
-def require_own(c: Common) -> None:
+def require_own(c: Training) -> None:
     """Raises UserError where the checkpoints of the run folder are of another command."""
     config = durable_files.read_json(expanded(c.trainer.run_dir) / "config.json")
     wrote, here = table.training_command(config), table.training_command(vars(c))
@@ -273,7 +275,7 @@ def require_own(c: Common) -> None:
         )
 
 
-def require_resumable(c: Common) -> None:
+def require_resumable(c: Training) -> None:
     """Raises UserError where the checkpoint of trainer.resume_mode is missing."""
     if c.trainer.resume_mode not in ("auto", "disable"):
         require_checkpoint(pathlib.Path(c.trainer.resume_mode))

@@ -31,7 +31,7 @@ from jppo.learner.make import (
     require_models_fit,
     run_programs,
 )
-from jppo.learner.ppo import Learner
+from jppo.learner.ppo import StepLearner
 from jppo.learner.utilisation import introduce_peak
 from jppo.preflight import memory_budget, preview, programs
 from jppo.preflight.preview import DryRun, sampling_warnings
@@ -68,9 +68,9 @@ from jppo.samples.dynamic_sampling import DynamicSampleQueue
 from jppo.samples.make import make_given, make_supply
 from jppo.samples.queue import SampleQueue
 from jppo.sandbox.choice import describe_sandbox
-from jppo.settings import Common, Settings, table
+from jppo.settings import Settings, Training, table
 
-C = TypeVar("C", bound=Common)
+C = TypeVar("C", bound=Training)
 
 # Settings that may differ between hosts.
 OWN = ("trainer.node_rank", "rollout.urls", "rollout.python", "rollout.publish_host", "rollout.devices", "rollout.port")
@@ -112,7 +112,7 @@ class Run(Opened):
     c: Settings
     folder: pathlib.Path
     inputs: Inputs
-    learner: Learner
+    learner: StepLearner
     sampler: Source
     supply: SampleQueue | DynamicSampleQueue
     reward_sum: RewardSum
@@ -311,7 +311,7 @@ def _make_profiler(c: Settings, run: pathlib.Path, total_steps: int) -> Profiler
     return Profiler(run / "profile", steps)
 
 
-def _open_logger(c: Settings, held: _HostParts, hosts: Hosts, learner: Learner, begun: Begun) -> Logger | Silent:
+def _open_logger(c: Settings, held: _HostParts, hosts: Hosts, learner: StepLearner, begun: Begun) -> Logger | Silent:
     """Opens the metrics loggers after the last step that was logged."""
     logged = begun.logged
     if begun.step is not None and c.trainer.val_only:

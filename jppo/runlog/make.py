@@ -10,10 +10,10 @@ from jppo.runlog.console import Display
 from jppo.runlog.logger import REMOTE, Logger, Silent
 from jppo.runlog.sinks import About
 from jppo.runlog.timers import Timers
-from jppo.settings import Common, Settings
+from jppo.settings import Settings, Training
 
 
-def require_loggers(c: Common) -> None:
+def require_loggers(c: Training) -> None:
     """Raises UserError for an unusable logger, before anything starts."""
     for name in settings.loggers(c.trainer.logger):
         if name in REMOTE:
@@ -22,7 +22,7 @@ def require_loggers(c: Common) -> None:
         traces.require()
 
 
-def open_display(stack: contextlib.ExitStack, c: Common, timer: Timers, hosts: Hosts = ALONE) -> Display:
+def open_display(stack: contextlib.ExitStack, c: Training, timer: Timers, hosts: Hosts = ALONE) -> Display:
     """Shows what the run does until its logger is open, on the first host and where the console is logged to."""
     display = Display(timer)
     if hosts.first and "console" in settings.loggers(c.trainer.logger):
@@ -30,7 +30,7 @@ def open_display(stack: contextlib.ExitStack, c: Common, timer: Timers, hosts: H
     return display
 
 
-def make_logger(c: Common, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
+def make_logger(c: Training, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
     """Makes the logger of a run; `kw` are the Logger's. With several hosts, only the first logs."""
     if not hosts.first:
         return Silent()

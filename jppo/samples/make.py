@@ -20,11 +20,11 @@ from jppo.rollout.protocol import RolloutError, respond
 from jppo.samples.dynamic_sampling import DynamicSampleQueue, Filter
 from jppo.samples.given import Give, answer_of, given_texts
 from jppo.samples.queue import SampleQueue, StepSamples, SupplySettings, ages
-from jppo.settings import Rollout, Settings, ValKwargs, parts, table
+from jppo.settings import Loop, Rollout, Settings, ValKwargs, parts, table
 from jppo.types import Prompt, Reward, Sampling, Trajectory
 
 
-def step_sampling(c: Settings, version: int, gen_batch: int = 0) -> Sampling:
+def step_sampling(c: Loop, version: int, gen_batch: int = 0) -> Sampling:
     """Makes the sampling parameters of a step's gen batch; seeds differ by step and gen batch."""
     sampling = _made_sampling(c, c.rollout, [c.trainer.seed, version, gen_batch])
     kept = c.rollout.mask_replay_tokens if c.rollout.mask_replay else 0
@@ -36,7 +36,7 @@ def val_sampling(c: Settings) -> Sampling:
     return _made_sampling(c, c.rollout.val_kwargs, c.trainer.seed)
 
 
-def _made_sampling(c: Settings, section: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
+def _made_sampling(c: Loop, section: Rollout | ValKwargs, entropy: int | list[int]) -> Sampling:
     return Sampling(
         temperature=section.temperature,
         top_p=section.top_p,

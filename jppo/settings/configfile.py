@@ -27,7 +27,19 @@ from jppo.registry import did_you_mean
 from jppo.settings import parts, rules_rollout, rules_training
 from jppo.settings.options import EXTENSION, PREFIX
 from jppo.settings.setting import no_setting, settings_by_name, settings_meant
-from jppo.settings.table import TABLE, Common, Settings, by_name, changed, kind_of, sections, training_command
+from jppo.settings.table import (
+    TABLE,
+    Common,
+    Loop,
+    Settings,
+    Table,
+    Training,
+    by_name,
+    changed,
+    kind_of,
+    sections,
+    training_command,
+)
 from jppo.settings.texts import PRESETS, THRESHOLDS
 
 C = TypeVar("C", bound=Common)
@@ -352,16 +364,16 @@ def _with_preset(config: Settings) -> Settings:
 
 def _faults(values: dict[str, Any], config: Common, *, training: bool) -> list[str]:
     """Returns the faults of single values, then those between valid values."""
-    wrong: dict[str, list[str]] = {}
+    wrong, table = dict[str, list[str]](), dict(settings_by_name(type(config)))
     for name, value in values.items():
-        if faults := faults_of([functools.partial(_check_value, name, value)]):
+        if faults := faults_of([functools.partial(_check_value, table, name, value)]):
             wrong[name] = faults
-    known = [name for name in values if name in TABLE]
-    read = [name for name in known if training or not TABLE[name].only.startswith("rollout.name")]
+    known = [name for name in values if name in table]
+    read = [name for name in known if training or not table[name].only.startswith("rollout.name")]
     checks: list[Callable[[], object]] = [
         functools.partial(_check_read, name, values) for name in read if name not in wrong
     ]
-    mended = changed(config, {name: TABLE[name].default for name in known if name in wrong})
+    mended = changed(config, {name: table[name].default for name in known if name in wrong})
     expanded = mended
     if isinstance(mended, Settings):
         with contextlib.suppress(UserError):
@@ -372,23 +384,24 @@ def _faults(values: dict[str, Any], config: Common, *, training: bool) -> list[s
     return [*itertools.chain(*wrong.values()), *(fault for fault in between if not of_wrong.search(fault))]
 
 
-def _check_value(name: str, value: Any) -> None:
+def _check_value(table: Table, name: str, value: Any) -> None:
     if name.startswith(PREFIX):  # by the signature of the extension, in the rules
         return
-    if name not in TABLE:
-        raise UserError(f"there is no setting {name!r}; remove it from the config{did_you_mean(name, TABLE)}")
-    TABLE[name].check(value)
+    if name not in table:
+        raise UserError(f"there is no setting {name!r}; remove it from the config{did_you_mean(name, table)}")
+    table[name].check(value)
 
 
 def _rules(config: Common, *, training: bool) -> Iterator[Callable[[], object]]:
-    if isinstance(config, Settings):
+    if isinstance(config, Loop):
         yield from rules_rollout.rollout_rules(config, training=training)
-    if training:
+    if training and isinstance(config, Training):
         yield functools.partial(_check_train_files, config)
+    if training:
         yield from rules_training.training_rules(config)
 
 
-def _check_train_files(config: Common) -> None:
+def _check_train_files(config: Training) -> None:
     if not config.data.train_files:
         raise UserError("data.train_files is empty; give a path, as in --config.data.train_files=PATH")
 

@@ -10,7 +10,7 @@ from jppo.settings.options import EXTENSION, Option, Options, read_signature, re
 from jppo.settings.texts import check_factors
 
 if TYPE_CHECKING:
-    from jppo.settings.table import Settings
+    from jppo.settings.table import Loop, Settings
 
 Part = Callable[..., object]
 
@@ -123,18 +123,18 @@ def options_of(spec: str) -> dict[str, Option]:
     return read_signature(EXTENSIONS.find(spec, EXTENSION), f"{EXTENSION}={spec!r}")
 
 
-def options(config: "Settings") -> Options:
+def options(config: "Loop") -> Options:
     """Returns the checked options of the extension, with its defaults; raises a UserError for each fault."""
-    spec, given = config.algorithm.extension, config.algorithm.options
+    spec, given = config.users_algorithm
     if spec:
         return resolved(given, options_of(spec), f"{EXTENSION}={spec!r}")
     refuse_all(given)
     return given
 
 
-def extension(config: "Settings") -> AlgorithmFields | None:
+def extension(config: "Loop") -> AlgorithmFields | None:
     """Makes the user's algorithm; None if `algorithm.extension` is empty."""
-    spec = config.algorithm.extension
+    spec, _ = config.users_algorithm
     return cast(AlgorithmFields, EXTENSIONS.make(spec, EXTENSION, **options(config))) if spec else None
 
 
@@ -173,6 +173,8 @@ def _make_estimator(c: "Settings") -> AlgorithmFields:
             f"algorithm.adv_estimator={a.adv_estimator!r}: its Algorithm has terms of a loss, which only"
             " algorithm.extension and actor.loss_mode may have; leave them out, or name it by one of these"
         )
+    if made.advantage is None:
+        raise UserError(f"algorithm.adv_estimator={a.adv_estimator!r}: its Algorithm has no advantage; give it one")
     own = extension(c)
     made = made if own is None else own.over(made)
     run_on_shapes(made, "parts", estimate_setting(c))
@@ -183,18 +185,18 @@ def _make_estimator(c: "Settings") -> AlgorithmFields:
 _make_own_estimator = functools.lru_cache(maxsize=64)(_make_estimator)
 
 
-def policy_loss(config: "Settings") -> AlgorithmFields:
+def policy_loss(config: "Loop") -> AlgorithmFields:
     """Returns the policy loss of a run: the terms of `algorithm.extension`, else those that `actor.loss_mode` names."""
-    own = config.actor.loss_mode in POLICY_LOSSES.own and not config.algorithm.extension
+    own = config.actor.loss_mode in POLICY_LOSSES.own and extension(config) is None
     return (_make_own_loss if own else _make_loss)(config)
 
 
-def _make_loss(c: "Settings") -> AlgorithmFields:
+def _make_loss(c: "Loop") -> AlgorithmFields:
     own, made = extension(c), _named_loss(c)
     made = made if own is None else own.over(made)
     for reads in ("loss_reads", "value_reads", "metrics"):
         run_on_shapes(made, reads, loss_setting(c))
-    users = c.algorithm.extension or c.actor.loss_mode not in POLICY_LOSSES.own
+    users = own is not None or c.actor.loss_mode not in POLICY_LOSSES.own
     taken = [name for name in made.metrics if users and name not in OF_TERMS and name.startswith(OWN)]
     if taken or any("/" not in name for name in made.metrics):
         name = (taken or [name for name in made.metrics if "/" not in name])[0]
@@ -202,7 +204,7 @@ def _make_loss(c: "Settings") -> AlgorithmFields:
     return made
 
 
-def _named_loss(c: "Settings") -> AlgorithmFields:
+def _named_loss(c: "Loop") -> AlgorithmFields:
     made = cast(AlgorithmFields, POLICY_LOSSES.make(c.actor.loss_mode, "actor.loss_mode", c))
     if not made.terms:
         raise UserError(f"actor.loss_mode={c.actor.loss_mode!r}: its Algorithm has no terms; give it some")
@@ -217,12 +219,12 @@ def _named_loss(c: "Settings") -> AlgorithmFields:
 _make_own_loss = functools.lru_cache(maxsize=64)(_make_loss)
 
 
-def loss_setting(config: "Settings") -> str:
+def loss_setting(config: "Loop") -> str:
     """Returns the setting that the policy's loss comes from and its value, as errors begin: `actor.lr=0.1`."""
     made = extension(config)
     if made is None or not (made.terms or made.more_terms):
         return f"actor.loss_mode={config.actor.loss_mode!r}"
-    return f"{EXTENSION}={config.algorithm.extension!r}"
+    return f"{EXTENSION}={config.users_algorithm[0]!r}"
 
 
 def algorithm(config: "Settings") -> AlgorithmFields:

@@ -6,7 +6,7 @@ from functools import partial
 
 from jppo.errors import UserError
 from jppo.settings import texts
-from jppo.settings.table import PPO, Settings
+from jppo.settings.table import PPO, Loop, Settings
 from jppo.settings.table_run import RewardModel, RewardSection, Rollout, ValKwargs
 
 CUTS = ("top_p", "top_k", "min_p")  # settings that remove tokens from the distribution
@@ -19,13 +19,12 @@ def cuts(section: Rollout | ValKwargs) -> dict[str, float]:
     return {name: getattr(section, name) for name in CUTS if getattr(section, name) != PPO[f"rollout.{name}"].default}
 
 
-def rollout_rules(config: Settings, *, training: bool) -> Iterator[Callable[[], None]]:
+def rollout_rules(config: Loop, *, training: bool) -> Iterator[Callable[[], None]]:
     """Yields the rules, each of which raises a UserError."""
     r = config.rollout
     yield partial(_port, r)
     yield partial(_temperature, r, training)
     yield partial(_test, r.val_kwargs)
-    yield partial(_reward, config.reward)
     yield partial(_conversation, r)
     yield partial(_history, r)
     yield partial(check_secrets, config)
@@ -34,10 +33,14 @@ def rollout_rules(config: Settings, *, training: bool) -> Iterator[Callable[[], 
     if training:
         for rule in (_routing, _sglang, _async):
             yield partial(rule, r)
-        yield partial(_quantization, config)
+        yield partial(_quantization, r)
         yield partial(_mask_replay, config)
-        yield partial(_dynamic_sampling, config)
         yield partial(_adapters, config)
+    if isinstance(config, Settings):
+        yield partial(_reward, config.reward)
+        if training:
+            yield partial(_quantized_samples, config)
+            yield partial(_dynamic_sampling, config)
 
 
 def _port(r: Rollout) -> None:
@@ -53,7 +56,7 @@ def _routing(r: Rollout) -> None:
         )
 
 
-def _mask_replay(config: Settings) -> None:
+def _mask_replay(config: Loop) -> None:
     r = config.rollout
     if not r.mask_replay:
         return
@@ -242,7 +245,7 @@ def _dynamic_sampling(config: Settings) -> None:
         )
 
 
-def _adapters(config: Settings) -> None:
+def _adapters(config: Loop) -> None:
     r, rank = config.rollout, config.model.lora_rank
     if r.lora_sync == "merge":
         return
@@ -281,8 +284,7 @@ def publish_via(r: Rollout) -> str:
     return "tcp" if r.name == "vllm" and texts.remote_urls(r.urls) else "file"
 
 
-def _quantization(config: Settings) -> None:
-    r, old = config.rollout, config.algorithm.old_logprob
+def _quantization(r: Rollout) -> None:
     if r.quantization == "none":
         return
     setting = f"rollout.quantization={r.quantization!r}"
@@ -292,11 +294,15 @@ def _quantization(config: Settings) -> None:
         raise UserError(
             f"{setting} quantises bfloat16 weights, and rollout.dtype={r.dtype!r}; set rollout.dtype=bfloat16"
         )
-    if old != "correction":
+
+
+def _quantized_samples(config: Settings) -> None:
+    r, old = config.rollout, config.algorithm.old_logprob
+    if r.quantization != "none" and old != "correction":
         raise UserError(
-            f"{setting} samples from another policy than the trainer's, and algorithm.old_logprob={old!r}"
-            " does not correct that; set algorithm.old_logprob=correction and algorithm.rollout_is=token, or"
-            " quantization to none"
+            f"rollout.quantization={r.quantization!r} samples from another policy than the trainer's, and"
+            f" algorithm.old_logprob={old!r} does not correct that; set algorithm.old_logprob=correction and"
+            " algorithm.rollout_is=token, or quantization to none"
         )
 
 
@@ -347,7 +353,7 @@ def check_publish(r: Rollout) -> None:
         )
 
 
-def check_secrets(config: Settings) -> None:
+def check_secrets(config: Loop) -> None:
     """Raises a UserError for secrets, which would be printed and saved, without showing them."""
     r = config.rollout
     place = texts.lookup_place(r.urls)

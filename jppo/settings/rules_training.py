@@ -5,7 +5,7 @@ from functools import partial
 
 from jppo.errors import UserError
 from jppo.settings import parts
-from jppo.settings.table import TABLE, Common, PairTraining, PreferenceTuning, Settings, optimizers, value_of
+from jppo.settings.table import TABLE, Common, Loop, PairTraining, PreferenceTuning, Settings, optimizers, value_of
 from jppo.settings.table_training import Critic, Model, Optimizer
 from jppo.settings.texts import rejection_rules
 
@@ -20,16 +20,18 @@ def training_rules(config: Common) -> Iterator[Callable[[], object]]:
             _inputs_of_estimator,
             _given,
             _turn_discount,
-            _value_range,
-            _loss,
+            _value_terms,
             _kl,
             _served_reference,
             _teacher,
         )
-        for rule in (*of_ppo, _correction, _order, _reference_offload):
+        for rule in (*of_ppo, _correction, _order):
             yield partial(rule, config)
         for section in ("actor", "critic"):
             yield partial(_mini_batch, config, section)
+    if isinstance(config, Loop):
+        for shared in (_value_range, _loss, _reference, _reference_offload):
+            yield partial(shared, config)
     for name, optimizer in optimizers(config).items():
         yield partial(_betas, name, optimizer)
         yield partial(_warmup, name, optimizer)
@@ -113,19 +115,22 @@ def _turn_discount(config: Settings) -> None:
         )
 
 
-def _value_range(config: Settings) -> None:
+def _value_range(config: Loop) -> None:
     low, high = config.critic.value_range
     if not low < high:
         raise UserError(f"critic.value_range={(low, high)} must be a lower and a higher number, such as (-5.0, 5.0)")
 
 
-def _loss(config: Settings) -> None:
-    loss = parts.policy_loss(config)
-    if loss.value_terms and not parts.estimator(config).critic:
+def _value_terms(config: Settings) -> None:
+    if parts.policy_loss(config).value_terms and not parts.estimator(config).critic:
         raise UserError(
             f"{parts.host_setting(config)}: its value_terms are of a critic, and no function of an advantage reads"
             " `value`; read it, or leave them out"
         )
+
+
+def _loss(config: Loop) -> None:
+    loss = parts.policy_loss(config)
     reference = {"kl", "ref_logprob"}.intersection(loss.loss_reads)
     if reference and not config.actor.use_kl_loss:
         raise UserError(
@@ -155,15 +160,20 @@ def _order(config: Settings) -> None:
         )
 
 
-def _kl(config: Settings) -> None:
-    a, actor = config.algorithm, config.actor
-    used = [f"algorithm.use_kl_in_reward=True with algorithm.kl_penalty={a.kl_penalty!r}"] * a.use_kl_in_reward
+def _reference(config: Loop) -> None:
+    used, actor = list[str](), config.actor
+    if isinstance(config, Settings) and config.algorithm.use_kl_in_reward:
+        used += [f"algorithm.use_kl_in_reward=True with algorithm.kl_penalty={config.algorithm.kl_penalty!r}"]
     used += [f"actor.use_kl_loss=True with actor.kl_loss_type={actor.kl_loss_type!r}"] * actor.use_kl_loss
     if used and not config.ref.path and not config.ref.url:
         raise UserError(
             f"{' and '.join(used)}: a KL needs a reference, and ref.path is empty; give a model's path, or"
             " ref.path=policy for the initial policy"
         )
+
+
+def _kl(config: Settings) -> None:
+    a = config.algorithm
     if a.use_kl_in_reward and a.kl_penalty == "forward_kl_topk":
         raise UserError(
             "algorithm.kl_penalty='forward_kl_topk' is equal for all tokens that could have been sampled; put it into"
@@ -297,7 +307,7 @@ def _margin(config: Common) -> None:
 
 
 def _packing(config: Common) -> None:
-    samples = config.rollout.n if isinstance(config, Settings) else 1
+    samples = config.rollout.n if isinstance(config, Loop) else 1
     if config.data.packing == "prefix" and samples < 2:
         raise UserError(
             "data.packing='prefix' shares a prompt between its samples, and here each has one; raise rollout.n in PPO,"
@@ -317,7 +327,7 @@ def _dropout(config: Common) -> None:
 
 
 def _lengths(config: Common) -> None:
-    section = "actor" if isinstance(config, Settings) else "optim"
+    section = "actor" if isinstance(config, Loop) else "optim"
     longest = config.data.longest_row
     tokens, row = value_of(config, f"{section}.max_tokens_per_device"), config.data.max_tokens_per_row
     micro = f"{section}.max_tokens_per_device"
@@ -346,7 +356,7 @@ def _too_short(name: str, value: int, longest: int, share: int) -> UserError:
     )
 
 
-def _reference_offload(config: Settings) -> None:
+def _reference_offload(config: Loop) -> None:
     if not config.ref.param_offload or config.actor.param_offload:
         return
     if config.model.lora_rank and config.ref.path == "policy":

@@ -16,7 +16,7 @@ from ml_collections import config_dict
 
 from jppo.settings.options import Options
 from jppo.settings.setting import Section, Setting, settings_by_name
-from jppo.settings.table_run import RewardSection, Rollout, TestedRun, Trainer, TrainingRun
+from jppo.settings.table_run import RewardSection, Rollout, Run, TestedRun, Trainer, TrainingRun
 from jppo.settings.table_training import (
     Actor,
     Algorithm,
@@ -29,7 +29,9 @@ from jppo.settings.table_training import (
     Model,
     Optim,
     Optimizer,
+    Prompts,
     Ref,
+    Sequences,
     TestedData,
     TrainingData,
     Trunk,
@@ -38,31 +40,71 @@ from jppo.settings.table_training import (
 
 @dataclasses.dataclass(frozen=True)
 class Common(Section):
-    """The sections that every training command has."""
+    """The sections that every learner has."""
 
     model: Trunk = dataclasses.field(default_factory=Trunk)
-    data: TrainingData = dataclasses.field(default_factory=TrainingData)
-    trainer: TrainingRun = dataclasses.field(default_factory=TrainingRun)
+    data: Sequences = dataclasses.field(default_factory=Sequences)
+    trainer: Run = dataclasses.field(default_factory=Run)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(Common):
-    """The settings of PPO training."""
+class Training(Common):
+    """The sections that every training command has."""
+
+    data: TrainingData = dataclasses.field(default_factory=TrainingData)
+    trainer: TrainingRun = dataclasses.field(default_factory=TrainingRun)
+
+    @property
+    def sequences_of_step(self) -> int:
+        """Returns the sequences that a step trains on."""
+        return self.data.train_batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop(Common):
+    """The settings of a learner with an engine, without those of what is learned: a user's loop has the rest."""
 
     model: Model = dataclasses.field(default_factory=Model)
-    data: Data = dataclasses.field(default_factory=Data)
-    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    data: Prompts = dataclasses.field(default_factory=Prompts)
     actor: Actor = dataclasses.field(default_factory=Actor)
     critic: Critic = dataclasses.field(default_factory=Critic)
     ref: Ref = dataclasses.field(default_factory=Ref)
     rollout: Rollout = dataclasses.field(default_factory=Rollout)
-    reward: RewardSection = dataclasses.field(default_factory=RewardSection)
-    trainer: Trainer = dataclasses.field(default_factory=Trainer)
+
+    @property
+    def sequences_of_step(self) -> int:
+        """Returns the sequences that a step usually samples."""
+        return self.actor.ppo_mini_batch_size * self.rollout.n
+
+    @property
+    def users_algorithm(self) -> tuple[str, Options]:
+        """Returns the name of a user's algorithm, or '', and its options."""
+        return "", Options()
 
 
 @dataclasses.dataclass(frozen=True)
-class Supervised(Common):
+class Settings(Loop, Training):
+    """The settings of PPO training."""
+
+    data: Data = dataclasses.field(default_factory=Data)
+    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    reward: RewardSection = dataclasses.field(default_factory=RewardSection)
+    trainer: Trainer = dataclasses.field(default_factory=Trainer)
+
+    @property
+    def sequences_of_step(self) -> int:
+        """Returns the sampled trajectories of a step."""
+        return self.data.train_batch_size * self.rollout.n
+
+    @property
+    def users_algorithm(self) -> tuple[str, Options]:
+        """Returns the name of a user's algorithm, or '', and its options."""
+        return self.algorithm.extension, self.algorithm.options
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised(Training):
     """The settings that fine-tuning and reward models share."""
 
     optim: Optim = dataclasses.field(default_factory=Optim)
@@ -182,7 +224,7 @@ def sections(config: ml_collections.ConfigDict, kind: type[S]) -> S:
 
 def optimizers(config: Common) -> dict[str, Optimizer]:
     """Returns the sections with an optimizer by name."""
-    if isinstance(config, Settings):
+    if isinstance(config, Loop):
         return {"actor": config.actor, "critic": config.critic}
     return {"optim": config.optim} if isinstance(config, Supervised) else {}
 

@@ -278,12 +278,24 @@ class RewardSection(Section):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingRun(Section):
+class Run(Section):
+    """What every learner needs to know of its run."""
+
+    # fmt: off
+    run_dir: str = setting("", "Folder of the servers' logs. '': a temporary one")
+    compile_cache: str = setting("~/.cache/jppo", "Folder of compiled XLA programs for later runs. '': no cache")
+    seed: int = setting(1, "Seed of everything that is sampled", bounds="[0,4294967295]")
+    total_training_steps: int = setting(-1, "Steps of the run, over all its starts. -1: by total_epochs", bounds="[1,",
+        off=-1)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun(Run):
     """The run settings of every training command."""
 
     # fmt: off
     run_dir: str = setting("runs/run", "Folder of everything that the run writes", required=True)
-    compile_cache: str = setting("~/.cache/jppo", "Folder of compiled XLA programs for later runs. '': no cache")
     logger: str = setting("console,jsonl,tensorboard", "Sinks of metrics, separated by commas: console, jsonl,"
         " tensorboard, wandb, mlflow, swanlab, clearml, trackio", form=texts.loggers)
     metrics_port: int = setting(0, "Port of the last step's metrics for Prometheus, at /metrics. 0: none",
@@ -291,10 +303,7 @@ class TrainingRun(Section):
     metrics_host: str = setting("127.0.0.1", "Address that metrics_port listens on")
     project_name: str = setting("jppo", "Project in wandb, mlflow, swanlab, clearml and trackio")
     experiment_name: str = setting("", "Name of the run in these. '': the name of run_dir")
-    seed: int = setting(1, "Seed of everything that is sampled", bounds="[0,4294967295]")
     total_epochs: int = setting(1, "Epochs over the prompts", bounds="[1,")
-    total_training_steps: int = setting(-1, "Steps of the run, over all its starts. -1: by total_epochs", bounds="[1,",
-        off=-1)
     save_freq: int = setting(-1, "Interval of checkpoints. -1: at the end only", unit="steps", bounds="[1,", off=-1)
     resume_mode: str = setting("auto", "Start of the run. auto: from the last checkpoint of run_dir; disable: step 0;"
         " or the path of a checkpoint")

@@ -59,8 +59,8 @@ class Model(Trunk):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingData(Section):
-    """The data settings of every training command."""
+class Files(Section):
+    """The training set, and the prompts of a step."""
 
     # fmt: off
     train_files: str = setting("", "Training sets: parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR,"
@@ -68,11 +68,19 @@ class TrainingData(Section):
     custom_cls: str = setting("", "User-defined reader of train_files and val_files, PATH.py:CLASS or MODULE:CLASS,"
         " called as Class(entry, tokenizer=)")
     train_batch_size: int = setting(256, "Prompts per step", bounds="[1,")
+    shuffle: bool = setting(True, "A new order of the prompts in every epoch. False: the order of the files")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences(Section):
+    """Prompts with their responses: their lengths, and the rows that they are in."""
+
+    # fmt: off
     system_prompt: str = setting("", "System message for chats that have none. '': none is added")
     max_prompt_length: int = setting(1024, "Longest prompt", unit="tokens", bounds="[1,")
     max_response_length: int = setting(512, "Longest response; a response of this length is cut", unit="tokens",
         bounds="[1,")
-    shuffle: bool = setting(True, "A new order of the prompts in every epoch. False: the order of the files")
     packing: str = setting("auto", "Layout of rows. segments: several trajectories share a row; buckets: one per row,"
         " in a few lengths; prefix: a prompt once with its samples; none: one per row, one length; auto: segments on"
         " TPUs, else buckets", choices=("auto", "segments", "buckets", "prefix", "none"))
@@ -90,6 +98,21 @@ class TrainingData(Section):
 
 
 @dataclasses.dataclass(frozen=True)
+class Prompts(Sequences):
+    """What is sampled from prompts, which a chat template may render."""
+
+    # fmt: off
+    apply_chat_template_kwargs: str = setting("", "Arguments of the chat template, as in 'enable_thinking=False'",
+        form=texts.template_arguments)
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData(Sequences, Files):
+    """The data settings of every training command."""
+
+
+@dataclasses.dataclass(frozen=True)
 class TestedData(TrainingData):
     """The data settings of commands that also test."""
 
@@ -99,7 +122,7 @@ class TestedData(TrainingData):
 
 
 @dataclasses.dataclass(frozen=True)
-class Data(TestedData):
+class Data(TestedData, Prompts):
     """Prompts, their lengths, rows."""
 
     # fmt: off
@@ -115,8 +138,6 @@ class Data(TestedData):
     val_batch_size: int = setting(-1, "Prompts generated concurrently in a test. -1: all", bounds="[1,", off=-1)
     train_max_samples: int = setting(-1, "Training prompts, the first of the set. -1: all", bounds="[1,", off=-1)
     val_max_samples: int = setting(-1, "Prompts of a test, the first of the set. -1: all", bounds="[1,", off=-1)
-    apply_chat_template_kwargs: str = setting("", "Arguments of the chat template, as in 'enable_thinking=False'",
-        form=texts.template_arguments)
     filter_overlong_prompts: bool = setting(True, "Removal of over-long prompts from the set")
     truncation: str = setting("error", "Treatment of over-long prompts that are not removed: an error, or the side"
         " that is cut", choices=("error", "left", "right", "middle"))

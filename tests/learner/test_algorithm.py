@@ -64,7 +64,6 @@ def test_a_read_that_was_not_recorded_raises():
 @pytest.mark.parametrize(
     "wrong",
     [
-        Algorithm(),
         Algorithm(lambda view: view.reward.sum(1)),
         Algorithm(lambda view: (view.reward, view.group)),
         Algorithm(outcome=lambda view: view.score.mean()),

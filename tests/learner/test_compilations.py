@@ -8,7 +8,7 @@ import pytest
 
 from jppo.learner import catalogue, estimate, sharding, state
 from jppo.learner.make import run_programs
-from jppo.learner.ppo import Epochs, Learner
+from jppo.learner.ppo import Epochs, StepLearner
 from jppo.learner.programs import list_programs
 
 CORRECTED = dict(
@@ -66,7 +66,7 @@ def test_no_step_after_the_first_compiles(new_learner, make_recipe, drawn, mesh_
     now = state.begin_state(
         policy, policy_opt, value, value_opt, kl_coef=0.0, seed=0, value_norm="value_norm_decay" in changes
     )
-    learner = Learner(
+    learner = StepLearner(
         mesh=ours.mesh, cfg=None, plan=plan, shape=ours.shape, recipe=ours.recipe, passes=ours.passes,
         reference=reference, actor_epochs=EPOCHS, critic_epochs=EPOCHS, **how,
     )  # fmt: skip

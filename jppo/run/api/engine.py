@@ -16,7 +16,7 @@ from jppo.rollout.make import make_publish_settings
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run.agreement import LogpGap, Mismatch, disagreement, limits
 from jppo.run.api.responses import Responses
-from jppo.settings import Settings
+from jppo.settings import Loop
 from jppo.types import Params, Prompt, Sampling, TrainState, Trajectory
 
 
@@ -32,7 +32,7 @@ class Engine:
     """The engine, or none, with the owner of its weights."""
 
     def __init__(
-        self, c: Settings, learner: Learner, served: Any, adapters: Lora | None, tokenizer: Any, ends: Sequence[int]
+        self, c: Loop, learner: Learner, served: Any, adapters: Lora | None, tokenizer: Any, ends: Sequence[int]
     ):
         self._c, self._learner, self._adapters = c, learner, adapters
         self._sampler: Source | None = None
@@ -72,7 +72,7 @@ class Engine:
         self._unfiltered = self._unfiltered and usual
         return self._sampler.generate(prompts, options, version=self._version)
 
-    def require_match(self, c: Settings, responses: Responses, logprob: np.ndarray) -> None:
+    def require_match(self, c: Loop, responses: Responses, logprob: np.ndarray) -> None:
         """Raises Mismatch where the engine's log-probs of its current weights' samples are far from the trainer's."""
         current = all((t.version[t.sampled] == self._version).all() for t in responses.trajectories)
         mask = np.asarray(responses.data.mask)

@@ -14,22 +14,18 @@ from jppo.data.prompts import tokenise, with_system_prompt
 from jppo.data.rows import Row, checked_messages, checked_text
 from jppo.errors import UserError
 from jppo.registry import did_you_mean
-from jppo.settings import Settings, table, template_arguments
+from jppo.settings import Loop, table, template_arguments
 from jppo.settings.options import PREFIX
+from jppo.settings.setting import settings_by_name
 from jppo.types import Prompt
 
-UNUSED = "unused"  # where jppo.train needs a file of prompts, or a folder
-DATA: tuple[str, ...] = ("max_prompt_length", "max_response_length", "packing", "row_lengths", "max_tokens_per_row")
-DATA += ("system_prompt", "apply_chat_template_kwargs")
-TRAINER = ("seed", "run_dir", "compile_cache", "total_training_steps")
-READ = {"model", "mesh", "actor", "critic", "ref", "rollout", *(f"data.{x}" for x in DATA)}
-READ |= {f"trainer.{x}" for x in TRAINER}
-# Settings of sections in READ that belong to jppo.train's own loop.
-LOOP: tuple[str, ...] = ("model.lora_dropout", "actor.ppo_epochs", "actor.shuffle", "actor.positive_lm_coef", "ref.url")
-LOOP += ("critic.ppo_epochs", "critic.shuffle", "critic.warmup_epochs", "critic.ppo_mini_batch_size", "critic.lam")
-LOOP += ("critic.value_norm_decay", "rollout.mode", "rollout.max_staleness", "rollout.on_update", "rollout.partial")
-LOOP += ("rollout.agent", "rollout.multi_turn", "rollout.val_kwargs", "rollout.max_kl_jump", "rollout.routing_replay")
-LOOP += ("rollout.history", "rollout.agent_branches", "rollout.sleep_level")
+TABLE = dict(settings_by_name(Loop))
+# Settings of these sections that belong to jppo.train's own loop.
+OF_TRAIN: tuple[str, ...] = ("model.lora_dropout", "actor.ppo_epochs", "actor.shuffle", "actor.positive_lm_coef")
+OF_TRAIN += ("critic.ppo_epochs", "critic.shuffle", "critic.warmup_epochs", "critic.ppo_mini_batch_size", "critic.lam")
+OF_TRAIN += ("critic.value_norm_decay", "ref.url", "rollout.mode", "rollout.max_staleness", "rollout.on_update")
+OF_TRAIN += ("rollout.partial", "rollout.agent", "rollout.multi_turn", "rollout.val_kwargs", "rollout.max_kl_jump")
+OF_TRAIN += ("rollout.routing_replay", "rollout.history", "rollout.agent_branches", "rollout.sleep_level")
 MOST = 2**31 - 1
 # Options of `sample` that are numbers: the least and the most.
 RANGES: dict[str, tuple[float, float]] = {"n": (1, MOST), "max_tokens": (1, MOST), "temperature": (0.0, 100.0)}
@@ -46,9 +42,9 @@ def make_settings(
     critic: bool | str | Mapping[str, Any] | None,
     engine: str | Mapping[str, Any] | None,
     given: Mapping[str, Any],
-) -> Settings:
+) -> Loop:
     """Returns the checked settings; raises UserError for a setting that a custom loop does not read."""
-    config, wanted = settings.default(), dict[str, Any]()
+    config, wanted = settings.config_of(Loop), dict[str, Any]()
     wanted |= _flat(given) | _flat({"mesh": mesh or {}}) | {"model.path": path}
     if lora is not None:
         adapters = {"rank": lora} if isinstance(lora, int) else dict(lora)
@@ -70,19 +66,16 @@ def make_settings(
         try:
             config.update_from_flattened_dict({name: value})
         except (TypeError, ValueError) as e:
-            kind = table.TABLE[name].type.__name__
+            kind = TABLE[name].type.__name__
             raise UserError(f"{name}={value!r} is of type {type(value).__name__}; give a {kind}") from e
-    config.data.train_files = config.data.val_files = UNUSED
-    config.data.train_batch_size = config.actor.ppo_mini_batch_size  # which bounds the rows of a micro-batch
-    config.algorithm.adv_estimator = "reinforce_plus_plus" if critic in (None, False) else "gae"
-    if any(name.startswith("ref.") for name in wanted) and not config.actor.use_kl_loss:
-        config.algorithm.use_kl_in_reward = True  # there is a reference, for the loop's own KL
-    if "trainer.run_dir" not in wanted:
-        config.trainer.run_dir = UNUSED
-    c: Settings = settings.typed(config, Settings)
+    c: Loop = settings.typed(config, Loop)
     _require_steps(c)
-    # With a reference its log-probs can be asked for, whatever KL the loss has.
-    return settings.changed(c, {"algorithm.use_kl_in_reward": True}) if c.actor.use_kl_loss else c
+    return c
+
+
+def reads_reference(c: Loop, given: Mapping[str, Any]) -> bool:
+    """Whether the log-probs of a reference can be asked for: the loss has a KL, or a setting of `ref` is given."""
+    return c.actor.use_kl_loss or any(name.startswith("ref.") for name in _flat(given))
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,18 +90,17 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_read(name: str) -> None:
-    if name not in table.PPO and not name.startswith(PREFIX):
+    known = name in TABLE or name in table.PPO or name.startswith(PREFIX)
+    if not known:
         raise UserError(
             f"jppo.open: there is no setting {name!r}; give settings by section, as in actor=dict(lr=1e-6)"
             f"{did_you_mean(name, table.PPO)}"
         )
-    section = name.partition(".")[0]
-    read = section in READ or name in READ
-    if not read or any(name == one or name.startswith(f"{one}.") for one in LOOP):
+    if name not in TABLE or any(name == one or name.startswith(f"{one}.") for one in OF_TRAIN):
         raise UserError(f"jppo.open: {name} is of the loop of jppo.train, which your loop replaces; leave it out")
 
 
-def _require_steps(c: Settings) -> None:
+def _require_steps(c: Loop) -> None:
     """Raises UserError for a schedule over all steps, whose number is not given."""
     for name, section in settings.optimizers(c).items():
         by_ratio = section.lr_warmup_steps == -1 and section.lr_warmup_steps_ratio > 0
@@ -149,7 +141,7 @@ def _is_number(value: Any, integer: bool) -> bool:
     return isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
 
 
-def make_prompts(c: Settings, tokenizer: Any, given: Sequence[PromptLike], vocabulary: int) -> list[Prompt]:
+def make_prompts(c: Loop, tokenizer: Any, given: Sequence[PromptLike], vocabulary: int) -> list[Prompt]:
     """Tokenises prompts as jppo.train does; prompts and token ids stay as they are."""
     if isinstance(given, str) or not len(given):
         raise UserError(f"prompts={given!r}; give a list of texts, of chat messages or of token ids")
@@ -185,6 +177,6 @@ def _of_ids(given: Any, number: int) -> Prompt | None:
     return Prompt(str(number), "unknown", "", ids.astype(np.int32), "", {})
 
 
-def _messages(c: Settings, row: Row, given: Any) -> str | list[dict[str, str]]:
+def _messages(c: Loop, row: Row, given: Any) -> str | list[dict[str, str]]:
     messages = checked_text(row, "it", given) if isinstance(given, str) else checked_messages(row, "it", list(given))
     return with_system_prompt(messages, c.data.system_prompt, row)

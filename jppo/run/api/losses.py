@@ -21,14 +21,14 @@ from jppo.algorithms import kl
 from jppo.errors import UserError
 from jppo.learner import make, ppo, score, sharding, update
 from jppo.learner.algorithm import Term
-from jppo.learner.make import make_recipe
+from jppo.learner.make import make_loop_recipe
 from jppo.learner.ppo import ModelConfigs
 from jppo.learner.stats import Outputs, stats_of
 from jppo.learner.trainable import CompiledLoss, make_before
 from jppo.learner.views import SHAPE, LossView, ValueView, record
 from jppo.models.lora import Weights
 from jppo.registry import did_you_mean, said
-from jppo.settings import Settings, changed, check, parts, table, without_unread
+from jppo.settings import Loop, changed, check, parts, table, without_unread
 from jppo.types import Array, Counts, Scored
 
 Function = Callable[[Any], Any]
@@ -78,7 +78,7 @@ class BatchLoss:
 class Losses:
     """The losses of a learner; each is compiled once."""
 
-    def __init__(self, c: Settings, inputs: ModelConfigs, mesh: Any, passes: ppo.Passes):
+    def __init__(self, c: Loop, inputs: ModelConfigs, mesh: Any, passes: ppo.Passes):
         self._c, self._mesh, self._passes = c, mesh, passes
         self._models, self._heads = make.make_models(c, inputs, mesh)
         self._options = sharding.compiler_options(mesh, c.model.compiler_options)
@@ -130,9 +130,9 @@ class Losses:
             f"{did_you_mean(str(loss), known)}"
         )
 
-    def _of_policy(self, c: Settings, *, is_configured: bool) -> BatchLoss:
+    def _of_policy(self, c: Loop, *, is_configured: bool) -> BatchLoss:
         """Makes the policy loss of the settings; if they are those of the model, it is training's own program."""
-        recipe = make_recipe(c)
+        recipe = make_loop_recipe(c)
         exact = recipe.kl_loss_type in kl.EXACT
         if exact and self._models.reference is None:
             raise UserError(
@@ -150,20 +150,20 @@ class Losses:
         compiled = self._compiled(loss, ppo.actor_reads(recipe), load=load, before=before)
         return BatchLoss(compiled, False, needs, exact)
 
-    def _of_values(self, c: Settings) -> BatchLoss:
+    def _of_values(self, c: Loop) -> BatchLoss:
         if self._models.critic is None or self._passes.critic is None:
             raise UserError(f"loss={VALUE!r} is of a critic, and this model has none; open it with critic=True")
         if c.critic == self._c.critic:
             return BatchLoss(self._passes.critic, True, ppo.VALUE_READS)
-        loss = ppo.make_critic(self._models.critic, make_recipe(c))[1]
+        loss = ppo.make_critic(self._models.critic, make_loop_recipe(c))[1]
         return BatchLoss(self._compiled(loss, ppo.VALUE_READS), True, ppo.VALUE_READS)
 
     def _compiled(self, loss: update.Loss, reads: tuple[str, ...], **ahead: Any) -> CompiledLoss:
         return CompiledLoss(update.make_accumulate(loss, mesh=self._mesh, options=self._options), reads, **ahead)
 
-    def _of_function(self, function: Function, c: Settings) -> BatchLoss:
+    def _of_function(self, function: Function, c: Loop) -> BatchLoss:
         """Makes the loss of a user's function of tokens."""
-        reads, recipe = _reads(function), make_recipe(c)
+        reads, recipe = _reads(function), make_loop_recipe(c)
         of_critic = VALUE in reads
         if not of_critic:
             logprob = score.make_logprob(*self._models.policy, with_entropy="entropy" in reads, **self._heads)

@@ -35,13 +35,13 @@ from jppo.learner.state import scalar
 from jppo.models import hf_write, placing
 from jppo.rollout import make as rollout
 from jppo.run.api.engine import Engine, Kept
-from jppo.run.api.inputs import UNUSED, PromptLike, make_prompts, make_settings, require_sampling
+from jppo.run.api.inputs import PromptLike, make_prompts, make_settings, reads_reference, require_sampling
 from jppo.run.api.losses import NO_REFERENCE, Losses
 from jppo.run.api.responses import Responses, aims, of_samples, trajectory_of
 from jppo.run.api.weights import TrainedWeights, load_state, save_state
 from jppo.run.inputs import read_tokenizer, require_publishable
 from jppo.samples.make import step_sampling
-from jppo.settings import Settings, changed
+from jppo.settings import Loop, changed
 from jppo.types import TrainState, Trajectory
 
 
@@ -56,7 +56,7 @@ class Gradient(NamedTuple):
 class Parts:
     """What all sets of trained weights on one model share."""
 
-    c: Settings
+    c: Loop
     inputs: ModelConfigs
     learner: Learner
     losses: Losses
@@ -92,7 +92,7 @@ class Model:
         return any(one.stepped for one in self._trained)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> Loop:
         """Returns all settings."""
         return self._parts.c
 
@@ -385,7 +385,8 @@ def open_model(
     """Opens a model; `jppo.open` documents the arguments."""
     c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, given=settings)
     rollout.share_gpu(c)
-    policy, value, reference = read_models(c)
+    reads = dict(critic=critic not in (None, False), reference=reads_reference(c, settings))
+    policy, value, reference = read_models(c, **reads)
     require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, value, reference) if model is not None))
     check_stop_texts(tokenizer, c.rollout.stop_texts)
@@ -408,11 +409,11 @@ def open_model(
         served = None
         if engine is not None:
             logs = c.trainer.run_dir
-            if logs == UNUSED:
+            if not logs:
                 logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-", ignore_cleanup_errors=True))
             served = rollout.open_engine(c, pathlib.Path(logs))
             stack.callback(served.close)
-        learner, begin = make.make_learner(c, inputs, grid)
+        learner, begin = make.make_loop_learner(c, inputs, grid)
         losses = Losses(c, inputs, grid, learner.passes)
         ends = end_token_ids(c.model.path, tokenizer)
         shared = Engine(c, learner, served, inputs.adapters, tokenizer, ends)

@@ -24,8 +24,10 @@ from jppo.run.resume import OPTIMIZERS, former_name, frozen_weights, require_sam
 from jppo.run.trained_model import find_checkpoint, is_checkpoint
 from jppo.runlog.checkpoint import Checkpoints
 from jppo.runlog.checkpoint_arrays import restore
-from jppo.settings import Optimizer, Settings
+from jppo.settings import Loop, Optimizer
 from jppo.types import Array, Params, TrainState
+
+KEPT = 2  # checkpoints of a folder, the last ones
 
 
 class TrainedWeights:
@@ -123,20 +125,19 @@ class TrainedWeights:
         self._carry, self.accumulated, self._learns, self._whole = None, 0, False, None
 
 
-def save_state(c: Settings, learner: Learner, folder: pathlib.Path, now: TrainState) -> pathlib.Path:
+def save_state(c: Loop, learner: Learner, folder: pathlib.Path, now: TrainState) -> pathlib.Path:
     """Writes folder/checkpoints/STEP and returns it once it is on disk."""
     if is_checkpoint(folder):
         raise UserError(f"{folder} is a checkpoint; give the folder that has checkpoints/")
     meta = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
     step = int(now.step)
     path = folder / "checkpoints" / str(step)
-    keep = c.trainer.max_ckpt_to_keep
-    with Checkpoints(folder / "checkpoints", keep=keep) as checkpoints:
+    with Checkpoints(folder / "checkpoints", keep=KEPT) as checkpoints:
         later = [other for other in checkpoints.steps() if other > step]
-        if len(later) >= keep:
+        if len(later) >= KEPT:
             raise UserError(
-                f"{folder} has checkpoints of later steps, {later}, and the last trainer.max_ckpt_to_keep={keep} stay:"
-                f" the one of step {step} would be removed at once; save it in another folder"
+                f"{folder} has checkpoints of later steps, {later}, and the last {KEPT} stay: the"
+                f" one of step {step} would be removed at once; save it in another folder"
             )
         before = path.stat().st_mtime_ns if path.is_dir() else None
         checkpoints.save(step, state.portable(now, learner.spare()), meta)
@@ -147,7 +148,7 @@ def save_state(c: Settings, learner: Learner, folder: pathlib.Path, now: TrainSt
 
 
 def load_state(
-    c: Settings, inputs: ModelConfigs, learner: Learner, path: pathlib.Path, like: TrainState, *, optimizer: bool
+    c: Loop, inputs: ModelConfigs, learner: Learner, path: pathlib.Path, like: TrainState, *, optimizer: bool
 ) -> TrainState:
     """Reads a checkpoint, or the last one of a folder, into the shards of `like`."""
     now = run_identity(c, learner.mesh, data={}, frozen=frozen_weights(learner))
