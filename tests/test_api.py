@@ -362,6 +362,11 @@ def test_what_is_refused(m, batch, folder, tmp_path):
         "reward.function is of the loop of jppo.train": lambda: jppo.open(str(folder), reward=dict(function="x.py:f")),
         "algorithm.extension is of the loop of": lambda: jppo.open(str(folder), algorithm=dict(extension="x.py:f")),
         "algorithm.options.x is of the loop of": lambda: jppo.open(str(folder), algorithm=dict(options=dict(x=1))),
+        "critic.lr=0.1 is of a critic, and": lambda: jppo.open(str(folder), **{"critic.lr": 0.1}),
+        "rollout.quantization='fp8_per_tensor' is vLLM's": lambda: jppo.open(
+            str(folder), rollout=dict(quantization="fp8_per_tensor")
+        ),
+        "data.mix is of the loop of": lambda: jppo.open(str(folder), data=dict(mix="a=1")),
         "actor.lr='fast' is of type str": lambda: jppo.open(str(folder), actor=dict(lr="fast")),
         "needs the number of steps": lambda: jppo.open(str(folder), actor=dict(lr_scheduler_type="cosine")),
         "no such folder": lambda: m.load(tmp_path / "none"),

@@ -60,10 +60,11 @@ Configs = tuple[ModelConfig, ModelConfig | None, ModelConfig | None]  # of polic
 
 def read_models_of_run(c: Settings, *, weights: bool = True) -> Configs:
     """Reads the configs of the models that a PPO run needs, and checks the headers of their `weights`."""
-    return read_models(c, critic=wants_critic(c), reference=wants_reference(c) and not c.ref.url, weights=weights)
+    with_reference = wants_reference(c) and not c.ref.url
+    return read_models(c, with_critic=wants_critic(c), with_reference=with_reference, weights=weights)
 
 
-def read_models(c: Loop, *, critic: bool, reference: bool, weights: bool = True) -> Configs:
+def read_models(c: Loop, *, with_critic: bool, with_reference: bool, weights: bool = True) -> Configs:
     """Reads the configs of the policy and of what else is there, and checks the headers of their `weights`."""
 
     def read(path: str, head: Head, init: str) -> ModelConfig:
@@ -75,16 +76,16 @@ def read_models(c: Loop, *, critic: bool, reference: bool, weights: bool = True)
         return cfg
 
     policy = read(c.model.path, "lm", c.model.init)
-    value = read(path_of_critic(c), "value", critic_init(c)) if critic else None
-    if not reference:
-        return policy, value, None
-    judge = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
-    if judge.vocab_size != policy.vocab_size:
+    critic = read(path_of_critic(c), "value", critic_init(c)) if with_critic else None
+    if not with_reference:
+        return policy, critic, None
+    reference = policy if c.ref.path == "policy" else read(c.ref.path, "lm", "pretrained")
+    if reference.vocab_size != policy.vocab_size:
         raise UserError(
             f"ref.path={c.ref.path}: a reference has the policy's vocabulary, {policy.vocab_size} tokens, and this one"
-            f" has {judge.vocab_size}; use a model with that vocab_size"
+            f" has {reference.vocab_size}; use a model with that vocab_size"
         )
-    return policy, value, judge
+    return policy, critic, reference
 
 
 def require_models_fit(inputs: ModelConfigs, mesh: Mesh) -> None:
@@ -245,7 +246,7 @@ def load_trained(
     init: str | None = None,
     trunk: Params | None = None,
 ) -> Trained:
-    """Loads the model at `path` into its shards for training; a critic may use a loaded `trunk`.
+    """Loads the model at `path` into its shards for training, or takes the weights of a loaded `trunk`.
 
     `key` initialises weights that the files lack, or all if `init` (None: `model.init`) is 'random'.
     """
@@ -253,7 +254,7 @@ def load_trained(
     if trunk is None:
         values = state.load_sharded(layout, path, init=init or c.model.init, key=key)
     else:
-        values = state.on_trunk(layout, trunk, key=key)
+        values = trunk if head == "lm" else state.on_trunk(layout, trunk, key=key)
     if adapters is None:
         return Trained(layout, values, None)
     layout = state.adapters(cfg, mesh, adapters, head=head)
@@ -630,70 +631,59 @@ def load_learner(
     warmup: int = 0, kl_coef: float = 0.0,
 ) -> tuple[Learner, TrainState]:  # fmt: skip
     """Loads the models into their shards and makes the passes; `warmup` are first steps without the policy."""
-    a, path = c.actor, c.model.path
-
-    def keys(number: int) -> jax.Array:
-        return jax.random.fold_in(jax.random.key(c.trainer.seed), number)
-
-    def fit(cfg: ModelConfig) -> ModelConfig:
-        return pad_vocab(cfg, mesh.shape["tensor"])
-
-    cfg = fit(inputs.policy)
-    passes = make_passes(c, recipe, inputs, mesh)
-    policy = how.load(c, mesh, cfg, path, head="lm", key=keys(0), adapters=inputs.adapters)
-    policy = wait(policy, a.param_offload)
-    actor, policy_opt = make_trainable(a, "actor", passes.actor, policy, inputs.total_steps - warmup, how)
-    value = value_opt = critic = None
-    if inputs.critic is not None and passes.critic is not None:
-        shared = shares_trunk(c, inputs)
-        trunk = policy.base.params if shared and policy.base is not None else None
-        options = dict[str, Any](init=critic_init(c), key=keys(1), adapters=inputs.critic_adapters, trunk=trunk)
-        trained = how.load(c, mesh, fit(inputs.critic), path_of_critic(c), head="value", **options)
-        trained = wait(trained, c.critic.param_offload, shared=shared)
-        value = trained.learned
-        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, trained, inputs.total_steps, how)
-    reference = None
+    passes, seed, steps = make_passes(c, recipe, inputs, mesh), c.trainer.seed, inputs.total_steps
+    policy, value = load_models(c, inputs, mesh, seed, how)
+    actor, policy_opt = make_trainable(c.actor, "actor", passes.actor, policy, steps - warmup, how)
+    critic = value_opt = reference = None
+    if value is not None and passes.critic is not None:
+        critic, value_opt = make_trainable(c.critic, "critic", passes.critic, value, steps, how)
     if inputs.reference is not None:
-        reference = load_reference(c, mesh, fit(inputs.reference), policy, keys(2), how)
+        key, cfg = jax.random.fold_in(jax.random.key(seed), 2), pad_vocab(inputs.reference, mesh.shape["tensor"])
+        reference = load_reference(c, mesh, cfg, policy, key, how)
+    cfg = pad_vocab(inputs.policy, mesh.shape["tensor"])
     learner = Learner(
-        mesh=mesh,
-        cfg=cfg,
-        plan=plan,
-        recipe=recipe,
-        passes=passes,
-        actor=actor,
-        critic=critic,
-        reference=reference,
+        mesh=mesh, cfg=cfg, plan=plan, recipe=recipe, passes=passes, actor=actor, critic=critic, reference=reference
     )
     begin = state.begin_state(
-        policy.learned, policy_opt, value, value_opt, kl_coef=kl_coef, seed=c.trainer.seed,
+        policy.learned, policy_opt, None if value is None else value.learned, value_opt, kl_coef=kl_coef, seed=seed,
         value_norm=recipe.value_norm_decay is not None, put=how.put,
     )  # fmt: skip
     return learner, begin
 
 
+def load_models(
+    c: Loop, inputs: ModelConfigs, mesh: Any, seed: int, how: Making = LOADED,
+    bases: tuple[Base | None, Base | None] = (None, None),
+) -> tuple[Trained, Trained | None]:  # fmt: skip
+    """Loads policy and critic; `bases` are their frozen weights, where these are in memory already."""
+    base, critic_base = bases
+    key = jax.random.key(seed)
+    policy = how.load(
+        c, mesh, pad_vocab(inputs.policy, mesh.shape["tensor"]), c.model.path, head="lm",
+        key=jax.random.fold_in(key, 0), adapters=inputs.adapters, trunk=None if base is None else base.params,
+    )  # fmt: skip
+    policy = wait(policy, c.actor.param_offload, shared=base is not None)
+    if inputs.critic is None:
+        return policy, None
+    path, trunk = path_of_critic(c), critic_base
+    if shares_trunk(c, inputs):
+        trunk = policy.base
+    elif path != c.model.path:  # a critic's files have its head, too
+        trunk = None
+    critic = how.load(
+        c, mesh, pad_vocab(inputs.critic, mesh.shape["tensor"]), path, head="value", init=critic_init(c),
+        key=jax.random.fold_in(key, 1), adapters=inputs.critic_adapters, trunk=None if trunk is None else trunk.params,
+    )  # fmt: skip
+    return policy, wait(critic, c.critic.param_offload, shared=trunk is not None)
+
+
 def begin_again(c: Loop, inputs: ModelConfigs, learner: Learner, seed: int) -> TrainState:
     """Makes the initial state of further trained weights for a learner's programs; frozen bases are shared."""
-    mesh, by_field = learner.mesh, dict[str, Any]()
-    for number, (field, model) in enumerate({"policy": learner.actor, "value": learner.critic}.items()):
-        if model is None:
-            continue
-        head, cfg, adapters = trained_kind(inputs, learner, field)
-        key = jax.random.fold_in(jax.random.key(seed), number)
-        if head == "lm" and model.base is not None and adapters is not None:
-            layout = state.adapters(cfg, mesh, adapters, head=head)
-            learned, _ = state.adapt(layout, model.base.params, adapters, key=key, path=c.model.lora_adapter_path)
-        else:
-            path = c.model.path if head == "lm" else path_of_critic(c)
-            trunk = model.base.params if model.base is not None and path == c.model.path else None
-            init = c.model.init if head == "lm" else critic_init(c)
-            more = dict[str, Any](head=head, key=key, adapters=adapters, init=init, trunk=trunk)
-            learned = load_trained(c, mesh, cfg, path, **more).learned
-        section: Any = c.actor if head == "lm" else c.critic
-        learned = placing.to_host(learned) if section.param_offload else learned
-        by_field |= {field: learned, f"{field}_opt": begin_optimizer(c, inputs, learner, field, learned)}
-    fields = [by_field.get(name) for name in ("policy", "policy_opt", "value", "value_opt")]
-    return state.begin_state(*fields, seed=seed)
+    bases = learner.actor.base, None if learner.critic is None else learner.critic.base
+    policy, value = load_models(c, inputs, learner.mesh, seed, bases=bases)
+    begin = functools.partial(begin_optimizer, c, inputs, learner)
+    of_critic = (None, None) if value is None else (value.learned, begin("value", value.learned))
+    return state.begin_state(policy.learned, begin("policy", policy.learned), *of_critic, seed=seed)
 
 
 def begin_optimizer(c: Loop, inputs: ModelConfigs, learner: Learner, field: str, learned: Params) -> Any:

@@ -20,7 +20,7 @@ from jppo.models import attention
 from jppo.models.config import ModelConfig
 from jppo.rollout.make import may_overlap
 from jppo.rollout.vllm.buckets import BUCKET
-from jppo.run.agreement import LOOKS, PROBES
+from jppo.run.agreement import PROBE_ROUNDS, PROBES
 from jppo.settings import Settings
 from jppo.settings.rules_rollout import publish_via
 
@@ -160,7 +160,7 @@ def server_seconds(work: ServerWork | None, machine: Machine, scoring: float, cr
         return {}
     chip, held = machine.chip, work.policy / work.width
     products = 2 * work.prompts * held / 2 / chip.peak("bfloat16") / chip.shares["product"].value
-    reads = LOOKS[0][0] * held / chip.hbm / chip.shares["memory"].value
+    reads = PROBE_ROUNDS[0][0] * held / chip.hbm / chip.shares["memory"].value
     publish = publish_seconds(work, machine)
     copied = held / HOST[0] if work.sleep_level == 1 else 0.0
     stages = {

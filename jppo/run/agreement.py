@@ -24,7 +24,8 @@ from jppo.types import Array, Batch, Prompt, Reward, Sampling, TrainState, Traje
 
 KL = "rollout_corr/kl"
 PROBES = 16  # responses of a server that check a publish
-LOOKS = ((4, 0.5), (64, 1.0))  # tokens of each response, part of the bounds; the second look is where the first fails
+# Tokens of each response, part of the bounds; the second round is where the first fails.
+PROBE_ROUNDS = ((4, 0.5), (64, 1.0))
 
 # Nats per token by dtype, of the quantile HIGH; MEAN of it bounds the mean. Right engines had at most 45% of both: in
 # float32 1.3e-4 of any token (docs/rollout.md, families), in bfloat16 0.117 of the quantile (huggingface/trl#6789) and
@@ -142,7 +143,7 @@ def require_published(
         return
     version, longest, bound = int(now.step), _longest(inputs, PROBES), limits(c)
     wrong: dict[str, LogpGap] = {}
-    for tokens, part in LOOKS:
+    for tokens, part in PROBE_ROUNDS:
         some = dataclasses.replace(_unfiltered(c, version), max_tokens=min(tokens, c.data.max_response_length))
         drawn = trajectories.of_all(hosts, hosts.together(functools.partial(sampler.probe, longest, some)))
         by_server: dict[str, list[np.ndarray]] = {}

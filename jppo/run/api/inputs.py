@@ -63,6 +63,8 @@ def make_settings(
         wanted.setdefault("rollout.name", "inprocess")
     for name, value in wanted.items():
         _require_read(name)
+        if name.startswith("critic.") and critic in (None, False):
+            raise UserError(f"{name}={value!r} is of a critic, and this model has none; open it with critic=dict(...)")
         try:
             config.update_from_flattened_dict({name: value})
         except (TypeError, ValueError) as e:

@@ -385,7 +385,7 @@ def open_model(
     """Opens a model; `jppo.open` documents the arguments."""
     c = make_settings(path, mesh=mesh, lora=lora, critic=critic, engine=engine, given=settings)
     rollout.share_gpu(c)
-    reads = dict(critic=critic not in (None, False), reference=reads_reference(c, settings))
+    reads = dict(with_critic=critic not in (None, False), with_reference=reads_reference(c, settings))
     policy, value, reference = read_models(c, **reads)
     require_publishable(c, policy)
     tokenizer = read_tokenizer(c, *(model for model in (policy, value, reference) if model is not None))
