@@ -41,7 +41,8 @@ from jppo import process, settings
 from jppo.errors import UserError
 from jppo.models import config_reader, decoder, hf_write
 from jppo.models.config import ModelConfig
-from jppo.rollout.make import open_engine, published_dtype, server_settings, servers_gpu_share
+from jppo.rollout.make import open_engine, published_dtype, servers_gpu_share
+from jppo.rollout.make_servers import server_settings
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout

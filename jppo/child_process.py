@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import signal
+import struct
 import sys
 import time
 from typing import NoReturn
@@ -32,6 +33,7 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
 
+LENGTH = struct.Struct(">Q")  # the head of a message between two processes
 KILL_S = 5.0  # for killed processes to end
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 

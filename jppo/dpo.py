@@ -27,17 +27,18 @@ from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab
 from jppo.models.lora import Weights
-from jppo.preflight import preview
-from jppo.preflight.preview import DryRun, memory_explained
+from jppo.preflight.request import HERE, DryRun
 from jppo.run import pairs
-from jppo.run.inputs import read_tokenizer, total_steps
-from jppo.run.start import run_training
+from jppo.run.command import run_training
+from jppo.run.loop import total_steps
+from jppo.run.out_of_memory import memory_explained
+from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import DPO_COLUMNS
 from jppo.settings import PreferenceTuning
 from jppo.types import Array, Params, Rows, Trajectory, given_text
 
 
-def prepare(c: PreferenceTuning, request: DryRun = preview.HERE) -> pairs.PairTask:
+def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
     """Reads the pairs and the model config."""
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
@@ -112,7 +113,7 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
         pairs.train_on_pairs(c, prepare, DPO_COLUMNS, given, begin)
 
 
-def dry_run(c: PreferenceTuning, request: DryRun = preview.HERE) -> str:
+def dry_run(c: PreferenceTuning, request: DryRun = HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
     return pairs.dry_run_of_pairs(c, request, prepare)
 

@@ -26,8 +26,8 @@ from jppo.learner.make import make_mesh
 from jppo.learner.sharding import AXES
 from jppo.models.config import Experts
 from jppo.preflight import memory_budget, preview
-from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import NOTE, Estimate, Outlook, make_outlook, report_dict
+from jppo.preflight.request import DryRun
 from jppo.rollout.make import with_servers
 from jppo.run.inputs import Inputs, read_inputs
 from jppo.settings import Settings

@@ -22,20 +22,21 @@ from jppo.learner.make import make_adapters, make_decoder, plan_rows
 from jppo.learner.trainable import CompiledLoss
 from jppo.models import hf, hf_write
 from jppo.models.config import pad_vocab
-from jppo.preflight import preview
-from jppo.preflight.preview import DryRun, memory_explained
+from jppo.preflight.request import HERE, DryRun
 from jppo.rewards.classifier import without_padding
 from jppo.rewards.model import Texts
 from jppo.rewards.parts import Sample
 from jppo.run import pairs
-from jppo.run.inputs import read_tokenizer, total_steps
-from jppo.run.start import run_training
+from jppo.run.command import run_training
+from jppo.run.loop import total_steps
+from jppo.run.out_of_memory import memory_explained
+from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import REWARD_MODEL_COLUMNS
 from jppo.settings import PairTraining
 from jppo.types import Prompt, Trajectory, given_text
 
 
-def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
+def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
     """Reads the pairs and the model config."""
     written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
@@ -106,7 +107,7 @@ def given(_: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndar
     return (pairs.margins([of.pairs[i] for i in which]),)
 
 
-def dry_run(c: PairTraining, request: DryRun = preview.HERE) -> str:
+def dry_run(c: PairTraining, request: DryRun = HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
     return pairs.dry_run_of_pairs(c, request, prepare)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from jppo import child_process, settings
 from jppo.errors import UserError
 from jppo.models import hf
-from jppo.rollout.make import server_settings
+from jppo.rollout.make_servers import server_settings
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.servers import guard
 from jppo.rollout.servers.endpoint import Endpoint

@@ -7,6 +7,7 @@ sizes and memory, and stops. --dry_run --machine=8xH100 does so for a described 
 """
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -20,18 +21,20 @@ from jppo.learner.programs import Program, update_programs
 from jppo.learner.trainable import CompiledLoss, Trainable
 from jppo.models import hf
 from jppo.models.config import pad_vocab
-from jppo.preflight import memory, preview
-from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.preview import DryRun, memory_explained
-from jppo.preflight.programs import Estimate
+from jppo.preflight.request import HERE, DryRun
 from jppo.run import supervised
-from jppo.run.inputs import read_tokenizer, total_steps
+from jppo.run.command import run_training
+from jppo.run.loop import total_steps
+from jppo.run.out_of_memory import memory_explained
 from jppo.run.resume import checksum_of, require_resumable
-from jppo.run.start import run_training
+from jppo.run.tokenizer import read_tokenizer
 from jppo.runlog.console import SFT_COLUMNS
 from jppo.runlog.make import require_loggers
 from jppo.settings import FineTuning
 from jppo.types import Params, Trajectory, given_text
+
+if TYPE_CHECKING:
+    from jppo.preflight.programs import Estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class DemonstrationTask(supervised.Task):
     overlong: int  # excluded demonstrations
 
 
-def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
+def prepare(c: FineTuning, request: DryRun = HERE) -> DemonstrationTask:
     """Reads the demonstrations and the model config."""
     longest = c.data.longest_row
     _, cfg = hf.read_config(c.model.path, longest=longest)
@@ -106,8 +109,10 @@ def train(config: FineTuning | ConfigDict) -> None:
     print(escaped(f"model             {supervised.folder(c) / 'hf'}"))
 
 
-def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
+def dry_run(c: FineTuning, request: DryRun = HERE) -> str:
     """Reports on a run with these settings; reads no weight."""
+    from jppo.preflight import preview
+    from jppo.preflight.checks import dry_run_of_one_model
 
     def describe(task: DemonstrationTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
@@ -122,8 +127,10 @@ def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
     return dry_run_of_one_model(c, request, prepare, _estimate, describe, head="lm")
 
 
-def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
+def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple["Estimate", int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest demonstrations."""
+    from jppo.preflight import memory
+
     plan, shapes = task.plan, memory.largest_shapes(task.plan)
     how, now = memory.sketch_update(c, task.mesh, task.cfg, task.loss, name="sft", head="lm", adapters=task.adapters)
     listed = update_programs(how, now.policy, now.policy_opt, now, [packing.empty_rows(shape) for shape in shapes])

@@ -15,12 +15,12 @@ from jppo.learner import batch, estimate, ppo
 from jppo.learner.make import make_learner, make_mesh
 from jppo.models import config_reader, decoder, hf
 from jppo.preflight import models_and_data
-from jppo.preflight.preview import preview_run, sampling_warnings
+from jppo.preflight.preview import preview_run
 from jppo.rollout.make import make_publish_settings, open_engine
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import publish_policy
 from jppo.run import agreement
-from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree
+from jppo.run.agreement import LogpGap, Match, Mismatch, MismatchLimits, agree, sampling_warnings
 from jppo.run.inputs import read_inputs
 from jppo.samples.make import step_sampling
 from jppo.types import Batch, Reward

@@ -20,9 +20,9 @@ from jppo.data import gsm8k
 from jppo.errors import UserError, UserErrors
 from jppo.learner import make, sharding
 from jppo.learner.make import batch_shape, make_epochs
-from jppo.rewards import make as reward
+from jppo.rewards import make_models as reward
 from jppo.rewards.classifier import Classifier
-from jppo.rollout.make import connections
+from jppo.rollout.make_servers import connections
 from jppo.settings import parts, table, texts
 from jppo.settings.setting import OTHER_NAMES, OTHER_VALUES
 from jppo.settings.table import TABLE
@@ -857,7 +857,7 @@ def read_by_parts(config, monkeypatch):
 
     config.reward.judge.api_type, config.reward.judge.model, config.reward.judge.preset = "openai", "m", "math"
     config.reward.judge.base_url = "http://127.0.0.1:9/v1"
-    reward.make_judge(read()).close()
+    reward.make_judge(read().reward.judge).close()
     for name in ("JaxRewardModel", "TransformersRewardModel", "VllmRewardModel", "Texts"):
         monkeypatch.setattr(reward, name, lambda *_, **__: None)
     for name in ("load_tokenizer", "check_vllm"):
@@ -868,7 +868,7 @@ def read_by_parts(config, monkeypatch):
     log = pathlib.Path(config.trainer.run_dir)
     for engine, steps in (("jax", ""), ("transformers", ""), ("vllm", ""), ("jax", "min")):
         config.reward.model.engine, config.reward.model.step_aggregation = engine, steps
-        reward.make_reward_model(read(), None, mesh, log).testing()
+        reward.make_reward_model(read().reward.model, None, mesh, log).testing()
     talks = config.rollout.multi_turn
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
     agent.make_agent(read(), None, ()).close()

@@ -21,7 +21,7 @@ from jppo.learner import packing
 from jppo.learner.make import list_run_programs, make_learner, make_mesh, plan_of_run, run_programs
 from jppo.models import decoder
 from jppo.preflight import memory, memory_budget, preview, programs, servers
-from jppo.preflight.preview import DryRun
+from jppo.preflight.request import DryRun
 from jppo.run.inputs import read_inputs
 from tests.make import typed, write_lines
 

@@ -23,7 +23,7 @@ LAYERS = (
     ("rollout", "forecast"),
     ("rewards",),
     ("agent", "samples", "report", "verl"),
-    ("run.inputs", "run.loop", "run.resume", "run.agreement", "run.supervised", "run.trained_model"),
+    ("run.tokenizer", "run.inputs", "run.loop", "run.resume", "run.agreement", "run.supervised", "run.trained_model"),
     ("check",),  # COMMANDS_BELOW
     ("preflight",),
     ("run",),
@@ -160,6 +160,7 @@ READERS = (
     *("configs", "jppo.settings", "jppo.run", "jppo.preflight"),
     *(f"jppo.{command}" for row in LAYERS[-2:] for command in row),
     *(f"jppo.{room}.make" for room in ("agent", "rewards", "rollout", "runlog", "samples")),
+    *("jppo.rewards.make_models", "jppo.rollout.make_servers"),
     *("jppo.rewards.check", "jppo.report.page", "jppo.verl.translate", "jppo.verl.values"),
     *MAKERS,
 )
@@ -167,7 +168,21 @@ SECTIONS = {name.split(".")[0] for name in table.TABLE}
 PLACES = {tuple(name.split(".")[-2:]) for name in table.TABLE}  # (section, setting)
 # Files, engines and metrics deal in tokens and arrays; an engine that is a model itself is the exception.
 NO_MODEL = ("jppo.data", "jppo.runlog", "jppo.rollout", "jppo.agent")
-BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.publish")
+BUT = ("jppo.rollout.inprocess", "jppo.rollout.make", "jppo.rollout.make_servers", "jppo.rollout.publish")
+# What training, or a loop on `jppo.open`, imports only where a setting or a switch asks for it.
+OPTIONAL = (
+    "jppo.agent",
+    "jppo.forecast",
+    "jppo.http_server",
+    "jppo.report",
+    "jppo.sandbox",
+    "jppo.tinker",
+    "jppo.verl",
+)
+OPTIONAL += ("jppo.preflight", "jppo.rewards.code", "jppo.rewards.make_models", "jppo.rewards.judge")
+OPTIONAL += ("jppo.rewards.model", "jppo.rewards.classifier", "jppo.rollout.make_servers", "jppo.rollout.servers")
+OPTIONAL += ("jppo.rollout.sglang", "jppo.rollout.vllm", "jppo.runlog.remote_loggers")
+LIGHT = ("jppo.preflight", "jppo.preflight.request")
 
 
 class Import(NamedTuple):
@@ -304,6 +319,15 @@ def test_a_command_loads_what_takes_seconds_only_where_it_needs_it():
     assert "jppo.doctor" in loaded and not loaded & {"torch", "transformers", "tensorboardX", "vllm", "wandb", "mlflow"}
 
 
+@pytest.mark.parametrize("core", ["jppo.train", "jppo.sft", "jppo.reward_model", "jppo.dpo", "jppo.run.api.model"])
+def test_optional_rooms_are_loaded_only_where_something_asks_for_them(core):
+    code = f"import sys, {core}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if any(within(name, room) for room in OPTIONAL)}
+    # The training of a reward model reads texts as a run's reward model does.
+    assert loaded <= {*LIGHT, "jppo.rewards.model"} if core == "jppo.reward_model" else loaded <= {*LIGHT}
+
+
 def test_to_import_jppo_loads_nothing_else():
     code = "import sys; before = {*sys.modules}; import jppo; print(*{*sys.modules} - before)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -312,7 +336,7 @@ def test_to_import_jppo_loads_nothing_else():
 
 def test_the_modules_that_rules_name_are_there():
     tables = (*ONLY_IN.values(), NO_MORE_THAN, BARE, OF_JPPO, MAKERS, NO_MODEL, BUT)
-    tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM, READERS)
+    tables += (PURE_ROOMS, COMMANDS_BELOW, BY_VLLM, READERS, OPTIONAL)
     named = {name for table in tables for name in table} | {f"jppo.{place}" for row in LAYERS for place in row}
     assert {name for name in named - {"jppo.check"} if name not in FILES} == {"configs"}
 

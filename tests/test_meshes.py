@@ -13,7 +13,7 @@ from jppo.models import config_reader
 from jppo.models.config import Experts, Routing
 from jppo.models.families import QWEN3
 from jppo.preflight.preview import preview_run
-from jppo.rollout import make as rollout
+from jppo.rollout import make_servers as rollout
 from jppo.run.inputs import read_inputs
 from tests.learner.test_state import SHAPE
 from tests.make import typed

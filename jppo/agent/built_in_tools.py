@@ -259,6 +259,8 @@ _MORE_S = 5.0  # for the process around the program
 class Python:
     """The tool `python`. `workers` programs run at once; waiting for a worker does not count towards the timeout."""
 
+    runs_programs = True
+
     def __init__(
         self,
         *,

@@ -34,11 +34,9 @@ class Agent:
         self.user_code.close()
 
 
-def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent | None:
-    """Makes and checks the agent of a run; None for single-turn rollouts."""
+def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent:
+    """Makes and checks the agent of a run with conversations."""
     m = c.rollout.multi_turn
-    if not (m.enable or c.rollout.agent):
-        return None
     user_code = UserCodeRunner()
     limits = ToolLimits(
         parallel=m.max_parallel_calls,

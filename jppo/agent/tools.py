@@ -174,7 +174,7 @@ class Toolbox:
     def __init__(self, tools: Sequence[Tool], limits: ToolLimits, user_code: UserCodeRunner):
         self.schemas = [tool.schema for tool in tools]
         self._tools = {tool.schema["function"]["name"]: tool for tool in tools}
-        self.tools = list(tools)
+        self.runs_programs = any(getattr(tool, "runs_programs", False) for tool in tools)
         self.rewards = any(getattr(tool, "rewards", False) for tool in tools)
         self._limits = limits
         self._user_code = user_code

@@ -18,8 +18,8 @@ from jppo.learner.ppo import StepLearner
 from jppo.models.params import Head
 from jppo.preflight import machine, memory, memory_budget, models_and_data, preview
 from jppo.preflight.finding import Check, Finding, examine
-from jppo.preflight.preview import DryRun
 from jppo.preflight.programs import Estimate, Executions, exchanges_of_step
+from jppo.preflight.request import DryRun
 from jppo.rollout.make import make_publish_settings, open_engine, published_dtype, share_gpu, with_servers
 from jppo.rollout.publish import publish_base, publish_policy
 from jppo.run import agreement

@@ -279,11 +279,6 @@ def remedies(c: Training) -> Iterator[dict[str, Any]]:
         yield dict(changes)
 
 
-def chooses(c: Settings) -> bool:
-    """Whether memory chooses a setting."""
-    return c.model.remat == "auto" or c.actor.max_tokens_per_device == -1
-
-
 def candidates(c: Settings) -> Iterator[dict[str, Any]]:
     """Yields the settings to try, in order."""
     remats = REMATS if c.model.remat == "auto" else (c.model.remat,)
@@ -309,7 +304,7 @@ def as_arguments(changes: dict[str, Any]) -> str:
 
 def first_candidate(c: Settings) -> Settings:
     """Returns the config of the first candidate, for programs without gradients."""
-    return settings.changed(c, next(candidates(c))) if chooses(c) else c
+    return settings.changed(c, next(candidates(c))) if c.memory_chooses else c
 
 
 def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, Any]:
@@ -336,7 +331,7 @@ def settle(
 
     The choice and the conditions that it depends on are recorded in the run folder, `auto.json`.
     """
-    if not chooses(c):
+    if not c.memory_chooses:
         return c, ""
     device = mesh.devices.flat[0].device_kind
     about: dict[str, Any] = {

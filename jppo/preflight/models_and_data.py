@@ -22,13 +22,16 @@ from jppo.models import decoder, heads, hf
 from jppo.models.config import ModelConfig
 from jppo.preflight import memory, memory_budget
 from jppo.preflight.finding import GIB, Finding
-from jppo.preflight.preview import describe_sampling, sampling_warnings
+from jppo.preflight.preview import describe_sampling
 from jppo.rewards import check as reward_check
 from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
-from jppo.rewards.make import make_judge, make_refusal, make_reward_sum, needed_columns, require_values
-from jppo.rollout.make import served_reference
-from jppo.run.inputs import Inputs, columns_of, read_tokenizer
+from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns, require_values
+from jppo.rewards.make_models import make_judge
+from jppo.rollout.make_servers import served_reference
+from jppo.run.agreement import sampling_warnings
+from jppo.run.inputs import Inputs, columns_of
+from jppo.run.tokenizer import read_tokenizer
 from jppo.settings import Settings, template_arguments
 from jppo.types import Params
 
@@ -137,7 +140,7 @@ def _remedy(about: str) -> str:
 def check_scorers(c: Settings) -> Iterator[Finding]:
     """Whether judge and reward model are there; nothing is scored."""
     if c.reward.judge.api_type:
-        make_judge(c).close()
+        make_judge(c.reward.judge).close()
     if c.reward.model.path:
         m = c.reward.model
         tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)

@@ -25,18 +25,22 @@ from typing import Any, TypeVar
 
 from jppo.errors import UserError, expanded
 from jppo.registry import Registry, did_you_mean, read_source, require_name
-from jppo.rewards import code, rules
+from jppo.rewards import rules
 from jppo.rewards.parts import Part, Sample, at_characters, failed, graded
 from jppo.rewards.pool import Pool, Read, Target, as_plain, ready
 from jppo.rewards.rules import Verdict
-from jppo.sandbox.choice import STRICT
 from jppo.types import Reward
 
 Grader = Callable[[str, str], Verdict | Reward]  # (response, ground truth)
 V = TypeVar("V")
 
 
-_CODE = functools.partial(code.code, time_s=8.0, memory_bytes=2**31)
+def run_tests(response: str, ground_truth: str) -> Verdict:
+    """The rule `code` in this process; a run has it in its pool."""
+    from jppo.rewards import code
+
+    return code.code(response, ground_truth, time_s=8.0, memory_bytes=2**31)
+
 
 # The grader of each data source; `reward.grader` names one of these keys to override it for all rows. Data sources of
 # verl 0.9.1 are graded as there. A key that ends in * stands for all sources that begin so.
@@ -64,7 +68,7 @@ _OWN: dict[str, Grader] = {
     "choice": rules.choice,
     "choice_strict": rules.choice_strict,
     "mentions": rules.mentions,
-    "code": _CODE,
+    "code": run_tests,
 }
 GRADERS = Registry("graders", _OWN)
 # What verl 0.9.1 grades and jppo does not, with the reason and the remedy.
@@ -75,7 +79,7 @@ REFUSED = {
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _PROGRAMS),
     "hiyouga/geometry3k": "its questions are images and jppo's models read text; leave these rows out",
 }
-RUNS_CODE = (_CODE,)  # only where reward.allow_code says so
+RUNS_CODE = (run_tests,)  # only where reward.allow_code says so
 # These run in the pool, as programs do; the others in the trainer's own thread.
 _MAY_HANG: dict[Grader, str] = {rules.math_verify: "math_verify"}
 _OF_THE_DEADLINE = 0.8  # fraction of reward.timeout_s for a program: one that never ends is wrong, not an error
@@ -90,8 +94,8 @@ class RulePart(Part):
         *,
         override: str = "",
         allow_code: bool = False,
-        sandbox: tuple[str, ...] = (STRICT,),  # reward.sandbox and reward.sandbox_url
-        tests_in: str = code.STRICT,  # reward.code.tests
+        sandbox: tuple[str, ...] = ("strict",),  # reward.sandbox and reward.sandbox_url
+        tests_in: str = "strict",  # reward.code.tests
         pool: Pool,
     ):
         self._graders = graders_for(data_sources, override=override, allow_code=allow_code)
@@ -106,7 +110,7 @@ class RulePart(Part):
 
     @staticmethod
     def _target(grader: Grader, pool: Pool, tests_in: str, sandbox: tuple[str, ...]) -> Target | None:
-        if grader is _CODE:
+        if grader is run_tests:
             return ("code", str(_OF_THE_DEADLINE * pool.timeout_s), str(pool.memory_bytes), tests_in, *sandbox)
         return ("rule", _MAY_HANG[grader]) if grader in _MAY_HANG else None
 
@@ -124,6 +128,8 @@ class RulePart(Part):
         return graded(_safely(self._graders[source], sample.text, sample.prompt.ground_truth))
 
     def _count(self, done: Future[Reward]) -> None:
+        from jppo.rewards import code
+
         reward = done.result()
         with self._lock:
             self._counts.update(
@@ -134,7 +140,7 @@ class RulePart(Part):
 
     def metrics(self) -> dict[str, float]:
         """Returns the counts of graded programs since the last call; empty without code."""
-        if _CODE not in self._graders.values():
+        if run_tests not in self._graders.values():
             return {}
         with self._lock:
             counts, self._counts = self._counts, collections.Counter()
@@ -172,10 +178,13 @@ def _grader(source: str, override: str, allow_code: bool) -> Grader:
     return grader
 
 
-def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str = code.STRICT) -> str:
+def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str = "strict") -> str:
     """Returns why a row cannot be graded and is left out of a run, or ''."""
-    runs_code = grader_of(override or source) in RUNS_CODE
-    return code.refused(ground_truth) if runs_code and tests_in == code.STRICT else ""
+    if grader_of(override or source) not in RUNS_CODE or tests_in != "strict":
+        return ""
+    from jppo.rewards import code
+
+    return code.refused(ground_truth)
 
 
 def describe_refused(refused: Sequence[str]) -> str:

@@ -1,20 +1,16 @@
 """Reward parts from the settings: which exist, their weights, where they run."""
 
 import functools
-import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jppo.data.tokenizer import decode, load_tokenizer
+from jppo.data.tokenizer import decode
 from jppo.distributed.hosts import ALONE, Hosts, own_folder
 from jppo.errors import UserError, expanded
-from jppo.learner import sharding, state
-from jppo.models import fused, hf, sequence_parallel
-from jppo.models.decoder import attention_settings
+from jppo.learner import sharding
 from jppo.registry import did_you_mean
-from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
 from jppo.rewards.graders import (
     FormatPart,
     FunctionPart,
@@ -24,10 +20,6 @@ from jppo.rewards.graders import (
     refusal,
     require_function,
 )
-from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
-from jppo.rewards.judge_client import JudgeClient
-from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
-from jppo.rewards.model_process import TransformersRewardModel, VllmRewardModel
 from jppo.rewards.parts import (
     AGENT,
     ENVIRONMENT,
@@ -43,7 +35,6 @@ from jppo.rewards.parts import (
     parse_weights,
 )
 from jppo.rewards.pool import Pool
-from jppo.rollout.vllm.arguments import check_vllm
 from jppo.settings import Settings
 from jppo.settings.parts import estimate_setting, estimator
 from jppo.settings.texts import entries
@@ -78,11 +69,21 @@ def make_reward_sum(
         options = dict[str, Any](**_choice(c), tests_in=r.code.tests)
         return RulePart(_of_rules(used), **options, sandbox=r.sandbox_choice, pool=pool())
 
+    def judge() -> Part:
+        from jppo.rewards.make_models import make_judge
+
+        return make_judge(r.judge)
+
+    def model() -> Part:
+        from jppo.rewards.make_models import make_reward_model
+
+        return make_reward_model(r.model, tokenizer, mesh, log)
+
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
         _FUNCTION: lambda: FunctionPart(r.function, pool=pool(), decode=functools.partial(decode, tokenizer)),
-        "judge_score": lambda: make_judge(c),
-        "rm_score": lambda: make_reward_model(c, tokenizer, mesh, log),
+        "judge_score": judge,
+        "rm_score": model,
         "length_score": lambda: OverlongPart(
             max_response_length=c.data.max_response_length, buffer_tokens=r.overlong_buffer_tokens
         ),
@@ -213,8 +214,11 @@ def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
     weights = parse_weights(c.reward.weights, names, optional=[_RULES])
     computed = {part for part, weight in weights.general.items() if weight is not None}
     computed |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
-    rules, judge = _RULES in computed, "judge_score" in computed and "{ground_truth}" in _rubric(c).scoring
-    judge = judge and bool(c.reward.judge.scoring_prompt or c.reward.judge.preset not in OPEN_ENDED)
+    rules, judge = _RULES in computed, "judge_score" in computed
+    if judge:
+        from jppo.rewards.make_models import asks_for_truth
+
+        judge = asks_for_truth(c.reward.judge)
     return ("ground_truth",) * (rules or judge) + ("data_source",) * (rules and not c.reward.grader)
 
 
@@ -231,93 +235,3 @@ def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict
         if not parts:
             raise UserError(f"reward.weights={text!r} leaves data_source={source!r} without any part; give it one")
     return used
-
-
-def make_judge(c: Settings) -> JudgePart:
-    """Makes the judge and its client."""
-    j = c.reward.judge
-    client = JudgeClient(
-        j.api_type,
-        model=j.model,
-        base_url=j.base_url,
-        temperature=j.temperature,
-        max_tokens=j.max_tokens,
-        timeout_s=j.timeout_s,
-    )
-    return JudgePart(client, _rubric(c), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
-
-
-def _rubric(c: Settings) -> Rubric:
-    j = c.reward.judge
-    return make_rubric(j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score)
-
-
-def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
-    """Makes the reward model and its engine."""
-    m = c.reward.model
-    tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
-    directory = converted(located(m.path), python=m.python, steps=steps)
-    classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
-    texts = Texts(tokenizer, max_length=m.max_length)
-    engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
-    scorer = engines[choose_engine(m.engine, classifier.model_type)](c, classifier, mesh, log)
-    if steps:
-        return StepPart(
-            scorer,
-            texts,
-            batch_size=m.batch_size,
-            aggregation=m.step_aggregation,
-            delimiter=m.step_delimiter,
-            mark=m.step_token or m.step_delimiter,
-            decode=functools.partial(decode, policy_tokenizer),
-        )
-    normalizer = Normalizer() if m.normalize else None
-    return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
-
-
-def _by_jax(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
-    m = c.reward.model
-    _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
-    needs = fused.Needs(
-        **attention_settings(cfg),
-        head_dim=cfg.kernel_dim,
-        dtype=m.dtype,
-        one_segment=True,
-        longest=m.max_length,
-        sinks=cfg.sinks,
-    )
-    gpu = fused.capability(mesh.devices.flat[0])
-    kernel, _ = fused.choose_kernel("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
-    return JaxRewardModel(
-        classifier,
-        batch_size=m.batch_size,
-        max_length=m.max_length,
-        dtype=m.dtype,
-        shardings=state.model_weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
-        rows=sharding.whole_rows_sharding(mesh),
-        attend=fused.make_attention(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
-    )
-
-
-def _by_transformers(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
-    m = c.reward.model
-    log.mkdir(parents=True, exist_ok=True)
-    return TransformersRewardModel(
-        classifier, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
-    )
-
-
-def _by_vllm(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
-    m = c.reward.model
-    log.mkdir(parents=True, exist_ok=True)
-    return VllmRewardModel(
-        classifier,
-        build=check_vllm(m.python, "reward.model.python"),
-        batch_size=m.batch_size,
-        max_length=m.max_length,
-        log=log / "reward_model.log",
-        python=m.python,
-        dtype=m.dtype,
-        threads=m.threads,
-        gpu_memory_utilization=m.gpu_memory_utilization,
-    )

@@ -22,10 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jppo.child_process import python_path
+from jppo.child_process import LENGTH, python_path
 from jppo.errors import UserError
 from jppo.rewards.parts import Sample, failed, pending
-from jppo.rewards.pool_worker import LENGTH
 from jppo.types import Reward
 
 Target = tuple[str, ...]  # the module, file or name of a task, and its arguments

@@ -26,7 +26,6 @@ import re
 import resource
 import select
 import signal
-import struct
 import sys
 import sysconfig
 import traceback
@@ -300,7 +299,6 @@ def _load(path: str, name: str, source: str) -> Callable[..., Any]:
     return function
 
 
-LENGTH = struct.Struct(">Q")
 _POLL_S = 0.5  # how soon the guard detects the trainer's end
 
 
@@ -384,16 +382,16 @@ def _reply(request: dict[str, Any], ready: dict[tuple[str, ...], Prepared]) -> d
 
 
 def _receive(stream: BinaryIO) -> dict[str, Any] | None:
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:  # the trainer is gone
+    head = stream.read(child_process.LENGTH.size)
+    if len(head) < child_process.LENGTH.size:  # the trainer is gone
         return None
-    message: dict[str, Any] = pickle.loads(stream.read(*LENGTH.unpack(head)))
+    message: dict[str, Any] = pickle.loads(stream.read(*child_process.LENGTH.unpack(head)))
     return message
 
 
 def _send(replies: int, reply: dict[str, Any]) -> None:
     body = json.dumps(reply).encode()
-    left = memoryview(LENGTH.pack(len(body)) + body)
+    left = memoryview(child_process.LENGTH.pack(len(body)) + body)
     while left:
         left = left[os.write(replies, left) :]
 

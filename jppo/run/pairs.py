@@ -6,7 +6,7 @@ brings the scores, the loss of a batch's scores, and what the loss needs besides
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,15 +18,16 @@ from jppo.learner.programs import Program, update_programs
 from jppo.learner.trainable import Trainable
 from jppo.models import placing
 from jppo.models.params import Head
-from jppo.preflight import memory, preview, programs
-from jppo.preflight.checks import dry_run_of_one_model
-from jppo.preflight.preview import DryRun
+from jppo.preflight.request import DryRun
 from jppo.run import supervised
 from jppo.run.resume import checksum_of, require_resumable
 from jppo.runlog.console import Columns
 from jppo.runlog.make import require_loggers
 from jppo.settings import Paired, PairTraining, PreferenceTuning
 from jppo.types import Array, Params, Rows, Trajectory
+
+if TYPE_CHECKING:
+    from jppo.preflight.programs import Estimate
 
 C = TypeVar("C", bound=Paired)
 Given = tuple[np.ndarray, ...]
@@ -132,6 +133,8 @@ def pair_blocks(c: Paired, count: int) -> list[range]:
 
 def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairTask]) -> str:
     """Reports on a run with these settings; reads no weight."""
+    from jppo.preflight import preview
+    from jppo.preflight.checks import dry_run_of_one_model
 
     def describe(task: PairTask, micro_batches: int) -> tuple[list[str], dict[str, int]]:
         lines = [
@@ -147,8 +150,10 @@ def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairT
     return dry_run_of_one_model(c, request, prepare, _estimate, describe, head=HEADS[type(c)])
 
 
-def _estimate(c: Paired, task: PairTask) -> tuple[programs.Estimate, int]:
+def _estimate(c: Paired, task: PairTask) -> tuple["Estimate", int]:
     """Estimates a run's memory and counts the micro-batches of a step of its longest pairs."""
+    from jppo.preflight import memory, programs
+
     plan, mesh, count = task.plan, task.mesh, c.data.train_batch_size
     shapes, lm = memory.largest_shapes(plan), task.head == "lm"
     how, now = memory.sketch_update(

@@ -18,8 +18,6 @@ from jppo.errors import UserError, expanded
 from jppo.learner import optim, state
 from jppo.learner.ppo import Learner
 from jppo.learner.state import Spare, scalar
-from jppo.rewards.parts import RewardSum
-from jppo.run.inputs import Inputs
 from jppo.run.loop import Progress
 from jppo.runlog import durable_files
 from jppo.runlog.checkpoint import Checkpoints
@@ -64,13 +62,11 @@ class Begun:
         return Cursor(**self.now.place["cursor"])
 
 
-def origin(c: Settings, inputs: Inputs, learner: Learner) -> dict[str, Any]:
-    """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights."""
-    return run_identity(c, learner.mesh, data=data_checksums(inputs.train), frozen=frozen_weights(learner))
-
-
 def run_identity(c: Common, mesh: Any, *, data: dict[str, int], frozen: dict[str, Any]) -> dict[str, Any]:
-    """Returns it for any run: `data` are checksums by source, `frozen` the weights read at every start, by setting."""
+    """Returns the identity of a run for its checkpoints: settings, versions, data, frozen weights.
+
+    `data` are checksums by source, `frozen` the weights read at every start, by setting.
+    """
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     return {
@@ -108,11 +104,6 @@ def frozen_weights(learner: Learner) -> dict[str, Any]:
         "critic.path": None if learner.critic is None or learner.critic.base is None else learner.critic.base.params,
     }
     return {name: tree for name, tree in weights.items() if tree is not None}
-
-
-def place_of(cursor: Cursor, reward_sum: RewardSum) -> dict[str, Any]:
-    """Returns the mutable state outside the train state, as JSON types."""
-    return {"cursor": dataclasses.asdict(cursor), "reward": reward_sum.state()}
 
 
 def save_checkpoint(

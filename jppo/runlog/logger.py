@@ -23,19 +23,13 @@ from jppo.runlog import durable_files
 from jppo.runlog.console import PPO_COLUMNS, Columns, Terminal, make_screen
 from jppo.runlog.diagnosis import Alert, Diagnosis
 from jppo.runlog.durable_files import Appender, cut_lines, read_lines
-from jppo.runlog.remote_loggers import ClearML, MLflow, Swanlab, Trackio, Wandb
 from jppo.runlog.sinks import About, Board, Exporter, Rows, Sink
 from jppo.runlog.timers import STAGES
 
 FILE, WARNINGS = "metrics.jsonl", "warnings.jsonl"
 DEFAULT = ("console", "jsonl", "tensorboard")
-REMOTE: dict[str, type[Wandb | MLflow | Swanlab | ClearML | Trackio]] = {
-    "wandb": Wandb,
-    "mlflow": MLflow,
-    "swanlab": Swanlab,
-    "clearml": ClearML,
-    "trackio": Trackio,
-}
+# Classes of `remote_loggers.py`.
+REMOTE = {"wandb": "Wandb", "mlflow": "MLflow", "swanlab": "Swanlab", "clearml": "ClearML", "trackio": "Trackio"}
 # The fate of records that a logger could not take: they wait in memory, with these exceptions.
 LATER = "records wait in memory"
 LOST = {
@@ -46,6 +40,13 @@ LOST = {
     "clearml": "it is skipped",
     "trackio": "it is skipped",
 }
+
+
+def find_remote(name: str) -> Any:
+    """Returns the class of a logger outside the run folder."""
+    from jppo.runlog import remote_loggers
+
+    return getattr(remote_loggers, REMOTE[name])
 
 
 class Logger:
@@ -88,7 +89,7 @@ class Logger:
         if scraped is not None:
             self._sinks["prometheus"] = Exporter(*scraped)
         for name in (name for name in REMOTE if name in places):
-            sink = REMOTE[name](run_dir, about or About(), resumed=resumed_step is not None)
+            sink = find_remote(name)(run_dir, about or About(), resumed=resumed_step is not None)
             self._sinks[name] = sink
             for row in kept:  # sends missed steps
                 self._safely(name, functools.partial(sink.log, row["step"], _metrics_of(row)))

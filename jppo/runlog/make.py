@@ -7,7 +7,7 @@ from typing import Any
 from jppo import settings, traces
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.runlog.console import Display
-from jppo.runlog.logger import REMOTE, Logger, Silent
+from jppo.runlog.logger import REMOTE, Logger, Silent, find_remote
 from jppo.runlog.sinks import About
 from jppo.runlog.timers import Timers
 from jppo.settings import Settings, Training
@@ -17,7 +17,7 @@ def require_loggers(c: Training) -> None:
     """Raises UserError for an unusable logger, before anything starts."""
     for name in settings.loggers(c.trainer.logger):
         if name in REMOTE:
-            REMOTE[name].require()
+            find_remote(name).require()
     if isinstance(c, Settings) and c.trainer.traces:
         traces.require()
 

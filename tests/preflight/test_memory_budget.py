@@ -18,6 +18,7 @@ from jppo.forecast.account import Account
 from jppo.learner.make import make_mesh
 from jppo.preflight import checks, memory_budget, preview, programs
 from jppo.preflight.programs import Estimate, ProgramMemory, exchange_lines
+from jppo.preflight.request import DryRun, read_request
 from jppo.run.inputs import read_inputs
 from tests.make import typed
 from tests.test_resume import again, untimed
@@ -39,16 +40,16 @@ GIB = 2**30
 )
 def test_what_cannot_be_is_said(switches, said):
     with pytest.raises(UserError, match=said):
-        preview.read_request(switches, "jppo.train", [])
+        read_request(switches, "jppo.train", [])
 
 
 def test_nothing_is_asked_for_by_default():
-    assert preview.read_request({}, "jppo.train", []) == preview.DryRun()
+    assert read_request({}, "jppo.train", []) == DryRun()
 
 
 def test_a_file_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(UserError, match="cannot be written: Is a directory; name another file"):
-        preview.DryRun(json=str(tmp_path)).write({})
+        DryRun(json=str(tmp_path)).write({})
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch
     monkeypatch.setattr(preview, "of_estimate", report)
     checks.dry_run_of_one_model(
         typed(settings.sft_default()),
-        preview.DryRun(machines.parse_machine("4x8xH100")),
+        DryRun(machines.parse_machine("4x8xH100")),
         lambda c, request: SimpleNamespace(mesh=None),
         lambda c, task: (Estimate({}, moments), 3),
         lambda task, micro_batches: ([], {"sft gradient": micro_batches, "sft step": 1}),

@@ -16,7 +16,7 @@ from jppo.preflight import machine, memory, memory_budget
 from jppo.preflight.finding import GIB, Finding, examine
 from jppo.preflight.memory_budget import MemoryBudget
 from jppo.preflight.programs import Estimate, ProgramMemory
-from jppo.rollout import make as rollout
+from jppo.rollout import make_servers as rollout
 from jppo.rollout.protocol import RolloutError
 from tests.make import typed
 

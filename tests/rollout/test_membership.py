@@ -9,7 +9,7 @@ import pytest
 
 from jppo.distributed.hosts import ALONE, Hosts
 from jppo.errors import UserError
-from jppo.rollout.make import attached
+from jppo.rollout.make_servers import attached
 from jppo.rollout.protocol import RolloutError
 from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers import fleet, repair

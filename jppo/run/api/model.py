@@ -39,7 +39,8 @@ from jppo.run.api.inputs import PromptLike, make_prompts, make_settings, reads_r
 from jppo.run.api.losses import NO_REFERENCE, Losses
 from jppo.run.api.responses import Responses, aims, of_samples, trajectory_of
 from jppo.run.api.weights import TrainedWeights, load_state, save_state
-from jppo.run.inputs import read_tokenizer, require_publishable
+from jppo.run.inputs import require_publishable
+from jppo.run.tokenizer import read_tokenizer
 from jppo.samples.make import step_sampling
 from jppo.settings import Loop, changed
 from jppo.types import TrainState, Trajectory

@@ -4,13 +4,15 @@ import dataclasses
 import pathlib
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jppo import train
 from jppo.learner.trainable import Trainable
 from jppo.preflight import preview
-from jppo.preflight.preview import OutOfMemory
+from jppo.run import out_of_memory
+from jppo.run.out_of_memory import OutOfMemory
 from tests.make import typed
 
 
@@ -35,7 +37,7 @@ def test_an_update_without_room_names_its_stage_and_what_helps(small_run, greedy
         return lines, found, places
 
     monkeypatch.setattr(preview, "look_up_sizes", look)
-    monkeypatch.setattr(preview, "_on_cpu", lambda: room == "small")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu" if room == "small" else "gpu")
     with pytest.raises(OutOfMemory) as e:
         train.train(small_run)
     helps = {
@@ -51,18 +53,18 @@ def test_an_update_without_room_names_its_stage_and_what_helps(small_run, greedy
 def test_on_a_gpu_where_the_run_fits_others_may_hold_its_memory(small_run, monkeypatch, on_cpu):
     sizes = [], types.SimpleNamespace(peak=1, refused=()), [types.SimpleNamespace(verdict="OK")]
     monkeypatch.setattr(preview, "look_up_sizes", lambda *_: sizes)
-    monkeypatch.setattr(preview, "_fitting", lambda *_, **__: None)
-    monkeypatch.setattr(preview, "_on_cpu", lambda: on_cpu)
-    advice = preview._advice(typed(small_run), hosts=1)
+    monkeypatch.setattr(preview, "first_smaller", lambda *_, **__: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu" if on_cpu else "gpu")
+    advice = out_of_memory._advice(typed(small_run), hosts=1)
     assert (advice == "--dry_run estimates that the run fits: end other programs on the device") != on_cpu
 
 
 def test_where_nothing_can_be_compiled_the_first_change_is_said(small_run, greedy, monkeypatch):
-    monkeypatch.setattr(preview, "_fitting", lambda *_, **__: None)
+    monkeypatch.setattr(preview, "first_smaller", lambda *_, **__: None)
     with pytest.raises(OutOfMemory, match=r"try --config\.model\.remat=full, spread the models by mesh\.fsdp"):
         train.train(small_run)
 
 
 def test_other_errors_of_xla_stay_as_they_are(small_run):
-    with pytest.raises(Exception, match="dot_general"), preview.memory_explained(typed(small_run)):
+    with pytest.raises(Exception, match="dot_general"), out_of_memory.memory_explained(typed(small_run)):
         jnp.dot(jnp.zeros((2, 3)), jnp.zeros((2, 3)))
