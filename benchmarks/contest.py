@@ -27,9 +27,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from machine import ROOT, begin, title, write
-from throughput import stage_flops, write_model
-from work import LONGEST, MINI_BATCH, PROMPT, SHAPES, base_config, hf_config, make_batch, response_lengths
+from machine import ROOT, begin, names_of, title, write
+from work import (
+    LONGEST,
+    MINI_BATCH,
+    PROMPT,
+    SHAPES,
+    base_config,
+    hf_config,
+    make_batch,
+    response_lengths,
+    stage_flops,
+    write_model,
+)
 
 from jppo import settings
 from jppo.errors import UserError
@@ -99,10 +109,7 @@ def write_work(folder: pathlib.Path, shape: str, changes: Sequence[str]) -> dict
     }
     hyperparameters |= {"lr": LEARNING_RATE, "cliprange_value": c.critic.cliprange_value, "jppo": own}
     (folder / "work.json").write_text(json.dumps({"prompt": PROMPT, "mini_batch": MINI_BATCH, "how": hyperparameters}))
-    flops = stage_flops(cfg, responses, prompt=PROMPT)
-    flops = {"logprobs": flops["old_log_prob"], "actor": flops["update_actor"], "critic": flops["update_critic"]}
-    flops["update"] = flops["actor"] + flops["critic"]
-    return {"tokens": int(sum(PROMPT + n for n in responses)), "flops": flops}
+    return {"tokens": int(sum(PROMPT + n for n in responses)), "flops": stage_flops(cfg, responses)}
 
 
 class Ended(Exception):
@@ -253,14 +260,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Parses the names in an option; unknown names are errors."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{option}={text}: {unknown[0]!r} is not one of {', '.join(known)}")
-    return names
-
-
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     """The command line."""
@@ -273,9 +272,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.NAME=VALUE")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
-    shapes = chosen("--shapes", args.shapes, tuple(SHAPES))
-    dtypes = chosen("--dtypes", args.dtypes, ("float32", "bfloat16"))
-    peers = chosen("--peers", args.peers, KNOWN)
+    shapes = names_of(args.shapes, SHAPES, "--shapes")
+    dtypes = names_of(args.dtypes, ("float32", "bfloat16"), "--dtypes")
+    peers = names_of(args.peers, KNOWN, "--peers")
     if args.repeats < 1:
         raise UserError(f"--repeats={args.repeats} must be 1 or more")
     jax.config.update("jax_platforms", "cpu")
