@@ -50,12 +50,6 @@ KNOWN = ("torch", "trl", "tunix")
 OF_TORCH = ("torch", "trl")  # that may have another allocator
 CLOSE = 1e-4  # how far mean log-probs may be apart in float32
 LEARNING_RATE = 1e-6
-# The least ratio that is aimed at: of tokens a second, by stage and shape; in float32, and each in its best precision.
-BEST = {"S": 1.25, "M": 1.25, "135M": 1.2}
-GOALS = {
-    "float32": {("update", "S"): 2.5, ("update", "M"): 2.2, ("logprobs", "S"): 2.2, ("logprobs", "M"): 2.2},
-    "best": {(stage, shape): at for stage in ("update", "logprobs") for shape, at in BEST.items()},
-}
 Contestant = dict[str, Any]
 
 
@@ -247,14 +241,12 @@ def table(result: dict[str, Any]) -> str:
                 took = statistics.median(seconds)
                 rates = f"{measured['tokens'] / took:,.0f} | {measured['flops'][stage] / took / 1e9:,.0f}"
                 lines.append(f"| {shape} | {name} | {stage} | {rates} | {took:.3f} |")
-    lines += ["", "| shape | stage | jppo | nearest peer | ratio | goal |", "|---|---|---|---|---:|---:|"]
+    lines += ["", "| shape | stage | jppo | nearest peer | ratio |", "|---|---|---|---|---:|"]
     for shape, measured in result["shapes"].items():
         for dtype, stages in ratios(measured).items():
             for stage, x in stages.items():
-                goal = GOALS.get(dtype, {}).get((stage, shape))
-                aim = "" if goal is None else f"{goal:g}, {'met' if x['ratio'] >= goal else 'missed'}"
                 names = f"{x['jppo']}{' (its best)' if dtype == 'best' else ''} | {x['peer']}"
-                lines.append(f"| {shape} | {stage} | {names} | {x['ratio']:.2f} | {aim} |")
+                lines.append(f"| {shape} | {stage} | {names} | {x['ratio']:.2f} |")
     for shape, measured in result["shapes"].items():
         lines += ["", *(f"Left out at {shape}: {name}: {why}" for name, why in measured["left_out"].items())]
     return "\n".join(lines).rstrip()

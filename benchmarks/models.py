@@ -63,23 +63,9 @@ from jppo.models.lora import Lora
 from jppo.settings import Settings
 from jppo.types import Array, Params, Rows, Trajectory
 
-QWEN: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "num_hidden_layers": 24,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "initializer_range": 0.02,
-}
-WIDER = {  # the same family's larger models; their heads are 128 wide
+# Qwen2.5-0.5B, and the same family's larger models, whose heads are 128 wide.
+QWEN = hf_config(24, 896, 4864, 14, 2, 151936) | {"rope_theta": 1000000.0, "max_position_embeddings": 32768}
+WIDER = {
     "q15": {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
     "q7": {
         "num_hidden_layers": 28,

@@ -8,9 +8,8 @@ through jppo's sampler, and by the trainer's own engine. The share of jppo's cli
 
 Publishing: the seconds of each part of a publish. Copy is the device's part and the way to the host, write the
 checksum and the file, both is what a publish does of these at a time; verify and load are the server's. A whole publish
-from a file and one over TCP alternate, with the rise of the trainer's resident memory over a mere copy's. Each figure
-is the median of --repeats, after one round that compiles and takes memory. Writes OUT/<date>-<machine>-rollout.json and
-prints tables.
+from a file and one over TCP alternate. Each figure is the median of --repeats, after one round that compiles and takes
+memory. Writes OUT/<date>-<machine>-rollout.json and prints tables.
 """
 
 import argparse
@@ -42,7 +41,7 @@ from jppo.rollout.publish import Repeatable
 from jppo.rollout.servers.fleet import Fleet
 from jppo.rollout.vllm import layout
 from jppo.rollout.vllm.arguments import check_vllm
-from jppo.rollout.vllm.buckets import BUCKET, StreamPublisher, Tcp
+from jppo.rollout.vllm.buckets import StreamPublisher, Tcp
 from jppo.rollout.vllm.publish import Buffers, FilePublisher, Parcel, call_workers
 from jppo.samples.make import step_sampling
 from jppo.types import Params, Prompt
@@ -136,19 +135,6 @@ def deliver(sampler: Fleet, way: FilePublisher, tensors: Callable[[], Tensors], 
     sampler.weights.deliver(way.whole(Repeatable(tensors), number))
 
 
-def rise(call: Callable[[], Any]) -> int:
-    """Returns by how much resident memory, without shared memory, rises at most during a call."""
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
-    call()
-    return resident("VmHWM") - before
-
-
-def resident(name: str) -> int:
-    status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"{name}:")[1].split()[0])
-
-
 def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, repeats: int) -> dict[str, Any]:
     """Measures the seconds of each part of a publish, from a file and over a socket."""
     seconds: dict[str, list[float]] = {}
@@ -159,7 +145,6 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, 
     def note(name: str, took: float) -> None:
         seconds.setdefault(name, []).append(took)
 
-    memory: dict[str, list[int]] = {}
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(contextlib.closing(Buffers("")))
         ways: dict[str, FilePublisher] = {"file": FilePublisher(file), "TCP": StreamPublisher(file, Tcp("", TIMEOUT_S))}
@@ -172,18 +157,13 @@ def publishing(c: ConfigDict, cfg: ModelConfig, params: Params, sampler: Fleet, 
             for name, took in publish(sampler, parcel, number).items():
                 note(name, took)
         for number in range(2 + repeats, 3 + 2 * repeats):
-            memory.setdefault("copy", []).append(rise(lambda: [tensor.nbytes for _, tensor in tensors()]))
             for name, way in ways.items():
                 whole = functools.partial(deliver, sampler, way, tensors, number)
-                took, most = timed(functools.partial(rise, whole))
-                note(f"whole publish, {name}", took)
-                memory.setdefault(name, []).append(most)
+                note(f"whole publish, {name}", timed(whole)[0])
     size = layout.size_of(parcel.entries)
     return {
         "bytes": size,
         "dtype": published_dtype(c),
-        "bucket": max(BUCKET + hf_write.AHEAD, *(tensor.nbytes for _, tensor in tensors())),
-        "memory": {name: statistics.median(rises[1:]) for name, rises in memory.items()},
         "parts": {
             name: {"seconds": took[1:], "s_per_gb": statistics.median(took[1:]) / (size / 1e9)}
             for name, took in seconds.items()
@@ -240,11 +220,6 @@ def table(result: dict[str, Any]) -> str:
         for name, x in at["parts"].items():
             took = statistics.median(x["seconds"])
             lines.append(f"| {model} | {at['bytes'] / 1e9:.3f} | {name} | {took:.4f} | {x['s_per_gb']:.3f} |")
-    lines += ["", "| model | bucket, MiB | resident memory | peak over the start, MiB |", "|---|---:|---|---:|"]
-    for model, measured in result["models"].items():
-        at = measured["publishing"]
-        for name, rises in at["memory"].items():
-            lines.append(f"| {model} | {at['bucket'] / 2**20:.0f} | {name} | {rises / 2**20:.0f} |")
     return "\n".join(lines)
 
 
