@@ -65,9 +65,12 @@ docs: $(READY)  ## build the site of docs/ in site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 	@echo "site/index.html is ready; with search: $(PY) -m http.server -d site"
 
-bench: $(RUN)/sft/hf/config.json  ## run the benchmarks and write tables; BENCHMARKS="models memory"
-	@failed=; for name in $(BENCHMARKS); do echo "== $$name"; $(TUNED) $(PY) benchmarks/$$name.py || failed="$$failed $$name"; done; \
-	    test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+bench: $(addprefix bench-,$(BENCHMARKS))  ## run the benchmarks and write tables; BENCHMARKS="models memory"
+
+bench-%: $(READY)
+	$(TUNED) $(PY) benchmarks/$*.py $(ARGS)
+
+bench-quickstart: $(RUN)/sft/hf/config.json
 
 bench-peers: $(READY)  ## compare jppo with torch and transformers, TRL and tunix; PEERS=... ARGS=...
 	@benchmarks/peers/setup.sh $(PYTHON) $(PEERS)

@@ -270,13 +270,13 @@ class Tokens:
             self.answers += 1
             return part(vllm, reply, *rest)
 
-        def updated(learner: Any, now: Any, data: Any, trajectories: Any, *rest: Any) -> Any:
+        def updated(learner: Any, now: Any, data: Any, trajectories: Any, *rest: Any, **named: Any) -> Any:
             for first, mask, t in zip(np.asarray(data.first), np.asarray(data.mask), trajectories, strict=False):
                 trained = np.zeros(len(t.tokens), np.bool_)
                 trained[first + 1 :] = mask[: len(t.tokens) - first - 1]
                 self.compare(t.tokens.tolist(), trained, t.logprob, first + 1)
                 self.mixed += len({*t.version[trained].tolist()}) > 1
-            return update(learner, now, data, trajectories, *rest)
+            return update(learner, now, data, trajectories, *rest, **named)
 
         with (
             mock.patch.object(Vllm, "request", requested),
