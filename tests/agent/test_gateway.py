@@ -521,7 +521,7 @@ def test_an_agent_that_fails_in_a_full_conversation_is_truncated(hermes, run, co
         ("bash examples/calculator_curl.sh", "graders", 0.0),  # the graders add theirs
         ("examples/calculator_openai.py:multiply", "reported", 1.0),
         ("examples/calculator_anthropic.py:multiply", "exit", 1.0),
-        ("benchmarks/conversation_rewards.py:multiply", "reported", 1.0),
+        ("tests/agent/environments/trained_parts.py:multiply", "reported", 1.0),
     ],
 )
 def test_the_examples_use_their_calculator(plain, run, agent, reward, score, monkeypatch):

@@ -1,11 +1,9 @@
-"""Fuzzes settings, model directories and data files: python scripts/fuzz_inputs.py
+"""Settings, model directories and data files with something odd in them are accepted, or refused by one line.
 
-Each case is made from its number alone, so that `--first N --cases 1` repeats it. A case is good where it is accepted,
-or refused by one line (a UserError, exit code 2), within a minute; any other exception, several lines, or a case that
-takes longer is printed with its number and its traceback, and the exit code is 1.
+Each case is made from its number alone. A case is good where it is accepted, or refused by one line (a UserError, exit
+code 2), within a minute.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -14,23 +12,22 @@ import pathlib
 import random
 import signal
 import struct
-import sys
-import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo import settings
 from jppo.data.preferences import read_pairs
 from jppo.data.prompts import read_prompts
 from jppo.data.sft import read_demonstrations
 from jppo.data.tokenizer import end_token_ids, load_tokenizer
-from jppo.errors import UserError, escaped
+from jppo.errors import UserError
 from jppo.models import hf
 from jppo.rewards.classifier import read_classifier
 from jppo.settings import table
@@ -227,34 +224,33 @@ def judge(number: int, folder: pathlib.Path) -> str:
     return "accepted"
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--cases", type=int, default=2000, help="how many")
-    parser.add_argument("--commands", action="store_true", help="whole commands, as fuzz_commands.py describes")
-    parser.add_argument("--setup", type=pathlib.Path, metavar="DIR", help="where the valid inputs of --commands stay")
-    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="seconds that a command may take")
-    args = parser.parse_args()
-    if args.commands:
-        import fuzz_commands  # imports all of jppo
-
-        sys.exit(fuzz_commands.try_all(args.first, args.cases, args.setup, limit_s=args.limit_s) > 0)
-    counts, bad = {"accepted": 0, "refused": 0}, 0
-    for number in range(args.first, args.first + args.cases):
-        with tempfile.TemporaryDirectory() as folder:
-            if not TOKENIZER:
-                arithmetic.write_model(pathlib.Path(folder) / "quickstart")
-                TOKENIZER.append(load_tokenizer(f"{folder}/quickstart"))
-            verdict = judge(number, pathlib.Path(folder) / "case")
-        if verdict in counts:
-            counts[verdict] += 1
-        else:
-            bad += 1
-            print(f"case {number}, {KINDS[number % len(KINDS)].__name__}: {escaped(verdict)}", flush=True)
-    print(f"{args.cases} cases: {counts}, {bad} otherwise")
-    sys.exit(bad > 0)
+@pytest.fixture(scope="module", autouse=True)
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz") / "quickstart"
+    arithmetic.write_model(folder)
+    TOKENIZER.append(load_tokenizer(str(folder)))
 
 
-if __name__ == "__main__":
-    main()
+def test_three_hundred_cases_are_accepted_or_refused_by_one_line(tmp_path):
+    found = [judge(number, tmp_path / str(number)) for number in range(300)]
+    assert [one for one in found if one not in ("accepted", "refused")] == []
+    for kind in range(3):  # each kind sees both, so that it tries more than the first check
+        assert {"accepted", "refused"} <= set(found[kind::3]) or kind == 1
+
+
+def test_what_is_bad_is_seen(tmp_path, monkeypatch):
+    def case(what):
+        monkeypatch.setitem(globals(), "KINDS", (what,))
+        return judge(0, tmp_path)
+
+    def fails(*_):
+        raise KeyError("nobody expects this")
+
+    def tells(*_):
+        raise UserError("two\nlines")
+
+    assert "KeyError: 'nobody expects this'" in case(fails)
+    assert case(tells) == "an error of several lines: two\nlines"
+    monkeypatch.setitem(globals(), "LIMIT_S", 1)
+    assert "Slow: not done after 1 s" in case(lambda *_: time.sleep(30))
+    assert case(lambda *_: None) == "accepted"

