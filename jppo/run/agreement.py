@@ -28,7 +28,7 @@ LOOKS = ((4, 0.5), (64, 1.0))  # tokens of each response, part of the bounds; th
 
 # Nats per token by dtype, of the quantile HIGH; MEAN of it bounds the mean. Right engines had at most 45% of both: in
 # float32 1.3e-4 of any token (docs/rollout.md, families), in bfloat16 0.117 of the quantile (huggingface/trl#6789) and
-# 0.044 of the mean (docs/rollout.md, routing replay). benchmarks/agreement.py has what wrong weights have. Quantised
+# 0.044 of the mean (docs/rollout.md, routing replay). tests/agreements.py has what wrong weights have. Quantised
 # ones had 0.58 and 0.16 (docs/rollout.md, quantised weights).
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.4, "quantized": 1.5}
 HIGH, MEAN = 0.95, 0.25
