@@ -277,7 +277,7 @@ class Tokens:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Records every answer as it arrives over HTTP, and compares every batch before its update."""
-        request, part, update = Vllm.request, Vllm.part, ppo.learn
+        request, part, update = Vllm.request, Vllm.parse_reply, ppo.learn
 
         def requested(vllm: Vllm, ids: Sequence[int], *rest: Any) -> Any:
             self._asked[asyncio.current_task()] = list(ids)

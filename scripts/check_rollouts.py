@@ -238,7 +238,7 @@ class Tools:
     def end(self, fleet: Fleet) -> None:
         """Ends the fault: frees ports and disk, removes proxies."""
         for member in fleet.members:
-            if member.up and not member.mending:
+            if member.up and not member.in_repair:
                 member.endpoint.url = member.server.url
         for listener in self.held:
             listener.close() if isinstance(listener, socket.socket) else listener.shutdown()
@@ -259,7 +259,7 @@ def break_servers(plan: list[tuple[str, str]], disk: pathlib.Path) -> None:
             fault(list(fleet[0].members), tools)
 
     def ready(member: Member) -> bool:
-        return member.up and not member.mending
+        return member.up and not member.in_repair
 
     ask_one, take, whole, whole_take = Fleet._ask_one, SampleQueue.take, publish.FilePublisher.whole, publish.Whole.take
 

@@ -33,7 +33,7 @@ from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken, as_message
 from jppo.errors import UserError
 from jppo.registry import resolve, said
 from jppo.rewards.earned import finite, short
-from jppo.rollout.protocol import Answer, Ask, Kept, Talk, joined, kept_array, of_tokens, sample_seed
+from jppo.rollout.protocol import Answer, Ask, Kept, Talk, join_experts, pad_experts, pad_kept, sample_seed
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
 
 
@@ -168,7 +168,7 @@ class _Branch:
         self.sampled += [True] * len(answer.tokens)
         self.logprob += answer.logprob
         self.version += answer.version
-        self.experts = joined(self.experts, answer.experts)
+        self.experts = join_experts(self.experts, answer.experts)
         self.kept = self.kept if answer.kept is None else [*(self.kept or []), *answer.kept]
         self.turns += 1
 
@@ -192,8 +192,8 @@ class _Branch:
             finish=finish,
             turns=self.turns,
             exchange=dataclasses.replace(exchange, earned=tuple(self.earned), tool_earned=tuple(self.tool_earned)),
-            experts=of_tokens(self.experts, len(self.ids)),
-            kept=kept_array(self.kept, sampled),
+            experts=pad_experts(self.experts, len(self.ids)),
+            kept=pad_kept(self.kept, sampled),
         )
 
 

@@ -27,7 +27,7 @@ from jppo.rewards import check as reward_check
 from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
 from jppo.rewards.make import make_judge, make_refusal, make_reward_sum, needed_columns, require_values
-from jppo.rollout.make import served_reference
+from jppo.rollout.make import open_reference
 from jppo.run.inputs import Inputs, columns_of, read_tokenizer
 from jppo.settings import Settings, template_arguments
 from jppo.types import Params
@@ -57,7 +57,7 @@ def check_models(c: Settings) -> Iterator[Finding]:
 
 def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Asks the servers of ref.url for their models."""
-    servers = served_reference(c, inputs.tokenizer)
+    servers = open_reference(c, inputs.tokenizer)
     if servers is not None:
         yield Finding("teacher", "OK", str(servers))
 

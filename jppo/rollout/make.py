@@ -33,8 +33,8 @@ from jppo.settings.rules_rollout import publish_via
 SMALL = 2e7  # FLOP of a token
 
 
-def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReferences | None:
-    """Attaches to the servers of ref.url and checks them; None without one."""
+def open_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReferences | None:
+    """Attaches to the servers of ref.url, which give reference log-probs, and checks them; None without ref.url."""
     if not c.ref.url:
         return None
     if hosts.count > 1:
@@ -45,16 +45,16 @@ def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> Serve
 
 def with_servers(c: Settings, mesh: Mesh) -> Settings:
     """Returns the settings with the number of this host's servers, if `rollout.servers` leaves it open."""
-    r, first = c.rollout, mesh.devices.flat[0]
-    if r.name in ("vllm", "sglang") and not r.urls and first.platform == "tpu":
+    r, first_device = c.rollout, mesh.devices.flat[0]
+    if r.name in ("vllm", "sglang") and not r.urls and first_device.platform == "tpu":
         raise UserError(
             f"rollout.name={r.name!r} starts servers on this machine, whose TPUs the trainer holds; set"
             " rollout.name=inprocess, or rollout.urls to servers on other machines"
         )
     count = 1
     if r.name != "inprocess" and not r.urls and sharding.platform(mesh) == "gpu":
-        local = sum(device.process_index == first.process_index for device in mesh.devices.flat)
-        gpus = len(texts.entries(r.devices)) or local
+        local_gpus = sum(device.process_index == first_device.process_index for device in mesh.devices.flat)
+        gpus = len(texts.entries(r.devices)) or local_gpus
         count = gpus // r.tensor_model_parallel_size
         if not count:
             raise UserError(
@@ -90,8 +90,8 @@ def server_threads(r: Rollout, cfg: ModelConfig) -> int:
     """
     if r.omp_threads > 0:
         return r.omp_threads
-    if (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        return max(1, int(given))
+    if (from_environment := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(1, int(from_environment))
     if cost.forward(cfg, [1], head_tokens=1) < SMALL:
         return 1
     share = len(os.sched_getaffinity(0)) // r.least_servers
@@ -101,7 +101,7 @@ def server_threads(r: Rollout, cfg: ModelConfig) -> int:
 def server_settings(c: Settings) -> ServerSettings:
     """Makes the settings of each server."""
     r, (_, cfg) = c.rollout, hf.read_config(c.model.path)
-    moe = cfg.experts
+    experts = cfg.experts
     return ServerSettings(
         python=r.python,
         servers=r.least_servers,
@@ -127,22 +127,22 @@ def server_settings(c: Settings) -> ServerSettings:
         delta=cfg.delta_kind,
         publish_via=publish_via(r),
         publish_delta=r.publish_delta,
-        experts=(cfg.num_layers, moe.active, moe.count) if r.routing_replay and moe is not None else None,
+        experts=(cfg.num_layers, experts.active, experts.count) if r.routing_replay and experts is not None else None,
         kept=r.mask_replay,
         quantization=r.quantization,
     )
 
 
 def require_routing(c: Settings) -> None:
-    """Raises UserError if config.json leaves out fields without which vLLM takes another routing, without an error."""
-    config, cfg = hf.read_config(c.model.path)
-    if cfg.experts is None or not cfg.experts.routing.corrected:
+    """Raises UserError if config.json lacks a field without which vLLM would silently route tokens to other experts."""
+    config_json, model = hf.read_config(c.model.path)
+    if model.experts is None or not model.experts.routing.corrected:
         return
-    for key, value in {"scoring_func": cfg.experts.routing.scoring, "topk_method": "noaux_tc"}.items():
-        if config.get(key) != value:
+    for field, value in {"scoring_func": model.experts.routing.scoring, "topk_method": "noaux_tc"}.items():
+        if config_json.get(field) != value:
             raise UserError(
-                f"{c.model.path}: config.json has no {key}, and vLLM would choose other experts; add {key}={value!r}"
-                " or set rollout.name=inprocess"
+                f"{c.model.path}: config.json has no {field}, and vLLM would choose other experts; add"
+                f" {field}={value!r} or set rollout.name=inprocess"
             )
 
 
@@ -162,32 +162,32 @@ def start_engine(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> Server
     """Starts this host's servers without waiting, or attaches to running ones."""
     r = c.rollout
     run.mkdir(parents=True, exist_ok=True)
-    start: Callable[..., ServerEngine] = start_sglang
+    start_servers: Callable[..., ServerEngine] = start_sglang
     if r.publish_via == "auto":
         print(f"rollout: weights go by {publish_via(r)}", file=sys.stderr, flush=True)
     if r.name == "vllm":
         require_routing(c)
-        start = functools.partial(start_vllm, publish_host=r.publish_host)
-    return start(
+        start_servers = functools.partial(start_vllm, publish_host=r.publish_host)
+    return start_servers(
         str(hf.resolve_directory(c.model.path, weights=False)),
         str(run),
         settings=server_settings(c),
-        urls=attached(r.urls, hosts),
+        urls=attached_urls(r.urls, hosts),
         limits=ServerLimits(
             request_timeout_s=r.request_timeout_s,
             health_timeout_s=r.health_timeout_s,
             max_restarts=r.max_restarts,
             sleep_level=r.sleep_level,
-            connections=connections(c),
+            connections=max_connections(c),
         ),
         publish_dir=r.publish_dir,
     )
 
 
-def connections(c: Settings) -> int:
+def max_connections(c: Settings) -> int:
     """Returns the largest number of requests in flight at one server."""
-    asked: int = c.rollout.max_concurrent_requests
-    return asked if asked > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
+    requested: int = c.rollout.max_concurrent_requests
+    return requested if requested > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
 
 
 def start_inprocess(c: Settings, run: pathlib.Path, hosts: Hosts = ALONE) -> InprocessEngine:
@@ -199,23 +199,25 @@ def inprocess_settings(c: Settings, mesh: Mesh) -> InprocessSettings:
     """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
-    width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
-    longest, share = c.data.longest_row, sharding.whole_row_multiple(mesh)
-    rows = min(r.max_num_seqs, -(-sequences_of_step(c) // share) * share)
+    tensor_parallel, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
+    longest_row, row_multiple = c.data.longest_row, sharding.whole_row_multiple(mesh)
+    rows = min(r.max_num_seqs, -(-sequences_of_step(c) // row_multiple) * row_multiple)
     if sharding.platform(mesh) == "cpu":
-        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest, dtype=r.dtype))
-    if rows < share:
+        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest_row, dtype=r.dtype))
+    if rows < row_multiple:
         raise UserError(
-            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
-            f"{r.cache_on_cpu} on a CPU, must be at least {share}, one for each device that shares them; raise"
+            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest_row} tokens, within rollout.kv_cache_memory_bytes="
+            f"{r.cache_on_cpu} on a CPU, must be at least {row_multiple}, one for each device that shares them; raise"
             " what is too low"
         )
     return InprocessSettings(
-        cfg=pad_vocab(cfg, width),
-        rows=rows // share * share,
-        row_multiple=share,
-        max_prompt_length=longest - 1 if r.multi_turn.enable or r.agent else c.data.max_prompt_length,  # of a prefill
-        max_model_len=longest,
+        cfg=pad_vocab(cfg, tensor_parallel),
+        rows=rows // row_multiple * row_multiple,
+        row_multiple=row_multiple,
+        max_prompt_length=longest_row - 1
+        if r.multi_turn.enable or r.agent
+        else c.data.max_prompt_length,  # of a prefill
+        max_model_len=longest_row,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
@@ -250,8 +252,8 @@ def published_dtype(c: Settings) -> str:
 
     Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
     """
-    ours, theirs = c.model.param_dtype, c.rollout.dtype
-    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
+    policy_dtype, server_dtype = c.model.param_dtype, c.rollout.dtype
+    return server_dtype if jnp.dtype(server_dtype).itemsize < jnp.dtype(policy_dtype).itemsize else policy_dtype
 
 
 def may_overlap(c: Settings, hosts: Hosts) -> bool:
@@ -267,8 +269,8 @@ def may_overlap(c: Settings, hosts: Hosts) -> bool:
 def servers_gpu_share(c: Settings) -> float:
     """Returns the fraction of the trainer's GPU that servers started here take; 0.0 if they take none of it."""
     r = c.rollout
-    here = r.name != "inprocess" and not r.urls and not process.servers_apart(r.devices)
-    return r.gpu_memory_utilization if here else 0.0
+    on_trainer_gpu = r.name != "inprocess" and not r.urls and not process.servers_apart(r.devices)
+    return r.gpu_memory_utilization if on_trainer_gpu else 0.0
 
 
 def share_gpu(c: Settings) -> None:
@@ -276,24 +278,24 @@ def share_gpu(c: Settings) -> None:
     process.share_gpu(servers_gpu_share(c), sleeping=c.rollout.sleep_level > 0)
 
 
-def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
-    """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
-    place = texts.lookup_place(urls)
-    if place is None:
-        return own_urls(hosts, texts.entries(urls))
+def attached_urls(urls: str, hosts: Hosts) -> list[str] | Lookup:
+    """Returns the addresses of this host's running servers, or a function that looks them up; [] to start servers."""
+    lookup_source = texts.lookup_place(urls)
+    if lookup_source is None:
+        return host_urls(hosts, texts.entries(urls))
     if hosts.count > 1:
         raise UserError(
             f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"
         )
-    return address_lookup(place)
+    return address_lookup(lookup_source)
 
 
-def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
-    """Returns this host's share of the servers in the settings."""
+def host_urls(hosts: Hosts, urls: list[str]) -> list[str]:
+    """Returns this host's share of the server addresses in `rollout.urls`."""
     if urls and len(urls) < hosts.count:
         raise UserError(
             f"rollout.urls names {len(urls)} server(s), and each of {hosts.count} hosts needs one; name more, or start"
             " them here by leaving it empty"
         )
-    share = hosts.share(len(urls))
-    return urls[share.start : share.stop]
+    own_range = hosts.share(len(urls))
+    return urls[own_range.start : own_range.stop]

@@ -44,7 +44,7 @@ from jppo.rollout.make import (
     make_publish_settings,
     make_publisher,
     open_engine,
-    served_reference,
+    open_reference,
     share_gpu,
     with_servers,
 )
@@ -170,7 +170,7 @@ def open_run(stack: contextlib.ExitStack, hosts: Hosts, c: Settings) -> tuple[Ru
             (memory_budget.first_candidate(c), "") if only_look else memory_budget.settle(c, mesh, folder, fits, hosts)
         )
         kernel = attention_kernel(c, inputs.policy, mesh)[1]  # raises before a server starts
-        reference = served_reference(c, inputs.tokenizer, hosts)
+        reference = open_reference(c, inputs.tokenizer, hosts)
         if c.trainer.traces:
             stack.enter_context(traces.exporting())
         open_rewards = functools.cache(lambda: _open_rewards(stack, hosts, c, inputs, mesh))

@@ -138,10 +138,10 @@ def test_a_server_restarted_during_the_update_waits_for_the_next_publish(made, f
     serve(fakes[0])
     stages(fakes[0])
     fakes[0].answers["/health"] = (200, None)
-    until(lambda: sampler.members[0].blank)
+    until(lambda: sampler.members[0].without_weights)
     assert not fakes[0].model and whole(sampler.generate(PROMPTS, SAMPLING, version=8)), "the other one answers"
     sampler.load(changed(2).items(), version=9)
-    assert all(member.up and not member.blank for member in sampler.members)
+    assert all(member.up and not member.without_weights for member in sampler.members)
     assert all(has(fake, changed(2)) for fake in fakes)
 
 
@@ -158,7 +158,7 @@ def test_a_tensor_that_is_overwritten_before_it_is_sent_waits_too(made, fakes, m
         fakes[0].answers["/health"] = (503, None)
         until(lambda: not sampler.members[0].up)
         fakes[0].answers["/health"] = (200, None)
-        until(lambda: sampler.members[0].blank)
+        until(lambda: sampler.members[0].without_weights)
     sampler.load(changed(2).items(), version=9)
     assert has(fakes[0], changed(2))
 

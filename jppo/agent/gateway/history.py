@@ -17,7 +17,7 @@ import numpy as np
 
 from jppo.agent.gateway.request import Choice, Message, Request
 from jppo.agent.turn_tokens import Chat, Spoken
-from jppo.rollout.protocol import Answer, kept_array, of_tokens
+from jppo.rollout.protocol import Answer, pad_experts, pad_kept
 from jppo.types import Exchange, Trajectory
 
 
@@ -246,8 +246,8 @@ def trajectory(uid: str, path: Sequence[Turn], trained: set[int], decode: Callab
         turns=len(own),
         server=leaf.answer.server,
         finish=leaf.answer.finish if n >= leaf.room else "stop",  # the agent's own max_tokens truncates no branch
-        experts=of_tokens(np.concatenate(experts) if experts else None, n),
-        kept=kept_array([ids for turn in own for ids in turn.answer.kept or []] if known else None, sampled),
+        experts=pad_experts(np.concatenate(experts) if experts else None, n),
+        kept=pad_kept([ids for turn in own for ids in turn.answer.kept or []] if known else None, sampled),
     )
 
 
