@@ -97,7 +97,7 @@ def make_programs(s: InprocessSettings, ends: Sequence[int], *, steps: int) -> P
 
     def advance(model: Params, slots: Slots, choice: SamplingRule, enough: Any, *, cut: bool) -> Slots:
         return generate.next_tokens(
-            model, s.cfg, slots, choice, enough, ends=tuple(ends), turns=steps, cut=cut, **on_mesh
+            model, s.cfg, slots, choice, enough, ends=tuple(ends), steps=steps, cut=cut, **on_mesh
         )
 
     in_place = functools.partial(jax.jit, donate_argnums=1, out_shardings=shardings)

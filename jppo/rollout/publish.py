@@ -121,7 +121,7 @@ def _load(
         if hosts.count == 1:
             sampler.load(Repeatable(make_tensors), **options)
             return
-        with hf_write.fetched_by_all(make_tensors()) as tensors:
+        with hf_write.exhaust_on_exit(make_tensors()) as tensors:
             sampler.load(tensors, **options)
 
     hosts.together(load)
