@@ -248,10 +248,10 @@ def outcome(
     hall, refusal = Hall(tokenizer, template), ""
     for format in ("hermes", "qwen3_coder"):
         options: dict[str, Any] = dict(roles=KINDS[kind], name=format)
-        if "history" in inspect.signature(turn_tokens.templated).parameters:
+        if "history" in inspect.signature(turn_tokens.template_chat).parameters:
             options |= dict(parse=PARSERS[format], history=history, parallel=3)
         try:
-            chat = turn_tokens.templated(hall.tokenizer, [SCHEMA] if kind != "users" else [], **options)
+            chat = turn_tokens.template_chat(hall.tokenizer, [SCHEMA] if kind != "users" else [], **options)
             break
         except UserError as e:
             refusal = refusal if refusal and "the run reads" in str(e) else f"refused: {e}"

@@ -160,7 +160,7 @@ def test_a_stop_may_break_off_what_a_host_does_by_itself_only():
 def signing(store, rank, left, **limits):
     host = Hosts(rank, 2, store=store, **limits)
     host.leave = lambda status, why: (left.append((rank, status, why)), host._over.set())
-    thread = threading.Thread(target=host._sign, daemon=True)
+    thread = threading.Thread(target=host._watch_hosts, daemon=True)
     thread.start()
     return host, thread
 
@@ -204,5 +204,5 @@ def test_bytes_longer_than_a_message_arrive_whole_from_every_host(monkeypatch):
         return np.stack([np.frombuffer(x[at : at + 4].ljust(4, b"\0"), np.uint8) for x in each])
 
     monkeypatch.setattr(module.multihost_utils, "process_allgather", gathered)
-    assert module._exchange(each[0], [10, 3, 0]) == each
+    assert module._exchange_bytes(each[0], [10, 3, 0]) == each
     assert sent == [b"0123", b"4567", b"89"]
