@@ -300,7 +300,7 @@ class Tokens:
 
         with (
             mock.patch.object(Vllm, "request", requested),
-            mock.patch.object(Vllm, "part", answered),
+            mock.patch.object(Vllm, "parse_reply", answered),
             mock.patch.object(ppo, "learn", updated),
         ):
             yield

@@ -65,7 +65,7 @@ def measure(tokenizer: Any, agent: str, agents: int, profile: bool) -> dict[str,
         messages = [{"role": "user", "content": "Look around."}]
         prompt = Prompt("p", "x", messages, np.arange(9, dtype=np.int32), "", {})
         options = dict(sampling=greedy(4096), seed=0, near=0)
-        loop = gateway._running()
+        loop = gateway._start_loop()
         if profile:
             loop.call_soon_threadsafe(profiler.enable)
         [thread] = [one.ident for one in threading.enumerate() if one.name == "jppo-gateway"]

@@ -114,7 +114,7 @@ def exchange_positions(attend: Attend, mesh: Mesh) -> Attend:
 
 
 def map_over_mesh(map_devices: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps a device's `fn(kernels, *arrays of rows)` over the mesh by `map_devices(fn, *groups)`, also in `divide_rows`.
+    """Maps a device's `fn(kernels, *arrays of rows)` over the mesh by `map_devices`, also under `divide_rows`.
 
     vmap turns a loop into selects between old and new in each round; so each group runs its own loop instead.
     """

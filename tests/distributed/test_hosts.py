@@ -159,7 +159,7 @@ def test_a_stop_may_break_off_what_a_host_does_by_itself_only():
 
 def signing(store, rank, left, **limits):
     host = Hosts(rank, 2, store=store, **limits)
-    host.leave = lambda status, why: (left.append((rank, status, why)), host._over.set())
+    host.leave = lambda status, why: (left.append((rank, status, why)), host._ended.set())
     thread = threading.Thread(target=host._watch_hosts, daemon=True)
     thread.start()
     return host, thread
@@ -171,7 +171,7 @@ def test_a_host_that_gives_no_sign_is_lost_and_one_that_does_is_not(monkeypatch)
     (_, waiting), (second, _) = (signing(store, rank, left, timeout_s=2.0) for rank in (0, 1))
     time.sleep(3.0)
     assert left == []
-    second._over.set()
+    second._ended.set()
     waiting.join(60)
     assert left == [(0, 1, "host 1 is lost: no sign of it within trainer.host_timeout_s=2")]
 
@@ -189,7 +189,7 @@ def test_who_is_ending_or_gone_is_heard(monkeypatch):
     assert first.heard() is None
     store.key_value_set("jppo/gone/0", "KeyError: 'x'")
     waiting.join(60)
-    first._over.set()
+    first._ended.set()
     assert left == [(1, 1, "host 0 failed: KeyError: 'x'")]
 
 

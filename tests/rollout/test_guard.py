@@ -139,7 +139,7 @@ def test_who_took_over_the_port_of_a_server_hears_no_token(guarded, status):
     impostor = Impostor(status, proof)
     endpoint = Endpoint(url, timeout_s=10.0, explain=str, key=key)
     endpoint.get("/v1/models")
-    endpoint.within(0.001).fault("broke off")  # the server died, which another request saw
+    endpoint.with_timeout(0.001).fault("broke off")  # the server died, which another request saw
     endpoint.url = impostor.url
     for ask in (
         lambda: endpoint.get("/v1/models"),
