@@ -73,7 +73,7 @@ def load_model(args: argparse.Namespace) -> ChatModel:
     if not 1 <= longest < context:
         raise UserError(f"--max_tokens={longest} must be from 1 to {context - 1}, within the context of {context}")
     settings = engine_settings(cfg, args.dtype, context, context - longest)
-    programs = make_programs(settings, ends, turns=AT_ONCE)
+    programs = make_programs(settings, ends, steps=AT_ONCE)
     model = programs.prepare(read_weights(args.model, cfg, args.dtype))
     seed = secrets.randbits(31) if args.seed is None else args.seed
 

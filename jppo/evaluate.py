@@ -28,7 +28,7 @@ from jppo.learner.make import make_mesh
 from jppo.rewards.make import make_reward_sum
 from jppo.rollout.make import open_engine, share_gpu, with_servers
 from jppo.rollout.protocol import RolloutError
-from jppo.rollout.publish import publish_stored
+from jppo.rollout.publish import publish_checkpoint
 from jppo.run import validation
 from jppo.run.inputs import Inputs, read_test, speaking
 from jppo.run.validation import Tested
@@ -88,7 +88,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
             timer.part("waiting for the sampler")
             sampler = engine.ready(**speaking(inputs))
             timer.part("the first publish")
-            publish_stored(c.model.path, sampler, inputs.policy, mesh, param_dtype=c.model.param_dtype)
+            publish_checkpoint(c.model.path, sampler, inputs.policy, mesh, param_dtype=c.model.param_dtype)
             reward_sum.ready()
         stack.enter_context(timer("testing"))
         tested = validation.run_test(

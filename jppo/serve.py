@@ -86,11 +86,11 @@ def run_server(command: list[str], env: dict[str, str], *, address: str, own: st
     child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _kill(child.pid, signal.SIGTERM))
-    endpoint = Endpoint(own, timeout_s=5.0, why=str, key=guard.Key(env[guard.TOKEN].strip()))
+    endpoint = Endpoint(own, timeout_s=5.0, explain=str, key=guard.Key(env[guard.TOKEN].strip()))
     try:
         while file is not None and child.poll() is None:
             with contextlib.suppress(RolloutError):
-                endpoint.see("/health")
+                endpoint.check("/health")
                 _change(file, lambda lines: [*(line for line in lines if line != address), address])
                 print(f"{address} is listed in {file}", flush=True)
                 break

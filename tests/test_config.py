@@ -22,7 +22,7 @@ from jppo.learner import make, sharding
 from jppo.learner.make import batch_shape, make_epochs
 from jppo.rewards import make_models as reward
 from jppo.rewards.classifier import Classifier
-from jppo.rollout.make_servers import connections
+from jppo.rollout.make_servers import max_connections
 from jppo.settings import parts, table, texts
 from jppo.settings.setting import OTHER_NAMES, OTHER_VALUES
 from jppo.settings.table import TABLE
@@ -962,6 +962,6 @@ def test_critic_epochs_are_the_actors_unless_set():
 
 def test_requests_in_flight_follow_max_num_seqs():
     config = settings.default()
-    assert [connections(typed(config)) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
+    assert [max_connections(typed(config)) for config.rollout.max_num_seqs in (8, 1024)] == [256, 1024]
     config.rollout.max_concurrent_requests = 64
-    assert connections(typed(config)) == 64
+    assert max_connections(typed(config)) == 64

@@ -283,7 +283,7 @@ def test_folders_of_workers_that_were_killed_are_removed(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("x")
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    launcher._sweep(str(tmp_path))
+    launcher._remove_leftovers(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == set(names) - {f"jppo-code-{gone.pid}-old"}
 
 
@@ -448,8 +448,8 @@ def test_a_service_that_fails_is_asked_again_and_counted(stand_in, monkeypatch):
 
 @pytest.mark.parametrize("result", [{"return_code": "x"}, {"return_code": 1e999}, {"stdout": 5}, {"stdout": ["a"]}])
 def test_a_service_that_answers_with_anything_is_asked_again(result):
-    with pytest.raises(choice._Again, match="a reply without"):
-        choice._ran({"status": "Success", "run_result": {"status": "Finished"} | result}, True)
+    with pytest.raises(choice._TemporaryFailure, match="a reply without"):
+        choice._parse_reply({"status": "Success", "run_result": {"status": "Finished"} | result}, True)
 
 
 def test_programs_are_counted(stand_in):

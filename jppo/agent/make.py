@@ -59,8 +59,8 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent:
         chat, schemas = turn_tokens.plain_chat(tokenizer), []
     else:
         roles = [*(["tool"] if toolbox.schemas else []), *(["user"] if begin is not None else [])]
-        options = _templated(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
-        chat, schemas = turn_tokens.templated(tokenizer, toolbox.schemas, roles=roles, **options), toolbox.schemas
+        options = _chat_options(c, m.format) | dict(setting="rollout.multi_turn.format", parallel=m.max_parallel_calls)
+        chat, schemas = turn_tokens.template_chat(tokenizer, toolbox.schemas, roles=roles, **options), toolbox.schemas
 
     decode, spell = make_decoders(tokenizer)
     talk = make_talk(
@@ -77,7 +77,7 @@ def make_agent(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Agent:
     return Agent(talk, schemas, toolbox, user_code)
 
 
-def _templated(c: Settings, format: str) -> dict[str, Any]:
+def _chat_options(c: Settings, format: str) -> dict[str, Any]:
     """Returns the arguments of a chat from the template that do not depend on who answers."""
     arguments = template_arguments(c.data.apply_chat_template_kwargs)
     return dict(name=format, parse=PARSERS[format], arguments=arguments, history=c.rollout.history)
@@ -86,7 +86,7 @@ def _templated(c: Settings, format: str) -> dict[str, Any]:
 def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
     """Makes and checks the gateway of `rollout.agent`; starts nothing."""
     r, name = c.rollout, c.rollout.agent_format
-    options = _templated(c, name) | dict(setting="rollout.agent_format", parallel=2)
+    options = _chat_options(c, name) | dict(setting="rollout.agent_format", parallel=2)
 
     @functools.lru_cache(maxsize=64)
     def chat(schemas: str) -> turn_tokens.Chat:
@@ -94,7 +94,7 @@ def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
             return turn_tokens.plain_chat(tokenizer)
         tools = json.loads(schemas)
         roles = ["user", *(["tool"] if tools else [])]
-        return turn_tokens.templated(tokenizer, tools, roles=roles, **options)
+        return turn_tokens.template_chat(tokenizer, tools, roles=roles, **options)
 
     chat("[]")  # checks the template
     decode, spell = make_decoders(tokenizer)

@@ -237,8 +237,8 @@ def with_dropout(mini: Mini, key: Array | None, step: Array, number: int) -> Min
     first, second = np.asarray(draw_seeds(key, step, np.int32(number)))
 
     def seeded(rows: Rows) -> Rows:
-        of_sequence = lora.scrambled(np.asarray(rows.sequence).astype(np.uint32) ^ first)
-        seeds = lora.scrambled((of_sequence + np.asarray(rows.position).astype(np.uint32)) ^ second)
+        of_sequence = lora.hash_32_bits(np.asarray(rows.sequence).astype(np.uint32) ^ first)
+        seeds = lora.hash_32_bits((of_sequence + np.asarray(rows.position).astype(np.uint32)) ^ second)
         return dataclasses.replace(rows, dropout=seeds)
 
     micro_batches = [

@@ -195,7 +195,7 @@ def make_decoder(c: Common, cfg: ModelConfig, mesh: Any) -> Decoder:
     kernel, _, needs = attention_kernel(c, cfg, mesh)
     return Decoder(
         cfg,
-        attend=sequence_parallel.exchanged(fused.make_attention(kernel, needs, mesh=mesh), mesh),
+        attend=sequence_parallel.exchange_positions(fused.make_attention(kernel, needs, mesh=mesh), mesh),
         dtype=c.model.compute_dtype,
         param_dtype=c.model.param_dtype,
         scan_layers=c.model.scan_layers,
@@ -512,7 +512,7 @@ def plan_rows(
             row = min(of_device, packing.longest_row(*shared, samples=c.rollout.n))
 
         def price(length: int) -> float:
-            return cost.price(policy, attention.computed(length, shared) / length)
+            return cost.price(policy, attention.count_score_pairs(length, shared) / length)
 
         sharing = dict(price=price, shared=shared)
     longest = c.data.longest_row + more

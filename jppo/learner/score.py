@@ -61,7 +61,7 @@ def _state(
     compare = compare and rows.experts is not None
     wanted = [name for name, asked in ((router.SUMS, routed), (router.CHOICES, compare)) if asked]
     counted = jnp.asarray(rows.mask) if routed else None
-    routing = dict[str, Any](counted=counted, given=rows.experts)
+    routing = dict[str, Any](counted=counted, replayed=rows.experts)
     if wanted:
         hidden, collections = model[0].apply(
             variables, rows.inputs, rows.segment, rows.position, **routing, mutable=wanted

@@ -28,7 +28,7 @@ from jppo.rewards.classifier import read_classifier
 from jppo.rewards.graders import grader_of
 from jppo.rewards.make import make_refusal, make_reward_sum, needed_columns, require_values
 from jppo.rewards.make_models import make_judge
-from jppo.rollout.make_servers import served_reference
+from jppo.rollout.make_servers import open_reference
 from jppo.run.agreement import sampling_warnings
 from jppo.run.inputs import Inputs, columns_of
 from jppo.run.tokenizer import read_tokenizer
@@ -60,7 +60,7 @@ def check_models(c: Settings) -> Iterator[Finding]:
 
 def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
     """Asks the servers of ref.url for their models."""
-    servers = served_reference(c, inputs.tokenizer)
+    servers = open_reference(c, inputs.tokenizer)
     if servers is not None:
         yield Finding("teacher", "OK", str(servers))
 

@@ -303,7 +303,7 @@ class VllmRewardModel(_ScorerProcess):
         try:
             with replies.reading("the reward model's vLLM", reply.text[:300]):
                 scores = {
-                    replies.whole(item["index"], "index"): replies.number(replies.only(item["probs"], "probs"))
+                    replies.whole(item["index"], "index"): replies.number(replies.single_entry(item["probs"], "probs"))
                     for item in reply.json()["data"]
                 }
         except ServerFault as e:

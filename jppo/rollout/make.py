@@ -31,16 +31,16 @@ SMALL = 2e7  # FLOP of a token
 
 def with_servers(c: L, mesh: Mesh) -> L:
     """Returns the settings with the number of this host's servers, if `rollout.servers` leaves it open."""
-    r, first = c.rollout, mesh.devices.flat[0]
-    if r.name in ("vllm", "sglang") and not r.urls and first.platform == "tpu":
+    r, first_device = c.rollout, mesh.devices.flat[0]
+    if r.name in ("vllm", "sglang") and not r.urls and first_device.platform == "tpu":
         raise UserError(
             f"rollout.name={r.name!r} starts servers on this machine, whose TPUs the trainer holds; set"
             " rollout.name=inprocess, or rollout.urls to servers on other machines"
         )
     count = 1
     if r.name != "inprocess" and not r.urls and sharding.platform(mesh) == "gpu":
-        local = sum(device.process_index == first.process_index for device in mesh.devices.flat)
-        gpus = len(texts.entries(r.devices)) or local
+        local_gpus = sum(device.process_index == first_device.process_index for device in mesh.devices.flat)
+        gpus = len(texts.entries(r.devices)) or local_gpus
         count = gpus // r.tensor_model_parallel_size
         if not count:
             raise UserError(
@@ -76,8 +76,8 @@ def server_threads(r: Rollout, cfg: ModelConfig) -> int:
     """
     if r.omp_threads > 0:
         return r.omp_threads
-    if (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        return max(1, int(given))
+    if (from_environment := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(1, int(from_environment))
     if cost.forward(cfg, [1], head_tokens=1) < SMALL:
         return 1
     share = len(os.sched_getaffinity(0)) // r.least_servers
@@ -105,23 +105,25 @@ def inprocess_settings(c: Loop, mesh: Mesh) -> InprocessSettings:
     """Makes the engine's settings: rows, lengths, shardings."""
     r = c.rollout
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
-    width, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
-    longest, share = c.data.longest_row, sharding.whole_row_multiple(mesh)
-    rows = min(r.max_num_seqs, -(-c.sequences_of_step // share) * share)
+    tensor_parallel, mesh = mesh.shape["tensor"], sharding.own_part(mesh)
+    longest_row, row_multiple = c.data.longest_row, sharding.whole_row_multiple(mesh)
+    rows = min(r.max_num_seqs, -(-c.sequences_of_step // row_multiple) * row_multiple)
     if sharding.platform(mesh) == "cpu":
-        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest, dtype=r.dtype))
-    if rows < share:
+        rows = min(rows, r.cache_on_cpu // attention.cache_row_bytes(cfg, length=longest_row, dtype=r.dtype))
+    if rows < row_multiple:
         raise UserError(
-            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest} tokens, within rollout.kv_cache_memory_bytes="
-            f"{r.cache_on_cpu} on a CPU, must be at least {share}, one for each device that shares them; raise"
+            f"rollout.max_num_seqs={r.max_num_seqs} rows of {longest_row} tokens, within rollout.kv_cache_memory_bytes="
+            f"{r.cache_on_cpu} on a CPU, must be at least {row_multiple}, one for each device that shares them; raise"
             " what is too low"
         )
     return InprocessSettings(
-        cfg=pad_vocab(cfg, width),
-        rows=rows // share * share,
-        row_multiple=share,
-        max_prompt_length=longest - 1 if r.multi_turn.enable or r.agent else c.data.max_prompt_length,  # of a prefill
-        max_model_len=longest,
+        cfg=pad_vocab(cfg, tensor_parallel),
+        rows=rows // row_multiple * row_multiple,
+        row_multiple=row_multiple,
+        max_prompt_length=longest_row - 1
+        if r.multi_turn.enable or r.agent
+        else c.data.max_prompt_length,  # of a prefill
+        max_model_len=longest_row,
         dtype=r.dtype,
         by_row=sharding.whole_rows_sharding(mesh),
         of_cache=sharding.cache_sharding(mesh, attention.cache_heads(cfg)),
@@ -156,8 +158,8 @@ def published_dtype(c: Loop) -> str:
 
     Rounded on the device to nearest even, as vLLM would: the same bits, sooner.
     """
-    ours, theirs = c.model.param_dtype, c.rollout.dtype
-    return theirs if jnp.dtype(theirs).itemsize < jnp.dtype(ours).itemsize else ours
+    policy_dtype, server_dtype = c.model.param_dtype, c.rollout.dtype
+    return server_dtype if jnp.dtype(server_dtype).itemsize < jnp.dtype(policy_dtype).itemsize else policy_dtype
 
 
 def may_overlap(c: Settings, hosts: Hosts) -> bool:
@@ -173,8 +175,8 @@ def may_overlap(c: Settings, hosts: Hosts) -> bool:
 def servers_gpu_share(c: Loop) -> float:
     """Returns the fraction of the trainer's GPU that servers started here take; 0.0 if they take none of it."""
     r = c.rollout
-    here = r.name != "inprocess" and not r.urls and not process.servers_apart(r.devices)
-    return r.gpu_memory_utilization if here else 0.0
+    on_trainer_gpu = r.name != "inprocess" and not r.urls and not process.servers_apart(r.devices)
+    return r.gpu_memory_utilization if on_trainer_gpu else 0.0
 
 
 def share_gpu(c: Loop) -> None:

@@ -20,7 +20,7 @@ from jppo.settings import Loop, Settings, texts
 from jppo.settings.rules_rollout import publish_via
 
 
-def served_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReferences | None:
+def open_reference(c: Settings, tokenizer: Any, hosts: Hosts = ALONE) -> ServedReferences | None:
     """Attaches to the servers of ref.url and checks them; None without one."""
     if not c.ref.url:
         return None
@@ -92,29 +92,29 @@ def start_engine(c: Loop, run: pathlib.Path, hosts: Hosts = ALONE) -> ServerEngi
         str(hf.resolve_directory(c.model.path, weights=False)),
         str(run),
         settings=server_settings(c),
-        urls=attached(r.urls, hosts),
+        urls=attached_urls(r.urls, hosts),
         limits=ServerLimits(
             request_timeout_s=r.request_timeout_s,
             health_timeout_s=r.health_timeout_s,
             max_restarts=r.max_restarts,
             sleep_level=r.sleep_level,
-            connections=connections(c),
+            connections=max_connections(c),
         ),
         publish_dir=r.publish_dir,
     )
 
 
-def connections(c: Loop) -> int:
+def max_connections(c: Loop) -> int:
     """Returns the largest number of requests in flight at one server."""
     asked: int = c.rollout.max_concurrent_requests
     return asked if asked > 0 else max(CONNECTIONS, c.rollout.max_num_seqs)
 
 
-def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
+def attached_urls(urls: str, hosts: Hosts) -> list[str] | Lookup:
     """Returns the addresses of this host's running servers, or their look-up; [] if servers are started."""
     place = texts.lookup_place(urls)
     if place is None:
-        return own_urls(hosts, texts.entries(urls))
+        return host_urls(hosts, texts.entries(urls))
     if hosts.count > 1:
         raise UserError(
             f"rollout.urls={urls!r} is looked up by one host, and this run has {hosts.count}; list the addresses"
@@ -122,7 +122,7 @@ def attached(urls: str, hosts: Hosts) -> list[str] | Lookup:
     return address_lookup(place)
 
 
-def own_urls(hosts: Hosts, urls: list[str]) -> list[str]:
+def host_urls(hosts: Hosts, urls: list[str]) -> list[str]:
     """Returns this host's share of the servers in the settings."""
     if urls and len(urls) < hosts.count:
         raise UserError(

@@ -234,9 +234,9 @@ def _open_served_reference(c: Settings, inputs: Inputs, hosts: Hosts) -> "Served
     """Attaches to the servers of `ref.url`; None without one."""
     if not c.ref.url:
         return None
-    from jppo.rollout.make_servers import served_reference
+    from jppo.rollout.make_servers import open_reference
 
-    return served_reference(c, inputs.tokenizer, hosts)
+    return open_reference(c, inputs.tokenizer, hosts)
 
 
 def _read(c: Settings) -> Inputs:

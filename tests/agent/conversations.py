@@ -241,7 +241,7 @@ def outcome(
         options: dict[str, Any] = dict(roles=KINDS[kind], name=format)
         options |= dict(parse=PARSERS[format], history=history, parallel=3)
         try:
-            chat = turn_tokens.templated(hall.tokenizer, [SCHEMA] if kind != "users" else [], **options)
+            chat = turn_tokens.template_chat(hall.tokenizer, [SCHEMA] if kind != "users" else [], **options)
             break
         except UserError as e:
             refusal = refusal if refusal and "the run reads" in str(e) else f"refused: {e}"

@@ -33,7 +33,7 @@ def language(hall):
         if hall.format == "plain":
             return turn_tokens.plain_chat(hall.tokenizer)
         how = dict(roles=["user"], name=hall.format, parse=PARSERS[hall.format], **hall.how)
-        return turn_tokens.templated(hall.tokenizer, json.loads(schemas), **how)
+        return turn_tokens.template_chat(hall.tokenizer, json.loads(schemas), **how)
 
     return Language(
         chat=chat,

@@ -257,7 +257,7 @@ class Tokens:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Records every answer as it arrives over HTTP, and compares every batch before its update."""
-        request, part, update = Vllm.request, Vllm.part, ppo.learn
+        request, part, update = Vllm.request, Vllm.parse_reply, ppo.learn
 
         def requested(vllm: Vllm, ids: Sequence[int], *rest: Any) -> Any:
             self._asked[asyncio.current_task()] = list(ids)
@@ -280,7 +280,7 @@ class Tokens:
 
         with (
             mock.patch.object(Vllm, "request", requested),
-            mock.patch.object(Vllm, "part", answered),
+            mock.patch.object(Vllm, "parse_reply", answered),
             mock.patch.object(ppo, "learn", updated),
         ):
             yield

@@ -30,7 +30,7 @@ def loop_attend(q, k, v, segment, sinks=None, *, scale, softcap=None, window=Non
 
 
 def plain(*, scale=0.5, softcap=None, windows=(None,)):
-    return jax.jit(attention.make_plain(scale=scale, softcap=softcap, windows=windows))
+    return jax.jit(attention.make_xla_attention(scale=scale, softcap=softcap, windows=windows))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_shared_prompt_is_to_each_segment_what_its_own_would_be(rng, block):
     wholes = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 9], [0, 1, 2, 10, 11, 12]]
     q, k, v = (rng.normal(size=(1, 14, h, 4)).astype(np.float32) for h in (6, 2, 2))
     given = rng.normal(size=q.shape).astype(np.float32)
-    attend = attention.make_plain(scale=0.3, softcap=0.8, windows=(None,), shared=(3, 4))
+    attend = attention.make_xla_attention(scale=0.3, softcap=0.8, windows=(None,), shared=(3, 4))
 
     def together(q, k, v):
         out = attend(q, k, v, segment, 0)
@@ -135,7 +135,7 @@ def test_blocks_are_all_of_the_row(shared):
             else:
                 assert keys == list(range(block.stop))
             pairs += len(keys) * (block.stop - block.start)
-        assert attention.computed(length, shared) == pairs
+        assert attention.count_score_pairs(length, shared) == pairs
 
 
 def test_backwards_it_holds_the_scores_of_one_block():
@@ -189,7 +189,7 @@ def test_scores_too_large_for_bfloat16_stay_exact():
 def test_rotate_turns_each_pair_by_its_angle(rng):
     x = rng.normal(size=(1, 3, 2, 6)).astype(np.float32)
     position = np.array([[0, 5, 1]], np.int32)
-    cos, sin = rotary.angles(position, rotary.frequencies(rotary.Rotary(100.0), 6))
+    cos, sin = rotary.compute_angles(position, rotary.frequencies(rotary.Rotary(100.0), 6))
     turned = np.asarray(rotary.rotate(x, cos, sin))
     for t, h, i in np.ndindex(3, 2, 3):
         angle = position[0, t] * 100.0 ** (-2 * i / 6)
