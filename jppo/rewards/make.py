@@ -14,7 +14,7 @@ from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
 from jppo.registry import did_you_mean
-from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
+from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, convert_weights, locate, read_classifier
 from jppo.rewards.graders import (
     FormatPart,
     FunctionPart,
@@ -67,7 +67,7 @@ def make_reward_sum(
     """
     mesh = sharding.own_part(mesh)
     r, log = c.reward, own_folder(hosts, expanded(c.trainer.run_dir))
-    names, weights, used = _plan(c, sources, tool_rewards)
+    names, weights, parts_of_source = _plan_parts(c, sources, tool_rewards)
 
     @functools.cache
     def pool() -> Pool:  # one for all parts, closed with any of them
@@ -75,8 +75,8 @@ def make_reward_sum(
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
     def rules() -> Part:
-        options = dict[str, Any](**_choice(c), tests_in=r.code.tests)
-        return RulePart(_of_rules(used), **options, sandbox=r.sandbox_choice, pool=pool())
+        options = dict[str, Any](**_grader_options(c), tests_in=r.code.tests)
+        return RulePart(_sources_with_rules(parts_of_source), **options, sandbox=r.sandbox_choice, pool=pool())
 
     makers: dict[str, Callable[[], Part]] = {
         _RULES: rules,
@@ -90,15 +90,15 @@ def make_reward_sum(
         **dict.fromkeys(TURNS, ConversationPart),
         TOOLS: lambda: ConversationPart(tools=True),
     }
-    wanted = [name for name in names if any(name in parts for parts in used.values())]
-    made: dict[str, Part] = {}
+    needed_names = [name for name in names if any(name in parts for parts in parts_of_source.values())]
+    built_parts: dict[str, Part] = {}
     try:
-        for name in wanted:
-            made[name] = makers[name]()
+        for name in needed_names:
+            built_parts[name] = makers[name]()
     except BaseException:
-        RewardSum(made, weights, score_on_error=None).close()
+        RewardSum(built_parts, weights, score_on_error=None).close()
         raise
-    return RewardSum(made, weights, score_on_error=r.score_on_error)
+    return RewardSum(built_parts, weights, score_on_error=r.score_on_error)
 
 
 def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[str], tool_rewards: bool = False) -> None:
@@ -106,23 +106,24 @@ def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[st
 
     `trained`: the sources of the training rows.
     """
-    _, _, used = _plan(c, sources, tool_rewards)
-    graders_for(_of_rules(used), **_choice(c))
-    if any(_FUNCTION in weighted for weighted in used.values()):
+    _, _, parts_of_source = _plan_parts(c, sources, tool_rewards)
+    graders_for(_sources_with_rules(parts_of_source), **_grader_options(c))
+    if any(_FUNCTION in weighted for weighted in parts_of_source.values()):
         require_function(c.reward.function)
     values = {"judge_score": ("judge_raw",), "rm_score": ("steps" if c.reward.model.step_aggregation else "rm_raw",)}
     for source in sorted(trained):
-        for setting, name in _parts_of_estimator(c):
+        for setting, name in _estimator_parts(c):
             part, slash, value = name.partition("/")
-            of_part = values.get(part, ())
-            if part not in used[source] or (slash and part not in (_RULES, _FUNCTION) and value not in of_part):
-                raise _no_part(setting, name, source, [*used[source], *(f"{part}/{known}" for known in of_part)])
+            value_names = values.get(part, ())
+            parts = parts_of_source[source]
+            if part not in parts or (slash and part not in (_RULES, _FUNCTION) and value not in value_names):
+                raise _unknown_part(setting, name, source, [*parts, *(f"{part}/{known}" for known in value_names)])
     metric = c.algorithm.filter_groups_metric
-    known = dict.fromkeys([SCORE, *(part for source in trained for part in used[source])])
-    if c.algorithm.filter_groups and trained and metric.partition("/")[0] not in known:
+    part_names = dict.fromkeys([SCORE, *(part for source in trained for part in parts_of_source[source])])
+    if c.algorithm.filter_groups and trained and metric.partition("/")[0] not in part_names:
         raise UserError(
             f"algorithm.filter_groups_metric={metric!r} is no part of this run's reward; it is one of"
-            f" {', '.join(map(repr, known))}{did_you_mean(metric, known)}"
+            f" {', '.join(map(repr, part_names))}{did_you_mean(metric, part_names)}"
         )
 
 
@@ -131,35 +132,36 @@ def require_values(c: Settings, reward_sum: RewardSum, prompts: Sequence[Prompt]
 
     They score an empty response to the first prompt of each source.
     """
-    first = {prompt.data_source: prompt for prompt in reversed(prompts)}
-    for setting, name in _parts_of_estimator(c):
+    first_prompts = {prompt.data_source: prompt for prompt in reversed(prompts)}
+    for setting, name in _estimator_parts(c):
         part, slash, value = name.partition("/")
         if not slash or part not in (_RULES, _FUNCTION):
             continue
-        for source, prompt in sorted(first.items()):
+        for source, prompt in sorted(first_prompts.items()):
             future = reward_sum.parts[part].submit(Sample(prompt, "", 0, "stop"))
             reward_sum.parts[part].flush()
             reward = future.result()
             if reward.error is None and value not in reward.parts:
-                raise _no_part(setting, name, source, [part, *(f"{part}/{known}" for known in reward.parts)])
+                raise _unknown_part(setting, name, source, [part, *(f"{part}/{known}" for known in reward.parts)])
 
 
-def _parts_of_estimator(c: Settings) -> Iterator[tuple[str, str]]:
-    """Yields the parts of the reward that the estimator reads in place of the score, with the setting of each."""
+def _estimator_parts(c: Settings) -> Iterator[tuple[str, str]]:
+    """Yields (setting, part) for the parts of the reward that the estimator reads in place of the score."""
     a = c.algorithm
     for name in estimator(c).parts:
         by_keys = name in entries(a.gdpo_reward_keys)
         yield f"algorithm.gdpo_reward_keys={a.gdpo_reward_keys!r}" if by_keys else estimate_setting(c), name
 
 
-def _no_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:
+def _unknown_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:
+    """Returns the error for a setting that names a part or value which the source's reward lacks."""
     return UserError(
         f"{setting}: {name!r} is no part of a reward, whose parts are {', '.join(known)} for data_source={source!r};"
         f" name those{did_you_mean(name, known)}"
     )
 
 
-def _plan(
+def _plan_parts(
     c: Settings, sources: Sequence[str], tool_rewards: bool
 ) -> tuple[list[str], PartWeights, dict[str, dict[str, float]]]:
     """Returns the configured parts, their weights, and the weighted parts of each source."""
@@ -168,20 +170,20 @@ def _plan(
     return names, weights, _used_parts(weights, c.reward.weights, sources)
 
 
-def _of_rules(used: Mapping[str, Mapping[str, float]]) -> list[str]:
-    return [source for source, parts in used.items() if _RULES in parts]
+def _sources_with_rules(parts_of_source: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [source for source, parts in parts_of_source.items() if _RULES in parts]
 
 
-def _choice(c: Settings) -> dict[str, Any]:
+def _grader_options(c: Settings) -> dict[str, Any]:
     return dict(override=c.reward.grader, allow_code=c.reward.allow_code)
 
 
 def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
     """Returns the names of the parts that the settings ask for."""
     r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
-    own = talk.environment or (agent and c.rollout.agent_reward != "graders")
-    asked = {
-        _RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
+    has_own_reward = talk.environment or (agent and c.rollout.agent_reward != "graders")
+    configured = {
+        _RULES: not r.function and (bool(r.grader) or not has_own_reward),  # these replace the rules
         _FUNCTION: bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),
@@ -192,7 +194,7 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
         INTERACTION: bool(talk.interaction),
         TOOLS: tool_rewards,
     }
-    return [name for name, there in asked.items() if there]
+    return [name for name, is_configured in configured.items() if is_configured]
 
 
 def make_refusal(c: Settings) -> Callable[[str, str], str]:
@@ -211,26 +213,27 @@ def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
     """Returns the columns besides the prompt that the reward reads: ground_truth, data_source, both or none."""
     names = _configured_parts(c, tool_rewards)
     weights = parse_weights(c.reward.weights, names, optional=[_RULES])
-    computed = {part for part, weight in weights.general.items() if weight is not None}
-    computed |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
-    rules, judge = _RULES in computed, "judge_score" in computed and "{ground_truth}" in _rubric(c).scoring
-    judge = judge and bool(c.reward.judge.scoring_prompt or c.reward.judge.preset not in OPEN_ENDED)
-    return ("ground_truth",) * (rules or judge) + ("data_source",) * (rules and not c.reward.grader)
+    computed_parts = {part for part, weight in weights.general.items() if weight is not None}
+    computed_parts |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
+    by_rules = _RULES in computed_parts
+    by_judge = "judge_score" in computed_parts and "{ground_truth}" in _make_rubric(c).scoring
+    by_judge = by_judge and bool(c.reward.judge.scoring_prompt or c.reward.judge.preset not in OPEN_ENDED)
+    return ("ground_truth",) * (by_rules or by_judge) + ("data_source",) * (by_rules and not c.reward.grader)
 
 
-def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns the parts of each source; UserError for weights of other sources, and for sources without any."""
-    used = {source: weights.of(source) for source in sources}
+def _used_parts(weights: PartWeights, setting: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns the weighted parts by source; UserError for weights of unknown sources and for sources without a part."""
+    parts_of_source = {source: weights.of(source) for source in sources}
     for source, part in weights.of_source:
-        if source not in used:
+        if source not in parts_of_source:
             raise UserError(
-                f"reward.weights={text!r}: no row has data_source={source!r}, for which it weighs {part}; the"
-                f" sources are {', '.join(used)}"
+                f"reward.weights={setting!r}: no row has data_source={source!r}, for which it weighs {part}; the"
+                f" sources are {', '.join(parts_of_source)}"
             )
-    for source, parts in used.items():
+    for source, parts in parts_of_source.items():
         if not parts:
-            raise UserError(f"reward.weights={text!r} leaves data_source={source!r} without any part; give it one")
-    return used
+            raise UserError(f"reward.weights={setting!r} leaves data_source={source!r} without any part; give it one")
+    return parts_of_source
 
 
 def make_judge(c: Settings) -> JudgePart:
@@ -244,10 +247,10 @@ def make_judge(c: Settings) -> JudgePart:
         max_tokens=j.max_tokens,
         timeout_s=j.timeout_s,
     )
-    return JudgePart(client, _rubric(c), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+    return JudgePart(client, _make_rubric(c), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
 
 
-def _rubric(c: Settings) -> Rubric:
+def _make_rubric(c: Settings) -> Rubric:
     j = c.reward.judge
     return make_rubric(j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score)
 
@@ -256,10 +259,10 @@ def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mes
     """Makes the reward model and its engine."""
     m = c.reward.model
     tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
-    directory = converted(located(m.path), python=m.python, steps=steps)
+    directory = convert_weights(locate(m.path), python=m.python, steps=steps)
     classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
     texts = Texts(tokenizer, max_length=m.max_length)
-    engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
+    engines = {"jax": _make_jax_model, "transformers": _make_transformers_model, "vllm": _make_vllm_model}
     scorer = engines[choose_engine(m.engine, classifier.model_type)](c, classifier, mesh, log)
     if steps:
         return StepPart(
@@ -275,10 +278,10 @@ def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mes
     return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
 
 
-def _by_jax(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _make_jax_model(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
-    needs = fused.Needs(
+    attention_needs = fused.Needs(
         **attention_settings(cfg),
         head_dim=cfg.kernel_dim,
         dtype=m.dtype,
@@ -287,7 +290,7 @@ def _by_jax(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: p
         sinks=cfg.sinks,
     )
     gpu = fused.capability(mesh.devices.flat[0])
-    kernel, _ = fused.choose_kernel("auto", needs, backend=sharding.platform(mesh), gpu=gpu)
+    kernel, _ = fused.choose_kernel("auto", attention_needs, backend=sharding.platform(mesh), gpu=gpu)
     return JaxRewardModel(
         classifier,
         batch_size=m.batch_size,
@@ -295,11 +298,11 @@ def _by_jax(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: p
         dtype=m.dtype,
         shardings=state.model_weights(cfg, mesh, head="trunk", param_dtype=m.dtype).shardings,
         rows=sharding.whole_rows_sharding(mesh),
-        attend=fused.make_attention(kernel, needs, mesh=mesh, split=sequence_parallel.WHOLE),
+        attend=fused.make_attention(kernel, attention_needs, mesh=mesh, split=sequence_parallel.WHOLE),
     )
 
 
-def _by_transformers(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _make_transformers_model(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return TransformersRewardModel(
@@ -307,7 +310,7 @@ def _by_transformers(c: Settings, classifier: Classifier, mesh: jax.sharding.Mes
     )
 
 
-def _by_vllm(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _make_vllm_model(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return VllmRewardModel(
