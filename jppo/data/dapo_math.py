@@ -12,9 +12,11 @@ from jppo.data import prepare
 from jppo.settings import exit_on_user_error
 
 
-def _make(source: pathlib.Path) -> prepare.Made:
+def _make(source: pathlib.Path) -> prepare.RowSets:
     """Keeps each question once."""
-    return {"train": prepare.different(prepare.checked_verl_row(row, "train") for row in prepare.rows_of(source))}
+    return {
+        "train": prepare.without_duplicates(prepare.checked_verl_row(row, "train") for row in prepare.rows_of(source))
+    }
 
 
 @exit_on_user_error

@@ -25,12 +25,12 @@ def _example(row: Row, split: str, index: int) -> dict[str, Any]:
     truth = last_box(solution)
     if not truth:
         raise UserError(f"{row.place}: solution must hold \\boxed{{ANSWER}}; it ends with {solution[-40:]!r}")
-    known = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
-    extra: dict[str, Any] = dict(split=split, index=index, solution=solution, **known)
+    labels = {name: str(row.columns[name]) for name in ("level", "type") if row.columns.get(name) is not None}
+    extra: dict[str, Any] = dict(split=split, index=index, solution=solution, **labels)
     return prepare.verl_row(f"{problem} {_SUFFIX}", truth, source=_SOURCE, **extra)
 
 
-def _make(source: pathlib.Path) -> prepare.Made:
+def _make(source: pathlib.Path) -> prepare.RowSets:
     """Makes the rows of both splits."""
     splits = ("train", "test")
     return {s: [_example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}

@@ -95,8 +95,8 @@ def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
         refuse=make_refusal(c),
         needed=needed_columns(c, bool(inputs.graded()["tool_rewards"])),
     )
-    train = data_check.look(c.data.train_files, "data.train_files", **read)
-    val = data_check.look(c.data.val_files, "data.val_files", **read)
+    train = data_check.read_set(c.data.train_files, "data.train_files", **read)
+    val = data_check.read_set(c.data.val_files, "data.val_files", **read)
     for title, seen, kept in (("train data", train, inputs.train), ("test data", val, inputs.val)):
         lengths, _ = data_check.lengths(seen)
         yield Finding(
