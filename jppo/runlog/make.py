@@ -30,11 +30,12 @@ def open_display(stack: contextlib.ExitStack, c: Common, timer: Timers, hosts: H
     return display
 
 
-def make_logger(c: Common, run: pathlib.Path, hosts: Hosts = ALONE, **kw: Any) -> Logger | Silent:
-    """Makes the logger of a run; `kw` are the Logger's. With several hosts, only the first logs."""
+def make_logger(c: Common, run: pathlib.Path, hosts: Hosts = ALONE, **options: Any) -> Logger | Silent:
+    """Makes the logger of a run; `options` are the Logger's. With several hosts, only the first logs."""
     if not hosts.first:
         return Silent()
     about = About(c.trainer.project_name, c.trainer.experiment_name, settings.as_dict(c))
     host, port = c.trainer.metrics_host, c.trainer.metrics_port
-    scraped = (host, port) if port else None
-    return Logger(run, places=settings.loggers(c.trainer.logger), about=about, scraped=scraped, **kw)
+    address = (host, port) if port else None
+    loggers = settings.loggers(c.trainer.logger)
+    return Logger(run, loggers=loggers, about=about, prometheus_address=address, **options)

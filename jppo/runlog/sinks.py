@@ -75,10 +75,10 @@ class Exporter(Collector):
         for name, value in self._metrics.items():
             yield GaugeMetricFamily("jppo_" + re.sub(r"[^a-zA-Z0-9_]", "_", name), name, value)
         if self._warnings:
-            counted = CounterMetricFamily("jppo_warnings", "warnings of the run", labels=["name"])
+            counter = CounterMetricFamily("jppo_warnings", "warnings of the run", labels=["name"])
             for name, count in list(self._warnings.items()):
-                counted.add_metric([name], count)
-            yield counted
+                counter.add_metric([name], count)
+            yield counter
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows this step."""
@@ -136,9 +136,9 @@ class Board:
 
     def _write(self, step: int, **content: Any) -> None:
         data = self._events.Event(step=step, wall_time=time.time(), **content).SerializeToString()
-        head = struct.pack("<Q", len(data))
-        checks = [struct.pack("<I", self._checksum(part)) for part in (head, data)]
-        self._file.append(head + checks[0] + data + checks[1])
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        self._file.append(length + checksums[0] + data + checksums[1])
 
 
 def _markdown(rows: Rows) -> str:

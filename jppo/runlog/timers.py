@@ -82,8 +82,8 @@ class Timers:
 
     def stage(self) -> tuple[str, float]:
         """Returns the innermost running stage and its seconds, or since an inner stage ended; for any thread."""
-        inner = self._running[-1:]
-        return inner[0] if inner else "none", time.perf_counter() - self._since
+        innermost = self._running[-1:]
+        return innermost[0] if innermost else "none", time.perf_counter() - self._since
 
     def watch(self, count: Callable[[], Count]) -> None:
         """Says how far the running stage is, until it ends; `count` is called by other threads."""
@@ -116,9 +116,9 @@ class Timers:
         count = self._count
         if count is not None:
             now = count()
-            of = f"{now.done:,} of {now.total:,} {now.what}" if now.total else now.what
+            progress = f"{now.done:,} of {now.total:,} {now.what}" if now.total else now.what
             rate = [f"{now.tokens / seconds:,.0f} tokens/s"] if now.tokens and seconds > 1 else []
-            words += [of, *rate]
+            words += [progress, *rate]
         return f"{', '.join(words)}, {seconds:.0f} s"
 
     def so_far(self) -> dict[str, float]:
@@ -181,11 +181,11 @@ class Profiler:
     def introduce(self, done: int) -> list[str]:
         """Returns lines for the console about traced steps; a resumed run has `done` steps already."""
         steps = sorted({step for part in self._steps for step in part})
-        left = [step for step in steps if step > done]
-        lines = [f"to be profiled into {self._folder}: {_listed(left)}"] if left else []
-        gone = [step for step in steps if step <= done]
-        return lines + ([f"not profiled, because the run has passed them: {_listed(gone)}"] if gone else [])
+        later = [step for step in steps if step > done]
+        lines = [f"to be profiled into {self._folder}: {_list_steps(later)}"] if later else []
+        past = [step for step in steps if step <= done]
+        return lines + ([f"not profiled, because the run has passed them: {_list_steps(past)}"] if past else [])
 
 
-def _listed(steps: Sequence[int]) -> str:
+def _list_steps(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
