@@ -383,13 +383,15 @@ def test_what_jppo_refuses_is_said_in_its_own_words(capsys):
 def test_every_row_of_the_table_can_be_met():
     known = table.by_name(settings.default()) | table.by_name(settings.sft_default())
     for name in names.KEYS:
-        found = names.find_name(name.key)
+        found = names.find_row(name.key)
         assert found is not None and (found is name or "*" in name.key or found.key == name.key), name.key
         assert (name.kind == "same") == bool(name.setting) and (not name.setting or name.setting in known), name.key
         assert name.kind == "same" or name.why, name.key
     keys = [name.key for name in names.KEYS]
     assert len(keys) == len(set(keys))
-    assert all(names.today(new) == new and (new.endswith(".") or names.find_name(new)) for new in names.OLDER.values())
+    assert all(
+        names.current_key(new) == new and (new.endswith(".") or names.find_row(new)) for new in names.OLDER.values()
+    )
 
 
 def test_the_page_is_the_table(capsys):
