@@ -213,7 +213,7 @@ def _choose(files: str, val: str, model: str, reward: str, algorithm: str) -> li
     rows = [row for source in read_sources(files, "DATA") for row in source.rows]
     _, cfg = hf.read_config(model, longest=1)
     backend, limit = jax.default_backend(), cfg.max_position_embeddings
-    parameters = memory.served(cfg, "float32") / 4
+    parameters = memory.engine_bytes(cfg, "float32") / 4
     known = [
         Proposal("model.path", model, f"{cfg.family}, {parameters / 1e6:.3g}M parameters"),
         *data_choices(files, val, rows, reward),

@@ -113,7 +113,7 @@ def dry_run(c: FineTuning, request: DryRun = preview.HERE) -> str:
         lines = [
             f"demonstrations   {len(task.demonstrations):,} ({task.overlong} over-long ones left out)",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} demonstrations, one optimizer step",
-            f"rows             {preview.shapes(task.plan)}",
+            f"rows             {preview.describe_shapes(task.plan)}",
             f"                 up to {micro_batches} micro-batches a step",
             f"to compile       {len(task.plan.shapes) + 2} programs for {len(task.plan.shapes)} shape(s)",
         ]
@@ -129,13 +129,13 @@ def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
     listed = update_programs(how, now.policy, now.policy_opt, now, [packing.empty_rows(shape) for shape in shapes])
 
     def needed(program: Program) -> int:
-        return memory.useful(c, task.cfg, program.rows, task.adapters, head=True) if program.rows else 0
+        return memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=True) if program.rows else 0
 
     moments = memory.account_for(listed, shapes, needed, memory.sampled_share(c))
     by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
     longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)
-    return memory.of_one_model(c, how, now, moments, packed), len(packed)
+    return memory.estimate_one_model(c, how, now, moments, packed), len(packed)
 
 
 def as_trajectory(demonstration: Demonstration, uid: str) -> Trajectory:

@@ -104,7 +104,7 @@ def account_of(machine: machines.Machine, model: dict[str, Any], changes: dict[s
         c = config_of(model, changes, pathlib.Path(folder))
         inputs = read_inputs(c)
         mesh = make_mesh(c, compilers.devices_of(machine))
-        estimate = memory.estimate_memory(c, inputs, mesh, entries=preview.work(c, inputs, mesh).entries)
+        estimate = memory.estimate_memory(c, inputs, mesh, entries=preview.work_of_step(c, inputs, mesh).entries)
     programs = {}
     for moment in estimate.moments:
         a = moment.account

@@ -53,7 +53,7 @@ def test_on_a_gpu_where_the_run_fits_others_may_hold_its_memory(small_run, monke
     monkeypatch.setattr(preview, "look_up_sizes", lambda *_: sizes)
     monkeypatch.setattr(preview, "_fitting", lambda *_, **__: None)
     monkeypatch.setattr(preview, "_on_cpu", lambda: on_cpu)
-    advice = preview._advice(typed(small_run), hosts=1)
+    advice = preview._advise(typed(small_run), hosts=1)
     assert (advice == "--dry_run estimates that the run fits: end other programs on the device") != on_cpu
 
 
