@@ -89,9 +89,9 @@ def compiled(case: str) -> dict[str, Any]:
     accounts = {}
     pairs = ROWS * LENGTH * mixture.active
     for direction, fn, more in (("forward", forward, ()), ("backward", backward, (x,))):
-        program = account.of_program(jax.jit(fn).lower(kernels, x, weight, chosen, *more), dict(mesh.shape))
+        program = account.account_of_program(jax.jit(fn).lower(kernels, x, weight, chosen, *more), dict(mesh.shape))
         useful = 6 * pairs * D * mixture.width * described.devices * (1 if direction == "forward" else 2)
-        estimate = forecast.of_account(program, described, mesh, useful)
+        estimate = forecast.forecast_account(program, described, mesh, useful)
         sent = dict.fromkeys(("all-to-all", "all-gather", "reduce-scatter"), 0)
         for part in program.collectives:
             sent[part.kind] = sent.get(part.kind, 0) + part.times * part.bytes
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out / f"{head['date']}-expert-accounts.json"
     for case in names:
         machine = machines.parse_machine(case.split("@")[1])
-        if not compilers.present(machine):  # a process for each: it has one compiler
+        if not compilers.is_present(machine):  # a process for each: it has one compiler
             command = [sys.executable, __file__, f"--only={case}", f"--out={args.out}"]
             subprocess.run(command, env=compilers.require_compiler(machine), check=True)
             continue

@@ -190,9 +190,9 @@ def main(argv: list[str] | None = None) -> None:
     config, switches = settings.parse(argv, __doc__ or "", settings.default(), describes=True)
     c = memory_budget.first_candidate(settings.typed(config, Settings))
     if not switches["machine"]:
-        raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known()}")
+        raise UserError(f"--machine is not given; name one, as in --machine=8xH100: {machines.known_names()}")
     machine = machines.parse_machine(switches["machine"])
-    if not compilers.present(machine):
+    if not compilers.is_present(machine):
         compilers.rerun(machine, "jppo.plan", argv)
     began, rate = time.monotonic(), switches["rollout_tokens_per_s"]
     print(f"{machine}\n{HEAD}", flush=True)

@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     if unknown := [name for name in names if name not in cases]:
         raise UserError(f"--only={args.only}: {unknown[0]!r} must be one of {', '.join(cases)}")
     first = machines.parse_machine(cases[names[0]][0])
-    if not compilers.present(first):
+    if not compilers.is_present(first):
         return subprocess.run(
             [sys.executable, __file__, *argv], env=compilers.require_compiler(first), check=False
         ).returncode

@@ -88,7 +88,7 @@ def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) ->
             f"--rollout_tokens_per_s={rate:g} must be above 0 and is for a described machine; add --machine"
         )
     machine = None if name is None else machines.parse_machine(name)  # a script's empty variable is no machine
-    if machine is not None and not compilers.present(machine):
+    if machine is not None and not compilers.is_present(machine):
         compilers.rerun(machine, command, argv)
     return DryRun(machine, switches.get("json", ""), rate)
 

@@ -115,7 +115,7 @@ def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> Progra
     `useful` are the FLOP that its rows need, and `masked` is the share of them in the mask.
     """
     announce(f"compiling {program.name}")
-    compiled = accounts.of_program(program.lower(), _mesh_axes(program.args), share=masked)
+    compiled = accounts.account_of_program(program.lower(), _mesh_axes(program.args), share=masked)
     copied = {id(x): x for x in jax.tree.leaves((program.args, program.beside)) if placing.is_offloaded(x)}
     gradients, engine_bytes = (size(program.scratch), 0) if program.stage != "engine" else (0, size(program.scratch))
     return ProgramMemory(
@@ -265,7 +265,7 @@ class Outlook:
 def make_outlook(estimate: Estimate, machine: Machine, mesh: Any, executions: Executions, rate: float = 0.0) -> Outlook:
     """Forecasts all compiled programs, and a step from their executions."""
     programs = tuple(
-        (moment, forecast.of_account(moment.account, machine, mesh, moment.useful))
+        (moment, forecast.forecast_account(moment.account, machine, mesh, moment.useful))
         for moment in estimate.moments
         if moment.account is not None and moment.account.error is None
     )
