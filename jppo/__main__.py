@@ -36,7 +36,7 @@ SHORT = {"eval": "evaluate"}
 
 
 def listing() -> str:
-    """Returns every command with its description."""
+    """Returns every command with its description, as text."""
     names = {name.removeprefix("jppo."): about for name, about in COMMANDS.items()}
     width = max(map(len, names))
     lines = [f"  jppo {name:{width}}  {about}" for name, about in names.items()]
@@ -52,7 +52,7 @@ def command_of(word: str) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Lists the commands, or runs the one that the arguments name."""
     argv = sys.argv[1:] if argv is None else argv
     if argv in ([], ["--help"], ["-h"]):
         print(listing(), end="")

@@ -68,7 +68,7 @@ def kill_all() -> None:
         time.sleep(0.005)
 
 
-def end_like(code: int) -> NoReturn:
+def exit_like(code: int) -> NoReturn:
     """Ends this process with an exit code, or by the signal -`code`."""
     if code < 0:
         with contextlib.suppress(OSError):  # SIGKILL cannot be reset
@@ -79,11 +79,12 @@ def end_like(code: int) -> NoReturn:
 
 
 def _children() -> list[int]:
-    children, me = [], os.getpid()
+    """Returns the process ids of this process's children."""
+    children, own_pid = [], os.getpid()
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             fields = stat.read_text().rpartition(")")[2].split()  # state, ppid, ...
-            if int(fields[1]) == me:
+            if int(fields[1]) == own_pid:
                 children.append(int(stat.parent.name))
     return children
 

@@ -92,13 +92,13 @@ def translated_command(script: Script) -> tuple[str, Translation]:
     translation = convert(words, main=script.main, root=script.root, folder=script.folder)
     base = TUNING_BASE if is_sft else BASE
     try:
-        changes = arguments(translation, base, settings.sft_default() if is_sft else settings.default())
+        changes = command_arguments(translation, base, settings.sft_default() if is_sft else settings.default())
     except UserError as e:
         raise UserError(f"jppo refuses the settings: {e}; give verl's key with another value behind the file") from e
     return jppo_command("jppo.sft" if is_sft else "jppo.train", [f"--config={base}", *changes]), translation
 
 
-def arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:
+def command_arguments(translation: Translation, base: str, default: ConfigDict) -> list[str]:
     """Returns the arguments of jppo's command, checked: overrides, and settings that differ from defaults or base."""
     file = pathlib.Path(__file__).resolve().parents[1] / base
     base_of = table.by_name(settings.parse([f"--config={file}"], "", default.copy_and_resolve_references())[0])
@@ -172,7 +172,7 @@ def output_of(script: Script) -> tuple[str, list[str]]:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> Any:
-    """Runs the command line."""
+    """Translates a script, or overrides behind jppo's own arguments, and prints jppo's command."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(__doc__)

@@ -75,11 +75,11 @@ def trainer_share(servers_share: float, *, sleeping: bool) -> float:
 def servers_apart(devices: str) -> bool:
     """Whether these GPUs, the servers', are disjoint from CUDA_VISIBLE_DEVICES."""
 
-    def numbers(text: str) -> set[str]:
+    def split_numbers(text: str) -> set[str]:
         return {number.strip() for number in text.split(",") if number.strip()}
 
-    theirs, ours = numbers(devices), numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return bool(theirs and ours) and not theirs & ours
+    server_gpus, trainer_gpus = split_numbers(devices), split_numbers(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return bool(server_gpus and trainer_gpus) and not server_gpus & trainer_gpus
 
 
 def take_little() -> None:
@@ -90,9 +90,9 @@ def take_little() -> None:
 def allow_files() -> int:
     """Raises the limit of open files, often 1024, as far as the system allows and up to `FILES`; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return FILES if soft == resource.RLIM_INFINITY else soft

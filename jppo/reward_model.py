@@ -37,7 +37,7 @@ from jppo.types import Prompt, Trajectory, given_text
 
 def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
     """Reads the pairs and the model config."""
-    written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
+    config_dict, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
@@ -45,7 +45,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
     training, held_out = pairs.read_pair_sets(
         c,
         tokenizer,
-        encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
+        encode=make_encode(tokenizer, (config_dict | changes).get("pad_token_id")),
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
     )
@@ -98,12 +98,12 @@ def train(config: PairTraining | ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
     with memory_explained(c):
-        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, given)
+        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, loss_inputs)
 
 
-def given(_: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:
-    """Returns the margins of these pairs."""
-    return (pairs.margins([of.pairs[i] for i in which]),)
+def loss_inputs(_: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray]:
+    """Returns what the loss needs besides the scores: the margins of these pairs."""
+    return (pairs.margins([pair_set.pairs[i] for i in indices]),)
 
 
 def dry_run(c: PairTraining, request: DryRun = preview.HERE) -> str:
@@ -122,7 +122,7 @@ def as_trajectory(ids: np.ndarray, _: int = 0) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Trains a reward model on preference pairs, or prints its dry run."""
     run_training(argv, "jppo.reward_model", __doc__, PairTraining, dry_run=dry_run, train=train)
 
 

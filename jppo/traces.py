@@ -51,8 +51,8 @@ def span(name: str, **attributes: Any) -> Iterator[Callable[..., None]]:
         return
     with _tracer.start_as_current_span(name) as current:
 
-        def note(**more: Any) -> None:
-            current.set_attributes({f"jppo.{key}": value for key, value in more.items()})
+        def note(**attributes: Any) -> None:
+            current.set_attributes({f"jppo.{key}": value for key, value in attributes.items()})
 
         note(**attributes)
         yield note
@@ -61,5 +61,5 @@ def span(name: str, **attributes: Any) -> Iterator[Callable[..., None]]:
 def until_done(name: str, future: Future[Any]) -> None:
     """Records a span from now until the future is done."""
     if _tracer is not None:
-        begun = _tracer.start_span(name)
-        future.add_done_callback(lambda _: begun.end())
+        open_span = _tracer.start_span(name)
+        future.add_done_callback(lambda _: open_span.end())

@@ -24,9 +24,9 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
     version = path.stat().st_mtime_ns if source is None else source
     if name in sys.modules and _loaded[name] == version:
         return sys.modules[name]
-    described = importlib.util.spec_from_file_location(name, path)
-    assert described is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(described)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     _loaded[name] = version  # before it runs: a file that loads itself gets the module as it is, as by an import
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -49,12 +49,12 @@ def names_in(text: str, path: str) -> list[str] | None:
     Raises SyntaxError.
     """
     top = symtable.symtable(text, path, "exec")
-    there, tables = {}, [top]
+    names, tables = {}, [top]
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
             if symbol.is_referenced() and symbol.get_name() in _DEFINING:
                 return None
             if (table is top or symbol.is_declared_global()) and (symbol.is_assigned() or symbol.is_imported()):
-                there[symbol.get_name()] = True
-    return None if "__getattr__" in there or _STAR.search(text) else list(there)
+                names[symbol.get_name()] = True
+    return None if "__getattr__" in names or _STAR.search(text) else list(names)

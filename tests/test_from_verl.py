@@ -282,7 +282,7 @@ def test_devices_that_share_parameters_or_a_server(words, shares, lacking):
     found = translate(words.split())
     names = ("mesh.fsdp", "mesh.data", "rollout.servers", "rollout.tensor_model_parallel_size")
     assert tuple(found.settings[name] for name in names) == shares
-    assert [line.said for line in found.lines if line.kind == "missing"] == lacking
+    assert [line.text for line in found.lines if line.kind == "missing"] == lacking
 
 
 def test_tools_by_the_agent_loop(capsys):
@@ -359,7 +359,7 @@ def test_sglang_does_not_sample_from_experts(word):
     """jppo refuses to publish them to SGLang."""
     found = translate([word, "actor_rollout_ref.rollout.name=sglang"])
     assert "rollout.name" not in found.settings  # vllm
-    assert [line.said for line in found.lines if line.kind == "missing"] == ["actor_rollout_ref.rollout.name=sglang"]
+    assert [line.text for line in found.lines if line.kind == "missing"] == ["actor_rollout_ref.rollout.name=sglang"]
     dense = translate([f"{MODEL}=deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "actor_rollout_ref.rollout.name=sglang"])
     assert dense.settings["rollout.name"] == "sglang" and {line.kind for line in dense.lines} == {"same"}
 

@@ -197,7 +197,7 @@ def _graders(*sets: CheckedSet | None) -> dict[str, str]:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Checks the training set and the test set, and prints the report."""
     parser = Parser("jppo.data.check", __doc__)
     parser.add_argument("files", nargs="+", help="parquet, jsonl, json, hub:NAME/SPLIT or tfds:NAME/SPLIT@DIR")
     parser.add_argument("--val", default="", help="the test set, in the same forms, separated by commas")

@@ -65,7 +65,7 @@ def _make(source: pathlib.Path) -> prepare.RowSets:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes HH-RLHF's pairs and prompts as parquet files."""
     prepare.command("jppo.data.hh_rlhf", __doc__, _make, argv)
 
 

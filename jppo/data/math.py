@@ -38,7 +38,7 @@ def _make(source: pathlib.Path) -> prepare.RowSets:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Writes MATH's questions as train.parquet and test.parquet."""
     prepare.command("jppo.data.math", __doc__, _make, argv)
 
 

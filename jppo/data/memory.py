@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.registry import at_line, did_you_mean, resolve, said
+from jppo.registry import at_line, did_you_mean, error_text, resolve
 from jppo.types import Prompt, Reward, StepData
 
 Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
@@ -77,9 +77,9 @@ class Memory:
     draws = True  # it chooses the prompts of a step
     order: Order | None = None  # where it does not: a user-defined one
 
-    def __init__(self, said_as: str, prompts: Sequence[Prompt]):
-        """`said_as` begins the errors."""
-        self._label, self._prompts = said_as, prompts
+    def __init__(self, label: str, prompts: Sequence[Prompt]):
+        """`label` begins the errors."""
+        self._label, self._prompts = label, prompts
 
     def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
         """Returns the places of the next `size` prompts, [N] i64, and the memory after them.
@@ -115,7 +115,7 @@ class Memory:
         try:
             return function(*arguments)
         except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{self._label}: {name} raises {said(e)}; correct it{at_line(e)}") from e
+            raise UserError(f"{self._label}: {name} raises {error_text(e)}; correct it{at_line(e)}") from e
 
     def _to_text(self, name: str, memory: Any) -> str:
         return str(self._call(name, to_text, memory))
@@ -158,7 +158,7 @@ class AlgorithmMemory(Memory):
 
     def __init__(
         self,
-        said_as: str,
+        label: str,
         prompts: Sequence[Prompt],
         *,
         init: Callable[[Sequence[Prompt]], Any] | None,
@@ -168,7 +168,7 @@ class AlgorithmMemory(Memory):
         order: Order | None = None,
     ):
         """`choose` is the function `prompts`; without it, the prompts come in the data's own order, or in `order`."""
-        super().__init__(said_as, prompts)
+        super().__init__(label, prompts)
         self._init, self._choose, self._columns, self._update = init, choose, columns, update
         self.draws, self.order = choose is not None, order
 

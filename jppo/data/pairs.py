@@ -56,7 +56,7 @@ def _pair_by_score(shuffled: Sequence[Row]) -> list[dict[str, Any]]:
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Pairs scored samples and writes train.jsonl and test.jsonl."""
     parser = Parser("jppo.data.pairs", __doc__)
     parser.add_argument("--samples", type=pathlib.Path, required=True, help="a samples file with scores")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="directory to write to")

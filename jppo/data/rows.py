@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.errors import UserError, escaped, expanded, first_line
-from jppo.registry import resolve, said
+from jppo.registry import error_text, resolve
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 TFDS = "tfds:"
@@ -313,7 +313,7 @@ def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, e
         raise
     except Exception as e:  # and so may its class
         progress = f"after row {len(rows)}" if rows else "before the first row"
-        raise UserError(f"{source} failed {progress} ({said(e)}); fix the class") from e
+        raise UserError(f"{source} failed {progress} ({error_text(e)}); fix the class") from e
     return _require_rows(rows, source)
 
 
@@ -324,14 +324,16 @@ def _hub_rows(entry: str, name: str, split: str) -> list[Row]:
         import datasets
     except ImportError as e:
         raise UserError(
-            f"{entry}: the package datasets cannot be imported ({said(e)}); pip install 'jppo[hub]', or get the files:"
-            f" hf download --repo-type dataset {name} --local-dir DIR"
+            f"{entry}: the package datasets cannot be imported ({error_text(e)}); pip install 'jppo[hub]', or get the"
+            f" files: hf download --repo-type dataset {name} --local-dir DIR"
         ) from e
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
         rows = [Row(entry, number, dict(columns)) for number, columns in enumerate(dataset, start=1)]
     except Exception as e:  # no network, an unknown name, split or config: each raises its own
-        raise UserError(f"{entry} cannot be read ({said(e)}); check name, config and split, or the network") from e
+        raise UserError(
+            f"{entry} cannot be read ({error_text(e)}); check name, config and split, or the network"
+        ) from e
     return _require_rows(rows, entry)
 
 
@@ -358,7 +360,7 @@ def _tfds_rows(spec: TfdsSpec) -> list[Row]:
     try:
         import tensorflow_datasets as tfds
     except ImportError as e:
-        raise UserError(f"{spec.text}: {TFDS_MISSING.format(said(e))}") from e
+        raise UserError(f"{spec.text}: {TFDS_MISSING.format(error_text(e))}") from e
     _hide_gpus(spec)
     options = {} if spec.directory is None else {"data_dir": spec.directory}
     try:
@@ -374,7 +376,7 @@ def _tfds_rows(spec: TfdsSpec) -> list[Row]:
         raise
     except Exception as e:  # a damaged file, another format, an unknown name: each raises its own
         raise UserError(
-            f"{spec.text} cannot be read ({said(e)}); it must have been prepared, as array_record, in "
+            f"{spec.text} cannot be read ({error_text(e)}); it must have been prepared, as array_record, in "
             f"{spec.directory or 'the folder of tensorflow-datasets'}"
         ) from e
     _hide_gpus(spec)

@@ -20,7 +20,7 @@ import numpy as np
 
 from jppo.data.memory import AlgorithmMemory, Curriculum, Memory, Order
 from jppo.errors import UserError
-from jppo.registry import resolve, said
+from jppo.registry import error_text, resolve
 from jppo.types import Prompt, Reward, StepData
 
 
@@ -120,7 +120,7 @@ def user_order(spec: str, prompts: Sequence[Any], *, seed: int, batch_size: int)
         try:
             indices = np.asarray(function(prompts, epoch, seed))
         except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{label} raises {said(e)} for epoch {epoch}; correct it") from e
+            raise UserError(f"{label} raises {error_text(e)} for epoch {epoch}; correct it") from e
         if indices.dtype.kind not in "iu" or not np.array_equal(np.sort(indices, axis=None), np.arange(len(prompts))):
             raise UserError(
                 f"{label} returns {indices.dtype} of shape {indices.shape} for epoch {epoch}; it must return each index"

@@ -188,7 +188,7 @@ def _make_prompts(sources: Sequence[Source], needed: Collection[str]) -> list[Pr
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Grades answers of the data by the run's reward, and prints a line for each source."""
     argv = sys.argv[1:] if argv is None else argv
     config, switches = settings.parse(argv, __doc__, settings.default(), needs_file=False)
     for section, name in (("model", "path"), ("data", "val_files")):  # not read

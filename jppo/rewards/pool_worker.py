@@ -343,7 +343,7 @@ def main(parent: int, memory_bytes: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     child_process.kill_all()
-    child_process.end_like(0 if status is None else os.waitstatus_to_exitcode(status))
+    child_process.exit_like(0 if status is None else os.waitstatus_to_exitcode(status))
 
 
 def _watch(worker: int, parent: int, wake_reader: int, wake_writer: int) -> int | None:
