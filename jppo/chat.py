@@ -147,7 +147,6 @@ class Conversation:
         self._history: list[Message] = list(self._system_messages)
 
     def reset(self) -> None:
-        """Clears all but the system message."""
         self._history = list(self._system_messages)
 
     def say(self, text: str, *, show: Callable[[str], Any], tell: Callable[[str], Any]) -> None:
@@ -185,12 +184,10 @@ class Conversation:
 
 
 def show(piece: str) -> None:
-    """Writes a piece of an answer and flushes."""
     print(escaped(piece), end="", flush=True)
 
 
 def tell(line: str) -> None:
-    """Prints a notice."""
     print(f"[{line}]", file=sys.stderr, flush=True)
 
 

@@ -68,7 +68,6 @@ def raise_faults(faults: list[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message."""
     return str(error).strip().partition("\n")[0]
 
 

@@ -160,7 +160,6 @@ def override_lines(translation: Translation) -> Iterator[str]:
 
 
 def comment_out(lines: Iterator[str]) -> str:
-    """Formats each line as a shell comment."""
     return "\n".join(f"# {part}".rstrip() if part else "" for line in lines for part in line.split("\n"))
 
 

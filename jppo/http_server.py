@@ -49,7 +49,6 @@ class HttpReply(NamedTuple):
 
 
 def json_reply(value: Any, status: int = 200) -> HttpReply:
-    """Returns a reply with the value as JSON."""
     return HttpReply(json.dumps(value).encode(), status=status)
 
 

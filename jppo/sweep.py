@@ -167,7 +167,6 @@ Command = Callable[[PlannedRun], list[str]]
 
 
 def train_command(run: PlannedRun) -> list[str]:
-    """Returns the command of the run."""
     return [sys.executable, "-m", "jppo.train", *run.arguments]
 
 
@@ -285,7 +284,6 @@ def last_error(log: pathlib.Path) -> str:
 
 
 def print_line(text: str) -> None:
-    """Prints a line and flushes."""
     print(escaped(text), flush=True)
 
 

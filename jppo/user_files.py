@@ -39,7 +39,6 @@ def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
 
 
 def has_run(path: str) -> bool:
-    """Whether a user's file of this path is loaded."""
     return any(getattr(sys.modules.get(name), "__file__", None) == path for name in _loaded)
 
 

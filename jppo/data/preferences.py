@@ -53,10 +53,7 @@ def read_pairs(
 ) -> PairSet:
     """Reads, checks and tokenises comma-separated sources; `margin_column` is the column of margins ('': `margin`).
 
-    Rows hold `prompt` (text or chat messages) with `chosen` and `rejected`, as text or as messages that continue the
-    prompt; or only the two as whole chats that end with the assistant's turn. A `prompt` next to whole chats must be
-    their beginning. `encode` is the tokenisation: of a reward model as it scores, of a policy as it samples. `starts`
-    counts the tokens of a prompt, where the run needs to know them.
+    `starts` counts the tokens of a prompt, where the run needs to know them.
     """
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     pairs, overlong, alike = [], 0, 0

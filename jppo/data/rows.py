@@ -49,7 +49,6 @@ class Row:
 
     @property
     def place(self) -> str:
-        """Returns the row's place for error messages."""
         return f"{self.source}, {self.unit} {self.number}"
 
 

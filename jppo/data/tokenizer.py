@@ -198,7 +198,6 @@ def check_stop_texts(tokenizer: Any, texts: Sequence[str]) -> None:
 
 
 def ends_with_eos(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Whether the last token is the tokenizer's end token."""
     return tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id
 
 

@@ -45,7 +45,6 @@ class Account:
 
     @property
     def total_flops(self) -> int:
-        """FLOP of all products."""
         return sum(self.flops.values())
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,7 +138,6 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """All together."""
         return self.compute + self.hbm + self.links
 
     @property
@@ -148,7 +146,6 @@ class Forecast:
         return max(("compute", "hbm", "links"), key=lambda name: getattr(self, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns JSON types."""
         return dataclasses.asdict(self) | {"seconds": self.seconds, "bound": self.bound}
 
 

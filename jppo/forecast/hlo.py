@@ -36,12 +36,10 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array."""
         return -(-self.elements * BITS[self.dtype] // 8)
 
 

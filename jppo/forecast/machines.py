@@ -194,7 +194,6 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.groups * self.each
 
     def __str__(self) -> str:

@@ -37,7 +37,6 @@ class Collective:
 
     @property
     def total(self) -> int:
-        """Bytes of all executions."""
         return self.bytes * self.times
 
 
@@ -277,7 +276,6 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """Seconds since the start."""
         return self.compute + self.memory + self.waited
 
 

@@ -133,7 +133,6 @@ def machine_findings(c: Settings) -> Iterator[Finding]:
 
 
 def failures(findings: Iterable[Finding]) -> list[str]:
-    """Returns the names of failed checks."""
     return [finding.about for finding in findings if finding.verdict == "FAIL"]
 
 

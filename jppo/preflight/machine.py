@@ -248,7 +248,6 @@ REMEDY = (
 
 
 def nearest_existing(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the folder, or its nearest existing parent."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 

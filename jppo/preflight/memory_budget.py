@@ -48,7 +48,6 @@ class MemoryBudget:
 
     @property
     def needs(self) -> int:
-        """All parts together."""
         return sum(self.parts.values())
 
     @property
@@ -158,7 +157,6 @@ def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
 
 
 def host_room() -> int | None:
-    """Returns the available bytes of this machine."""
     return available_memory(pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup"))
 
 
@@ -302,7 +300,6 @@ def candidates(c: Settings) -> Iterator[dict[str, Any]]:
 
 
 def as_arguments(changes: dict[str, Any]) -> str:
-    """Formats settings as command-line arguments."""
     return " ".join(f"--config.{name}={value}" for name, value in changes.items())
 
 

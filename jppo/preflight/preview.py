@@ -159,7 +159,6 @@ def look_up_sizes(
 
 
 def _estimate_run(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
-    """Estimates the memory of a PPO run."""
     return memory.estimate_memory(c, inputs, mesh, entries=work_of_step(c, inputs, mesh).entries)
 
 

@@ -41,7 +41,6 @@ class ProgramMemory:
 
     @property
     def needs(self) -> int:
-        """All of its bytes."""
         return self.gradients + self.temporaries + self.brought
 
 
@@ -67,12 +66,10 @@ class Estimate:
 
     @property
     def code(self) -> int:
-        """Bytes of compiled code."""
         return sum(moment.account.code for moment in self.moments if moment.account is not None)
 
     @property
     def peak(self) -> int:
-        """Peak bytes in use."""
         return sum(self.parts.values()) + self.code + self.worst.needs
 
 

@@ -265,7 +265,6 @@ def pack_fitting(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = 
 
 
 def compact(value: Any) -> str:
-    """Returns the value as compact ASCII JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 

@@ -220,7 +220,6 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
 
 
 def total(lines: Lines, name: str) -> float:
-    """Returns the sum of a metric over its steps."""
     return sum(value for _, value in points_of(lines, name))
 
 

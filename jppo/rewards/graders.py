@@ -147,7 +147,6 @@ class RulePart(Part):
         }
 
     def close(self) -> None:
-        """Stops the pool's processes."""
         self._pool.close()
 
 
@@ -343,5 +342,4 @@ class FormatPart(Part):
         return self._pool.submit(self._target, as_plain(sample) | {"extra": None})
 
     def close(self) -> None:
-        """Stops the pool's processes."""
         self._pool.close()

@@ -112,7 +112,6 @@ class JudgeClient:
             raise self._error(f"gave an unreadable answer: {reply}") from e
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.close()
 
     async def _send_openai(self, system: str, question: str) -> Any:

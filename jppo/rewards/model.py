@@ -150,7 +150,6 @@ class Normalizer:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Restores a state."""
         self.count, self.mean, self.squares = (float(state[key]) for key in ("count", "mean", "squares"))
 
 

@@ -179,7 +179,6 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 
 
 def _failed_answer(error: str) -> _Answer:
-    """Returns the answer for a sample that could not be scored."""
     return {"score": math.nan, "parts": {}, "error": error[:2000]}
 
 

@@ -168,7 +168,6 @@ class Lines:
         self.note("  ".join([f"step {step}/{self._total}", *texts]))
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints the text."""
         self._console.print(escaped(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -223,7 +222,6 @@ class Live:
         self._live.update(self._draw(), refresh=True)
 
     def note(self, text: str, style: str = "") -> None:
-        """Prints the text above the table."""
         self._console.print(rich.text.Text(escaped(text), style=style))
 
     def close(self) -> None:

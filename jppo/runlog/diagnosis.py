@@ -88,7 +88,6 @@ class History:
         return statistics.median(self._first[name])
 
     def last(self, name: str, n: int = LAST_STEPS) -> list[float]:
-        """Returns at most the last n values."""
         return list(self._last[name])[-n:]
 
     def recent(self, name: str) -> float | None:

@@ -34,7 +34,6 @@ class Appender:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of waiting records."""
         return len(self._waiting)
 
     def append(self, record: bytes) -> None:
@@ -132,7 +131,6 @@ def write_file(path: pathlib.Path, make: Callable[[pathlib.Path], object]) -> pa
 
 
 def write_text(path: pathlib.Path, text: str) -> pathlib.Path:
-    """Writes a text atomically."""
     return write_file(path, lambda new_path: new_path.write_text(text, encoding="utf-8"))
 
 

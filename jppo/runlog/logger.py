@@ -115,7 +115,6 @@ class Logger:
         self._call_safely("bad_steps", lambda: _write_arrays(self._run_dir, name, arrays))
 
     def note(self, text: str) -> None:
-        """Prints a text between steps."""
         self._print(text)
 
     def sync(self) -> None:
@@ -204,7 +203,6 @@ class _JsonLines:
         """Does nothing: samples have their own files."""
 
     def warn(self, alert: Alert) -> None:
-        """Writes a warning."""
         self._warnings.append(_json_line(dataclasses.asdict(alert)))
 
     def sync(self) -> None:

@@ -119,7 +119,6 @@ class Wandb:
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step, commit=False)
 
     def warn(self, alert: Alert) -> None:
-        """Adds a line to the run's summary."""
         self._run.summary[f"warnings/{alert.name}"] = f"step {alert.step}: {alert.found}; {alert.remedy}"
 
     def close(self, *, failed: bool) -> None:
@@ -135,7 +134,6 @@ class MLflow:
 
     @staticmethod
     def require() -> None:
-        """UserError if MLflow is missing."""
         _import_package("mlflow")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
@@ -196,7 +194,6 @@ class MLflow:
         self._client.set_tag(self._id, f"warnings.{alert.name}", text)
 
     def close(self, *, failed: bool) -> None:
-        """Ends the run."""
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
 
 
@@ -252,11 +249,9 @@ class Swanlab:
             self._run.log({"generations": [self._text(text) for text in texts]}, step=step)
 
     def warn(self, alert: Alert) -> None:
-        """Sends a text."""
         self._run.log({f"warnings/{alert.name}": self._text(f"{alert.found}; {alert.remedy}")}, step=alert.step)
 
     def close(self, *, failed: bool) -> None:
-        """Sends the rest and ends the run."""
         self._run.finish(**({"state": "crashed", "error": "the run ended early"} if failed else {}))
 
 
@@ -268,7 +263,6 @@ class ClearML:
 
     @staticmethod
     def require() -> None:
-        """UserError if ClearML is missing."""
         _import_package("clearml")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
@@ -311,7 +305,6 @@ class ClearML:
             self._log.report_table("generations", "samples", iteration=step, table_plot=table)
 
     def warn(self, alert: Alert) -> None:
-        """Sends a line of the task's log."""
         self._log.report_text(f"warning: step {alert.step}: {alert.name}: {alert.found}; {alert.remedy}")
 
     def close(self, *, failed: bool) -> None:
@@ -331,7 +324,6 @@ class Trackio:
 
     @staticmethod
     def require() -> None:
-        """UserError if Trackio is missing."""
         _import_package("trackio")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
@@ -369,16 +361,13 @@ class Trackio:
             self._run.log({"generations": self._table(columns=list(COLUMNS), data=data)}, step=step)
 
     def warn(self, alert: Alert) -> None:
-        """Sends an alert."""
         self._run.alert(title=alert.name, text=f"step {alert.step}: {alert.found}; {alert.remedy}")
 
     def close(self, *, failed: bool) -> None:
-        """Sends the rest and ends the run."""
         self._run.finish()
 
 
 def _finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the finite metrics."""
     return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
 

@@ -81,14 +81,12 @@ class Exporter(Collector):
             yield counter
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows this step."""
         self._metrics = {"step": step, **metrics}
 
     def generations(self, step: int, rows: Rows) -> None:
         """Does nothing: samples are not numbers."""
 
     def warn(self, alert: Alert) -> None:
-        """Counts a warning."""
         self._warnings[alert.name] += 1
 
     def close(self, *, failed: bool) -> None:
@@ -131,7 +129,6 @@ class Board:
         self._write(alert.step, summary=self._summary.text(f"warnings/{alert.name}", text))
 
     def close(self, *, failed: bool) -> None:
-        """Writes waiting records."""
         self._file.close()
 
     def _write(self, step: int, **content: Any) -> None:

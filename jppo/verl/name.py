@@ -68,7 +68,6 @@ def _keys(words: str) -> list[str]:
 
 
 def within(place: str, names: str) -> str:
-    """Returns the keys of a place by their names."""
     return " ".join(f"{place}.{name}" for name in names.split())
 
 
