@@ -45,7 +45,7 @@ def listing() -> str:
 
 
 def command_of(word: str) -> str | None:
-    """Returns the module of a command; None if there is none."""
+    """Returns the module of a command by its name or short form; None if there is none."""
     name = word.removeprefix("jppo.").replace("-", "_")
     module = f"jppo.{SHORT.get(name, name)}"
     return module if module in COMMANDS else None

@@ -55,7 +55,7 @@ class ChatModel:
 
 
 def load_model(args: argparse.Namespace) -> ChatModel:
-    """Reads the model and closes its programs over it; they compile on first use."""
+    """Reads a model and makes its sampling functions, which compile on first use."""
     if (pathlib.Path(args.model) / "adapter_config.json").is_file():
         raise UserError(f"{args.model} has only adapters; export the run with --merge_lora, and use that directory")
     _, cfg = hf.read_config(args.model, longest=args.context)
@@ -96,7 +96,7 @@ def load_model(args: argparse.Namespace) -> ChatModel:
 
 
 def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: int) -> InprocessSettings:
-    """Settings of the in-process engine for one row on one device."""
+    """Returns the settings of the in-process engine for one row on one device."""
     mesh = sharding.mesh_of_shape((1,))
     return InprocessSettings(
         cfg=cfg,
@@ -112,7 +112,7 @@ def engine_settings(cfg: ModelConfig, dtype: str, context: int, longest_prompt: 
 
 
 def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
-    """Loads the parameters to that device."""
+    """Loads the model's weights to one device."""
     layout = state.model_weights(cfg, sharding.mesh_of_shape((1,)), head="lm", param_dtype=dtype)
     return state.load_sharded(layout, path, init="pretrained", key=jax.random.key(0))
 
@@ -150,7 +150,7 @@ class Conversation:
         self._history = list(self._system_messages)
 
     def say(self, text: str, *, show: Callable[[str], Any], tell: Callable[[str], Any]) -> None:
-        """Passes the answer to `show` as it comes and notices to `tell`; adds both turns to the history."""
+        """Answers a text: passes the answer to `show` as it comes, notices to `tell`; adds both to the history."""
         model, self._turn = self._model, self._turn + 1
         checked_text(PLACE, "what was said", text)
         if model.templated:

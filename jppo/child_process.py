@@ -19,7 +19,7 @@ from jppo.errors import UserError
 
 
 def executable(python: str, setting: str = "rollout.python") -> str:
-    """Resolves an interpreter, '' for this one; UserError if `setting` names none."""
+    """Returns the path of an interpreter, '' for this one; UserError if `setting` names none."""
     path = shutil.which(os.path.expanduser(python)) if python else sys.executable
     if path is None:
         raise UserError(f"{setting}={python!r} is not a program; set it to the path of a Python")

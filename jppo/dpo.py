@@ -90,6 +90,8 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
     initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
 
     def begin(task: pairs.PairTask, model: Trainable, params: Params) -> None:
+        """Computes or keeps the log-probs of the pairs by the initial policy, before it is trained."""
+
         def logprobs(pair_set: PairSet, indices: Sequence[int], params: Params) -> np.ndarray:
             rows = pairs.pack_pairs(task, [pair_set.pairs[i] for i in indices])
             return np.asarray(pairs.score_pairs(task, model, params, rows, len(indices)))
@@ -106,6 +108,7 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
         initial[:] = [lambda of, which: stored[id(of)][:, list(which)].reshape(-1)]
 
     def loss_inputs(task: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the initial log-probs and the token counts of these pairs' responses."""
         chosen = [pair_set.pairs[i] for i in indices]
         tokens = [len(p.chosen) - p.starts[0] for p in chosen] + [len(p.rejected) - p.starts[1] for p in chosen]
         return initial[0](pair_set, indices), np.array(tokens, np.float32)

@@ -113,7 +113,7 @@ def _evaluate(c: Settings, console: rich.console.Console) -> bool:
 
 
 def introduce(c: Settings, inputs: Inputs) -> str:
-    """Describes the test."""
+    """Describes the test in one line, for the console."""
     sampling, val = c.rollout.val_kwargs, inputs.val
     sampled = "greedily" if sampling.temperature == 0.0 else f"at temperature {sampling.temperature:g}"
     return (
@@ -166,7 +166,7 @@ def _format_estimate(estimate: statistics.MeanSe | None) -> str:
 
 
 def notes(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yields notes about the numbers."""
+    """Yields notes on responses that could not be graded or were truncated."""
     metrics = summary["metrics"]
     if errors := int(metrics["val/reward_errors"]):
         yield f"{errors} responses could not be graded and are left out; the first error: {summary['first_error']}"
@@ -175,7 +175,7 @@ def notes(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_settings(argv: list[str]) -> tuple[Settings, bool]:
-    """Returns the checked settings of the command line, and whether to print them only."""
+    """Reads the command line; returns the checked settings, and whether to print them only."""
     parser = settings.Parser("jppo.evaluate", __doc__, allow_abbrev=False)
     for name, (setting, about) in SHORT.items():
         parser.add_argument(f"--{name}", metavar="", help=f"{setting}{about and f': {about}'}")

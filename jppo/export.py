@@ -34,7 +34,7 @@ HUB_FILES = {".gitattributes"}  # of a repository: created by the hub itself
 
 
 def export(args: argparse.Namespace) -> list[str]:
-    """Reads, writes and uploads; returns the lines to print."""
+    """Reads a trained model, writes it with its card, and uploads it; returns the lines to print."""
     if args.push:
         require_hub(args.push)
     require_free(args.out)
@@ -238,7 +238,7 @@ def card(
 
 
 def _front_matter(base: str, kind: str, tag: str) -> str:
-    """Returns the metadata that the hub reads."""
+    """Returns the card's first lines, the metadata that the hub reads."""
     hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) and not pathlib.Path(base).is_dir()
     lines = [
         "---",

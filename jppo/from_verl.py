@@ -45,7 +45,7 @@ LEFT_OUT = 3  # exit code
 
 
 def read_arguments(argv: list[str]) -> Script:
-    """Returns the trainer and its arguments that the command line names."""
+    """Reads the command line: a script, a list of arguments, or overrides; returns the trainer with its arguments."""
     if not argv:
         raise UserError(
             "nothing is given; name a script of verl's or its overrides, as in python -m jppo.from_verl run.sh"

@@ -53,7 +53,7 @@ def json_reply(value: Any, status: int = 200) -> HttpReply:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """Returns a body's JSON object; BadRequest for another body."""
+    """Parses a body that must be a JSON object; BadRequest for another body."""
     gc_enabled = gc.isenabled()
     gc.disable()  # it would look at millions of new lists again and again
     try:
@@ -81,7 +81,7 @@ class HttpServer:
         admit: Callable[[str], object],
         refusal: Callable[[BadRequest], HttpReply],
     ):
-        """`answer` and `admit`, which gets the key, raise BadRequest; `refusal` writes it in the protocol's form.
+        """`answer` gets a request, `admit` its key; both may raise BadRequest, which `refusal` turns into a reply.
 
         The answer to a client that has gone is cancelled.
         """
@@ -93,7 +93,7 @@ class HttpServer:
         self.held = 0  # bytes of unfinished bodies
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listens, and returns the address; port 0 takes a free one."""
+        """Starts to listen and returns the address; port 0 takes a free one."""
         file_limit = allow_files()
         self.most_unknown, self.most_known = min(_MAX_UNKNOWN, file_limit // 4), file_limit // 2
         listening = socket.create_server((host, port))
@@ -109,7 +109,7 @@ class HttpServer:
             connection.abort()
 
     def move(self, connection: "_Connection", group_of: "dict[_Connection, None] | None") -> None:
-        """Moves a connection to the end of a group, whose first makes room for it, or out of all."""
+        """Moves a connection to the end of a group, or out of all; the oldest of a full group is ended."""
         for group in (self.unknown, self.waiting, self.answering):
             group.pop(connection, None)
         if group_of is not None:
@@ -177,7 +177,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self.transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Keeps a connection whose client sends no more but waits for its answer."""
+        """Keeps the connection of a client that sends no more but waits for its answer."""
         if self._task is None or self._ended:
             return False
         self._client_done = True
@@ -192,7 +192,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._written.set()
 
     def _read(self) -> None:
-        """Reads up to the end of a request, and starts its answer."""
+        """Reads on to the end of a request, then starts the task of its answer."""
         try:
             while self._task is None and not self._ended:
                 event = self._http.next_event()
@@ -286,7 +286,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.transport.write(data + self._http.send(h11.EndOfMessage()))
 
     def _refuse(self, error: BadRequest) -> None:
-        """Answers a request that is not read further."""
+        """Answers a request with an error, and reads no more of it."""
         self._send(self._server.refusal(error))
         self._close_after_reply()
 

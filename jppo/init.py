@@ -54,7 +54,7 @@ class Proposal:
 
 
 def prompt_column(rows: Sequence[Row]) -> str:
-    """Returns the column that has the prompts."""
+    """Returns the column that has the prompts; UserError if none has a usual name."""
     names = set.intersection(*(set(row.columns) for row in rows))
     column = next((name for name in PROMPTS if name in names), None)
     if column is None:
@@ -66,7 +66,7 @@ def prompt_column(rows: Sequence[Row]) -> str:
 
 
 def truth_column(rows: Sequence[Row]) -> str:
-    """Returns the column with the ground truth if its name is neither jppo's nor verl's, otherwise ''."""
+    """Returns the column with the ground truth, if it needs to be named in the config; otherwise ''."""
     if any(row.columns.get(name) is not None for row in rows for name in ("ground_truth", "reward_model")):
         return ""
     return next((name for name in TRUTH_COLUMNS if all(name in row.columns for row in rows)), "")
@@ -153,7 +153,7 @@ def machine_choices(backend: str, cfg: ModelConfig) -> Iterator[Proposal]:
 
 
 def length_choices(inputs: Inputs, rows: Sequence[Row], limit: int, backend: str) -> Iterator[Proposal]:
-    """Yields the longest prompt and response, from the data; together within the model's `limit`."""
+    """Yields the lengths of prompts and responses, from the data and within the model's `limit`."""
     longest = max(len(prompt.ids) for prompt in inputs.train.prompts)
     answers = [row.columns[name] for row in rows for name in SOLUTIONS if isinstance(row.columns.get(name), str)]
     response, reason = (64 if backend == "cpu" else 512), "a guess: the data has no worked solutions to measure"
@@ -178,7 +178,7 @@ def _round_up(tokens: int) -> int:
 
 
 def render(choices: Sequence[Proposal], title: str, out: pathlib.Path) -> str:
-    """Returns the config as a Python file."""
+    """Formats the config as a Python file with a comment on each setting."""
     lines = [
         f'"""{title}; written by jppo.init, to be changed as you like.',
         "",

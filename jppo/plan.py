@@ -67,7 +67,7 @@ class Candidate:
 def search(
     c: Settings, inputs: Inputs, machine: Machine, *, rate: float, report: Callable[[str], None]
 ) -> list[Candidate]:
-    """Returns all candidates, the best first; `report` gets a line on each."""
+    """Tries meshes, then recomputation, tokens, packing and offload; returns all candidates, the best first."""
     devices = compilers.devices_of(machine)
     tried: dict[str, Candidate] = {}
 
@@ -120,7 +120,7 @@ def try_settings(
 
 
 def candidate_meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
-    """Yields candidate meshes: parameters over all devices or a group, and two, four or eight devices a row.
+    """Yields meshes to try: parameters over all devices or a group, and rows or experts over two, four or eight.
 
     And as many over which a mixture's experts are sharded.
     """

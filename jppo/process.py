@@ -20,7 +20,7 @@ FILES = 1 << 16  # open ones that are allowed at most: each request in flight ha
 
 
 def correct_sums() -> None:
-    """Switches off the fused sums of jaxlib 0.10.2 on CPUs, which are wrong from 32,769 rows on (jax issue 39103).
+    """Switches off fused sums of jaxlib 0.10.2 on CPUs, which are wrong from 32,769 rows on (jax issue 39103).
 
     XLA reads its flags once, when JAX starts: in a process that has used a device, this has no effect.
     """
@@ -33,7 +33,7 @@ correct_sums()
 
 
 def keep_programs(folder: str) -> None:
-    """Keeps compiled programs in `folder` for later runs; '' disables the cache.
+    """Caches compiled programs in `folder` for later runs; '' disables the cache.
 
     JAX_COMPILATION_CACHE_DIR takes precedence.
     """
@@ -43,7 +43,7 @@ def keep_programs(folder: str) -> None:
 
 
 def prepare_process(platform: str, compile_cache: str, compute_dtype: str) -> None:
-    """Sets what programs need on a mesh of this platform, which may be a described machine's.
+    """Sets the compilation cache and the precision of products for a mesh of this platform, perhaps a described one's.
 
     `compile_cache` is the folder of `keep_programs`.
     """
@@ -55,7 +55,7 @@ def prepare_process(platform: str, compile_cache: str, compute_dtype: str) -> No
 
 
 def share_gpu(servers_share: float, *, sleeping: bool) -> None:
-    """Leaves the servers' share of a GPU, 0.0 without any on it, to them: JAX would preallocate three quarters of it.
+    """Sets JAX's share of a GPU's memory, so that servers get theirs: JAX would preallocate three quarters of it.
 
     With sleeping servers, JAX frees each array's memory at once, so that the servers can wake.
     """

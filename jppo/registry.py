@@ -33,7 +33,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     @functools.cached_property
     def own(self) -> dict[str, T]:
-        """Returns jppo's own parts."""
+        """Returns jppo's own parts by name, imported on first use."""
         if isinstance(self._own, dict):
             return self._own
         module, _, name = self._own.partition(":")
@@ -61,7 +61,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return part
 
     def find(self, spec: str, setting: str) -> T:
-        """Returns the part named `spec`; raises a UserError that begins with the setting."""
+        """Returns the part that `spec` names, also a user's; raises a UserError that begins with the setting."""
         if spec in self:
             return self[spec]
         if ":" not in spec and (known_names := ", ".join(map(repr, self))):
@@ -73,7 +73,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return part
 
     def make(self, spec: str, setting: str, *arguments: object, **options: object) -> object:
-        """Calls the part named `spec` with what parts of the kind get: the settings and more, or options."""
+        """Calls the part that `spec` names and checks the type of its result; UserError if the part raises."""
         part = self.find(spec, setting)
         assert callable(part)
         try:
@@ -98,7 +98,7 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
 
 
 def resolve(spec: str, setting: str) -> Any:
-    """Imports the callable 'path.py:name' or 'module:name'; raises a UserError that begins with `setting`."""
+    """Imports a user's callable 'path.py:name' or 'module:name'; raises a UserError that begins with `setting`."""
     module_name, colon, name = spec.rpartition(":")
     label = f"{setting}={spec!r}"
     by_path = module_name.endswith(".py")
@@ -151,6 +151,7 @@ def _undefined_error(label: str, name: str, names: list[str]) -> UserError:
 
 
 def _import_module(name: str, label: str) -> ModuleType:
+    """Imports a module by name; UserError if it raises."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as e:  # a user's module may raise anything

@@ -36,7 +36,7 @@ from jppo.types import Prompt, Trajectory, given_text
 
 
 def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
-    """Reads the pairs and the model config."""
+    """Reads the pairs and the model config, and makes the loss of a reward model."""
     config_dict, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="value")
@@ -83,7 +83,7 @@ def prepare(c: PairTraining, request: DryRun = preview.HERE) -> pairs.PairTask:
 
 
 def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
-    """Tokenizes prompt and response as a PPO run's reward model reads them, without truncation."""
+    """Makes the function that tokenises prompt and response as a PPO run's reward model reads them."""
     texts = Texts(tokenizer, max_length=sys.maxsize)
     nothing = np.zeros(0, np.int32)
 

@@ -43,7 +43,7 @@ class DemonstrationTask(supervised.Task):
 
 
 def prepare(c: FineTuning, request: DryRun = preview.HERE) -> DemonstrationTask:
-    """Reads the demonstrations and the model config."""
+    """Reads the demonstrations and the model config, and makes the loss of fine-tuning."""
     longest = c.data.longest_row
     _, cfg = hf.read_config(c.model.path, longest=longest)
     if c.model.init == "pretrained" and request.machine is None:

@@ -32,7 +32,7 @@ class Samples(NamedTuple):
 
 
 def mean_se(values: Sequence[float]) -> MeanSe:
-    """Returns the mean of one value a prompt, and its standard error: s / √N with s over N - 1."""
+    """Returns the mean over prompts, and its standard error: s / √N with s over N - 1."""
     x = np.asarray(values, np.float64)
     if len(x) == 0:
         return MeanSe(math.nan, math.nan, 0)
@@ -124,7 +124,7 @@ def ladder(n: int) -> list[int]:
 
 
 def summarise(prompts: Sequence[Samples], n: int) -> dict[str, MeanSe]:
-    """Summarises `score`, and with n > 1 `pass@k` from 1 on and `best@k`, `worst@k` and `maj@k` from 2 on, k up to n.
+    """Returns means over prompts: `score`, and with n > 1 `pass@k`, `best@k`, `worst@k` and `maj@k`, k up to n.
 
     Prompts without a sample are left out; so is maj@k if the grader looks for no answers.
     """

@@ -102,7 +102,7 @@ class SweepRow:
 def make_row(
     folder: pathlib.Path, metric: str, *, settings: Mapping[str, Any], status: str, seconds: float
 ) -> SweepRow:
-    """Returns the row of the run in `folder`, from its metrics so far."""
+    """Makes the table's row of the run in `folder`, from its metrics so far."""
     lines = read_metrics(folder)
     points = [(line[metric], line["step"]) for line in lines if line.get(metric) is not None]
     best, best_step = max(points, key=lambda pair: (pair[0], -pair[1]), default=(None, None))
@@ -112,7 +112,7 @@ def make_row(
 
 
 def metric_names(folders: Sequence[pathlib.Path]) -> list[str]:
-    """Returns the metrics that any of the runs has."""
+    """Returns the names of all metrics that any of the runs has."""
     return sorted(
         {name for folder in folders for line in read_metrics(folder) for name in line} - {"step", "nonfinite"}
     )
@@ -140,7 +140,7 @@ def table_cells(rows: Sequence[SweepRow], metric: str) -> list[list[str]]:
 
 
 def markdown(rows: Sequence[SweepRow], metric: str) -> str:
-    """Returns a markdown table; the metric with four digits."""
+    """Formats the table as Markdown; the metric with four digits."""
     rounded = [dataclasses.replace(row, last=_rounded(row.last), best=_rounded(row.best)) for row in rows]
     heading, *body = [[cell.replace("|", "\\|") for cell in line] for line in table_cells(rounded, metric)]
     rule = ["---", *["---:"] * (len(heading) - 2), "---"]

@@ -26,7 +26,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def exporting(processor: Any = None) -> Iterator[None]:
-    """Exports the spans of the block by OTLP over HTTP, as the variables OTEL_* say, or to a `processor` of the SDK."""
+    """Exports the block's spans by OTLP over HTTP, as the variables OTEL_* say, or to a `processor` of the SDK."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -45,7 +45,7 @@ def exporting(processor: Any = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def span(name: str, **attributes: Any) -> Iterator[Callable[..., None]]:
-    """Records a span around the block; yields a function that adds attributes."""
+    """Records a span around the block, if tracing is on; yields a function that adds attributes."""
     if _tracer is None:
         yield lambda **_: None
         return

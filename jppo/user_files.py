@@ -18,7 +18,7 @@ _loaded: dict[str, int | str] = {}  # by module: the file's time of change, or t
 
 
 def load(path: pathlib.Path, source: str | None = None) -> ModuleType:
-    """Returns the file's module, which runs once, and again after a change; with a `source`, this text runs."""
+    """Runs a user's file once, and again after a change, and returns its module; with `source`, this text runs."""
     path = path.resolve()
     name = f"user_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"
     version = path.stat().st_mtime_ns if source is None else source

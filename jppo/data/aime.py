@@ -17,7 +17,7 @@ from jppo.settings import exit_on_user_error
 
 
 def _example(row: Row, index: int) -> dict[str, Any]:
-    """Makes a row in verl's layout, from such a row or from a problem with its answer."""
+    """Makes a row in verl's layout, from one or from a problem with its answer."""
     if "prompt" in row.columns:
         return prepare.checked_verl_row(row, "test")
     lower_case = Row(row.source, row.number, {name.lower(): value for name, value in row.columns.items()}, row.unit)
@@ -32,7 +32,7 @@ def _example(row: Row, index: int) -> dict[str, Any]:
 
 
 def _make(source: pathlib.Path) -> prepare.RowSets:
-    """Keeps each question once."""
+    """Returns the rows of the test set, each question once."""
     return {"test": prepare.without_duplicates(_example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
 
 

@@ -66,7 +66,7 @@ def read_set(
     columns: Mapping[str, str] = types.MappingProxyType({}),
     template_arguments: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> CheckedSet:
-    """Reads a training or test set, with the errors that training would raise."""
+    """Reads and tokenises a training or test set, with the errors that training would raise."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer, columns=columns)
     rows = [row for source in sources for row in source.rows]
     prompts = [with_system_prompt(prompt_of(row), system_prompt, row) for row in rows]
@@ -84,7 +84,7 @@ def data_findings(
     refuse: Callable[[str, str], str],
     needed: Collection[str] = NEEDED,
 ) -> list[DataNote]:
-    """Returns the findings about one set; `graders` maps known data sources to graders, `needed` as in training.
+    """Returns the report's notes on one set: columns, sources, missing answers, duplicates, over-long prompts.
 
     `refuse` returns why a row of a source with a ground truth cannot be graded, or ''.
     """
@@ -122,14 +122,14 @@ def data_findings(
 
 
 def overlap(train: CheckedSet, val: CheckedSet) -> DataNote:
-    """Counts rows of the second set whose prompt is in the first."""
+    """Returns a note on rows of the test set whose prompt is in the training set."""
     train_keys = set(map(_prompt_key, train.prompts))
     shared = [row for row, prompt in zip(val.rows, val.prompts, strict=True) if _prompt_key(prompt) in train_keys]
     return _count_note("overlap", "of the test set with a prompt of the training set", shared, len(val.rows))
 
 
 def lengths(data: CheckedSet) -> tuple[np.ndarray, str]:
-    """Returns the length of each prompt [n] i64, and its unit."""
+    """Returns the length of each prompt [n] i64, and its unit, tokens or characters."""
     if data.ids is not None:
         return np.array([len(ids) for ids in data.ids]), "tokens"
     texts = (p if isinstance(p, str) else "".join(message["content"] for message in p) for p in data.prompts)
@@ -151,7 +151,7 @@ def histogram(values: np.ndarray) -> list[str]:
 
 
 def _report(data: CheckedSet, findings: Sequence[DataNote], title: str, tokenizer: Any) -> list[str]:
-    """Returns the printed lines of one set."""
+    """Formats the report on one set: its notes, a histogram of lengths and the first prompt."""
     values, unit = lengths(data)
     summary = f"{values.min()} to {values.max()} {unit}, mean {values.mean():.1f}"
     shown = data.prompts[0] if data.ids is None else tokenizer.decode(data.ids[0])

@@ -24,7 +24,7 @@ _Messages = list[dict[str, str]]
 
 
 def _messages_of(transcript: str, row: Row) -> _Messages:
-    """Parses the turns of a transcript."""
+    """Parses a transcript to chat messages; UserError if it does not begin with a turn."""
     preamble, *turns = _TURN.split(transcript)
     if preamble.strip() or not turns:
         raise UserError(f"{row.place}: a transcript must begin with '\\n\\nHuman:'; it begins with {transcript[:40]!r}")
@@ -32,7 +32,7 @@ def _messages_of(transcript: str, row: Row) -> _Messages:
 
 
 def _pair(row: Row) -> dict[str, Any] | None:
-    """Returns the prompt with both responses; None for no pair."""
+    """Returns prompt, chosen and rejected response of a row; None if it is no pair of answers to one prompt."""
     prompt = row.columns.get("prompt") or ""
     chosen, rejected = (_messages_of(prompt + text_column(row, half), row) for half in ("chosen", "rejected"))
     alternates = [turn["role"] for turn in chosen] == ["user", "assistant"] * (len(chosen) // 2)
@@ -42,7 +42,7 @@ def _pair(row: Row) -> dict[str, Any] | None:
 
 
 def _make(source: pathlib.Path) -> prepare.RowSets:
-    """Makes pairs and prompts of both splits."""
+    """Makes the pairs and the prompts of both splits, by output file."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for split in ("train", "test"):
         rows = prepare.rows_of(source, split)

@@ -20,7 +20,7 @@ _SUFFIX = r"Let's think step by step and output the final answer within \boxed{}
 
 
 def _example(row: Row, split: str, index: int) -> dict[str, Any]:
-    """Makes a row in verl's layout."""
+    """Makes a row in verl's layout from a problem and its solution."""
     problem, solution = text_column(row, "problem"), text_column(row, "solution")
     truth = last_box(solution)
     if not truth:
@@ -31,7 +31,7 @@ def _example(row: Row, split: str, index: int) -> dict[str, Any]:
 
 
 def _make(source: pathlib.Path) -> prepare.RowSets:
-    """Makes the rows of both splits."""
+    """Makes the rows of both splits, by output file."""
     splits = ("train", "test")
     return {s: [_example(row, s, i) for i, row in enumerate(prepare.rows_of(source, s))] for s in splits}
 

@@ -23,7 +23,7 @@ _KEYS = (str, int, float, bool, type(None))
 
 
 def to_text(memory: Any) -> str:
-    """Writes a pytree of numpy arrays, dicts, lists, numbers and texts as JSON, to the bit; raises TypeError."""
+    """Writes a memory, a pytree of arrays, dicts, lists, numbers and texts, as JSON to the bit; TypeError for other."""
     return json.dumps(_encode(memory))
 
 
@@ -138,14 +138,14 @@ class Curriculum(Memory):
         return self._to_text("begin", self._call("begin", self._sampler.begin))
 
     def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Returns the places of the next `size` prompts, [N] i64, and the state after them."""
+        """Calls the user's `batch`; returns the places of the next `size` prompts, [N] i64, and the next state."""
         returned = self._call("batch", self._sampler.batch, self.read(text), size)
         indices, after = returned if isinstance(returned, tuple) and len(returned) == 2 else ((), None)
         places = self._check_places("batch", indices, size, f"({size} different indices, state)", returned)
         return places, self._to_text("batch", after)
 
     def update(self, text: str, prompts: Sequence[Prompt], rewards: Sequence[Reward]) -> str:
-        """Returns the state after a batch of prompts; `rewards` has n consecutive ones per prompt."""
+        """Returns the state after a batch, by the user's `update`; `rewards` has n consecutive ones per prompt."""
         n = len(rewards) // len(prompts)
         groups = [rewards[i : i + n] for i in range(0, len(rewards), n)]
         scores = [[r.score for r in group if r.unusable is None] for group in groups]
@@ -167,7 +167,7 @@ class AlgorithmMemory(Memory):
         update: Callable[[Any, StepData], Any] | None,
         order: Order | None = None,
     ):
-        """`choose` is the function `prompts`; without it, the prompts come in the data's own order, or in `order`."""
+        """`choose` is the algorithm's function `prompts`; without it they come in the data's order, or in `order`."""
         super().__init__(label, prompts)
         self._init, self._choose, self._columns, self._update = init, choose, columns, update
         self.draws, self.order = choose is not None, order
@@ -184,13 +184,13 @@ class AlgorithmMemory(Memory):
         return self._to_text("init", None if self._init is None else self._call("init", self._init, self._prompts))
 
     def batch(self, text: str, size: int, place: Sequence[int]) -> tuple[np.ndarray, str]:
-        """Returns the places of the next `size` prompts, [N] i64, and the memory, which this does not change."""
+        """Calls the user's `prompts`; returns the places of the next `size` ones, [N] i64, and the unchanged memory."""
         assert self._choose is not None
         returned = self._call("prompts", self._choose, self.read(text), np.random.default_rng(list(place)), size)
         return self._check_places("prompts", returned, size, f"{size} different places of prompts", returned), text
 
     def columns(self, text: str, places: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """Returns the columns of these names for the prompts at `places` [N], as [N, C] f32."""
+        """Calls the user's `columns` for the prompts at `places` [N]; returns those of these names, [N, C] f32."""
         assert self._columns is not None
         unique, inverse = np.unique(places, return_inverse=True)
         returned = self._call("columns", self._columns, self.read(text), unique.copy())
@@ -214,7 +214,7 @@ class AlgorithmMemory(Memory):
         return array.astype(np.float32)
 
     def update(self, text: str, step: StepData | None) -> str:
-        """Returns the memory after a step, whose data it gets if it reads them."""
+        """Returns the memory after a step, by the user's `update`; unchanged without one."""
         if self._update is None or step is None:
             return text or self.first
         return self._to_text("update", self._call("update", self._update, self.read(text), step))

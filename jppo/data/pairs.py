@@ -20,7 +20,7 @@ from jppo.settings import Parser, exit_on_user_error, natural
 
 
 def _pairs_of_samples(samples: Sequence[Row], *, seed: int) -> list[list[dict[str, Any]]]:
-    """Returns the pairs of each prompt with any, in the order of the file."""
+    """Makes the pairs of each prompt whose responses differ in score, in the order of the file."""
     rows_by_prompt: dict[str, list[Row]] = {}
     for row in samples:
         missing = [name for name in ("uid", "prompt", "response", "score") if name not in row.columns]

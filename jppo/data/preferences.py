@@ -80,7 +80,7 @@ def read_pairs(
 
 
 def _read_halves(row: Row, system_prompt: str) -> list[tuple[Messages, str]]:
-    """Returns prompt and response of the chosen and of the rejected half."""
+    """Returns (prompt, response) of the chosen and of the rejected half of a row."""
     for column in ("chosen", "rejected"):
         if row.columns.get(column) is None:
             raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")

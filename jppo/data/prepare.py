@@ -64,7 +64,7 @@ def verl_row(
 
 
 def checked_verl_row(row: Row, split: str) -> dict[str, Any]:
-    """Checks a row that already has verl's layout."""
+    """Returns a row that already has verl's layout, after checking its prompt, source and truth."""
     from jppo.data.prompts import ground_truth  # importing takes seconds, and most commands need none of it
 
     messages = checked_messages(row, "prompt", row.columns.get("prompt"))
@@ -81,7 +81,7 @@ def without_duplicates(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_parquet(sets: RowSets, out: pathlib.Path) -> dict[str, int]:
-    """Writes each list of rows as parquet; returns the paths with their row counts."""
+    """Writes each list of rows as OUT/NAME.parquet; returns the paths with their row counts."""
     counts = {}
     for name, rows in sets.items():
         path = out / f"{name}.parquet"
@@ -97,7 +97,7 @@ def write_parquet(sets: RowSets, out: pathlib.Path) -> dict[str, int]:
 def command(
     name: str, about: str | None, make: Callable[[pathlib.Path], RowSets], argv: Sequence[str] | None = None
 ) -> None:
-    """Runs the command line of a data set made from files on disk; nothing is written before all rows are read."""
+    """Runs a data set's command line: `make` reads its files, and the rows are written as parquet."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )

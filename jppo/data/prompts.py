@@ -188,7 +188,7 @@ def tokenise(
     *,
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of prompts, as by `encode_all`; `rows` are their places for errors."""
+    """Renders and tokenises prompts with a progress bar; `rows` are their places for errors."""
     render = make_renderer(tokenizer, tools, template_arguments)
     ids: list[list[int]] = []
     terminal = console.Console(stderr=True)
@@ -275,7 +275,7 @@ def data_source(row: Row, *, needed: bool = False) -> str:
 
 
 def make_prompt(row: Row, messages: Messages, ids: list[int], name: str, needed: Collection[str] = NEEDED) -> Prompt:
-    """Returns the prompt of a row of the source `name`; `needed` columns must be there."""
+    """Makes the prompt of a row of the source `name`; UserError if one of the `needed` columns is missing."""
     extra = {column: value for column, value in row.columns.items() if column not in _OWN_COLUMNS}
     if extra.get("extra_info") is None:
         extra.pop("extra_info", None)
@@ -293,7 +293,7 @@ def make_prompt(row: Row, messages: Messages, ids: list[int], name: str, needed:
 
 
 def mixture(prompts: PromptSet, mix: str, *, batch_size: int) -> PromptSet:
-    """Returns the same prompts with the weights of data.mix ('': none)."""
+    """Returns the prompts with their sources weighted by data.mix ('': unchanged)."""
     weights = parse_mix(mix)
     if not weights:
         return prompts

@@ -53,14 +53,14 @@ class Row:
 
 
 def text_column(row: Row, column: str) -> str:
-    """Returns the text in `column`; a missing, empty or non-text value is an error that names file and row."""
+    """Returns the text in `column`; UserError with the row's place for a missing, empty or non-text value."""
     if column not in row.columns or row.columns[column] is None:
         raise UserError(f"{row.place} has no {column!r}; its columns are {', '.join(map(str, row.columns))}")
     return checked_text(row, column, row.columns[column])
 
 
 def checked_text(row: Row, column: str, value: Any, *, blank: bool = False) -> str:
-    """Returns `value` if it is text; only with `blank` may it be empty."""
+    """Returns `value` if it is text that is not blank, or may be; else UserError with the row's place."""
     if not isinstance(value, str):
         raise UserError(f"{row.place}: {column} is {brief(value)}, of type {type(value).__name__}; it must be text")
     if not blank and not value.strip():
@@ -99,7 +99,7 @@ def checked_messages(row: Row, column: str, value: Any) -> list[dict[str, str]]:
 
 
 def brief(value: Any) -> str:
-    """Formats a value for errors in one short line."""
+    """Shortens a value to one line of 60 characters, for errors."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -186,6 +186,7 @@ def _parse_json(data: bytes, place: str) -> Any:
 
 
 def _read_parquet(path: pathlib.Path) -> list[Row]:
+    """Reads a parquet file by row groups; UserError for a damaged file names the rows."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as e:
@@ -281,7 +282,7 @@ def _rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
 
 
 def _make_reader(entry: str, setting: str) -> tuple[functools.partial[list[Row]], str]:
-    """Returns a reader of an entry, after checking that it exists, and its short name."""
+    """Checks that an entry exists; returns the function that reads its rows, and its short name."""
     if entry.startswith(TFDS):
         spec = tfds_spec(entry, setting)
         return functools.partial(_tfds_rows, spec), f"{spec.name}/{spec.split}"
@@ -355,7 +356,7 @@ def tfds_spec(entry: str, setting: str) -> TfdsSpec:
 
 
 def _tfds_rows(spec: TfdsSpec) -> list[Row]:
-    """Reads all rows of a split, with text as str."""
+    """Reads all rows of a split of a prepared data set of tensorflow-datasets, with text as str."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as e:

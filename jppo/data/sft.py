@@ -88,7 +88,7 @@ def read_demonstrations(
 def _pair(
     row: Row, system_prompt: str, split_chat: Callable[[Messages, Row], tuple[Messages, Segments]] | None, role: str
 ) -> tuple[Messages, Segments]:
-    """Returns the prompt, and the response as segments that are trained on or not."""
+    """Returns a row's prompt, and its response as segments that are trained on or not."""
     if "messages" not in row.columns:
         prompt = prompt_of(row)
         prompt = [{"role": role, "content": prompt}] if role and isinstance(prompt, str) else prompt

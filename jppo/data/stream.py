@@ -48,7 +48,7 @@ class MixPart:
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """Returns the full batches per pass over n prompts; mixed sources have as many."""
+    """Returns the number of whole batches in n prompts; UserError if there is none."""
     if not 1 <= batch_size <= n:
         raise UserError(f"data.train_batch_size={batch_size} must be from 1 to the number of prompts, {n}")
     return n // batch_size
@@ -96,14 +96,14 @@ def _draw_ordered(
 def seen(
     cursor: Cursor, order_of: Order | Memory | None, prompts: Sequence[Prompt], rewards: Sequence[Reward]
 ) -> Cursor:
-    """Returns the position after the user's `Curriculum`, if there is one, has seen these rewards."""
+    """Returns the position after the user's `Curriculum`, if there is one, was updated by these rewards."""
     if not isinstance(order_of, Curriculum):
         return cursor
     return dataclasses.replace(cursor, curriculum=order_of.update(cursor.curriculum, prompts, rewards))
 
 
 def remembered(cursor: Cursor, order_of: Order | Memory | None, step: StepData | None) -> Cursor:
-    """Returns the position after the memory of the algorithm, if there is one, has seen this step."""
+    """Returns the position after the algorithm's memory, if there is one, was updated by this step."""
     if not isinstance(order_of, AlgorithmMemory):
         return cursor
     return dataclasses.replace(cursor, curriculum=order_of.update(cursor.curriculum, step))

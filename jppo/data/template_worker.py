@@ -54,7 +54,7 @@ def unknown_names(template: str) -> list[str]:
 
 
 def _render(template: str, messages: Sequence[Any], tools: Any, opened: bool, names: Mapping[str, Any]) -> str:
-    """Renders a conversation as transformers does."""
+    """Renders a conversation as transformers does; `opened` starts the assistant's turn."""
     if not messages:
         raise ValueError("the conversation is empty")
     rendered: Any = render_jinja_template(
@@ -74,7 +74,7 @@ def render_all(
     unknown: Iterable[str],
     names: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Renders conversations; `unknown` names may be tested and not used."""
+    """Yields the texts of conversations; `unknown` are names that the template may test, and not print."""
     names = {name: _Unknown(name=name) for name in unknown} | dict(names)
     for messages in conversations:
         yield _render(template, messages, tools, opened, names)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _reply(answer_all: Callable[..., Iterable[str]], arguments: tuple[Any, ...]) -> str:
-    """Returns the answers up to the first error, and that; each has its own time."""
+    """Answers a request: returns the texts up to the first error, and the error, as JSON; each has its own time."""
     texts: list[str] = []
     try:
         signal.setitimer(signal.ITIMER_PROF, TIME_S)

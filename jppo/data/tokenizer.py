@@ -56,7 +56,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that end a response: of generation_config.json, config.json and the tokenizer."""
+    """Returns the tokens that end a response, by generation_config.json, config.json and the tokenizer."""
     ends: list[int] = []
     config = _read_config(path, "config.json")
     if isinstance(text := config.get("text_config"), dict):  # of a model that reads pictures, too
@@ -81,7 +81,7 @@ def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def announce_long(place: str, *texts: str) -> None:
-    """Warns before tokenising a long text: without spaces a tokenizer needs minutes."""
+    """Prints a warning before a long text is tokenised: without spaces that takes minutes."""
     if (longest := max(map(len, texts), default=0)) > LONG:
         warning = f"a text of {longest:,} characters is tokenised, which can take minutes; shorten or remove it"
         print(f"{place}: {warning}", file=sys.stderr, flush=True)
@@ -95,7 +95,7 @@ def character_limit(tokenizer: Any, max_length: int) -> int:
 def encode_all(
     tokenizer: Any, texts: Sequence[str], *, max_length: int | None = None, **options: Any
 ) -> list[list[int]]:
-    """Token ids of texts; of a text with more than `max_length` tokens (None: no limit) perhaps only the first ones.
+    """Tokenises texts; of one with more than `max_length` tokens (None: no limit) perhaps only the first ones.
 
     A word of millions of characters takes minutes to tokenise, and a text that is too long is dropped anyway.
     """
@@ -131,7 +131,7 @@ def spell(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def make_decoders(tokenizer: Any) -> tuple[Callable[[Sequence[int]], str], Callable[[Sequence[int]], str]]:
-    """Returns `decode` and `spell`; those of a byte-level tokenizer are faster, from a table of its tokens' bytes."""
+    """Makes `decode` and `spell` for the tokenizer; of a byte-level one faster, by a table of its tokens' bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return functools.partial(decode, tokenizer), functools.partial(spell, tokenizer)
@@ -262,7 +262,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, request: str, *arguments: Any) -> tuple[list[str], str]:
-        """Returns the answers to a request, and the error after them or ''; raises _WorkerEnded."""
+        """Sends a request; returns the worker's texts, and the error after them or ''. Raises _WorkerEnded."""
         body = pickle.dumps((request, arguments))
         with self._lock:
             if self._process is None:
@@ -316,6 +316,7 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]):
+        """Reads the template's undefined names; UserError if it is invalid or does not read one of the `arguments`."""
         self._template, self._unknown = None, []
         self._tools = [dict(tool) for tool in tools] or None
         if tokenizer.chat_template is not None:
@@ -336,7 +337,7 @@ class Renderer:
         return self.all([messages], [row], opened)[0]
 
     def all(self, conversations: Sequence[_Messages], rows: Sequence[Row], opened: bool = True) -> list[str]:
-        """Returns the texts of several conversations, in a part of the time."""
+        """Renders several conversations in one request to the worker; UserError with the row's place if one fails."""
         if self._template is None and rows:
             raise UserError(
                 f"{rows[0].place}: the prompt is chat messages, but the tokenizer has no chat template; add one in "
@@ -364,7 +365,7 @@ def make_renderer(
 
 
 def _check_arguments(arguments: Mapping[str, Any], names_read: Iterable[str]) -> None:
-    """UserError for an argument that would change nothing."""
+    """UserError for an argument that the template does not read."""
     for name in arguments:
         if name not in names_read:
             raise UserError(

@@ -48,7 +48,7 @@ class Account:
         return sum(self.flops.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns JSON types, without the schedule; collectives are summed by kind and axes."""
+        """Returns the account as JSON types, without the schedule; collectives are summed by kind and axes."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "schedule"}
         rows = schedule.totals(self.collectives)
         fields["collectives"] = [
@@ -66,7 +66,7 @@ class Account:
 
 
 def account_of_program(lowered: Any, sizes: dict[str, int], *, share: float = 1.0) -> Account:
-    """Compiles a lowered program and takes its account; `sizes` are its mesh axes, in the mesh's order.
+    """Compiles a lowered program and returns its account; `sizes` are its mesh axes, in the mesh's order.
 
     `share` of the tokens are in the mask: that share of a loop over them runs.
     """
@@ -150,7 +150,7 @@ class Forecast:
 
 
 def forecast_account(account: Account, machine: Machine, mesh: Any, useful: int = 0) -> Forecast:
-    """Forecasts one execution; `useful` FLOP are the model's on all devices, without recomputation."""
+    """Forecasts the seconds of one execution; `useful` are the model's FLOP, without recomputation."""
     chip, devices = machine.chip, list(mesh.devices.flat)
     shares, program_share = chip.shares, chip.shares["program"].value
 
@@ -209,7 +209,7 @@ def _group_of(device: Any, chip: Any) -> int:
 
 
 def _torus_rate(collective: Collective, machine: Machine, devices: Sequence[Any]) -> float:
-    """Returns bytes/s into a chip along the torus axes of a group; both ways on a closed axis."""
+    """Returns the bytes/s into a TPU chip along the torus axes that a collective uses."""
     assert isinstance(machine.chip, Tpu)
     group = max(collective.groups, key=len)
     coordinates = [tuple(devices[i].coords) for i in group]
@@ -221,7 +221,7 @@ def _torus_rate(collective: Collective, machine: Machine, devices: Sequence[Any]
 
 
 def rates(machine: Machine) -> list[str]:
-    """Formats the assumed rates."""
+    """Formats the rates that forecasts assume, with their sources."""
     chip = machine.chip
     near, far = ("NVLink or PCIe", "between hosts") if isinstance(chip, Gpu) else ("ICI, an axis", "between slices")
     lines = [

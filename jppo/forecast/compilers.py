@@ -30,14 +30,14 @@ PLATFORM_VARIABLE = "JPPO_COMPILES_FOR"  # environment variable of such a proces
 
 
 def compiler_folder(platform: str) -> pathlib.Path:
-    """Returns the folder of a platform's compiler."""
+    """Returns the folder in which a platform's compiler is installed."""
     root = pathlib.Path(__file__).resolve().parents[2]
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
     return (root / ".targets" if (root / "pyproject.toml").is_file() else cache / "jppo/compilers") / platform
 
 
 def requirements(platform: str) -> list[str]:
-    """Returns pip's requirements: the packages for this version of JAX, with its own bounds."""
+    """Returns pip's requirements of a platform's compiler for this version of JAX."""
     bounds = {}
     for line in importlib.metadata.requires("jax") or ():
         name, _, rest = line.partition(";")[0].strip().partition("=")

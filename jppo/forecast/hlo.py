@@ -57,20 +57,20 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that it names."""
+        """Names of the computations that the instruction calls."""
         names = _CALLED.findall(self.attributes)
         for group in _CALLED_LISTS.findall(self.attributes):
             names += re.findall(r"%?([\w.\-]+)", group)
         return tuple(names)
 
     def attribute(self, pattern: str) -> str | None:
-        """Returns a pattern's first group in the attributes."""
+        """Returns the first group of a pattern's match in the attributes; None without a match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
     @property
     def source(self) -> str:
-        """The traced program's operation."""
+        """The operation of the traced program that it comes from; '' if unknown."""
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
@@ -106,7 +106,7 @@ class HloProgram:
         return [loop.name for _, loop, _ in self.executed() if loop.opcode == "while" and self.trips(loop) is None]
 
     def trips(self, loop: Instruction) -> int | None:
-        """Returns a loop's trip count: from XLA or its condition, else from the array that it slices."""
+        """Returns how often a loop runs: by XLA, by its condition, or by the array that it slices; None if unknown."""
         known_count = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if known_count is not None:
             return int(known_count)
@@ -136,7 +136,7 @@ class HloProgram:
                 yield from self._with_fusions(inner)
 
     def _loop_bound(self, condition: str) -> int | None:
-        """Returns N of a condition's only comparison, `i < N`; the index of such a loop begins at 0."""
+        """Returns the N of a loop's condition `i < N`, where i begins at 0; None for another condition."""
         lines = list(self.computations.get(condition, {}).values())
         every = [*lines, *(inner for line in lines if line.opcode in WRAPPERS for inner in self.inside(line))]
         limits = {int(v) for line in every if line.opcode == "constant" and (v := line.attribute(r"^(\d+)\)"))}
@@ -169,7 +169,7 @@ WRAPPERS = ("fusion", "async-start", "call")
 
 
 def parse_hlo(text: str, share: float = 1.0) -> HloProgram:
-    """Parses a module's text; raises ValueError if it has no entry."""
+    """Parses the HLO text of a module; ValueError if it has no entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     computation: dict[str, Instruction] | None = None
     entry = None

@@ -201,7 +201,7 @@ class Machine:
 
 
 def known_names() -> str:
-    """Returns example names, for errors and --help."""
+    """Returns examples of machines' names, for errors and --help."""
     gpus = ", ".join(GPUS)
     return (
         f"{gpus} (8xH100: a host of eight, 4x8xH100: four hosts), v4-8, v5e-16, v5p-64, v6e-8 (2xv6e-256: two slices)"
@@ -230,7 +230,7 @@ def parse_machine(name: str) -> Machine:
 
 
 def _slice_shape(tpu: Tpu, size: int) -> tuple[int, ...] | None:
-    """Returns a slice's shape by the number in its name; None if that size does not exist."""
+    """Returns the torus shape of a TPU slice by the number in its name; None if that size does not exist."""
     if tpu.dimensions == 2:
         return _FLAT.get(size)
     if size % (4 * tpu.cores) or size > 1024 * tpu.cores:  # at least a host, 2x2x1

@@ -27,7 +27,7 @@ Operands = list[tuple[Shape, ...]]
 
 
 def flops(program: HloProgram) -> dict[str, int]:
-    """Counts FLOP of one execution by factor dtype: float32 if either is."""
+    """Counts the FLOP of one execution by the dtype of the factors: float32 if either is."""
     counts: collections.Counter[str] = collections.Counter()
     for computation, instruction, times in program.executed():
         for dtype, flop in flops_of(program, computation, instruction)[0].items():
@@ -36,7 +36,7 @@ def flops(program: HloProgram) -> dict[str, int]:
 
 
 def flops_of(program: HloProgram, computation: str, instruction: Instruction) -> tuple[dict[str, int], bool]:
-    """Counts FLOP of one execution of an instruction by factor dtype, fused ones too; and whether it is attention."""
+    """Counts an instruction's FLOP by factor dtype, fused ones too; and whether it is attention."""
     counts: collections.Counter[str] = collections.Counter()
     attends = False
     for inner_computation, line in [(computation, instruction), *_fused(program, instruction)]:
@@ -65,7 +65,7 @@ def _executed_lines(program: HloProgram) -> Iterator[tuple[str, Instruction, int
 
 
 def _fused(program: HloProgram, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
-    """Yields (computation, instruction) for all that a fusion holds."""
+    """Yields (computation, instruction) for all instructions inside a fusion."""
     for name in instruction.called if instruction.opcode in FUSIONS else ():
         for line in program.computations.get(name, {}).values():
             yield name, line
@@ -103,7 +103,7 @@ def _dot_flops(instruction: Instruction, operands: Operands) -> int:
 
 
 def _convolution_flops(instruction: Instruction, operands: Operands) -> int:
-    """Counts a convolution, a TPU's matrix product: only window positions on the input count, not on padding."""
+    """Counts the FLOP of a convolution, a TPU's matrix product; positions on padding do not count."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None, instruction.attributes[:200]
     lhs, rhs, out = operands[0][0], operands[1][0], instruction.shapes[0]
@@ -121,7 +121,7 @@ def _convolution_flops(instruction: Instruction, operands: Operands) -> int:
 
 
 def _window_pairs(window: str, n: int, inputs: int, size: int, outputs: int) -> int:
-    """Counts pairs of an output and a window position on the input, along spatial dimension n."""
+    """Counts pairs of an output and a window position on the input, along spatial dimension n of a convolution."""
 
     def part(name: str, default: str) -> str:
         match = re.search(rf"\b{name}=([\dx_\-]+)", window)
@@ -163,7 +163,7 @@ def _kernel_flops(instruction: Instruction, operands: Operands) -> int:
 
 
 def _cudnn_attention(instruction: Instruction, operands: Operands, *, backward: bool) -> int:
-    """Counts two products forward and five backward, over the pairs of a causal mask."""
+    """Counts the FLOP of cuDNN's attention: two products forward, five backward; half of them for a causal mask."""
     dimensions = instruction.attribute(r'intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]')
     assert dimensions is not None, instruction.attributes[:200]
     pairs = math.prod(int(n) for n in re.findall(r"\d+", dimensions))

@@ -92,7 +92,7 @@ def _unwrap_collectives(
 
 
 def _full_arrays(kind: str, instruction: Instruction, operands: list[tuple[Shape, ...]]) -> Sequence[Shape]:
-    """Returns the full arrays of a collective: of a reduction those before it, of a gather those after it."""
+    """Returns the whole arrays that a collective works on: before a reduction, after a gather."""
     if kind in ("reduce-scatter", "all-reduce"):
         return [shape for shapes in operands for shape in shapes] or instruction.shapes
     if not instruction.opcode.endswith("-start"):
@@ -103,7 +103,7 @@ def _full_arrays(kind: str, instruction: Instruction, operands: list[tuple[Shape
 
 
 def _device_groups(instruction: Instruction, devices: int, kind: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the device groups that exchange, from any of XLA's notations."""
+    """Returns the groups of devices that exchange in a collective, from any of XLA's notations."""
     text = instruction.attributes
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{(.*?\})\}", text)
@@ -123,7 +123,7 @@ def _device_groups(instruction: Instruction, devices: int, kind: str) -> tuple[t
 
 
 def _parse_iota(text: str, count: int) -> np.ndarray:
-    """Parses `<=[2,2,2]T(1,0,2)`, or `[2,2,2]T(1,0,2)`: an iota in that shape, transposed, flattened."""
+    """Parses XLA's device list `[2,2,2]T(1,0,2)`: numbers in that shape, transposed, flattened."""
     dims = re.search(r"\[([\d,]+)\]", text)
     transposition = re.search(r"T\(([\d,]+)\)", text)
     numbers = np.arange(count)
@@ -135,7 +135,7 @@ def _parse_iota(text: str, count: int) -> np.ndarray:
 
 
 def _parse_mesh_groups(mesh: str, devices: str | None, chosen: str) -> tuple[tuple[int, ...], ...]:
-    """Parses `mesh['a'=4,'b'=2] {'a','b':(1)2}`: groups along axes of XLA's own mesh, or along part of an axis."""
+    """Parses groups of devices in XLA's form `mesh['a'=4,'b'=2] {'a','b':(1)2}`, along axes or parts of them."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = {name: [size] for name, size in sizes.items()}  # each axis, split where a part of it is chosen
     chosen_parts: list[tuple[str, int]] = []
@@ -282,7 +282,7 @@ class Clock:
 def run_schedule(
     steps: Sequence[Step], kernel: Callable[[Kernel], tuple[float, float]], exchange: Callable[[Collective], float]
 ) -> Clock:
-    """Runs the steps; `kernel` returns the seconds of products and of memory, `exchange` of a collective alone."""
+    """Simulates a device; `kernel` returns the seconds of products and of memory, `exchange` of a collective."""
     clock, end_of = Clock(), dict[str, float]()
     for step in steps:
         if isinstance(step, Kernel):

@@ -48,7 +48,7 @@ class RunInputs:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The run's mesh of this machine's devices; prepares the process for it."""
         c, mesh = self.c, make_mesh(self.c)
         process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         return mesh
@@ -60,7 +60,7 @@ class RunInputs:
 
 
 def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
-    """Yields the findings of `jppo.doctor` for a run by these settings; `server` starts one."""
+    """Yields the findings of `jppo.doctor` on the machine and a run; `server` also starts a server."""
     early = list(machine_findings(c))
     yield from early
     with contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ def doctor(c: Settings, *, server: bool) -> Iterator[Finding]:
 
 
 def dry_run_of_ppo(c: Settings, request: DryRun) -> str:
-    """Prints the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
+    """Returns the report of `--dry_run`: a preview of the run, and the doctor's findings that need no server."""
     if request.machine is not None:
         return preview.preview_run(c, request)
     run, findings = RunInputs(c), list(machine_findings(c))
@@ -87,7 +87,7 @@ def dry_run_of_one_model(
     *,
     head: Head,
 ) -> str:
-    """Reports on fine-tuning or a reward model: the preview, and the findings of its checks. Reads no weight.
+    """Returns the report on fine-tuning or a reward model: preview and findings. Reads no weight.
 
     `describe` returns lines, and the executions of each program, from the task and its micro-batches a step.
     """
@@ -204,7 +204,7 @@ def room_on_disk(c: Common, checkpoint: int, export: int) -> Iterator[Finding]:
 
 
 def with_scratch_folder(c: Settings, stack: contextlib.ExitStack) -> tuple[Settings, pathlib.Path]:
-    """Returns the settings with a temporary run folder, so the run's folder stays unchanged."""
+    """Returns the settings with a temporary run folder, and that folder; the run's own stays unchanged."""
     scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jppo-doctor-")))
     return settings.changed(c, {"trainer.run_dir": str(scratch)}), scratch
 

@@ -47,7 +47,7 @@ class _TimeIsUp(BaseException):
 
 
 def examine(checks: Sequence[Check], *, failed: Iterable[str] = ()) -> Iterator[Finding]:
-    """Yields the findings of each check; an exception is a failure. `failed` are earlier failures."""
+    """Runs the checks in order and yields their findings; those that need a failed one are skipped."""
     cause = {name: name for name in failed}  # for each failed or skipped check: the check that failed first
     for check in checks:
         unmet = next((cause[name] for name in check.needs if name in cause), None)
@@ -88,7 +88,7 @@ def _run_check(check: Check) -> list[Finding]:
 
 @contextlib.contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Limits the time of its block, checked in Python code; signals reach only the main thread."""
+    """Raises _TimeIsUp in the block after `seconds`, by a signal, so only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -106,7 +106,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def check_room(about: str, free: int, *, warn: int, fail: int, remedy: str) -> Finding:
-    """Compares free bytes with the need of a run."""
+    """Compares free bytes with those that a run needs."""
     verdict: Verdict = "FAIL" if free < fail else "WARN" if free < warn else "OK"
     room = f"{free / GIB:.1f} GiB free"
     return Finding(about, verdict, room, "" if verdict == "OK" else remedy)

@@ -80,7 +80,7 @@ def check_packages(requirements: Iterable[str], version: Callable[[str], str | N
 
 
 def check_devices(has_gpu: bool) -> Finding:
-    """Lists the devices that JAX will train on."""
+    """Checks which devices JAX finds, in a process of its own, and that a GPU is used."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # leaves the memory to a run under way
     command = [sys.executable, "-c", _DEVICES]
     try:
@@ -148,7 +148,7 @@ def check_triton(python: str) -> Finding:
 
 
 def check_server(engine: str, python: str, has_gpu: bool, *, needed: bool = True) -> Finding:
-    """Checks the engine of the server's interpreter, and packages that break it; a needed one that is missing fails."""
+    """Checks the engine of the server's interpreter; a missing one fails if it is `needed`, else warns."""
     name, check = ("SGLang", check_sglang) if engine == "sglang" else ("vLLM", check_vllm)
     try:
         build = check(python)
@@ -184,7 +184,7 @@ def check_loopback() -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Reports the sandbox protections, if the run executes programs of the model."""
+    """Reports which protections the sandbox for programs of the model has here."""
     guards = choice.probe()
     if reason := choice.lacks(guards):
         remedy = "grade programs by reward.sandbox=container, or on a newer kernel; docs/security.md has the table"
@@ -203,7 +203,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 
 def check_environment(python: str | None, engine: str = "vllm", *, needed: bool = True) -> Iterator[Finding]:
-    """Checks programs and devices; `python` is the interpreter of `engine`, None if no server will be started."""
+    """Checks packages, driver and devices; `python` is the interpreter of `engine`, None if no server starts."""
     try:
         metadata = importlib.metadata.distribution("jppo")
     except importlib.metadata.PackageNotFoundError:
@@ -252,7 +252,7 @@ def nearest_existing(folder: pathlib.Path) -> pathlib.Path:
 
 
 def check_writable(about: str, folder: pathlib.Path) -> Iterator[Finding]:
-    """Creates the folder and a file in it, and removes them."""
+    """Checks that a file can be written to the folder; what it creates is removed."""
     folder = folder.absolute()
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -286,7 +286,7 @@ def check_disk(folder: pathlib.Path, *, checkpoint: int, keep: int, export: int)
 
 
 def check_publish_room(publish_dir: str, *, in_dev_shm: bool, weights: int) -> Iterator[Finding]:
-    """Checks the place of published weights: a folder, or unnamed memory, which counts as memory."""
+    """Checks the room for published weights: a folder, or unnamed memory, which counts as memory."""
     folder = publish_dir if publish_dir else "/dev/shm" if in_dev_shm else ""
     if not folder:
         message = f"two copies of the weights, {2 * weights / GIB:.2f} GiB, in unnamed files: part of the memory above"
@@ -304,7 +304,7 @@ def check_publish_room(publish_dir: str, *, in_dev_shm: bool, weights: int) -> I
 
 
 def check_memory(budgets: Sequence[MemoryBudget]) -> Iterator[Finding]:
-    """Compares the estimate with the memory of devices and host."""
+    """Compares the memory estimate with the memory of devices and host."""
     for budget in budgets:
         largest = sorted(budget.parts.items(), key=lambda part: -part[1])[:3]
         capacity = "unknown room" if budget.has is None else f"{budget.has / GIB:.1f}"

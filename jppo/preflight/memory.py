@@ -49,7 +49,7 @@ def useful_flop(
 
 
 def largest_shapes(plan: packing.Plan) -> list[tuple[int, int]]:
-    """Returns the row shapes that may need most: with most token pairs, and with far more tokens."""
+    """Returns the row shapes that may need most memory: with most token pairs, and with far more tokens."""
     by_pairs = max(plan.shapes, key=lambda shape: shape[0] * shape[1] ** 2)
     by_tokens = max(plan.shapes, key=math.prod)
     return [by_pairs, *([by_tokens] if math.prod(by_tokens) > MANY_TOKENS * math.prod(by_pairs) else [])]
@@ -61,7 +61,7 @@ def account_for(
     useful: Callable[[Program], int] = lambda _: 0,
     masked: float = 1.0,
 ) -> list[ProgramMemory]:
-    """Accounts for the programs over rows of these shapes, and for those without rows; the `other` ones take little.
+    """Compiles the programs over rows of these shapes, and those without rows, and returns their memory.
 
     `useful` counts the FLOP that a model needs for a program's rows. `masked` is the share of a policy's rows in the
     mask.
@@ -122,7 +122,7 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
 def sketch_update(
     c: Supervised, mesh: Any, cfg: ModelConfig, loss: CompiledLoss, *, name: str, head: Head, adapters: Lora | None
 ) -> tuple[Trainable, TrainState]:
-    """Returns the update and the state of a run that trains one model, as shapes."""
+    """Returns the update and the state of a run that trains one model, as shapes without arrays."""
     trained = make.sketch_trained(c, mesh, cfg, "", head=head, adapters=adapters)
     trainable, opt = make.make_trainable(c.optim, name, loss, trained, 1, make.SHAPES)
     policy, value = ((trained.learned, opt), (None, None))[:: 1 if head == "lm" else -1]

@@ -59,7 +59,7 @@ class MemoryBudget:
 
 
 def _device_parts(estimate: Estimate) -> dict[str, int]:
-    """Returns a device's bytes at the peak, by part."""
+    """Returns a device's bytes at the peak of the estimate, by part."""
     worst = estimate.worst
     parts = estimate.parts | {"sum of gradients": worst.gradients, f"temporaries: {worst.name}": worst.temporaries}
     parts |= {"brought from the host for it": worst.brought, "compiled programs": estimate.code}
@@ -112,7 +112,7 @@ def machine_budgets(estimate: Estimate, mesh: Any, *, host: dict[str, int]) -> l
 
 
 def host_parts(c: Settings, inputs: Inputs, mesh: Any) -> dict[str, int]:
-    """Returns host bytes outside the trainer: published weights, and vLLM's memory on a CPU."""
+    """Returns the bytes on the host outside the trainer: published weights, and vLLM's memory on a CPU."""
     r, parts = c.rollout, dict[str, int]()
     if r.name == "inprocess":
         return parts
@@ -170,7 +170,7 @@ class NvidiaGpu:
 
 
 def gpus() -> list[NvidiaGpu]:
-    """Returns the GPUs; [] without a driver."""
+    """Lists this machine's GPUs by nvidia-smi; [] without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
@@ -240,7 +240,7 @@ def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable
 
 
 def _server_shares(estimate: Estimate, exceeded: MemoryBudget | None) -> Iterator[dict[str, Any]]:
-    """Yields a smaller or larger share for servers, where theirs is what does not fit."""
+    """Yields a smaller or larger share of the GPU for servers, where theirs is what does not fit."""
     server = estimate.server
     if server is None or exceeded is None or exceeded.has is None or server.cache:
         return

@@ -58,7 +58,7 @@ def check_models(c: Settings) -> Iterator[Finding]:
 
 
 def check_reference_server(c: Settings, inputs: Inputs) -> Iterator[Finding]:
-    """Asks the servers of ref.url for their models."""
+    """Asks the servers of ref.url for their models, and reports them."""
     servers = served_reference(c, inputs.tokenizer)
     if servers is not None:
         yield Finding("teacher", "OK", str(servers))
@@ -81,7 +81,7 @@ def check_sampling(c: Settings) -> Iterator[Finding]:
 
 
 def check_data(c: Settings, inputs: Inputs) -> Iterator[Finding]:
-    """Checks both sets like `jppo.data.check`, and their use in training."""
+    """Checks training and test set like `jppo.data.check`, and counts the rows that training uses."""
     options_of_set = dict(
         tokenizer=inputs.tokenizer,
         system_prompt=c.data.system_prompt,
@@ -127,6 +127,7 @@ def _agent_rewards(c: Settings) -> bool:
 
 
 def _data_remedy(about: str) -> str:
+    """Returns the remedy for a note of `jppo.data.check`."""
     return {
         "rows": "give every row the same columns",
         "source": "name a rule by data_source, or set reward.grader or reward.function",
@@ -138,7 +139,7 @@ def _data_remedy(about: str) -> str:
 
 
 def check_scorers(c: Settings) -> Iterator[Finding]:
-    """Whether judge and reward model are there; nothing is scored."""
+    """Checks that judge and reward model are there, without scoring anything."""
     if c.reward.judge.api_type:
         make_judge(c).close()
     if c.reward.model.path:
@@ -172,7 +173,7 @@ def check_reward(c: Settings, inputs: Inputs, mesh: Mesh) -> Iterator[Finding]:
 
 
 def check_parity(c: Settings) -> Iterator[Finding]:
-    """Compares the policy's log-probs of a few random tokens; skipped without torch."""
+    """Compares the policy's log-probs of a few random tokens with transformers'; skipped without torch."""
     policy, _, _ = read_models(c)
     if c.model.init == "random":
         yield Finding("parity", "OK", "skipped: random weights")

@@ -58,7 +58,7 @@ class DryRun:
     rollout_tokens_per_s: float = 0.0
 
     def mesh(self, c: Common) -> Any:
-        """Makes the config's mesh of the devices."""
+        """Makes the config's mesh, of this machine's devices or of the described one's."""
         mesh = make_mesh(c, None if self.machine is None else compilers.devices_of(self.machine))
         process.prepare_process(sharding.platform(mesh), c.trainer.compile_cache, c.model.compute_dtype)
         return mesh
@@ -117,7 +117,7 @@ def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
 
 
 def derive_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work, Estimate]:
-    """Returns the derived sizes of a PPO run as lines, a step's work, and the estimate of its memory."""
+    """Returns a PPO run's sizes as lines, the work of a step, and the estimate of its memory."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
     step = work_of_step(c, inputs, mesh)
     estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
@@ -185,7 +185,7 @@ def format_report(
     budgets: Sequence[memory_budget.MemoryBudget],
     outlook: Outlook | None = None,
 ) -> str:
-    """Formats the report."""
+    """Formats the report: sizes, programs, exchanges, memory, and the forecast of a step."""
     blocks = [
         list(lines),
         program_lines(estimate, outlook),
@@ -212,7 +212,7 @@ def report_here(
 
 
 def preview_run(c: Settings, request: DryRun = HERE) -> str:
-    """Reports on a PPO run with these settings."""
+    """Returns the report on a PPO run: sizes, programs, memory, and on a described machine its speed."""
     share_gpu(c)
     process.take_little()
     inputs = read_inputs(c, weights=request.machine is None)
@@ -235,7 +235,7 @@ def report_estimate(
     executions: Executions,
     estimate: Callable[[C], Estimate],
 ) -> str:
-    """Reports on a run without servers on this machine, or on any run on a described one.
+    """Returns the report on a run without servers here, or on any run on a described machine.
 
     Prints the report before raising UserError if the described machine is too small.
     """
@@ -300,7 +300,7 @@ class OutOfMemory(RunEnded):
 
 @contextlib.contextmanager
 def memory_explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
-    """Raises OutOfMemory in place of XLA's error, with the stage of `Timers` and changes that fit."""
+    """Replaces XLA's error for lack of memory by OutOfMemory, with the stage and changes that fit."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
@@ -315,7 +315,7 @@ def memory_explained(c: Common, *, hosts: int = 1) -> Iterator[None]:
 
 
 def _advise(c: Common, hosts: int) -> str:
-    """Returns the first changes that fit, or those to try; and that other programs may hold the memory."""
+    """Returns an error's remedy for lack of memory: changes that fit, or those to try first."""
     tries = list(memory_budget.remedies(c))
     if isinstance(c, Settings) and hosts == 1:
         print("out of memory: compiling the run with settings that need less", file=sys.stderr, flush=True)

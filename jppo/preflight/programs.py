@@ -107,7 +107,7 @@ def announce(line: str) -> None:
 
 
 def account(program: Program, *, useful: int = 0, masked: float = 1.0) -> ProgramMemory:
-    """Compiles the program and returns XLA's memory account.
+    """Compiles the program and returns its memory and work on one device.
 
     `useful` are the FLOP that its rows need, and `masked` is the share of them in the mask.
     """
@@ -145,7 +145,7 @@ class Executions:
     servers: ServerWork | None = None
 
     def of(self, moment: ProgramMemory) -> float:
-        """Returns the executions per step; rows of other shapes count by their entries."""
+        """Returns how often a program runs in a step; rows of other shapes count by their entries."""
         times = self.by_program.get(moment.name, 0)
         return self.entries.get(moment.name, times * moment.entries) / moment.entries if moment.entries else times
 
@@ -162,7 +162,7 @@ class Descents:
 
 
 def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples: int = 1) -> list[Trajectory]:
-    """Returns the first `count` trajectories of an epoch, with responses of maximum length.
+    """Returns trajectories as a step may have them at most: `count` ones, with responses of maximum length.
 
     Those of equal lengths share arrays: a step of 8,192 long responses would take gigabytes.
     """
@@ -175,7 +175,7 @@ def full_length(prompts: Sequence[Prompt], count: int, response: int, *, samples
 
 
 def count_descents(trajectories: Sequence[Trajectory], plan: packing.Plan, *, epochs: int, size: int) -> Descents:
-    """Splits a step into mini-batches of `size` sequences and counts their parts."""
+    """Splits a step into mini-batches of `size` sequences; returns the numbers of updates and micro-batches."""
     mini_batches = [trajectories[start : start + size] for start in range(0, len(trajectories), size)]
     packed = [packing.micro_batch_shapes(mini_batch, plan) for mini_batch in mini_batches]
     entries = sum(math.prod(shape) for shapes in packed for shape in shapes)
@@ -193,7 +193,7 @@ class Work:
     servers: ServerWork | None = None
 
     def executions(self, estimate: Estimate) -> Executions:
-        """Returns the executions of each program."""
+        """Returns how often each program runs in a step."""
         times, entries = dict[str, int](), dict[str, int]()
         for moment in estimate.moments:
             if moment.stage == "scoring":
@@ -208,7 +208,7 @@ class Work:
 
 
 def exchanges_of_step(estimate: Estimate) -> dict[str, int]:
-    """Returns one execution of each exchange of gradients between groups of devices, for one optimizer step."""
+    """Returns 1 for each program that exchanges gradients between groups of devices, as an optimizer step runs it."""
     return {moment.name: 1 for moment in estimate.moments if moment.stage == "exchange"}
 
 

@@ -43,19 +43,19 @@ class ServerMemory:
     response: int  # cache of one response
 
     def least(self) -> dict[str, int]:
-        """Returns the parts without which it does not start."""
+        """Returns the bytes, by part, without which the server does not start."""
         parts = {"weights": self.weights, "passes, by a rule of thumb": self.working, "CUDA graphs": self.graphs}
         cache = {"cache": self.cache} if self.cache else {"cache of one response": self.response}
         return {about: count for about, count in (parts | cache).items() if count}
 
     def awake(self, total: int) -> dict[str, int]:
-        """Returns the parts while it samples, on a GPU of `total` bytes."""
+        """Returns the bytes by part while the server samples, on a GPU of `total` bytes."""
         if self.cache:
             return {f"{self.name}: {about}": count for about, count in self.least().items()} | {self.name: ASLEEP}
         return {f"{self.name} awake, {self.fraction:.0%} of the GPU": int(self.fraction * total)}
 
     def asleep(self) -> dict[str, int]:
-        """Returns what sleeping leaves."""
+        """Returns the bytes that a sleeping server keeps."""
         return {f"{self.name} asleep": ASLEEP + self.graphs}
 
 
@@ -115,7 +115,7 @@ class ServerWork:
 
 
 def server_work(c: Settings, mesh: Any, weights: int, policy: int) -> ServerWork | None:
-    """Returns a run's work with servers; None without. `weights` are the bytes of a publish, `policy` of a server's."""
+    """Returns what a step does with servers, if any; `weights` are the bytes of a publish, `policy` of a server's."""
     r = c.rollout
     if r.name == "inprocess":
         return None
@@ -135,7 +135,7 @@ def server_work(c: Settings, mesh: Any, weights: int, policy: int) -> ServerWork
 
 
 def publish_seconds(work: ServerWork, machine: Machine) -> float:
-    """Returns the seconds of a publish."""
+    """Forecasts the seconds of a publish: gathering, sending and loading the weights."""
     chip, size = machine.chip, work.weights
     request_s = -(-size // BUCKET) * REQUESTS_S[0]
     remote_share = (machine.groups - 1) / machine.groups  # of the weights, which a host gets from others
@@ -155,7 +155,7 @@ def publish_seconds(work: ServerWork, machine: Machine) -> float:
 
 
 def server_seconds(work: ServerWork | None, machine: Machine, scoring: float, critic: float) -> dict[str, float]:
-    """Returns the seconds of a step by stage; `scoring` of a log-probs micro-batch, `critic` of the critic's update."""
+    """Forecasts the seconds of a step with servers by stage: sleep, wake, publish, check."""
     if work is None:
         return {}
     chip, weights_per_gpu = machine.chip, work.policy / work.width
@@ -173,7 +173,7 @@ def server_seconds(work: ServerWork | None, machine: Machine, scoring: float, cr
 
 
 def server_rates(work: ServerWork | None) -> list[str]:
-    """Formats the assumed rates of the stages."""
+    """Formats the assumed rates of the stages with servers, with their sources."""
     if work is None:
         return []
     files = [("checksums", CHECKSUM)]

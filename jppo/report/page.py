@@ -81,7 +81,7 @@ def _static_file(name: str) -> str:
 
 
 def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dict[str, Any]:
-    """Returns the document: common data, and under `runs` each run's data."""
+    """Reads the runs; returns the page's data: common ones, and under `runs` each run's."""
     folders = [read_folder(path) for path in run_dirs]
     entries_of = [read_entries(f, budget // len(folders)) for f in folders]
     scores = [score for entries in entries_of for entry in entries for score in entry["scores"] if score is not None]
@@ -118,7 +118,7 @@ def read_entries(folder: Folder, budget: int) -> list[dict[str, Any]]:
 
 
 def describe_run(folder: Folder, name: str, points: int = run_folder.POINTS) -> dict[str, Any]:
-    """Describes a run without its samples."""
+    """Returns a run's data for the page without its samples: progress, scores, curves, times, warnings."""
     lines = folder.lines
     test_scores = run_folder.points_of(lines, "val/score")
     step = lines[-1]["step"] if lines else 0
@@ -145,7 +145,7 @@ def describe_run(folder: Folder, name: str, points: int = run_folder.POINTS) -> 
 
 
 def planned_steps(config: Mapping[str, Any] | None) -> int | None:
-    """Returns the steps in the settings; None if these count epochs, or are unknown."""
+    """Returns the total of steps that the settings name; None if they count epochs, or are unknown."""
     trainer = (config or {}).get("trainer")
     steps = trainer.get("total_training_steps") if isinstance(trainer, Mapping) else None
     return steps if isinstance(steps, int) and steps > 0 else None
@@ -164,7 +164,7 @@ def group_warnings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def setting_rows(configs: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Returns every setting of the runs and its default, as JSON; None if missing.
+    """Returns a row for each setting: its default and its value in each run, as JSON; None if missing.
 
     `differs`: from the default for a single run, or between runs.
     """
@@ -274,7 +274,7 @@ def deflate(text: str) -> str:
 
 
 def shorten(value: Any) -> Any:
-    """Returns the value for JSON, with long texts cut in the middle."""
+    """Returns a value for JSON, with long texts cut in the middle and non-finite numbers as text."""
     if isinstance(value, str) and len(value) > TEXT:
         cut = len(value) - TEXT
         return f"{value[: TEXT // 2]}\n[… {cut:,} characters are left out here …]\n{value[-TEXT // 2 :]}"
@@ -366,7 +366,7 @@ def read_record(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def short_value(value: Any) -> Any:
-    """Returns a finite number with four digits, another value as text, None as it is."""
+    """Rounds a finite number to four digits; other values become text, None stays."""
     finite = number(value)
     return float(f"{finite:.4g}") if finite is not None else None if value is None else str(value)
 

@@ -46,7 +46,7 @@ class Folder:
 
 
 def read_folder(path: pathlib.Path) -> Folder:
-    """Reads everything except the samples; UserError if the path is not a run."""
+    """Reads a run's metrics, warnings, settings and lists of files; UserError if the path is no run."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; use a run folder such as runs/quickstart")
     if not any((path / name).exists() for name in ("config.json", logger.FILE, "samples")):
@@ -159,7 +159,7 @@ MAX_NONFINITE = 50  # maximum number of listed steps with a non-finite metric
 
 
 def curves(lines: Lines, points: int = POINTS) -> dict[str, Any]:
-    """Returns every metric over the steps; above `points` values, mean, minimum and maximum of even buckets.
+    """Returns every metric as a curve; above `points` values as mean, minimum and maximum of even buckets.
 
     `axes` are the steps, shared by metrics with equal steps: the first of each bucket, and its width.
     """
@@ -262,7 +262,7 @@ def _metric_columns(lines: Lines) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _bucket_starts(steps: np.ndarray, width: int) -> np.ndarray:
-    """Returns the start of each non-empty bucket."""
+    """Returns the index of the first step in each bucket of `width` steps that is not empty."""
     bucket = (steps - steps[0]) // width
     return np.flatnonzero(np.diff(bucket, prepend=-1))
 

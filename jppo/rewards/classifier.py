@@ -101,7 +101,7 @@ def read_classifier(
 
 
 def locate(path: str) -> pathlib.Path:
-    """Returns the directory of the reward model after checking for weights."""
+    """Returns the local directory of the reward model, with its weights; UserError if there are none."""
     try:
         directory = hf.resolve_directory(path, weights=True)
         if not list(directory.glob("*.safetensors")):  # of the hub's models some have PyTorch weights alone
@@ -112,7 +112,7 @@ def locate(path: str) -> pathlib.Path:
 
 
 def convert_weights(directory: pathlib.Path, *, python: str, cache: str = _CACHE, steps: bool = False) -> pathlib.Path:
-    """Returns the directory, or its copy in the cache with weights as safetensors; UserError if that fails.
+    """Returns the directory, or a cached copy of it whose weights are safetensors; UserError if that fails.
 
     Models with PyTorch files, and causal models with a value head, are converted once. The latter become sequence
     classifiers, or token classifiers with `steps`.
@@ -177,7 +177,7 @@ def choose_engine(engine: str, model_type: str) -> str:
 
 
 def without_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
-    """Returns the ids up to the last non-padding token, where transformers reads a decoder's score.
+    """Drops the padding tokens at the end: transformers reads a decoder's score at the last other token.
 
     The score of a causal model does not depend on later tokens. If all tokens are padding, the first one counts.
     """
@@ -230,7 +230,7 @@ class JaxRewardModel:
         self._scores = jax.jit(functools.partial(_compute_scores, model, classifier.steps), out_shardings=replicated)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Implements Scorer.score."""
+        """Returns the score logit of each token sequence; the padding at its end is ignored."""
         stripped_ids = [without_padding(sequence, self._pad_token_id) for sequence in ids]
         return [scores[-1] for scores in self._score_all(stripped_ids)]
 
@@ -239,7 +239,7 @@ class JaxRewardModel:
         return [[scores[k] for k in chosen] for scores, chosen in zip(self._score_all(ids), places, strict=True)]
 
     def _score_all(self, ids: Sequence[Sequence[int]]) -> Iterator[list[float]]:
-        """Yields the scores of each text's tokens, or of its last one."""
+        """Scores any number of texts in batches; yields the scores of each one's tokens, or of its last one."""
         for start in range(0, len(ids), self._batch_rows):
             yield from self._score_batch(ids[start : start + self._batch_rows])
 
@@ -281,13 +281,13 @@ def _compute_scores(model: Decoder, steps: bool, params: Params, tokens: jax.Arr
 
 
 def _shard_count(rows: jax.NamedSharding) -> int:
-    """Returns the number of shards along the first axis."""
+    """Returns over how many devices the rows are sharded."""
     axes = rows.spec[0] if len(rows.spec) else ()
     return math.prod(rows.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
 
 def _read_score(classifier: Classifier, hidden_size: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Reads the kernel [D, 1] and the bias [] of the score; of two labels the differences, which are log-odds."""
+    """Reads the score head: kernel [D, 1] and bias []; of two labels the differences, which give log-odds."""
     slots = tensorfile.slots(pathlib.Path(classifier.directory))
     slot, bias_slot = slots.get("score.weight"), slots.get("score.bias")
     if slot is None:

@@ -155,7 +155,7 @@ def _with_imports(tests: str) -> tuple[str, str]:
 
 
 def _names_of_statements(tests: str) -> list[set[str]]:
-    """Returns the names that each assert, expression or assignment uses, without builtins."""
+    """Returns the names that each statement of the tests uses, without builtins."""
     statements = [node for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Assert | ast.Expr | ast.Assign)]
     names = [{inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} for node in statements]
     return [{name for name in used if not hasattr(builtins, name)} for used in names]
@@ -252,7 +252,7 @@ def _passes_io(program: str, tests: Sequence[tuple[str, str]], run: _RetryCounte
 
 
 def program_output(program: str, *, time_s: float, memory_bytes: int, runner: Runner | None = None) -> str:
-    """Returns a program's output and, if it fails, the last line of its error."""
+    """Runs a program and returns its output and, if it fails, the last line of its error."""
     result = (runner or make_runner())(program, time_s=time_s, memory_bytes=memory_bytes)
     error = result.errors[-2000:].strip().rpartition("\n")[2]
     if result.status is None:

@@ -22,7 +22,7 @@ Amounts = tuple[tuple[int, float], ...]  # (place, amount)
 
 
 def finite(value: Any) -> float | None:
-    """Returns the value as a float, also from numpy and torch numbers, but not from text."""
+    """Converts numbers, also of numpy and torch, to a finite float; None for text and all other values."""
     if value is None or isinstance(value, str | bytes | bytearray):
         return None
     try:
@@ -33,7 +33,7 @@ def finite(value: Any) -> float | None:
 
 
 def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
-    """Returns ('characters' or 'turns', amounts) by the last character or by the turn; None without amounts.
+    """Reads the amounts of a custom function's result: ('characters' or 'turns', (place, amount) pairs); None for none.
 
     Raises ValueError with a readable reason.
     """
@@ -101,7 +101,7 @@ def _read_amount(value: Any, form: str) -> float:
 
 
 def short(value: Any) -> str:
-    """Shows a user's value in one line."""
+    """Returns a user's value as one line of at most 100 characters, for errors."""
     try:
         return re.sub(r"\s+", " ", repr(value))[:100]
     except Exception:  # a foreign __repr__ may raise anything, and that of an int with 5,000 digits does

@@ -94,6 +94,7 @@ class RulePart(Part):
         tests_in: str = code.STRICT,  # reward.code.tests
         pool: Pool,
     ):
+        """Finds the grader of each source and prepares those that run in the pool; UserError if one is missing."""
         self._graders = graders_for(data_sources, override=override, allow_code=allow_code)
         self._targets = {
             source: self._target(grader, pool, tests_in, sandbox) for source, grader in self._graders.items()
@@ -112,7 +113,7 @@ class RulePart(Part):
         return ("rule", _MAY_HANG[grader]) if grader in _MAY_HANG else None
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Returns the reward at once for quick rules, otherwise from the pool."""
+        """Grades the sample at once by a quick rule, or submits it to the pool."""
         source = sample.prompt.data_source
         target = self._targets.get(source)
         if target is not None:
@@ -181,7 +182,7 @@ def refusal(source: str, ground_truth: str, *, override: str = "", tests_in: str
 
 
 def describe_refused(refused: Sequence[str]) -> str:
-    """Returns the line on rows that are left out, by the reasons; '' without any."""
+    """Returns a console line on the rows that a run leaves out; '' without any."""
     if not refused:
         return ""
     return (
@@ -240,7 +241,7 @@ class FunctionPart(Part):
         return future
 
     def flush(self) -> None:
-        """Submits the waiting samples to one worker as a batch."""
+        """Submits all waiting samples to one worker as a batch, for a function that scores many at once."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         plain_samples = [self._plain_sample(sample) for sample, _ in waiting]
@@ -318,7 +319,7 @@ class OverlongPart(Part):
         self._limits = dict(max_response_length=max_response_length, buffer_tokens=buffer_tokens)
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Returns the score at once."""
+        """Returns the length penalty of the sample."""
         return graded(Reward(overlong(sample.length, **self._limits), {}, error=None))
 
 
@@ -338,7 +339,7 @@ class FormatPart(Part):
         self._pool = pool
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Submits the sample to a worker."""
+        """Submits the sample to a worker, which matches the pattern."""
         return self._pool.submit(self._target, as_plain(sample) | {"extra": None})
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ class Rubric:
     max_score: float
 
     def __post_init__(self) -> None:
+        """UserError for placeholders that are unknown, missing, or in the system prompt, which is sent unchanged."""
         unknown = sorted({name for name in _PLACEHOLDER.findall(self.scoring) if name not in _PLACEHOLDER_NAMES})
         if unknown:
             raise UserError(
@@ -70,7 +71,7 @@ class Rubric:
 
 
 def make_rubric(preset: str, *, system_prompt: str, scoring_prompt: str, max_score: float) -> Rubric:
-    """Returns a preset's prompts, with custom prompts in place of one or both; '' selects the preset's."""
+    """Makes the judge's prompts: those of a preset, with custom ones in place of one or both."""
     if not preset and not scoring_prompt:
         raise UserError(
             "reward.judge.preset and reward.judge.scoring_prompt are both empty: the judge has no prompt; "
@@ -228,6 +229,7 @@ class JudgePart(Part):
         first_wait_s: float = 2.0,  # before a retry; doubles each time
         longest_wait_s: float = 60.0,
     ):
+        """Starts the event loop in its thread; at most `concurrency` requests are in flight."""
         self._client, self._rubric = client, rubric
         self._retries, self._first_wait_s, self._longest_wait_s = retries, first_wait_s, longest_wait_s
         self._cache = ScoreCache(cache_dir) if cache_dir else None
@@ -305,7 +307,7 @@ class JudgePart(Part):
         return Reward(score, {"judge_raw": score * self._rubric.max_score}, error=None)
 
     async def _ask_with_retries(self, question: str) -> JudgeReply:
-        """Asks the judge, with retries after growing delays."""
+        """Returns the judge's reply; failures that may pass are retried after growing delays."""
         for attempt in range(self._retries + 1):
             self._count(requests=1, retries=int(attempt > 0))
             try:

@@ -65,6 +65,7 @@ class JudgeClient:
     def __init__(
         self, api_type: str, *, model: str, base_url: str, temperature: float, max_tokens: int, timeout_s: float
     ):
+        """Prepares the client of a provider's SDK; UserError if its key or its package is missing."""
         if not model:
             raise UserError("reward.judge.model is empty; set it to a model name of the judge's server")
         provider = PROVIDERS[api_type]
@@ -93,7 +94,7 @@ class JudgeClient:
             self._send, self._read = self._send_anthropic, _read_anthropic
 
     async def ask(self, system: str, question: str) -> JudgeReply:
-        """Sends one request with its own deadline."""
+        """Sends one question and returns the reply; any failure or time-out becomes one JudgeError."""
         sdk, forms = self._sdk, frozenset(self._other_forms)
         try:
             async with asyncio.timeout(self._timeout_s):  # the SDK's timeout applies to each read
@@ -115,6 +116,7 @@ class JudgeClient:
         await self._client.close()
 
     async def _send_openai(self, system: str, question: str) -> Any:
+        """Sends a chat request by OpenAI's SDK, without arguments that the server has rejected before."""
         limit = "max_completion_tokens" if "max_completion_tokens" in self._other_forms else "max_tokens"
         extra = {"extra_body": {"enable_thinking": False}} if "enable_thinking" in self._other_forms else {}
         return await self._client.chat.completions.create(
@@ -126,6 +128,7 @@ class JudgeClient:
         )
 
     async def _send_anthropic(self, system: str, question: str) -> Any:
+        """Sends a message request by Anthropic's SDK."""
         return await self._client.messages.create(
             model=self.asked["model"],
             messages=[_user_message(question)],
@@ -153,6 +156,7 @@ def _user_message(question: str) -> dict[str, str]:
 
 
 def _read_openai(reply: Any) -> JudgeReply:
+    """Extracts text, finish reason and token counts from a reply of OpenAI's SDK."""
     choice, usage = reply.choices[0], reply.usage
     refusal = getattr(choice.message, "refusal", None)
     text = refusal or choice.message.content or ""
@@ -167,6 +171,7 @@ def _read_openai(reply: Any) -> JudgeReply:
 
 
 def _read_anthropic(reply: Any) -> JudgeReply:
+    """Extracts text, finish reason and token counts from a reply of Anthropic's SDK."""
     return JudgeReply(
         text="".join(block.text for block in reply.content if block.type == "text"),
         finish=str(reply.stop_reason),
@@ -233,6 +238,7 @@ def _make_scrubber(key: str) -> Callable[[str], str]:
 
 
 def _import_sdk(name: str) -> Any:
+    """Imports the provider's SDK; UserError with the install command if it is missing."""
     try:
         if name == "openai":
             import openai

@@ -61,7 +61,7 @@ def make_reward_sum(
     sources: Sequence[str],
     tool_rewards: bool = False,
 ) -> RewardSum:
-    """Makes every configured part and starts some processes; raises UserError for missing requirements.
+    """Makes the run's reward from the settings: parts, their processes and weights; UserError if one lacks something.
 
     Each host grades its own samples on its own part of the mesh.
     """
@@ -198,7 +198,7 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
 
 
 def make_refusal(c: Settings) -> Callable[[str, str], str]:
-    """Makes the function of data source and ground truth that returns why a row is left out, or ''."""
+    """Makes the function (data source, ground truth) that returns why a row cannot be graded, or ''."""
     weights = parse_weights(c.reward.weights, _configured_parts(c, tool_rewards=True), optional=[_RULES, TOOLS])
 
     def refuse(source: str, ground_truth: str) -> str:
@@ -237,7 +237,7 @@ def _used_parts(weights: PartWeights, setting: str, sources: Sequence[str]) -> d
 
 
 def make_judge(c: Settings) -> JudgePart:
-    """Makes the judge and its client."""
+    """Makes the judge's part of the reward and its client."""
     j = c.reward.judge
     client = JudgeClient(
         j.api_type,
@@ -256,7 +256,7 @@ def _make_rubric(c: Settings) -> Rubric:
 
 
 def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
-    """Makes the reward model and its engine."""
+    """Makes the part of the reward model; its engine is JAX, transformers or vLLM."""
     m = c.reward.model
     tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
     directory = convert_weights(locate(m.path), python=m.python, steps=steps)
@@ -279,6 +279,7 @@ def make_reward_model(c: Settings, policy_tokenizer: Any, mesh: jax.sharding.Mes
 
 
 def _make_jax_model(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    """Makes the reward model that runs in the trainer's process, on its mesh."""
     m = c.reward.model
     _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
     attention_needs = fused.Needs(
@@ -303,6 +304,7 @@ def _make_jax_model(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh
 
 
 def _make_transformers_model(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    """Starts the reward model in a process with transformers."""
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return TransformersRewardModel(
@@ -311,6 +313,7 @@ def _make_transformers_model(c: Settings, classifier: Classifier, mesh: jax.shar
 
 
 def _make_vllm_model(c: Settings, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+    """Starts the reward model in a vLLM server."""
     m = c.reward.model
     log.mkdir(parents=True, exist_ok=True)
     return VllmRewardModel(

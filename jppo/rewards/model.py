@@ -63,7 +63,7 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Any, *, max_length: int):
-        """Takes the reward model's own tokenizer and sets its truncation side."""
+        """`tokenizer` is the reward model's own; over-long texts are truncated at their beginning."""
         if max_length < 1:
             raise UserError(f"reward.model.max_length={max_length} must be 1 or more")
         tokenizer.truncation_side = "left"
@@ -71,7 +71,7 @@ class Texts:
         self._lock = threading.Lock()  # truncation changes a fast tokenizer's state
 
     def render(self, sample: Sample) -> tuple[str, bool]:
-        """Returns the text, and whether it already has its special tokens."""
+        """Returns prompt and response as one text, and whether it already has its special tokens."""
         messages = sample.prompt.messages
         if isinstance(messages, str):
             return messages + sample.text, False
@@ -81,12 +81,12 @@ class Texts:
         return self._tokenizer.apply_chat_template(turns, add_generation_prompt=False, tokenize=False), True
 
     def read(self, sample: Sample) -> tuple[list[int], bool]:
-        """Returns the tokens, and whether they were truncated; the end of a long text is kept."""
+        """Returns the tokens of prompt and response, and whether they were truncated, which keeps a long text's end."""
         encoded, truncated = self._encode(*self.render(sample))
         return list(encoded["input_ids"]), truncated
 
     def read_marked(self, sample: Sample, pieces: Sequence[str]) -> tuple[list[int], list[int], bool]:
-        """Like `read`, of a response of such pieces; the second result is the token that ends each piece.
+        """Like `read`, for a response in pieces; the second result is the last token of each piece.
 
         The chat template does not see the response, which some templates change.
         """
@@ -130,7 +130,7 @@ class Normalizer:
         self.count = self.mean = self.squares = 0.0
 
     def update(self, raw: np.ndarray) -> None:
-        """Adds a batch of scores; the order does not matter."""
+        """Updates mean and deviation by a batch of scores, in any order."""
         if raw.size == 0:
             return
         raw = np.sort(raw.astype(np.float64))
@@ -141,7 +141,7 @@ class Normalizer:
         self.count = count
 
     def apply(self, raw: np.ndarray) -> np.ndarray:
-        """Returns (raw - mean) / std in f64; 0 if all scores so far are equal."""
+        """Normalises scores: (raw - mean) / std in f64; 0 if all scores so far are equal."""
         std = math.sqrt(self.squares / self.count) if self.count else 0.0
         return (raw.astype(np.float64) - self.mean) / max(std, 1e-8)
 
@@ -171,6 +171,7 @@ class ModelPart:
         clip: float | None = None,
         learn: bool = True,
     ):
+        """`clip` bounds the size of scores; without `learn` the normalizer is only read."""
         self._model, self._texts = model, texts
         self._batch_size, self._normalizer, self._clip, self._learn = batch_size, normalizer, clip, learn
         self._lock = threading.Lock()
@@ -182,7 +183,7 @@ class ModelPart:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")  # one worker keeps batches in order
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Like Part.submit: the sample waits for a whole batch, or for `flush`."""
+        """Queues the sample for the next whole batch, or for `flush`; returns the future of its reward."""
         future: Future[Reward] = pending()
         with self._lock:
             if self._closed:
@@ -195,7 +196,7 @@ class ModelPart:
         return future
 
     def flush(self) -> None:
-        """Like Part.flush; returns at once."""
+        """Sends the queued samples as a last batch and has all scores normalised; returns at once."""
         with self._lock:
             if self._closed:
                 return
@@ -348,6 +349,7 @@ class StepPart(ModelPart):
         return self
 
     def _model_input(self, sample: Sample) -> tuple[MarkedSteps, bool]:
+        """Returns the steps of a response with a mark after each, as tokens, and whether they were truncated."""
         steps = [piece for piece in sample.text.split(self._delimiter) if piece.strip()]
         tokens = [] if sample.tokens is None else sample.tokens.tolist()
         end_amounts = tuple((end, 0.0) for end in step_ends(sample.text, self._delimiter))

@@ -38,6 +38,7 @@ class _ScorerProcess:
     """The start of a process and its log; a subclass waits for it, sends it batches and ends it."""
 
     def __init__(self, path: str, *, command: Sequence[str], env: Mapping[str, str], log: pathlib.Path):
+        """Starts `command`; its output is appended to `log`, `path` is the model's in errors."""
         self._path, self._command, self._log = path, command, log
         self._env = {**os.environ, "PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", **env}
         self._process: subprocess.Popen[bytes] | None = None
@@ -129,7 +130,7 @@ class TransformersRewardModel(_ScorerProcess):
         )
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Implements Scorer.score."""
+        """Returns the score logit of each token sequence."""
         return self._request_scores(ids=ids)
 
     def score_at(self, ids: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -147,7 +148,7 @@ class TransformersRewardModel(_ScorerProcess):
         return scores
 
     def close(self) -> None:
-        """Implements Scorer.close."""
+        """Kills the process; a waiting caller gets a ScoringError."""
         with self._state_lock:
             self._closed, process, self._process = True, self._process, None
             if process is not None:
@@ -228,6 +229,7 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Writes all of `data` to the process's input; _NoReply if it has ended."""
     assert process.stdin is not None
     view = memoryview(data)
     try:
@@ -291,7 +293,7 @@ class VllmRewardModel(_ScorerProcess):
         super().__init__(classifier.path, command=[*launcher, *program, *arguments], env=env, log=log)
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """Implements Scorer.score."""
+        """Returns the score logit of each token sequence, by one request to the server."""
         stripped_ids = [without_padding(sequence, self._classifier.pad_token_id) for sequence in ids]
         with self._request_lock:
             self._ensure()
@@ -317,7 +319,7 @@ class VllmRewardModel(_ScorerProcess):
         return [scores[i] for i in range(len(stripped_ids))]
 
     def close(self) -> None:
-        """Implements Scorer.close."""
+        """Ends the server and removes its socket; a waiting caller gets a ScoringError."""
         with self._state_lock:
             self._closed = True
         self._end()

@@ -93,14 +93,14 @@ class Part(Protocol):
 
 
 def pending() -> Future[Any]:
-    """Returns a future that cannot be cancelled."""
+    """Returns a new future that cannot be cancelled, to be resolved later."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def graded(reward: Reward) -> Future[Reward]:
-    """Returns the future of a reward that is there already."""
+    """Returns a future that is resolved already, by this reward."""
     future: Future[Reward] = Future()
     future.set_result(reward)
     return future
@@ -169,7 +169,7 @@ class ConversationPart(Part):
         self._tools = tools
 
     def submit(self, sample: Sample) -> Future[Reward]:
-        """Returns the score at once."""
+        """Returns the sum of the amounts that the conversation has earned; an error if its environment failed."""
         exchange = sample.exchange
         if exchange is None:  # a sample without a conversation, as in checks
             return graded(Reward(0.0, {}, error=None))
@@ -182,7 +182,7 @@ class ConversationPart(Part):
 
 
 def _weighted_amounts(exchange: Exchange | None, weights: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Returns what a branch of an episode earned at its turns, scaled by the weights of the parts."""
+    """Returns the (token, amount) pairs that a branch of an episode earned at its turns, times the parts' weights."""
     if exchange is None:
         return ()
     turn_weight, tool_weight = sum(weights.get(part, 0.0) for part in TURNS), weights.get(TOOLS, 0.0)
@@ -267,14 +267,14 @@ class RewardSum:
         return Grading(self)
 
     def grade(self, samples: Iterable[Sample]) -> list[Reward]:
-        """Returns the rewards of complete samples."""
+        """Grades samples that are all there and returns their rewards in order."""
         grading = self.begin()
         for number, sample in enumerate(samples):
             grading.submit(number, sample)
         return grading.collect()
 
     def earned(self, source: str) -> Callable[[Trajectory], tuple[tuple[int, float], ...]]:
-        """Makes the function that returns the amounts which a branch of an episode earned at its turns."""
+        """Makes the function that returns a branch's weighted (token, amount) pairs, earned at its turns."""
         weights = self.weights.of(source)
         return lambda branch: _weighted_amounts(branch.exchange, weights)
 
@@ -300,7 +300,7 @@ class RewardSum:
         return {name: state for name, part in self.parts.items() if (state := part.state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`."""
+        """Restores the parts' states of a checkpoint."""
         for name, part_state in state.items():
             if name in self.parts:
                 self.parts[name].load(part_state)
@@ -333,7 +333,7 @@ class Grading:
             self._waiting[number] = futures
 
     def finished(self) -> dict[int, Reward]:
-        """Returns the finished rewards without an error by number, without waiting."""
+        """Returns the rewards that are ready and without an error, by number, without waiting for others."""
         with self._lock:
             waiting = dict(self._waiting)
         done = {number: futures for number, futures in waiting.items() if all(f.done() for _, f in futures.values())}

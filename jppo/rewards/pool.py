@@ -54,7 +54,7 @@ class _Job:
 
 
 def as_plain(sample: Sample) -> dict[str, Any]:
-    """Returns a sample as workers read it."""
+    """Returns a sample as a dict of plain values, the form in which workers get it."""
     prompt = sample.prompt
     extra = prompt.extra.get("extra_info", prompt.extra)  # verl's column, otherwise all further columns
     return {"data_source": prompt.data_source, "text": sample.text, "truth": prompt.ground_truth, "extra": extra}
@@ -181,7 +181,7 @@ class Pool:
 
 
 def require_prepared(pool: Pool, target: Target, label: str) -> bool:
-    """Prepares the target in a worker; True if it wants batches. Failures are UserErrors."""
+    """Prepares the target in a worker; UserError with `label` if that fails. True if it scores whole batches."""
     try:
         return pool.prepare(target)
     except NotReady as e:
@@ -194,6 +194,7 @@ class _Worker:
     """One worker process with its guard and two pipes; used by one thread."""
 
     def __init__(self, memory_bytes: int, log: pathlib.Path | None, closed: threading.Event):
+        """Starts the process, with its errors appended to `log`; `closed` is set when the pool closes."""
         defaults = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # every further thread takes address space
         with open(log or os.devnull, "ab") as errors:
             self._process = subprocess.Popen(
@@ -216,7 +217,7 @@ class _Worker:
         return self._process.poll() is None
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Returns the worker's reply; raises _Lost without one."""
+        """Sends a request and returns the worker's reply; raises _NoReply without one."""
         body = pickle.dumps(request)
         deadline = time.monotonic() + timeout_s
         try:

@@ -52,7 +52,7 @@ def _takes_batch(function: Function) -> bool:
 
 
 def _check_signature(function: Function, name: str) -> None:
-    """Raises ValueError unless the function has one of the signatures."""
+    """Raises ValueError unless the custom function has one of the three signatures."""
     if TRL in _parameters(function):
         refused_parameters = [parameter for parameter in _required_parameters(function) if parameter in ONLY_IN_TRL]
         if not refused_parameters:
@@ -69,7 +69,7 @@ def _check_signature(function: Function, name: str) -> None:
 
 
 def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
-    """Returns the function's result for each sample; raises ValueError for another number of results."""
+    """Calls the custom function and returns its result for each sample; ValueError for another number of results."""
     if not _takes_batch(function):
         return _call_all(function, [dict(zip(ONE, _sample_arguments(sample), strict=True)) for sample in samples])
     if TRL in _parameters(function):
@@ -90,7 +90,7 @@ def call_function(function: Function, samples: Sequence[Sample]) -> list[Any]:
 
 
 def _call_all(function: Function, calls: Sequence[dict[str, Any]]) -> list[Any]:
-    """Returns the results of calls; calls of an async function run concurrently."""
+    """Calls the function with each set of arguments; calls of an async function run concurrently."""
     if not inspect.iscoroutinefunction(function):
         return [function(**call) for call in calls]
 
@@ -166,7 +166,7 @@ class Prepared(NamedTuple):
 
 
 def prepare_target(target: Sequence[str]) -> Prepared:
-    """Prepares a target; raises ValueError with a readable reason."""
+    """Imports, compiles or loads a target, so that it can score samples; ValueError with a readable reason."""
     kind, *rest = target
     makers: dict[str, Callable[..., Prepared]]
     makers = {"rule": _prepare_rule, "code": _prepare_code, "program": _prepare_program}
@@ -281,7 +281,7 @@ def _prepare_format(pattern: str) -> Prepared:
 
 
 def _prepare_function(path: str, name: str, source: str) -> Prepared:
-    """Prepares a custom function."""
+    """Loads a custom function, whose results become answers."""
     function = _load_function(path, name, source)
 
     def score(samples: Sequence[Sample]) -> list[_Answer]:
@@ -292,7 +292,7 @@ def _prepare_function(path: str, name: str, source: str) -> Prepared:
 
 
 def _load_function(path: str, name: str, source: str) -> Callable[..., Any]:
-    """Loads the function from the source text read at the start of the run."""
+    """Runs the user's file from its text and returns the function; ValueError if it is missing or unfit."""
     try:
         module = user_files.load(pathlib.Path(path), source)
     except MemoryError:
@@ -346,7 +346,7 @@ def main(parent: int, memory_bytes: int) -> None:
 
 
 def _watch(worker: int, parent: int, wake_reader: int, wake_writer: int) -> int | None:
-    """Returns the worker's exit status; None if it has to be killed."""
+    """Waits for the worker's end and returns its exit status; None if it is to be killed, as without a trainer."""
     stop_signals = []
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

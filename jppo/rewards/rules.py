@@ -209,13 +209,13 @@ def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
 
 
 def _canonical(number: decimal.Decimal) -> str:
-    """Returns the same text for 18, 18.0 and 018, without rounding."""
+    """Returns a number's only spelling, without rounding: the same for 18, 18.0 and 018."""
     whole, _, rest = f"{abs(number) if number == 0 else number:f}".partition(".")
     return f"{whole}.{rest.rstrip('0')}".rstrip(".")
 
 
 def _number(text: str) -> decimal.Decimal | None:
-    """Parses a number; None for texts like 1.2.3."""
+    """Parses a number with commas, currency and any minus; None for texts like 1.2.3."""
     try:
         number = decimal.Decimal(_IGNORED.sub("", text.translate(_AS_MINUS)).strip().rstrip("."))
     except decimal.InvalidOperation:
@@ -303,7 +303,7 @@ def search_r1(response: str, ground_truth: str) -> Verdict:
 
 
 def _normalize_hendrycks(text: str) -> str:
-    """Normalises by Hendrycks' rules; raises ValueError if they fail."""
+    """Normalises a formula by the rules of Hendrycks et al.; ValueError if they fail."""
     for old, new in (("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), (r"\left", ""),
                      (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", "")):  # fmt: skip
         text = text.replace(old, new)
@@ -321,7 +321,7 @@ def _normalize_hendrycks(text: str) -> str:
 
 
 def _normalize_minerva(text: str) -> str:
-    """Normalises by Minerva's rules."""
+    """Normalises an answer by the rules of Minerva."""
     text = text.split("=")[-1]
     for old, new in _REPLACED:
         text = text.replace(old, new)

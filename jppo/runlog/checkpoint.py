@@ -43,7 +43,7 @@ class Checkpoints:
     """The checkpoints of one run; a context manager."""
 
     def __init__(self, directory: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
-        """Writes to `directory` and keeps the last `keep` complete checkpoints and the best one.
+        """Writes checkpoints to `directory`, and keeps the last `keep` complete ones and the best.
 
         `read_only` changes nothing there.
         """
@@ -118,7 +118,7 @@ class Checkpoints:
         note: Callable[[str], object],
         hosts: Hosts = ALONE,
     ) -> None:
-        """Calls `save` for the state in which an error ends a run, unless the step is saved.
+        """Saves the state in which an error ends a run by calling `save`, unless the step is saved already.
 
         An update donates its models' buffers: from its first optimizer step to its end there is no complete state. A
         failure is noted and not raised, because it would hide that error.
@@ -162,7 +162,7 @@ class Checkpoints:
             self._remove(later_steps)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk or has failed; then removes surplus checkpoints."""
+        """Waits until the last save is on disk or has failed; then removes surplus checkpoints."""
         try:
             self._writer.wait_until_finished()
             if self._writing is not None and jax.process_index() == 0:
@@ -238,7 +238,7 @@ class Checkpoints:
 
 
 def _join_writers(threads_before: frozenset[threading.Thread]) -> None:
-    """Waits for the threads of a failed save, which would make its folder anew; orbax waits until the first one fails.
+    """Waits for the threads of a failed save, which would make its folder again.
 
     Those of its closed event loops end, too; new ones of other loops may not.
     """

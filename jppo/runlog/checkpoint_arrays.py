@@ -34,7 +34,7 @@ def as_numbers(leaf: Any) -> jax.Array:
 
 
 def one_copy(array: jax.Array) -> jax.Array:
-    """Returns a small replicated array as one device's copy; others unchanged.
+    """Returns one device's copy of a small replicated array, for a cheaper save; other arrays unchanged.
 
     Otherwise orbax lets each device copy a part, which takes a program for each shape and device.
     """
@@ -54,7 +54,7 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def description(leaf: Any, checksum: int) -> dict[str, Any]:
-    """Returns what a checkpoint records about an array; with the implementation of a random key, to rebuild it."""
+    """Returns the table's entry of an array: shape, dtype, checksum, and the implementation of a random key."""
     impl = {"impl": str(jax.random.key_impl(leaf))} if _is_key(leaf) else {}
     return _describe(leaf) | impl | {"checksum": checksum}
 
@@ -92,7 +92,7 @@ def text_checksum(content: Mapping[str, Any]) -> int:
 
 
 def examine(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
-    """Returns for each array whether it is finite, and its checksum; copies offloaded ones to the devices one by one.
+    """Returns for each array whether it is finite, and its checksum; offloaded ones are copied one by one.
 
     The checksum is the sum of the array's bits, word by word, modulo 2^32: the same for any sharding.
     """
@@ -109,6 +109,7 @@ def examine(arrays: Mapping[str, jax.Array]) -> dict[str, tuple[bool, int]]:
 
 
 def _on_device(array: jax.Array) -> jax.Array:
+    """Returns the array on its devices, for one that is offloaded to the host."""
     if "host" in (array.sharding.memory_kind or ""):
         array = jax.device_put(array, array.sharding.with_memory_kind("device"))
     return array
@@ -189,7 +190,7 @@ def restore(
 
 
 def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]], Any]) -> Restored:
-    """Reads one field of the state, with the structure that `like` derives from the meta."""
+    """Reads one field of a saved state; `like` makes its structure from the meta."""
     silence_orbax()
     with checkpointer() as reader:
         content = _read_content(reader, path)
@@ -237,7 +238,7 @@ def _in_field(name: str, field: str) -> bool:
 
 
 def checkpointer() -> ocp.AsyncCheckpointer:
-    """Returns orbax's reader and writer; `save` makes the folders itself.
+    """Returns orbax's reader and writer, whose saves make their folders in the calling thread.
 
     Otherwise a thread makes them, and if it fails, the others wait 300 s for its signal.
     """

@@ -53,6 +53,7 @@ SFT_COLUMNS: Columns = (
 
 
 def _pair_columns(name: str) -> Columns:
+    """Returns the columns of a training on pairs, whose metrics are named NAME/loss and the like."""
     return (
         ("loss", f"{name}/loss", ".4f"),
         ("accuracy", f"{name}/accuracy", ".3f"),
@@ -101,7 +102,7 @@ def make_screen(
     console: rich.console.Console,
     doing: rich.console.RenderableType = "",
 ) -> Screen:
-    """Returns the screen for the console; a resumed run has `done` steps already.
+    """Makes the display of steps for a terminal or for a log; a resumed run has `done` steps already.
 
     A live table has what the run is `doing` below it.
     """
@@ -138,7 +139,7 @@ class RewardHistory:
         self._last: collections.deque[float] = collections.deque(maxlen=diagnosis.TREND_STEPS)
 
     def verdicts(self, metrics: Mapping[str, float]) -> dict[str, diagnosis.Verdict]:
-        """Returns the verdicts of the next step."""
+        """Adds a step's reward and returns the verdicts on its metrics by name."""
         if diagnosis.REWARD in metrics:
             self._last.append(metrics[diagnosis.REWARD])
         return diagnosis.verdicts(metrics, tuple(self._last))
@@ -155,7 +156,7 @@ class Lines:
         self._rewards = RewardHistory()
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the step."""
+        """Prints the step as one line: metrics, stages, memory, remaining time."""
         verdicts = self._rewards.verdicts(metrics)
         texts = [
             f"{heading} {_format_metric(metrics, name, spec)}{_mark(verdicts.get(name))}"
@@ -242,7 +243,7 @@ class Live:
         return rich.console.Group(table, *([footer] if self._footer else []), self._progress, self._doing)
 
     def _fitting_headings(self) -> list[str]:
-        """Returns the headings that fit the console."""
+        """Returns the headings that fit the console's width."""
         headings = [heading for heading, _, _ in self._columns]
         width = {name: 1 + max(len(name), *(len(cells[name]) for _, cells in self._steps), 0) for name in headings}
         steps = max(len("step"), *(len(str(step)) for step, _ in self._steps), 0)
@@ -264,7 +265,7 @@ def _mark(verdict: diagnosis.Verdict | None) -> str:
 
 
 def _stage_texts(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the step's stages with their seconds, without negligible ones."""
+    """Formats the seconds of the step's stages, without negligible ones."""
     seconds = {stage: metrics.get(f"timing_s/{stage}", 0.0) for stage in STAGES if stage != "step"}
     return [f"{STAGE_NAMES.get(stage, stage)} {stage_s:.1f}" for stage, stage_s in seconds.items() if stage_s >= 0.05]
 
@@ -299,6 +300,7 @@ class Display:
         self._spinner: rich.status.Status | None = None
 
     def __enter__(self) -> Self:
+        """Starts a spinner on a terminal, elsewhere a thread that prints lines."""
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._spinner = rich.status.Status(Doing(self._timer), console=self._console)
             self._spinner.start()

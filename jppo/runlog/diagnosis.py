@@ -71,7 +71,7 @@ class History:
         self._count: collections.Counter[str] = collections.Counter()
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """Appends a step."""
+        """Appends a step's metrics."""
         self.now = observed(metrics)
         for name, value in self.now.items():
             self._count[name] += 1
@@ -97,7 +97,7 @@ class History:
 
 
 def observed(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the finite metrics, and the values derived from them."""
+    """Returns the finite metrics of a step, and the values that rules derive from them."""
     values = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
     for spread, (high, low) in SPREADS.items():
         if high in values and low in values:
@@ -275,13 +275,13 @@ class Diagnosis:
     """Applies every rule to each step; each warning is reported once."""
 
     def __init__(self, reported: Iterable[str] = ()) -> None:
-        """`reported`: the warnings of this run from before a resume."""
+        """`reported` are the names of warnings that a resumed run has reported before."""
         self._reported = set(reported)
         self._history = History()
         self._steps = 0
 
     def once(self, alert: Alert) -> list[Alert]:
-        """Returns a warning found elsewhere, unless it was reported before."""
+        """Returns the warning, found outside of the rules, as a list; [] if it was reported before."""
         if alert.name in self._reported:
             return []
         self._reported.add(alert.name)
@@ -328,7 +328,7 @@ SURE = 2.0  # standard errors that a slope must be from 0
 
 
 def verdict(name: str, value: float) -> Verdict | None:
-    """Compares a value's size with the metric's range; None without a range. Non-finite values are bad.
+    """Compares a metric's size with its healthy range; None without a range. Non-finite values are bad.
 
     The absolute value counts, because an estimated KL may be negative.
     """
@@ -357,7 +357,7 @@ def trend(values: Sequence[float]) -> Literal["rising", "falling"] | None:
 
 
 def verdicts(metrics: Mapping[str, float], rewards: Sequence[float]) -> dict[str, Verdict]:
-    """Returns the verdicts of a step's metrics; `rewards` has one value per recent step, the last for this step.
+    """Returns the verdicts on a step's metrics by name; `rewards` are those of recent steps, this one's last.
 
     A reward without a clear trend gets no verdict: it may be noise or a learned task.
     """

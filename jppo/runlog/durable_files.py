@@ -37,12 +37,12 @@ class Appender:
         return len(self._waiting)
 
     def append(self, record: bytes) -> None:
-        """Writes waiting records and then this one; OSError if it has to wait."""
+        """Writes waiting records and then this one; OSError if it has to wait, as on a full disk."""
         self._waiting.append(record)
         self.flush()
 
     def flush(self) -> None:
-        """Writes waiting records; OSError if that fails."""
+        """Writes the waiting records; OSError if that fails."""
         while self._waiting:
             self._write(self._waiting[0])
             self._end += len(self._waiting.popleft())
@@ -144,7 +144,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Returns when a file, or the names in a folder, are on disk."""
+    """Waits until a file, or the names in a folder, are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -157,7 +157,7 @@ FILE = "run.lock"
 
 @contextlib.contextmanager
 def own(folder: pathlib.Path, setting: str = "trainer.run_dir") -> Iterator[None]:
-    """Creates and locks the folder; UserError if that fails, naming the process that holds it."""
+    """Creates and locks the folder during the block; UserError if that fails, naming the process that holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

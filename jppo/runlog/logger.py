@@ -95,7 +95,7 @@ class Logger:
             self._screen = make_screen(total_steps, max(last_step, 0), columns, console or Terminal(), doing)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs one step's metrics and their new warnings."""
+        """Passes a step's metrics to all loggers and the console, and reports new warnings about them."""
         values = {name: _as_number(name, value) for name, value in metrics.items()}
         self._call_each(operator.methodcaller("log", int(step), values))
         if self._screen is not None:
@@ -191,7 +191,7 @@ class _JsonLines:
         self._metrics, self._warnings = Appender(run_dir / FILE), Appender(run_dir / WARNINGS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step; NaN and infinities are null and listed by name."""
+        """Writes a step's line; NaN and infinities are null and listed by name."""
         nonfinite = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
         line: dict[str, Any] = {"step": step}
         line |= {name: None if name in nonfinite else value for name, value in metrics.items()}
@@ -211,7 +211,7 @@ class _JsonLines:
         self._warnings.sync()
 
     def close(self, *, failed: bool) -> None:
-        """Writes waiting records."""
+        """Writes the waiting records of both files."""
         try:
             self._metrics.close()
         finally:

@@ -14,7 +14,7 @@ from jppo.settings import Common, Settings
 
 
 def require_loggers(c: Common) -> None:
-    """Raises UserError for an unusable logger, before anything starts."""
+    """Raises UserError if a logger's package or login is missing, before anything starts."""
     for name in settings.loggers(c.trainer.logger):
         if name in REMOTE:
             REMOTE[name].require()
@@ -23,7 +23,7 @@ def require_loggers(c: Common) -> None:
 
 
 def open_display(stack: contextlib.ExitStack, c: Common, timer: Timers, hosts: Hosts = ALONE) -> Display:
-    """Shows what the run does until its logger is open, on the first host and where the console is logged to."""
+    """Shows the running stage until the run's logger is open, on the first host and if the console is logged to."""
     display = Display(timer)
     if hosts.first and "console" in settings.loggers(c.trainer.logger):
         stack.enter_context(display)

@@ -29,7 +29,7 @@ class SentSteps:
     """
 
     def __init__(self, run_dir: pathlib.Path, name: str, *, resumed: bool) -> None:
-        """Reads the file when the run resumes; a new run has a new id."""
+        """Reads the file if the run resumes; a new run gets a new id by `begin`."""
         self._path = run_dir / f"{name}.json"
         saved = self._read() if resumed and self._path.exists() else {}
         self.id: str | None = saved.get("id")
@@ -40,7 +40,7 @@ class SentSteps:
         return step > self._step
 
     def begin(self, run_id: str) -> None:
-        """Sets the run's id there."""
+        """Records the id that the logger has given the run."""
         self.id = run_id
         self._write()
 
@@ -62,7 +62,7 @@ class SentSteps:
 
 
 def _import_package(name: str) -> Any:
-    """Returns a logger's package; UserError if it is missing."""
+    """Imports a logger's package; UserError with the install command if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -84,6 +84,7 @@ class Wandb:
             raise UserError("trainer.logger has wandb, which has no key; run `wandb login`, or set WANDB_MODE=offline")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in Weights & Biases, or continues the one of RUN/wandb.json; UserError if that fails."""
         import wandb
 
         self._sent = SentSteps(run_dir, "wandb", resumed=resumed)
@@ -137,6 +138,7 @@ class MLflow:
         _import_package("mlflow")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in MLflow, or continues the one of RUN/mlflow.json; UserError if that fails."""
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
@@ -171,7 +173,7 @@ class MLflow:
         return self._sent.id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends a step, unless it was sent before."""
+        """Sends a step, unless it was sent before, and earlier ones that the server has not taken."""
         if self._sent.new(step):
             now = int(time.time() * 1000)
             finite = _finite_metrics(metrics).items()
@@ -213,6 +215,7 @@ class Swanlab:
             )
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in SwanLab, or continues the one of RUN/swanlab.json; UserError if that fails."""
         import swanlab
 
         mode, self._sent = os.environ.get("SWANLAB_MODE", "online"), SentSteps(run_dir, "swanlab", resumed=resumed)
@@ -266,6 +269,7 @@ class ClearML:
         _import_package("clearml")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the task in ClearML, or continues the one of RUN/clearml.json; UserError if that fails."""
         import clearml
 
         self._sent = SentSteps(run_dir, "clearml", resumed=resumed)
@@ -327,6 +331,7 @@ class Trackio:
         _import_package("trackio")
 
     def __init__(self, run_dir: pathlib.Path, about: About, *, resumed: bool) -> None:
+        """Starts the run in Trackio, or continues the one of RUN/trackio.json; UserError if that fails."""
         import trackio
 
         self._sent = SentSteps(run_dir, "trackio", resumed=resumed)
@@ -372,7 +377,7 @@ def _finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def cell(value: Any) -> str | float | None:
-    """Returns a sample's field for a table; the last of chat messages."""
+    """Returns a sample's field as a table's cell; of chat messages the last one's text."""
     if isinstance(value, list) and value:
         return str(value[-1].get("content", value[-1]) if isinstance(value[-1], Mapping) else value[-1])
     return value if value is None or isinstance(value, str | int | float) else str(value)

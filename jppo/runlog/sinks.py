@@ -58,6 +58,7 @@ class Exporter(Collector):
     """
 
     def __init__(self, host: str, port: int) -> None:
+        """Starts the HTTP server; UserError if the port cannot be opened."""
         self._metrics: Mapping[str, float] = {}
         self._warnings: collections.Counter[str] = collections.Counter()
         registry = CollectorRegistry()
@@ -71,7 +72,7 @@ class Exporter(Collector):
         self.port = self._server.server_port
 
     def collect(self) -> Iterator[Metric]:
-        """Yields `jppo_actor_entropy` for `actor/entropy`, and the counted warnings."""
+        """Yields the last step's metrics, `jppo_actor_entropy` for `actor/entropy`, and the counted warnings."""
         for name, value in self._metrics.items():
             yield GaugeMetricFamily("jppo_" + re.sub(r"[^a-zA-Z0-9_]", "_", name), name, value)
         if self._warnings:
@@ -99,7 +100,7 @@ class Board:
     """One event file of a run's `tensorboard/`, written without a writer thread, which a full disk would end."""
 
     def __init__(self, folder: pathlib.Path, *, first: int) -> None:
-        """Starts a file at step `first`: TensorBoard drops what a killed run wrote for it and later."""
+        """Starts an event file of TensorBoard at step `first`, which drops what a killed run wrote from there on."""
         from tensorboardX import record_writer, summary  # imports torch if present, which takes seconds
         from tensorboardX.proto import event_pb2
 
@@ -113,7 +114,7 @@ class Board:
             self._write(first, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step's finite metrics."""
+        """Writes a step's finite metrics as scalars of TensorBoard."""
         scalars = [self._summary.scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
         merged = self._summary.Summary(value=[value for scalar in scalars for value in scalar.value])
         self._write(step, summary=merged)
@@ -132,6 +133,7 @@ class Board:
         self._file.close()
 
     def _write(self, step: int, **content: Any) -> None:
+        """Appends an event as a record: its length, the event, and a checksum of both."""
         data = self._events.Event(step=step, wall_time=time.time(), **content).SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
@@ -139,7 +141,7 @@ class Board:
 
 
 def _markdown(rows: Rows) -> str:
-    """Returns a table of samples, with Markdown and HTML escaped."""
+    """Formats samples as a Markdown table, with Markdown and HTML in them escaped."""
 
     def cell(value: Any) -> str:
         text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

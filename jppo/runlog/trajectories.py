@@ -27,7 +27,7 @@ APART = (*ARRAYS, "experts", "kept")  # the fields that are not JSON
 
 
 def serialise(episodes: Sequence[Trajectory]) -> str:
-    """Serialises trajectories, bit for bit; the branches of each follow it."""
+    """Writes trajectories as text, bit for bit; the branches of each follow it."""
     trajectories = [t for episode in episodes for t in (episode, *episode.branches)]
     flat = [dataclasses.asdict(dataclasses.replace(t, branches=())) for t in trajectories]
     json_fields = [{name: value for name, value in one.items() if name not in APART} for one in flat]
@@ -56,7 +56,7 @@ def serialise(episodes: Sequence[Trajectory]) -> str:
 
 
 def deserialise(text: str) -> list[Trajectory]:
-    """Restores packed trajectories."""
+    """Restores the trajectories of `serialise`."""
     with np.load(io.BytesIO(base64.b64decode(text))) as file:
         rows = json.loads(file["rest"].tobytes())
         borders = np.cumsum(file["lengths"])[:-1]
@@ -80,7 +80,7 @@ def deserialise(text: str) -> list[Trajectory]:
 
 
 def _read_kept(file: Mapping[str, np.ndarray]) -> list[np.ndarray | None]:
-    """Restores the kept tokens, padded in each trajectory to its longest."""
+    """Restores the field `kept` of trajectories, padded in each to its longest entry; None where it was None."""
     has_kept, ids = file["with_kept"], file["kept"]
     kept_of: list[np.ndarray | None] = [None] * len(has_kept)
     borders, start = np.cumsum(file["lengths"][has_kept])[:-1], 0
@@ -93,14 +93,14 @@ def _read_kept(file: Mapping[str, np.ndarray]) -> list[np.ndarray | None]:
 
 
 def of_all(hosts: Hosts, own: list[Trajectory]) -> list[Trajectory]:
-    """Returns the trajectories of all hosts, in host order."""
+    """Exchanges trajectories between hosts; returns those of all hosts, in host order."""
     if hosts.count == 1:
         return own
     return [t for text in hosts.gather(lambda: serialise(own)) for t in deserialise(text)]
 
 
 def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward]:
-    """Waits for rewards and returns the rewards of all hosts, in host order."""
+    """Waits for this host's rewards; returns those of all hosts, in host order."""
     if hosts.count == 1:
         return own()
     of_hosts = hosts.gather(lambda: [dataclasses.asdict(reward) for reward in own()])
@@ -113,7 +113,7 @@ def reward_of(saved: Mapping[str, Any]) -> Reward:
 
 
 def _with_tuples(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Restores tuples from JSON's lists."""
+    """Returns fields from JSON with tuples in place of lists, as `Reward` and `Exchange` have them."""
     lists = [name for name in ("earned", "tool_earned") if name in saved]  # Reward has one, Exchange both
     return {**saved, **{name: tuple((token, amount) for token, amount in saved[name]) for name in lists}}
 
@@ -131,7 +131,7 @@ class Found:
     rewards: Mapping[int, Reward]
 
     def only(self, numbers: Collection[int]) -> "Found":
-        """Returns those with the given indices."""
+        """Returns the responses and rewards with these indices."""
         responses = {n: t for n, t in self.responses.items() if n in numbers}
         return Found(self.per_prompt, responses, {n: r for n, r in self.rewards.items() if n in responses})
 
@@ -162,13 +162,13 @@ def state(about: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def read_steps(state: Mapping[str, Any]) -> list[Step]:
-    """Returns the steps of a state, in order."""
+    """Restores the steps of a checkpoint's state, in order."""
     steps = [_from_json(row) for row in state["steps"]]
     return sorted(steps, key=lambda step: step.step)
 
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the states of all hosts; a step requested by only some hosts has their responses."""
+    """Merges the states of all hosts into one; a step that only some have requested has their responses."""
     if len(states) == 1 or not any(states):
         return states[0]
     by_step: dict[int, Step] = {}
@@ -181,7 +181,7 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def fitted(
     state: Mapping[str, Any], kind: Mapping[str, Any], *, first: int, staleness: int, partial: bool
 ) -> tuple[list[Step], list[str]]:
-    """Returns the steps of a state for a run of this kind that begins with step `first`, and console lines.
+    """Returns the steps of a state that this run can use from step `first` on, and console lines about them.
 
     Drops responses that the run would sample differently or that are too old, and rewards by other graders. A run
     without `partial` gets whole steps, the last one with the rest. UserError if the indices have another meaning.

@@ -46,7 +46,7 @@ class Watch:
         hosts: Hosts = ALONE,
         stopped: int = STOPPED,
     ) -> None:
-        """Sets the limits of stages and of the end; `stacks` is the file for the stacks of a stuck run.
+        """Sets the limits of a stage's time and of the end's; `stacks` is the file for the stacks of a stuck run.
 
         `stopped` is the exit code after SIGTERM or SIGHUP.
         """
@@ -70,6 +70,7 @@ class Watch:
             raise self._stop
 
     def __enter__(self) -> "Watch":
+        """Sets the signals' handlers and starts the watching thread."""
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             self._main = threading.get_ident()
             for number in (*self._codes, signal.SIGUSR1):
@@ -143,7 +144,7 @@ class Watch:
 
 @contextlib.contextmanager
 def ending(run_dir: str, *, within_s: float) -> Iterator[None]:
-    """Wraps a whole command: whatever is expected to end a run becomes one line and the exit code.
+    """Ends a command: errors and stops that are expected become one line and their exit code.
 
     | raised                               | exit code              | checkpoint of the last complete state |
     |--------------------------------------|------------------------|---------------------------------------|

@@ -57,7 +57,7 @@ def fsdp(get: GetKey) -> int:
 
 
 def require_sharing(value: int, get: GetKey) -> int:
-    """Returns the number of hosts or of their devices; raises Unfit if not all can share the parameters."""
+    """Returns the number of hosts or of their devices; raises Unsupported if not all can share the parameters."""
     size = _sharing_devices(get)
     if value & (value - 1) and size & (size - 1):
         raise Unsupported(f"{size & -size} of {size} devices share the parameters: {size} must divide a model's width")
@@ -74,7 +74,7 @@ def _samples_apart(get: GetKey) -> bool:
 
 
 def _sampling_devices(get: GetKey) -> int:
-    """Returns the devices of one of verl's hosts that sample."""
+    """Returns how many devices of one of verl's hosts sample."""
     section = "rollout" if get("rollout.nnodes") else "R"
     own_devices = get(f"{section}.n_gpus_per_node") if _samples_apart(get) else None
     return int(own_devices or get("trainer.n_gpus_per_node") or 1)
@@ -86,7 +86,7 @@ def server_devices(get: GetKey) -> int:
 
 
 def hosts(get: GetKey) -> tuple[int, int, int]:
-    """Returns the hosts of the run, and of each the devices that train and those that sample, which may be the same."""
+    """Returns the run's hosts, and the devices of each that train and that sample, which may be the same."""
     nodes, training = int(get("trainer.nnodes") or 1), int(get("trainer.n_gpus_per_node") or 1)
     if not _samples_apart(get):
         return nodes, training, training
@@ -103,7 +103,7 @@ def servers(get: GetKey) -> int:
 
 
 def sampling_devices(get: GetKey) -> str | None:
-    """Returns the devices of a host that sample, where they do not train."""
+    """Returns `rollout.devices`, the numbers of a host's sampling devices; None if the same ones train."""
     _, train, sample = hosts(get)
     return ",".join(map(str, range(train, train + sample))) if _samples_apart(get) else None
 
@@ -129,7 +129,7 @@ def publish_interval(get: GetKey) -> int:
 
 
 def batch(get: GetKey) -> int:
-    """Returns the prompts between two publishes."""
+    """Returns the prompts between two publishes of verl's, which are one step of jppo's."""
     if fully_async(get):
         required = get("A.ppo_mini_batch_size") * (get("async_training.require_batches") or 1)
         return int(required * publish_interval(get))
@@ -137,7 +137,7 @@ def batch(get: GetKey) -> int:
 
 
 def training_steps(get: GetKey) -> int | None:
-    """Returns the steps of a run, if they are given."""
+    """Returns the steps of a run, -1 for whole epochs; None if they follow from data that is not known."""
     total = get("trainer.total_training_steps")
     if fully_async(get) and not total:
         prompts = get("rollout.total_rollout_steps")
@@ -146,7 +146,7 @@ def training_steps(get: GetKey) -> int | None:
 
 
 def max_staleness(get: GetKey) -> int | None:
-    """Returns the publishes that a sample may be old."""
+    """Returns `rollout.max_staleness`: how many publishes old a sample may be; None in synchronous training."""
     if not asynchronous(get):
         return None
     return math.ceil(get("async_training.staleness_threshold") or 0) if fully_async(get) else 1
@@ -160,7 +160,7 @@ def on_update(get: GetKey) -> str | None:
 
 
 def reference_offload(get: GetKey) -> bool | None:
-    """Returns the reference's offload where it follows from the actor's."""
+    """Returns the reference's offload if verl takes the actor's for it; else None."""
     follows_actor = training_engine(get) in ("megatron", "veomni") and get("REF.fsdp_config.param_offload") is None
     return bool(get("A.fsdp_config.param_offload")) if follows_actor else None
 
@@ -239,7 +239,7 @@ def rejected(value: Any, get: GetKey) -> str:
 
 
 def adv_estimator(value: str, get: GetKey) -> str:
-    """Returns the estimator; those that compare samples have the score itself for one sample a prompt."""
+    """Returns the estimator; with one sample a prompt, those that compare samples become the score itself."""
     if get("distillation.enabled") and not _learns_score(get):
         return "distill"
     single_sample = get("R.n") == 1 and value in ("grpo", "rloo", "opo")
@@ -257,7 +257,7 @@ def _learns_score(get: GetKey) -> bool:
 
 
 def distilled(setting: str) -> Callable[[GetKey], Any]:
-    """Makes the function that returns a setting which distillation implies, or None."""
+    """Makes the function that returns a setting's value under distillation from a teacher; None without it."""
 
     def value(get: GetKey) -> Any:
         if not get("distillation.enabled"):

@@ -239,7 +239,7 @@ def _optimizer(optim: str, section: str, lr: float) -> tuple[KeyRow, ...]:
 
 
 def _mesh_and_dtypes(model: str, fsdp: str, megatron: str) -> tuple[KeyRow, ...]:
-    """Returns the rows of the actor's engine that hold for all models."""
+    """Returns the rows of the engine's mesh and dtypes, which hold for all models."""
     transformer = f"{megatron}.override_transformer_config"
     return (
       same(f"{fsdp}.fsdp_size", "mesh.fsdp", -1, "fsdp"),

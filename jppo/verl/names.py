@@ -216,7 +216,7 @@ OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
 
 
 def page(*, whole: bool = True) -> str:
-    """Formats the rows as Markdown: settings, what follows from several, unsupported keys, all of docs/verl.md.
+    """Formats the table as the Markdown of docs/verl.md: settings, what follows from several, unsupported keys.
 
     If `whole`, also the keys without a meaning and the other names.
     """
@@ -238,13 +238,14 @@ def page(*, whole: bool = True) -> str:
 
 
 def _setting_line(name: KeyRow) -> str:
+    """Formats the row of a key with its setting, default and reason."""
     default = f", by default `{str(name.default).removeprefix('=')}`" if name.default is not None else ""
     setting = "" if name.setting == name.key else f" is `{name.setting}`"
     return _markdown_item(f"`{name.key}`{setting}{default}{f': {name.why}' if name.why else ''}")
 
 
 def _lines_by_reason(kind: str) -> Iterator[str]:
-    """Yields the rows of a kind by their reason."""
+    """Yields a line for each reason, with all keys of this kind that have it."""
     rows = [name for name in KEYS if name.kind == kind]
     for why in dict.fromkeys(name.why for name in rows):
         yield _markdown_item(f"{why}: {', '.join(f'`{name.key}`' for name in rows if name.why == why)}")

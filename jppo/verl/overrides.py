@@ -42,7 +42,7 @@ OVERRIDE = re.compile(r"([+~]{0,2}[\w@/]+[.@/][\w.@/-]+|model_engine)=|--config|
 
 
 def find_trainer(call: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
-    """Returns the main module of a trainer that a command starts, and its arguments."""
+    """Returns the trainer's main module that a command starts, and its arguments; None for other commands."""
     for i, word in enumerate(call):
         name = call[i + 1] if word == "-m" and i + 1 < len(call) else word if word.endswith(".py") else ""
         rest = tuple(call[i + (2 if word == "-m" else 1) :])
@@ -190,7 +190,7 @@ def read_overrides(
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Splits Hydra's options from the overrides."""
+    """Splits a command line into Hydra's options and the overrides."""
     names = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
     options: dict[str, Any] = {}
     rest, i = [], 0
@@ -273,7 +273,7 @@ def _yaml(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tup
 
 
 def interpolate(values: dict[str, Any], get: Any) -> None:
-    """Expands ${KEY} in place, the whole of a value or a part of a text; `get` returns the other keys' values."""
+    """Replaces ${KEY} in values by the other key's, in place; `get` returns it."""
     for key, value in values.items():
         for mark, kind, other_key in (
             re.findall(r"(\$\{(?:(oc\.select|oc\.env):)?([\w.]+)[^}]*\})", value) if isinstance(value, str) else ()

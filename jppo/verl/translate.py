@@ -55,7 +55,7 @@ def translate(
     folder: str = "",
     rename: Callable[[str], str] = lambda key: key,
 ) -> Translation:
-    """Translates the arguments of a main module of verl's. The last override of a key wins, as in Hydra.
+    """Translates the arguments of verl's PPO trainers to jppo's settings, with an account of each argument.
 
     Keys that no override gives have verl's defaults; with a jppo `config`, its values, and the result has no settings
     but those that the overrides change. YAML is read relative to `root`, of the module, or `folder`, where it starts.
@@ -116,7 +116,7 @@ def translate(
 
 
 def _following(get: GetKey, names: Collection[str]) -> dict[str, Any]:
-    """Returns the settings of these names that follow from several keys."""
+    """Returns those of these settings that follow from several keys."""
     settings: dict[str, Any] = {}
     for setting, (follow, keys, _) in FOLLOWING.items():
         if setting not in names or _is_unused_critic(setting, get):
@@ -279,7 +279,7 @@ _FAULTS: tuple[Callable[[str, Any, GetKey], str], ...] = (_vision_fault, _family
 
 
 def _foreign_tools(path: str) -> str:
-    """Returns the classes of verl's in a YAML file of tools, if it can be read."""
+    """Returns the names of verl's classes in a YAML file of tools; '' if there are none."""
     try:
         config = yaml.safe_load(pathlib.Path(path).expanduser().read_text(encoding="utf-8"))
         names = [str(tool["class_name"]) for tool in config["tools"]]
@@ -331,7 +331,7 @@ _GROUPS = ("model", "engine", "optim", "profiler")  # choices among verl's YAML 
 
 
 def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) -> Translation:
-    """Translates the arguments of sft_trainer and fsdp_sft_trainer."""
+    """Translates the arguments of verl's sft_trainer and fsdp_sft_trainer to settings of jppo.sft."""
     is_older = overrides.main_of(main) == "trainer.fsdp_sft_trainer"
     given_values = {word.partition("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
     engine_prefix = _ENGINES.get(given_values.get("engine", ""), "A.fsdp_config")

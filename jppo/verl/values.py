@@ -48,7 +48,7 @@ def engine(value: str, get: GetKey) -> str:
 
 
 def served_by(get: GetKey) -> str:
-    """Returns the engine that samples: vllm in place of one that jppo lacks, or that could not do what is asked."""
+    """Returns the engine that samples: vLLM in place of one that jppo lacks, or that cannot do what is asked."""
     name = _ENGINES.get(get("R.name"), str(get("R.name")))
     return "vllm" if _why_vllm(name, get) else name
 
@@ -80,7 +80,7 @@ def train_dtype(value: str, _: GetKey) -> str:
 
 
 def contents(value: Any, _: GetKey) -> str:
-    """Returns the parts of a checkpoint; without model and extra no run could resume from it."""
+    """Returns the parts of a checkpoint, always with model and extra, without which no run could resume."""
     parts = join_commas(value).split(",")
     return ",".join([*(one for one in ("model", "extra") if one not in parts), *parts])
 
@@ -130,7 +130,7 @@ def group(value: int, get: GetKey) -> int:
 
 
 def quantized(value: str | None, get: GetKey) -> str:
-    """Returns vLLM's name of verl's fp8: weights in blocks of 128 by 128, activations as they come."""
+    """Returns `rollout.quantization` for verl's fp8: weights in blocks of 128 by 128, activations as they come."""
     if required(value) != "fp8" or served_by(get) != "vllm" or derived.old_logprob(None, get) != "correction":
         raise Unsupported("only vLLM's fp8 is there, with rollout_correction.rollout_is")
     return "fp8_per_block"
@@ -145,7 +145,7 @@ def served_experts(value: int, get: GetKey) -> str:
 
 
 def engine_options(get: GetKey) -> str | None:
-    """Returns all options of the server's command line."""
+    """Returns `rollout.engine_args`: the options of the server's command line; None without any."""
     name = served_by(get)
     words = [server_args(options, get, name)] if (options := get(f"R.engine_kwargs.{name}")) else []
     if (get("R.expert_parallel_size") or 1) > 1 and (get("R.data_parallel_size") or 1) == 1 and name == "vllm":
@@ -154,7 +154,7 @@ def engine_options(get: GetKey) -> str | None:
 
 
 def interval(value: int | None, get: GetKey) -> int:
-    """Returns an interval in steps of jppo's; -1 is none."""
+    """Converts an interval in verl's updates to steps of jppo's; -1 is none."""
     if value is None or isinstance(value, str) or value <= 0:
         return -1
     return max(1, value // (1 if derived.fully_async(get) else derived.publish_interval(get)))
@@ -169,7 +169,7 @@ def critic_lora(value: int, get: GetKey) -> int:
 
 
 def adapter_field(field: str) -> Callable[[GetKey], Any]:
-    """Makes a field of the configuration of the adapters that the policy starts from, where no rank is given."""
+    """Makes the function that reads a field of the starting adapters' config; None where a rank is given."""
 
     def value(get: GetKey) -> Any:
         if not (path := get("M.lora_adapter_path")) or lora_rank(get):
@@ -306,7 +306,7 @@ def cut_prompts(value: str, get: GetKey) -> str:
 
 
 def filter_metric(value: str | None, get: GetKey) -> str:
-    """Returns `algorithm.filter_groups_metric` for a key of verl's rewards."""
+    """Returns `algorithm.filter_groups_metric`: the part of the reward that verl's key stands for."""
     part = "function_score" if get("FUNCTION.path") else "rule_score"
     if filtering(value, get) in ("reward", "seq_reward"):
         return "score"
@@ -345,7 +345,7 @@ def warmup_ratio(value: float | None, get: GetKey, section: str) -> float:
 
 
 def without_server_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings without those of servers where there are none."""
+    """Leaves out the settings of servers where the trainer samples by itself."""
     if settings.get("rollout.name") != "inprocess":
         return settings
     return {name: value for name, value in settings.items() if TABLE[name].only != "rollout.name!=inprocess"}
