@@ -120,10 +120,7 @@ def read_weights(path: str, cfg: ModelConfig, dtype: str) -> Params:
 def drop_oldest(
     messages: Sequence[Message], encode: Callable[[Sequence[Message]], list[int]], room: int
 ) -> tuple[list[Message], list[int]]:
-    """Drops the oldest turns until the messages fit into `room` tokens; returns messages and tokens.
-
-    An initial system message and the last message stay.
-    """
+    """Drops the oldest turns, but no system message, until the rest has at most `room` tokens; returns both."""
     system_messages = [message for message in messages[:1] if message["role"] == "system"]
     turns = list(messages[len(system_messages) :])
     while len(ids := encode([*system_messages, *turns])) > room:

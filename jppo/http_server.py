@@ -132,6 +132,7 @@ class _Connection(asyncio.BufferedProtocol):
     transport: asyncio.Transport
 
     def __init__(self, server: HttpServer):
+        """Makes the state of a connection that has not shown a key yet."""
         self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD)
         self.body = bytearray()

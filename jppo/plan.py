@@ -80,6 +80,7 @@ def search(
         return min(tried.values(), key=lambda candidate: candidate.rank)
 
     def repair(start: dict[str, Any], *, offload: bool) -> None:
+        """Tries changes that need less memory, one after another, until the settings fit."""
         for changes in memory_budget.remedies(settings.changed(c, start)):
             if offload or not any(name.endswith("offload") for name in changes):
                 attempt(start | changes)
@@ -120,10 +121,7 @@ def try_settings(
 
 
 def candidate_meshes(machine: Machine, experts: Experts | None) -> Iterator[dict[str, int]]:
-    """Yields meshes to try: parameters over all devices or a group, and rows or experts over two, four or eight.
-
-    And as many over which a mixture's experts are sharded.
-    """
+    """Yields meshes to try: parameters over all devices or a group, and rows or experts over two, four or eight."""
     n, each = machine.devices, machine.each
     shapes = [(1, n, 1, 1, 1)]
     shapes += [(machine.groups, each, 1, 1, 1)] if machine.groups > 1 else []

@@ -33,20 +33,14 @@ correct_sums()
 
 
 def keep_programs(folder: str) -> None:
-    """Caches compiled programs in `folder` for later runs; '' disables the cache.
-
-    JAX_COMPILATION_CACHE_DIR takes precedence.
-    """
+    """Caches compiled programs in `folder`, '' for none, unless JAX_COMPILATION_CACHE_DIR names another one."""
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def prepare_process(platform: str, compile_cache: str, compute_dtype: str) -> None:
-    """Sets the compilation cache and the precision of products for a mesh of this platform, perhaps a described one's.
-
-    `compile_cache` is the folder of `keep_programs`.
-    """
+    """Sets the compilation cache and the precision of products, for a mesh of this platform."""
     if platform == jax.default_backend():
         keep_programs(compile_cache)
     if platform != "cpu" and compute_dtype == "float32":

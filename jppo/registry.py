@@ -83,7 +83,7 @@ class Registry(Mapping[str, T], Generic[T]):
         except Exception as e:  # a user's function may raise anything
             argument_kind = "settings" if arguments else "options"
             raise UserError(
-                f"{setting}={spec!r}: {spec} raises {error_text(e)} when called with the {argument_kind}; correct it"
+                f"{setting}={spec!r}: {spec} raises {explain(e)} when called with the {argument_kind}; correct it"
             ) from e
         if self.returns and not isinstance(result, resolve(self.returns, setting)):
             required = self.returns.replace(":", ".")
@@ -122,7 +122,7 @@ def user_module(path: pathlib.Path, label: str) -> ModuleType:
     try:
         return user_files.load(path)
     except (Exception, SystemExit) as e:  # a user's file may raise anything
-        raise UserError(f"{label}: {path} cannot be run ({error_text(e)}); correct the file") from e
+        raise UserError(f"{label}: {path} cannot be run ({explain(e)}); correct the file") from e
 
 
 def read_source(path: pathlib.Path, label: str) -> str:
@@ -139,7 +139,7 @@ def require_name(text: str, path: pathlib.Path, name: str, label: str) -> None:
     try:
         names = user_files.names_in(text, str(path))
     except (SyntaxError, ValueError) as e:  # ValueError: a NUL byte
-        raise UserError(f"{label}: {path} cannot be run ({error_text(e)}); correct the file") from e
+        raise UserError(f"{label}: {path} cannot be run ({explain(e)}); correct the file") from e
     if names is not None and name not in names:
         raise _undefined_error(f"{label}: {path}", name, names)
 
@@ -155,12 +155,10 @@ def _import_module(name: str, label: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as e:  # a user's module may raise anything
-        raise UserError(
-            f"{label}: the module {name} cannot be imported ({error_text(e)}); install or correct it"
-        ) from e
+        raise UserError(f"{label}: the module {name} cannot be imported ({explain(e)}); install or correct it") from e
 
 
-def error_text(error: BaseException) -> str:
+def explain(error: BaseException) -> str:
     """Returns the type of an error and the first line of its message, for errors about users' code."""
     return f"{type(error).__name__}: {first_line(error)}"
 

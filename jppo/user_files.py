@@ -43,10 +43,7 @@ def has_run(path: str) -> bool:
 
 
 def names_in(text: str, path: str) -> list[str] | None:
-    """Returns the names that a file defines, without running it; None if it may define others when it runs.
-
-    Raises SyntaxError.
-    """
+    """Returns the names that a file defines, without running it; None if it may define more. Raises SyntaxError."""
     top = symtable.symtable(text, path, "exec")
     names, tables = {}, [top]
     for table in tables:

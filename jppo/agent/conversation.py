@@ -31,7 +31,7 @@ from jppo.agent.gateway.history import nothing_said
 from jppo.agent.tools import Context, Toolbox, ToolReplies, UserCodeRunner
 from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, Spoken, as_messages
 from jppo.errors import UserError
-from jppo.registry import error_text, resolve
+from jppo.registry import explain, resolve
 from jppo.rewards.earned import finite, short
 from jppo.rollout.protocol import Answer, Ask, Kept, Talk, joined, kept_array, of_tokens, sample_seed
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
@@ -77,7 +77,7 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
         try:
             world = cls()
         except Exception as e:
-            raise PartnerError(f"{spec} cannot be created: {error_text(e)}") from e
+            raise PartnerError(f"{spec} cannot be created: {explain(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
             returned = await _asked(user_code, world.step, messages[-1]["content"], timeout_s=timeout_s)
@@ -99,7 +99,7 @@ def _made(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[], Any
         partner = cls()
     except Exception as e:
         raise UserError(
-            f"{setting}={spec}: the class cannot be created without arguments ({error_text(e)}); fix it"
+            f"{setting}={spec}: the class cannot be created without arguments ({explain(e)}); fix it"
         ) from e
     for method in methods:
         if not callable(getattr(partner, method, None)):
@@ -114,7 +114,7 @@ async def _asked(user_code: UserCodeRunner, method: Callable[..., Any], *argumen
     except TimeoutError as e:
         raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
     except Exception as e:  # a user's class may raise anything
-        why = error_text(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
+        why = explain(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
         raise PartnerError(f"{name} raised {why}") from e
 
 

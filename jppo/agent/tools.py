@@ -29,7 +29,7 @@ import yaml
 from jppo.agent.built_in_tools import Calculator, Python, Search
 from jppo.agent.calls import Call, Fault, Found, Schema
 from jppo.errors import UserError, expanded
-from jppo.registry import Registry, error_text, user_module
+from jppo.registry import Registry, explain, user_module
 from jppo.rewards.earned import finite, short
 from jppo.sandbox.choice import STRICT
 from jppo.types import Prompt
@@ -207,7 +207,7 @@ class Toolbox:
             except TimeoutError:
                 text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
             except Exception as e:  # a tool may raise anything
-                text = f"error: {error_text(e)}"
+                text = f"error: {explain(e)}"
         message = {"role": "tool", "name": name, "content": self._cut(text)}
         return ToolReplies([message], int(failed), time.monotonic() - began, reward, fault or None)
 
@@ -292,7 +292,7 @@ def _from_python(file: pathlib.Path, where: str) -> list[Tool]:
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f"{where}: tools() failed ({error_text(e)}); fix the file") from e
+        raise UserError(f"{where}: tools() failed ({explain(e)}); fix the file") from e
 
 
 def _from_yaml(file: pathlib.Path, where: str, sandbox: tuple[str, ...]) -> list[Tool]:
@@ -328,7 +328,7 @@ def _made(entry: Mapping[str, Any], where: str, sandbox: tuple[str, ...]) -> Too
         raise
     except Exception as e:
         raise UserError(
-            f"{where}: {name} cannot be created with config={config} ({error_text(e)}); fix one of the two"
+            f"{where}: {name} cannot be created with config={config} ({explain(e)}); fix one of the two"
         ) from e
     return tool
 

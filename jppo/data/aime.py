@@ -33,7 +33,7 @@ def _example(row: Row, index: int) -> dict[str, Any]:
 
 def _make(source: pathlib.Path) -> prepare.RowSets:
     """Returns the rows of the test set, each question once."""
-    return {"test": prepare.without_duplicates(_example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
+    return {"test": prepare.deduplicate(_example(row, i) for i, row in enumerate(prepare.rows_of(source)))}
 
 
 @exit_on_user_error

@@ -14,9 +14,7 @@ from jppo.settings import exit_on_user_error
 
 def _make(source: pathlib.Path) -> prepare.RowSets:
     """Returns the rows of the training set, each question once."""
-    return {
-        "train": prepare.without_duplicates(prepare.checked_verl_row(row, "train") for row in prepare.rows_of(source))
-    }
+    return {"train": prepare.deduplicate(prepare.checked_verl_row(row, "train") for row in prepare.rows_of(source))}
 
 
 @exit_on_user_error

@@ -22,7 +22,7 @@ import numpy as np
 from jppo.data import prepare
 from jppo.data.rows import TFDS_MISSING, Row, make_directory, read_rows, text_column
 from jppo.errors import UserError, escaped, first_line
-from jppo.registry import error_text
+from jppo.registry import explain
 from jppo.settings import Parser, exit_on_user_error
 
 _SUFFIX = 'Let\'s think step by step and output the final answer after "####".'
@@ -122,7 +122,7 @@ def write_tfds(splits: Mapping[str, list[dict[str, Any]]], out: pathlib.Path) ->
             Builder(data_dir=str(out), file_format="array_record").download_and_prepare()
     except Exception as e:  # tensorflow-datasets raises its own errors, and TensorFlow's if it needs that
         raise UserError(
-            f"--tfds: tensorflow-datasets could not write {out / TFDS_NAME} ({error_text(e)}); omit --tfds to write"
+            f"--tfds: tensorflow-datasets could not write {out / TFDS_NAME} ({explain(e)}); omit --tfds to write"
             " parquet"
         ) from e
 

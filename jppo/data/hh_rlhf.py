@@ -54,7 +54,7 @@ def _make(source: pathlib.Path) -> prepare.RowSets:
         print(f"{split}: {len(rows) - len(pairs)} of {len(rows)} rows are no pair and left out")
         name = "Dahoas/full-hh-rlhf" if "prompt" in rows[0].columns else "Anthropic/hh-rlhf"
         sets[f"pairs/{split}"] = pairs
-        sets[f"prompts/{split}"] = prepare.without_duplicates(
+        sets[f"prompts/{split}"] = prepare.deduplicate(
             prepare.verl_row(
                 pair["prompt"], pair["chosen"], source=name, ability="alignment", style="model", split=split, index=i
             )

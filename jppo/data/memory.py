@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jppo.errors import UserError
-from jppo.registry import at_line, did_you_mean, error_text, resolve
+from jppo.registry import at_line, did_you_mean, explain, resolve
 from jppo.types import Prompt, Reward, StepData
 
 Order = Callable[[int], np.ndarray]  # epoch -> indices of all prompts, [n] i64
@@ -115,7 +115,7 @@ class Memory:
         try:
             return function(*arguments)
         except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{self._label}: {name} raises {error_text(e)}; correct it{at_line(e)}") from e
+            raise UserError(f"{self._label}: {name} raises {explain(e)}; correct it{at_line(e)}") from e
 
     def _to_text(self, name: str, memory: Any) -> str:
         return str(self._call(name, to_text, memory))

@@ -51,10 +51,7 @@ def read_pairs(
     tokenizer: Any = None,
     setting: str = "data.train_files",
 ) -> PairSet:
-    """Reads, checks and tokenises comma-separated sources; `margin_column` is the column of margins ('': `margin`).
-
-    `starts` counts the tokens of a prompt, where the run needs to know them.
-    """
+    """Reads, checks and tokenises pairs of comma-separated sources; `starts`, if given, counts a prompt's tokens."""
     sources = read_sources(files, setting, custom_cls=custom_cls, tokenizer=tokenizer)
     pairs, overlong, alike = [], 0, 0
     max_characters = None if tokenizer is None else character_limit(tokenizer, max_length)

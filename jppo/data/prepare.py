@@ -72,7 +72,7 @@ def checked_verl_row(row: Row, split: str) -> dict[str, Any]:
     return verl_row(messages, ground_truth(row), source=text_column(row, "data_source"), **extra)
 
 
-def without_duplicates(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def deduplicate(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Removes duplicates: keeps the first row of each prompt and answer."""
     first_rows: dict[str, dict[str, Any]] = {}
     for row in rows:

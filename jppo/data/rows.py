@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jppo.errors import UserError, escaped, expanded, first_line
-from jppo.registry import error_text, resolve
+from jppo.registry import explain, resolve
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 TFDS = "tfds:"
@@ -238,10 +238,7 @@ def read_sources(
     tokenizer: Any = None,
     columns: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Source]:
-    """Reads the rows of all sources in a comma-separated list, in order; `columns` are other names for jppo's.
-
-    Such a name may be of an entry of a dict: COLUMN.ENTRY.
-    """
+    """Reads all listed sources in order; `columns` are the files' names, COLUMN or COLUMN.ENTRY, for jppo's columns."""
     entry_list = [entry.strip() for entry in entries.split(",") if entry.strip()]
     if not entry_list:
         raise UserError(f"{setting}={entries!r} names no file; give one or more of {_FORMS}, separated by commas")
@@ -313,7 +310,7 @@ def _custom_rows(cls: Callable[..., Iterable[Any]], spec: str, tokenizer: Any, e
         raise
     except Exception as e:  # and so may its class
         progress = f"after row {len(rows)}" if rows else "before the first row"
-        raise UserError(f"{source} failed {progress} ({error_text(e)}); fix the class") from e
+        raise UserError(f"{source} failed {progress} ({explain(e)}); fix the class") from e
     return _require_rows(rows, source)
 
 
@@ -324,16 +321,14 @@ def _hub_rows(entry: str, name: str, split: str) -> list[Row]:
         import datasets
     except ImportError as e:
         raise UserError(
-            f"{entry}: the package datasets cannot be imported ({error_text(e)}); pip install 'jppo[hub]', or get the"
+            f"{entry}: the package datasets cannot be imported ({explain(e)}); pip install 'jppo[hub]', or get the"
             f" files: hf download --repo-type dataset {name} --local-dir DIR"
         ) from e
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
         rows = [Row(entry, number, dict(columns)) for number, columns in enumerate(dataset, start=1)]
     except Exception as e:  # no network, an unknown name, split or config: each raises its own
-        raise UserError(
-            f"{entry} cannot be read ({error_text(e)}); check name, config and split, or the network"
-        ) from e
+        raise UserError(f"{entry} cannot be read ({explain(e)}); check name, config and split, or the network") from e
     return _require_rows(rows, entry)
 
 
@@ -360,7 +355,7 @@ def _tfds_rows(spec: TfdsSpec) -> list[Row]:
     try:
         import tensorflow_datasets as tfds
     except ImportError as e:
-        raise UserError(f"{spec.text}: {TFDS_MISSING.format(error_text(e))}") from e
+        raise UserError(f"{spec.text}: {TFDS_MISSING.format(explain(e))}") from e
     _hide_gpus(spec)
     options = {} if spec.directory is None else {"data_dir": spec.directory}
     try:
@@ -376,7 +371,7 @@ def _tfds_rows(spec: TfdsSpec) -> list[Row]:
         raise
     except Exception as e:  # a damaged file, another format, an unknown name: each raises its own
         raise UserError(
-            f"{spec.text} cannot be read ({error_text(e)}); it must have been prepared, as array_record, in "
+            f"{spec.text} cannot be read ({explain(e)}); it must have been prepared, as array_record, in "
             f"{spec.directory or 'the folder of tensorflow-datasets'}"
         ) from e
     _hide_gpus(spec)

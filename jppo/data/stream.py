@@ -20,7 +20,7 @@ import numpy as np
 
 from jppo.data.memory import AlgorithmMemory, Curriculum, Memory, Order
 from jppo.errors import UserError
-from jppo.registry import error_text, resolve
+from jppo.registry import explain, resolve
 from jppo.types import Prompt, Reward, StepData
 
 
@@ -117,10 +117,11 @@ def user_order(spec: str, prompts: Sequence[Any], *, seed: int, batch_size: int)
 
     @functools.lru_cache(maxsize=1)
     def order(epoch: int) -> np.ndarray:
+        """Calls the user's function for the order of an epoch, and checks that it has each index once."""
         try:
             indices = np.asarray(function(prompts, epoch, seed))
         except Exception as e:  # a user's function may raise anything
-            raise UserError(f"{label} raises {error_text(e)} for epoch {epoch}; correct it") from e
+            raise UserError(f"{label} raises {explain(e)} for epoch {epoch}; correct it") from e
         if indices.dtype.kind not in "iu" or not np.array_equal(np.sort(indices, axis=None), np.arange(len(prompts))):
             raise UserError(
                 f"{label} returns {indices.dtype} of shape {indices.shape} for epoch {epoch}; it must return each index"

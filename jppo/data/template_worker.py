@@ -28,7 +28,7 @@ MEMORY_BYTES = 2**30  # more than the process has before the first request
 _MAX_CHARACTERS = 2**26  # characters of a text
 
 # Names that transformers passes to every template; special tokens missing in a tokenizer are empty.
-_TEMPLATE_NAMES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+_STANDARD = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GENERATION_TAGS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
 
@@ -48,8 +48,7 @@ def unknown_names(template: str) -> list[str]:
     except jinja2.TemplateSyntaxError as e:
         raise ValueError(f"line {e.lineno}: {e.message}") from e
     return sorted(
-        names_read
-        - {*_TEMPLATE_NAMES, *_TOKENS, *environment.globals, *inspect.signature(render_jinja_template).parameters}
+        names_read - {*_STANDARD, *_TOKENS, *environment.globals, *inspect.signature(render_jinja_template).parameters}
     )
 
 

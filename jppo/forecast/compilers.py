@@ -121,10 +121,7 @@ def rerun(machine: Machine, command: str, argv: Sequence[str]) -> NoReturn:
 
 
 def devices_of(machine: Machine) -> list[Any]:
-    """Returns the machine's devices, for meshes and shapes; raises UserError if its compiler does not know it.
-
-    They hold no arrays.
-    """
+    """Returns the machine's devices, which hold no arrays; UserError if its compiler does not know the machine."""
     from jax.experimental import topologies
 
     jax.config.update("jax_enable_compilation_cache", False)  # reads no program without its device

@@ -225,6 +225,7 @@ def server_checks(run: RunInputs, stack: contextlib.ExitStack) -> list[Check]:
 
     @functools.cache
     def sampler() -> Any:
+        """Starts the servers once, on first use, and returns the engine's sampler."""
         engine = open_engine(with_servers(c, run.mesh), scratch)
         stack.callback(engine.close)
         if run.inputs.agent is not None:

@@ -83,6 +83,7 @@ def estimate_memory(c: Settings, inputs: ModelConfigs, mesh: Any, *, entries: in
     programs, shapes = make.list_run_programs(c, learner, state), largest_shapes(learner.plan)
 
     def count_flop(program: Program) -> int:
+        """Returns the FLOP that the models need for the rows of a program."""
         counter = cost.forward if program.stage == "scoring" else cost.update
 
         def flop_of(cfg: ModelConfig | None, adapters: Lora | None, *, head: bool = True) -> int:
@@ -202,9 +203,7 @@ def _slot_shapes(s: InprocessSettings) -> Any:
 def _weight_shapes(s: InprocessSettings, programs: Any, mesh: Any, param_dtype: str) -> Any:
     """Returns the shapes of the engine's weights, sharded by XLA."""
     weights = state.abstract(state.model_weights(s.cfg, mesh, head="lm", param_dtype=param_dtype))
-    compiled = programs.prepare.lower(weights).compile()
+    built = programs.prepare.lower(weights).compile()
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        compiled.out_info,
-        compiled.output_shardings,
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), built.out_info, built.output_shardings
     )

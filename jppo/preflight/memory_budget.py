@@ -342,6 +342,7 @@ def settle(
     conditions |= {"device": device, "attempts": [*candidates(c)]}
 
     def decide() -> dict[str, Any]:
+        """Returns the choice that the run folder has for these conditions, or makes it and writes it there."""
         path = run / "auto.json"
         kept = durable_files.read_json(path)
         if kept.get("about") == conditions and set(kept.get("chosen") or ()) == set(CHOSEN):

@@ -96,11 +96,11 @@ def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) ->
 def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
     """Returns the work of a PPO step with all responses at full length: packed rows, updates, sampled tokens."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), sequences_of_step(c)
-    trajectories = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
+    samples = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = dict(zip(("actor", "critic"), make_epochs(c), strict=True))
     if inputs.critic is None:
         del models["critic"]
-    scoring_shapes = packing.micro_batch_shapes(trajectories, plan)
+    scoring_shapes = packing.micro_batch_shapes(samples, plan)
     published = memory.engine_bytes(inputs.policy, published_dtype(c))
     if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
         published = global_size(sketch_trained(c, mesh, inputs.policy, "", head="lm", adapters=inputs.adapters).learned)
@@ -108,8 +108,7 @@ def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
         scoring=len(scoring_shapes),
         entries=sum(map(math.prod, scoring_shapes)),
         updates={
-            name: count_descents(trajectories, plan, epochs=e.count, size=e.mini_batch_size)
-            for name, e in models.items()
+            name: count_descents(samples, plan, epochs=e.count, size=e.mini_batch_size) for name, e in models.items()
         },
         sampled=per_step * c.data.max_response_length,
         servers=server_work(c, mesh, published, memory.engine_bytes(inputs.policy, c.rollout.dtype)),

@@ -33,10 +33,7 @@ def finite(value: Any) -> float | None:
 
 
 def read_amounts(result: Mapping[str, Any], *, text: str, turns: int) -> tuple[str, Amounts] | None:
-    """Reads the amounts of a custom function's result: ('characters' or 'turns', (place, amount) pairs); None for none.
-
-    Raises ValueError with a readable reason.
-    """
+    """Reads the amounts of a custom function's result: ('characters' or 'turns', (place, amount) pairs), or None."""
     amounts_by_form = {form: amounts for form in _FORMS if (amounts := _as_list(result.get(form))) is not None}
     if not amounts_by_form:
         return None

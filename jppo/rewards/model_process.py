@@ -119,6 +119,7 @@ class TransformersRewardModel(_ScorerProcess):
         threads: int = 1,
         timeout_s: float = 600.0,
     ):
+        """Starts the worker process with the model's directory, device, dtype and number of threads."""
         self._timeout_s = timeout_s
         program = [executable(python, "reward.model.python"), "-m", "jppo.rewards.torch_worker"]
         kind = "token" if classifier.steps else "sequence"
@@ -268,6 +269,7 @@ class VllmRewardModel(_ScorerProcess):
         start_timeout_s: float = 300.0,
         timeout_s: float = 600.0,
     ):
+        """Starts vLLM on a socket in a temporary folder, with a CPU's or a GPU's options by `build`."""
         self._classifier, self._start_timeout_s = classifier, start_timeout_s
         self._folder = tempfile.mkdtemp(prefix="jppo-rm-")  # a socket path must be short
         self._socket = os.path.join(self._folder, "vllm.sock")
@@ -328,6 +330,7 @@ class VllmRewardModel(_ScorerProcess):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Starts the launcher and vLLM on a new socket; both end when this program does."""
         pathlib.Path(self._socket).unlink(missing_ok=True)
         env = {name: value for name, value in self._env.items() if name not in _DROPPED_VARIABLES}
         atexit.register(self.close)

@@ -122,6 +122,7 @@ def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[lis
     blocks = _split_into_blocks(tokens, decode)
 
     def token_at(end: int) -> int:
+        """Returns the token that completes the first `end` characters."""
         here = blocks[min(bisect.bisect_left(blocks, end, key=lambda block: block.characters), len(blocks) - 1)]
 
         def characters_up_to(token: int) -> int:

@@ -43,10 +43,7 @@ class Checkpoints:
     """The checkpoints of one run; a context manager."""
 
     def __init__(self, directory: pathlib.Path, *, keep: int, read_only: bool = False) -> None:
-        """Writes checkpoints to `directory`, and keeps the last `keep` complete ones and the best.
-
-        `read_only` changes nothing there.
-        """
+        """Writes to `directory`, unless `read_only`, and keeps the last `keep` complete checkpoints and the best."""
         if keep < 1:
             raise UserError(f"trainer.max_ckpt_to_keep={keep} must be 1 or more")
         silence_orbax()

@@ -102,10 +102,7 @@ def make_screen(
     console: rich.console.Console,
     doing: rich.console.RenderableType = "",
 ) -> Screen:
-    """Makes the display of steps for a terminal or for a log; a resumed run has `done` steps already.
-
-    A live table has what the run is `doing` below it.
-    """
+    """Makes the display of steps: on a terminal a live table above what the run is `doing`, elsewhere lines."""
     if console.is_terminal and not console.is_dumb_terminal:
         return Live(total_steps, done, columns, console, doing)
     return Lines(total_steps, columns, console)
@@ -186,6 +183,7 @@ class Live:
         console: rich.console.Console,
         doing: rich.console.RenderableType,
     ) -> None:
+        """Starts the live display, whose progress bar begins at `done` steps."""
         self._columns = columns
         self._console = console
         self._doing = doing

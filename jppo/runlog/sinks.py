@@ -52,10 +52,7 @@ class About:
 
 
 class Exporter(Collector):
-    """The metrics of the last step at `http://HOST:PORT/metrics`, in Prometheus' text format.
-
-    The server has its own threads.
-    """
+    """Serves the metrics of the last step at `http://HOST:PORT/metrics`, in Prometheus' text format."""
 
     def __init__(self, host: str, port: int) -> None:
         """Starts the HTTP server; UserError if the port cannot be opened."""

@@ -216,24 +216,19 @@ OF_CONFIG: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] = {
 
 
 def page(*, whole: bool = True) -> str:
-    """Formats the table as the Markdown of docs/verl.md: settings, what follows from several, unsupported keys.
-
-    If `whole`, also the keys without a meaning and the other names.
-    """
+    """Formats the table as Markdown: settings, unsupported keys; with `whole`, all of docs/verl.md."""
     parts = [
         "### Settings\n",
         *(_setting_line(name) for name in KEYS if name.kind == "same"),
         "\n### What follows from several\n",
-        *(_markdown_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
+        *(_item(f"`{setting}`: {why}") for setting, (_, _, why) in FOLLOWING.items()),
         "\n### Not supported\n",
         *_lines_by_reason("missing"),
     ]
     if whole:
         parts += ["\n### No meaning in jppo\n", *_lines_by_reason("needless"), "\n### Other names\n"]
         for new in sorted(set(OLDER.values())):
-            parts.append(
-                _markdown_item(f"`{new}`: {', '.join(f'`{old}`' for old, now in OLDER.items() if now == new)}")
-            )
+            parts.append(_item(f"`{new}`: {', '.join(f'`{old}`' for old, now in OLDER.items() if now == new)}"))
     return "\n".join(parts) + "\n"
 
 
@@ -241,17 +236,17 @@ def _setting_line(name: KeyRow) -> str:
     """Formats the row of a key with its setting, default and reason."""
     default = f", by default `{str(name.default).removeprefix('=')}`" if name.default is not None else ""
     setting = "" if name.setting == name.key else f" is `{name.setting}`"
-    return _markdown_item(f"`{name.key}`{setting}{default}{f': {name.why}' if name.why else ''}")
+    return _item(f"`{name.key}`{setting}{default}{f': {name.why}' if name.why else ''}")
 
 
 def _lines_by_reason(kind: str) -> Iterator[str]:
     """Yields a line for each reason, with all keys of this kind that have it."""
     rows = [name for name in KEYS if name.kind == kind]
     for why in dict.fromkeys(name.why for name in rows):
-        yield _markdown_item(f"{why}: {', '.join(f'`{name.key}`' for name in rows if name.why == why)}")
+        yield _item(f"{why}: {', '.join(f'`{name.key}`' for name in rows if name.why == why)}")
 
 
-def _markdown_item(text: str) -> str:
+def _item(text: str) -> str:
     text = text.replace("``", "`''`")
     return textwrap.fill(
         text, 120, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

@@ -58,7 +58,7 @@ def find_trainer(call: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
-def _torchrun_overrides(call: Sequence[str]) -> tuple[str, ...]:
+def _torchrun(call: Sequence[str]) -> tuple[str, ...]:
     """Returns the hosts and the processes of a host that torchrun is given, as verl's keys."""
     text = " ".join(call).replace("-", "_")
     options = {"trainer.n_gpus_per_node": "nproc_per_node", "trainer.nnodes": "nnodes"}
@@ -69,31 +69,27 @@ def _torchrun_overrides(call: Sequence[str]) -> tuple[str, ...]:
 def read_script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Script:
     """Runs the script with these arguments and returns its only trainer; raises UserError without one."""
     try:
-        result = shell.run_script(path, arguments, environment)
+        run = shell.run_script(path, arguments, environment)
     except (NoSandbox, OSError) as e:
         raise UserError(f"{path}: this machine cannot confine a script ({e}); {_BY_HAND}") from e
-    starts = [
-        (*start, call[0], _torchrun_overrides(call[1:])) for call in result.calls if (start := find_trainer(call[1:]))
-    ]
+    starts = [(*start, call[0], _torchrun(call[1:])) for call in run.calls if (start := find_trainer(call[1:]))]
     trainers = [start for start in starts if not start[0].endswith(_OTHER_MAINS)] or starts
     trainers = list(dict.fromkeys(trainers))
-    if result.asks:
+    if run.asks:
         raise UserError(f"{path}: it asks for input; write the answers in the script")
     if not trainers:
-        lines = [line.strip() for line in result.printed.splitlines() if line.strip() and not _NOISE.match(line)]
-        ended = (
-            f", {result.why}" if result.why else f" and ends with exit code {result.status}" if result.status else ""
-        )
+        lines = [line.strip() for line in run.printed.splitlines() if line.strip() and not _NOISE.match(line)]
+        ended = f", {run.why}" if run.why else f" and ends with exit code {run.status}" if run.status else ""
         raise UserError(f"{path}: under bash it starts no trainer of verl's{ended}{f': {lines[-1]}' if lines else ''}")
     if len(trainers) > 1:
         mains = ", ".join(trainer[0] for trainer in trainers[:4])
         raise UserError(f"{path}: it starts {len(trainers)} trainers ({mains}); leave one of them")
     ((main, words, folder, torchrun),) = trainers
-    modules = {call[2] for call in result.calls if call[1] == "import"} - {"torch_npu"}
+    modules = {call[2] for call in run.calls if call[1] == "import"} - {"torch_npu"}
     notes = [f"{path} asks Python for {name}, which the sandbox does not have" for name in sorted(modules)]
-    if result.why:
-        notes.append(f"{path} {result.why} after its trainer was started")
-    return Script(main, words, folder, result.root, tuple(notes), torchrun)
+    if run.why:
+        notes.append(f"{path} {run.why} after its trainer was started")
+    return Script(main, words, folder, run.root, tuple(notes), torchrun)
 
 
 _ASYNC = {

@@ -73,6 +73,7 @@ def translate(
     _name_teacher(values, text_of)
 
     def get(short: str) -> Any:
+        """Returns verl's value of a key, also a short one: as overridden, of the config, or the default."""
         key = key_of(short)
         if key in values:
             return values[key]
