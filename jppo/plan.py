@@ -142,11 +142,12 @@ def _mesh_of(c: Settings, devices: int) -> dict[str, int]:
 
 
 def _other_remats(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yields the other values of model.remat to try."""
     yield from ({"model.remat": remat} for remat in memory_budget.REMATS if remat != c.model.remat)
 
 
 def _other_tokens(c: Settings, machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yields twice and half the tokens of a micro-batch, if a row fits."""
+    """Yields other micro-batch sizes to try: twice and half the tokens per device, if a row fits."""
     longest = c.data.max_prompt_length + c.data.max_response_length
     for tokens in (c.actor.max_tokens_per_device * 2, c.actor.max_tokens_per_device // 2):
         if tokens >= longest:

@@ -112,7 +112,7 @@ def make_chat_splitter(tokenizer: Any) -> Callable[[Messages, Row], tuple[Messag
     render, end = make_renderer(tokenizer), tokenizer.eos_token
 
     def split_chat(messages: Messages, row: Row) -> tuple[Messages, Segments]:
-        """Returns the messages before the first answer, and segments of the rest, which the template must not change."""
+        """Returns the messages before the first answer, and segments of the rest, if the template keeps it as it is."""
         assert not isinstance(messages, str)
         answers = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
         with_question = (i for i in answers if any(message["role"] != "system" for message in messages[:i]))

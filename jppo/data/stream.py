@@ -155,7 +155,7 @@ def parse_mix(mix: str) -> dict[str, float]:
 def mix_parts(
     weights: Mapping[str, float], parts: Sequence[MixPart], data_sources: Sequence[str], *, batch_size: int
 ) -> tuple[MixPart, ...]:
-    """Returns the parts named by `weights`: parts, or data sources of prompts.
+    """Makes the weighted parts that data.mix names, by source or data source; UserError for other prompts.
 
     Every prompt must belong to exactly one; a batch must not contain a prompt twice.
     """

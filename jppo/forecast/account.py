@@ -119,7 +119,7 @@ def capture_stderr(lines: list[str]) -> Iterator[None]:
 
 
 def _operation(warning: str) -> str:
-    """Returns the operation of a partitioner's warning, with its source."""
+    """Extracts the operation and its source from a partitioner's warning."""
     match = re.search(r"for HLO operation %?([\w.\-]+) = (\S+?)\{", warning)
     source = re.search(r'op_name="([^"]+)"', warning)
     operation = f"{match[1]} {match[2]}" if match else warning[:120]

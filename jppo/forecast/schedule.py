@@ -232,7 +232,7 @@ def schedule_of(program: HloProgram, sizes: dict[str, int]) -> tuple[Step, ...]:
 
 
 def _steps(program: HloProgram, computation: str, sizes: dict[str, int]) -> Iterator[Step]:
-    """Yields the steps of a computation in the scheduled order."""
+    """Yields the schedule's steps of a computation, in the compiler's order."""
     for instruction in program.computations[computation].values():
         if instruction.opcode == "while":
             body = instruction.attribute(r"body=%?([\w.\-]+)")
@@ -249,7 +249,7 @@ def _steps(program: HloProgram, computation: str, sizes: dict[str, int]) -> Iter
 
 
 def _steps_of(program: HloProgram, computation: str, instruction: Instruction, sizes: dict[str, int]) -> Iterator[Step]:
-    """Yields the start of the instruction's collectives, or else its kernel, if it is one."""
+    """Yields the schedule's step of an instruction: the start of its collectives, or its kernel."""
     collectives = tuple(collectives_of(program, computation, instruction, sizes))
     if collectives:
         is_asynchronous = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes

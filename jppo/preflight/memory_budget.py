@@ -67,7 +67,7 @@ def _device_parts(estimate: Estimate) -> dict[str, int]:
 
 
 def device_budgets(estimate: Estimate, where: str, room: int | None, total: int | None) -> list[MemoryBudget]:
-    """Returns a device's budgets: of its peak, and of each moment at which a server holds memory beside the trainer.
+    """Returns needed and available bytes of a device: at its peak, and at each moment with a server beside the trainer.
 
     `room` is what JAX may use of its `total` bytes.
     """

@@ -115,7 +115,7 @@ class ServerWork:
 
 
 def server_work(c: Settings, mesh: Any, weights: int, policy: int) -> ServerWork | None:
-    """Returns what a step does with servers, if any; `weights` are the bytes of a publish, `policy` of a server's."""
+    """Returns a step's work with rollout servers, if any; `weights` are a publish's bytes, `policy` a server's."""
     r = c.rollout
     if r.name == "inprocess":
         return None

@@ -106,7 +106,7 @@ def make_document(run_dirs: Sequence[pathlib.Path], budget: int = BUDGET) -> dic
 
 
 def read_entries(folder: Folder, budget: int) -> list[dict[str, Any]]:
-    """Returns an entry per file of samples, with the token records of its step; they get a quarter of the budget."""
+    """Reads a run's files of samples and token records; returns an entry per file, within `budget` characters."""
     files = files_read(folder.samples)
     steps = {file.step for file in files if file.kind == "step"}
     records = read_records([file for file in folder.tokens if file.step in steps], budget // 4, folder.notes)
@@ -235,7 +235,7 @@ def samples_left_out(files: Sequence[SampleFile], entries: Sequence[Mapping[str,
 
 
 def pack_fitting(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = RATIO) -> tuple[int, str, float]:
-    """Packs the rows that fit; returns their number, their text of at most `budget` characters, and its compression.
+    """Packs as many rows as fit; returns their number, their text of at most `budget` characters, and its compression.
 
     Keeps all rows, or the rows of evenly spaced prompts; prompts with token records come first. `ratio` is the initial
     guess of the compression.

@@ -133,7 +133,7 @@ def refusal_reason(ground_truth: str) -> str:
 
 @functools.lru_cache(maxsize=256)  # a group's samples have the same tests
 def _with_imports(tests: str) -> tuple[str, str]:
-    """Adds imports of library names that asserts use without one; the second result says why they are refused, or ''.
+    """Adds imports of library names that asserts use without one; the second result is why they are refused, or ''.
 
     Such a name is the program's if an assert tests it alone. A rarer one beside others could be either's.
     """

@@ -86,7 +86,7 @@ class Texts:
         return list(encoded["input_ids"]), truncated
 
     def read_marked(self, sample: Sample, pieces: Sequence[str]) -> tuple[list[int], list[int], bool]:
-        """Like `read`, for a response in pieces; the second result is the last token of each piece.
+        """Tokenises prompt and a response in pieces; returns ids, each piece's last token, and whether it was cut.
 
         The chat template does not see the response, which some templates change.
         """

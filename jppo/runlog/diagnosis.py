@@ -129,7 +129,7 @@ def _rule(remedy: str) -> Callable[[Rule], Rule]:
     " rollout.n or rollout.temperature"
 )
 def equal_rewards(history: History) -> str | None:
-    """All scores or all advantages of a step are equal, for example when the samples of each prompt score alike."""
+    """Finds steps in which all scores or all advantages are equal, as when the samples of each prompt score alike."""
     for name, kind in ((SCORE_SPREAD, "score"), (ADVANTAGE_SPREAD, "advantage")):
         values = history.last(name, IN_A_ROW)
         if name in history.now and len(values) == IN_A_ROW and max(values) <= 1e-6:
@@ -141,7 +141,7 @@ def equal_rewards(history: History) -> str | None:
 
 @_rule("fix the errors listed in samples/, or raise reward.timeout_s, reward.memory_bytes or reward.judge.retries")
 def reward_errors(history: History) -> str | None:
-    """Responses failed to be graded: too many in the last steps, or some in each of them."""
+    """Finds responses that could not be graded: too many in the last steps, or some in each of them."""
     errors, graded = history.last(ERRORS), history.last(RESPONSES)
     if not history.now.get(ERRORS) or not graded:
         return None
@@ -153,14 +153,14 @@ def reward_errors(history: History) -> str | None:
 
 @_rule("read them in samples/: no verdict depends on such names; reward.weights can leave the rule out")
 def suspicious_programs(history: History) -> str | None:
-    """Graded programs use names that reach into their interpreter."""
+    """Finds graded programs with names that reach into their interpreter."""
     count = history.now.get(SUSPICIOUS)
     return f"{count:.0f} programs of this step reach into their interpreter" if count else None
 
 
 @_rule("lower actor.lr, actor.ppo_epochs or actor.clip_ratio, or raise actor.ppo_mini_batch_size")
 def kl_out_of_range(history: History) -> str | None:
-    """The policy moves too far in a step. A small KL is no problem: schedules end with one."""
+    """Finds a policy that moves too far in a step. A small KL is no problem: schedules end with one."""
     kl, high = history.recent("actor/ppo_kl"), RANGES["actor/ppo_kl"].high
     if kl is None or abs(kl) <= high:
         return None
@@ -169,7 +169,7 @@ def kl_out_of_range(history: History) -> str | None:
 
 @_rule("lower actor.lr or actor.ppo_epochs; use algorithm.old_logprob=correction instead of bypass")
 def ratio_out_of_range(history: History) -> str | None:
-    """The mean ratio of new to old probability is 1 in expectation if the samples are from the old policy."""
+    """Finds a mean ratio of new to old probability far from 1, its expectation if the old policy has sampled."""
     ratio, allowed = history.recent("actor/ratio_mean"), RANGES["actor/ratio_mean"]
     if ratio is None or allowed.low <= ratio <= allowed.high:
         return None
@@ -181,7 +181,7 @@ def ratio_out_of_range(history: History) -> str | None:
 
 @_rule("raise actor.entropy_coeff or rollout.temperature, lower actor.lr, or set actor.use_kl_loss=True")
 def entropy_collapse(history: History) -> str | None:
-    """The policy is nearly deterministic, so its samples no longer differ."""
+    """Finds a policy that is nearly deterministic, so that its samples no longer differ."""
     entropy = history.recent("actor/entropy")
     if entropy is None or entropy >= ENTROPY_LEFT * history.first("actor/entropy"):
         return None
@@ -190,7 +190,7 @@ def entropy_collapse(history: History) -> str | None:
 
 @_rule("raise critic.lr, critic.ppo_epochs or critic.cliprange_value, or set trainer.critic_warmup")
 def value_loss_not_falling(history: History) -> str | None:
-    """The critic has not improved since the first steps and explains no variance.
+    """Finds a critic that has not improved since the first steps and explains no variance.
 
     The loss alone is not enough: it grows with the variance of the rewards, even if the critic follows them.
     """
@@ -211,7 +211,7 @@ def value_loss_not_falling(history: History) -> str | None:
     " (jppo.sft)"
 )
 def all_truncated(history: History) -> str | None:
-    """Nearly all responses reach the length limit."""
+    """Finds steps in which nearly all responses reach the length limit."""
     shares = history.last("response_length/clip_ratio", IN_A_ROW)
     if len(shares) < IN_A_ROW or min(shares) < TRUNCATED_SHARE:
         return None
@@ -221,7 +221,7 @@ def all_truncated(history: History) -> str | None:
 
 @_rule("set rollout.dtype and model.compute_dtype alike, or algorithm.old_logprob=correction")
 def sampler_gap_growing(history: History) -> str | None:
-    """The log-prob mismatch of trainer and rollout grows beyond rounding, with the same weights."""
+    """Finds a log-prob mismatch of trainer and rollout, with equal weights, that grows beyond rounding."""
     name = "rollout/logp_gap_mean"
     gap = history.recent(name)
     if gap is None or gap < GAP_FLOOR or gap < GAP_GROWTH * history.first(name):
@@ -233,7 +233,7 @@ def sampler_gap_growing(history: History) -> str | None:
     "check what reward.function or a grader keeps; with trainer.save_freq a stopped run resumes with the same command"
 )
 def host_memory_growing(history: History) -> str | None:
-    """Host memory grows steadily after the warm-up."""
+    """Finds host memory that grows steadily after the warm-up."""
     if history.count(MEMORY) < FIRST_STEPS + MEMORY_STEPS or MEMORY not in history.now:
         return None
     values, third = history.last(MEMORY, MEMORY_STEPS), MEMORY_STEPS // 3
@@ -247,7 +247,7 @@ def host_memory_growing(history: History) -> str | None:
 
 @_rule("correct algorithm.filter_groups_metric, whose names are in samples/, or leave it at score")
 def filter_metric_missing(history: History) -> str | None:
-    """No sample of dynamic sampling has its metric."""
+    """Finds dynamic sampling whose samples all lack its metric."""
     values = history.last("training/filter_groups/without_metric", IN_A_ROW)
     if len(values) == IN_A_ROW and min(values) == 1.0:
         return f"no sample of {IN_A_ROW} steps has algorithm.filter_groups_metric: prompts are kept by their scores"
@@ -256,7 +256,7 @@ def filter_metric_missing(history: History) -> str | None:
 
 @_rule("check other load on the machine; for gen see server-0.log, for reward reward.timeout_s, for save the disk")
 def slow_stage(history: History) -> str | None:
-    """A stage takes many times its median."""
+    """Finds a stage that takes many times its median."""
     for name in TIMED:
         earlier = history.last(name, KEPT_STEPS)[:-1]
         if name not in history.now or len(earlier) < SLOW_AFTER:

@@ -97,7 +97,7 @@ def cut_lines(path: pathlib.Path, keep: Callable[[dict[str, Any]], bool]) -> lis
 
 
 def _readable_rows(path: pathlib.Path) -> list[tuple[dict[str, Any], int]]:
-    """Returns the readable rows from the start, each with the byte offset after it."""
+    """Reads the rows of a JSON lines file up to the first unreadable one, each with the byte offset after it."""
     rows: list[tuple[dict[str, Any], int]] = []
     end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:

@@ -194,7 +194,7 @@ def _reinforces(get: GetKey) -> bool:
 
 
 def loss_mode(value: str, get: GetKey) -> str:
-    """Returns the policy loss; verl's name `bypass_mode` stands for the two of bypass mode."""
+    """Returns `actor.loss_mode`: in verl's bypass mode the policy gradient or the clipped loss."""
     is_clipped = value == "bypass_mode" or (_bypasses(get) and get("trainer.use_v1") is False)
     return "gpg" if _reinforces(get) else "vanilla" if is_clipped else value
 

@@ -40,7 +40,7 @@ _ENGINES = {"sglang_async": "sglang", "vllm_async": "vllm", "hf": "inprocess"}
 
 
 def engine(value: str, get: GetKey) -> str:
-    """Returns `rollout.name`; Unsupported where vLLM has to sample in its place."""
+    """Returns `rollout.name`; Unsupported where vLLM is to sample in its place."""
     name = _ENGINES.get(value, value)
     if reason := _why_vllm(name, get):
         raise Unsupported(f"vllm is taken{reason}")
@@ -72,7 +72,7 @@ def logger_names(value: Any, _: GetKey) -> str:
 
 
 def train_dtype(value: str, _: GetKey) -> str:
-    """Returns the dtype of training by jppo's name; Unsupported for float16."""
+    """Returns the trainer's dtype by jppo's name; Unsupported for float16."""
     dtype = _DTYPES.get(value, value)
     if dtype == "float16":
         raise Unsupported("bfloat16 has the range of float32, and needs no loss scaling; rollout.dtype may be float16")
@@ -112,7 +112,7 @@ def balance(value: float, get: GetKey) -> float:
 
 
 def conversing(value: bool, get: GetKey) -> bool:
-    """Returns whether conversations have several turns; Needless without tools."""
+    """Returns `rollout.multi_turn.enable`; Needless without tools."""
     if value and not has_tools(get):
         raise Needless("no tools answer the policy; a conversation has one turn")
     return value
@@ -123,7 +123,7 @@ def has_tools(get: GetKey) -> bool:
 
 
 def group(value: int, get: GetKey) -> int:
-    """Returns the devices of a server; Unsupported for more than those of a host that sample."""
+    """Returns `rollout.tensor_model_parallel_size`; Unsupported for more devices than a host samples with."""
     if value > derived.server_devices(get):
         raise Unsupported(f"a server is on one host: rollout.tensor_model_parallel_size={derived.server_devices(get)}")
     return value
@@ -195,7 +195,7 @@ def modules(value: Any, _: GetKey) -> str:
 
 
 def optimizer(value: str, _: GetKey) -> str:
-    """Returns the optimizer by jppo's name; Unsupported for one that jppo lacks."""
+    """Returns `actor.optimizer` or `critic.optimizer`; Unsupported for one that jppo lacks."""
     others = ("adam", "_adamw", "fusedadam")  # FusedAdam is Transformer Engine's, with decoupled weight decay
     name = "adamw" if value.lower() in others else value.lower()
     if value == "Adam" or name not in ("adamw", "sgd", "muon", "adafactor", "lion"):
@@ -206,7 +206,7 @@ def optimizer(value: str, _: GetKey) -> str:
 
 
 def schedule(value: str | None, _: GetKey) -> str:
-    """Returns the learning rate schedule; Unsupported for one that jppo lacks."""
+    """Returns `actor.lr_scheduler_type` or the critic's; Unsupported for one that jppo lacks."""
     if required(value) not in ("constant", "cosine", "linear"):
         raise Unsupported("constant, cosine and linear are there")
     return str(value)
@@ -232,7 +232,7 @@ def server_args(value: dict[str, Any] | None, get: GetKey, engine: str) -> str:
 
 
 def agent_loop(value: str, get: GetKey) -> bool:
-    """Returns whether conversations have several turns, by verl's name of an agent loop."""
+    """Returns `rollout.multi_turn.enable` by verl's name of an agent loop."""
     if value in (None, "single_turn_agent"):
         raise Needless("it is what multi_turn.enable=False is")
     if value != "tool_agent":
@@ -267,7 +267,7 @@ def with_model(value: Any, get: GetKey) -> Any:
 
 
 def model_engine(value: str, get: GetKey) -> str:
-    """Returns the reward model's engine; Unsupported for another than vLLM."""
+    """Returns `reward.model.engine`; Unsupported for another than vLLM."""
     if with_model(value, get) != "vllm":
         raise Unsupported("reward.model.engine is jax, transformers or vllm")
     return value
@@ -284,7 +284,7 @@ def of_tools(value: Any, get: GetKey) -> Any:
 
 
 def call_format(value: str | None, get: GetKey) -> str:
-    """Returns the syntax of tool calls; Unsupported for one that jppo lacks."""
+    """Returns `rollout.multi_turn.format`, the syntax of tool calls; Unsupported for one that jppo lacks."""
     formats = TABLE["rollout.multi_turn.format"].choices
     if in_turns(value, get) not in formats:
         raise Unsupported(f"{', '.join(map(str, formats))} are there")
