@@ -117,7 +117,7 @@ def test_the_command_prints_the_table_and_the_best(config, monkeypatch, capsys, 
     rows.append(plan.Candidate({"mesh.tensor": 8}, reason="mesh.tensor=8 must divide 28"))
     switches = {"machine": "8xH100", "json": str(tmp_path / "plan.json"), "rollout_tokens_per_s": 0.0}
     monkeypatch.setattr(settings, "parse", lambda *_, **__: (config, switches))
-    monkeypatch.setattr(compilers, "present", lambda machine: True)
+    monkeypatch.setattr(compilers, "is_present", lambda machine: True)
     monkeypatch.setattr(plan, "read_inputs", lambda *_, **__: None)
     monkeypatch.setattr(plan, "search", lambda *_, **__: rows)
     plan.main(["--config=mine.py", "--config.model.remat", "dots", "--machine", "8xH100", "--json=plan.json"])

@@ -180,7 +180,7 @@ def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch
         asked.append(executions.by_program)
         return ""
 
-    monkeypatch.setattr(preview, "of_estimate", report)
+    monkeypatch.setattr(preview, "report_estimate", report)
     checks.dry_run_of_one_model(
         typed(settings.sft_default()),
         preview.DryRun(machines.parse_machine("4x8xH100")),

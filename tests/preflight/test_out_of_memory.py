@@ -51,14 +51,14 @@ def test_an_update_without_room_names_its_stage_and_what_helps(small_run, greedy
 def test_on_a_gpu_where_the_run_fits_others_may_hold_its_memory(small_run, monkeypatch, on_cpu):
     sizes = [], types.SimpleNamespace(peak=1, refused=()), [types.SimpleNamespace(verdict="OK")]
     monkeypatch.setattr(preview, "look_up_sizes", lambda *_: sizes)
-    monkeypatch.setattr(preview, "_fitting", lambda *_, **__: None)
+    monkeypatch.setattr(preview, "_smaller", lambda *_, **__: None)
     monkeypatch.setattr(preview, "_on_cpu", lambda: on_cpu)
     advice = preview._advise(typed(small_run), hosts=1)
     assert (advice == "--dry_run estimates that the run fits: end other programs on the device") != on_cpu
 
 
 def test_where_nothing_can_be_compiled_the_first_change_is_said(small_run, greedy, monkeypatch):
-    monkeypatch.setattr(preview, "_fitting", lambda *_, **__: None)
+    monkeypatch.setattr(preview, "_smaller", lambda *_, **__: None)
     with pytest.raises(OutOfMemory, match=r"try --config\.model\.remat=full, spread the models by mesh\.fsdp"):
         train.train(small_run)
 
