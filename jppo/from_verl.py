@@ -137,8 +137,8 @@ def on_top(argv: list[str]) -> tuple[list[str], Translation]:
 
 def jppo_command(module: str, changes: Sequence[str]) -> str:
     """Formats the command, one setting per line."""
-    first, *rest = map(shlex.quote, changes)
-    return " \\\n    ".join([f"python -m {module} {first}", *rest])
+    first_setting, *other_settings = map(shlex.quote, changes)
+    return " \\\n    ".join([f"python -m {module} {first_setting}", *other_settings])
 
 
 def left_out(translation: Translation, notes: Sequence[str]) -> list[str]:

@@ -105,18 +105,18 @@ def try_settings(
     c: Settings, changes: dict[str, Any], inputs: Inputs, machine: Machine, devices: list[Any], rate: float
 ) -> Candidate:
     """Compiles all programs of the run with these changes for the machine, and forecasts a step."""
-    other = settings.changed(c, changes)
+    changed = settings.changed(c, changes)
     try:
-        settings.check(other)
-        mesh = make_mesh(other, devices)
-        other = with_servers(other, mesh)
-        _, work, estimate = preview.derive_sizes(other, inputs, mesh)
+        settings.check(changed)
+        mesh = make_mesh(changed, devices)
+        changed = with_servers(changed, mesh)
+        _, work, estimate = preview.derive_sizes(changed, inputs, mesh)
     except UserError as e:
         return Candidate(changes, reason=str(e))
     if estimate.refused:
         account = estimate.refused[0].account
         return Candidate(changes, estimate, reason=str(account and account.error))
-    fits = memory_budget.estimate_fits(other, machine, estimate)
+    fits = memory_budget.estimate_fits(changed, machine, estimate)
     return Candidate(changes, estimate, make_outlook(estimate, machine, mesh, work.executions(estimate), rate), fits)
 
 
@@ -209,8 +209,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{machine.name}: none of {len(candidates)} settings fits a device of {machine.chip.memory / GIB:.1f} GiB;"
             " take more or larger devices, or train adapters by model.lora_rank"
         )
-    ours = {"--machine", "--json", "--rollout_tokens_per_s"} | {f"--config.{name}" for name in best.changes}
-    words = [*map(shlex.quote, without_options(argv, ours)), *memory_budget.as_arguments(best.changes).split()]
+    plan_options = {"--machine", "--json", "--rollout_tokens_per_s"} | {f"--config.{name}" for name in best.changes}
+    words = [*map(shlex.quote, without_options(argv, plan_options)), *memory_budget.as_arguments(best.changes).split()]
     print(f"best: python -m jppo.train {' '.join(words)}")
 
 

@@ -166,5 +166,5 @@ def explain(error: BaseException) -> str:
 def at_line(error: BaseException) -> str:
     """Returns the line of a user's file at which the error was raised, as the end of an error; '' outside of one."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    places = [f"{file}:{line}" for file, line in lines if user_files.has_run(file)]
-    return f" ({places[-1]})" if places else ""
+    user_lines = [f"{file}:{line}" for file, line in lines if user_files.has_run(file)]
+    return f" ({user_lines[-1]})" if user_lines else ""

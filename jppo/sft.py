@@ -133,7 +133,7 @@ def _estimate(c: FineTuning, task: DemonstrationTask) -> tuple[Estimate, int]:
         return memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=True) if program.rows else 0
 
     moments = memory.account_for(programs, shapes, count_flop, memory.sampled_share(c))
-    by_length = sorted((as_trajectory(one, "") for one in task.demonstrations), key=lambda t: -len(t.tokens))
+    by_length = sorted((as_trajectory(example, "") for example in task.demonstrations), key=lambda t: -len(t.tokens))
     longest = by_length[: c.data.train_batch_size]
     packed = packing.pack(longest, range(len(longest)), plan)
     return memory.estimate_one_model(c, how, state, moments, packed), len(packed)

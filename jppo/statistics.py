@@ -48,8 +48,8 @@ def pass_at(scores: Sequence[float], k: int) -> float:
 
 def best_at(scores: Sequence[float], k: int) -> float:
     """The expected best score of k of the n samples: Σ_i C(i - 1, k - 1) x_(i) / C(n, k), x_(1) <= x_(2) <= ..."""
-    ways = math.comb(len(scores), k)
-    return math.fsum(math.comb(i, k - 1) / ways * score for i, score in enumerate(sorted(scores)))
+    subset_count = math.comb(len(scores), k)
+    return math.fsum(math.comb(i, k - 1) / subset_count * score for i, score in enumerate(sorted(scores)))
 
 
 def worst_at(scores: Sequence[float], k: int) -> float:
@@ -89,16 +89,16 @@ def win_chances(counts: tuple[int, ...], unanswered: int, k: int) -> dict[int, f
     pmf = {m: _binomial_pmf(m, k / n) for m in {*counts, unanswered, n}}
     chance = dict.fromkeys(counts, 0.0)
     for c in chance:
-        others = list(counts)
-        others.remove(c)
+        rivals = list(counts)
+        rivals.remove(c)
         for votes in range(1, min(c, k) + 1):
-            rest = k - votes
-            product = np.zeros((rest + 1, rest // votes + 1))  # [votes of others, answers tied with this one]
-            silent_pmf = pmf[unanswered][: rest + 1]
+            others = k - votes
+            product = np.zeros((others + 1, others // votes + 1))  # [votes of others, answers tied with this one]
+            silent_pmf = pmf[unanswered][: others + 1]
             product[: len(silent_pmf), 0] = silent_pmf
-            for other in others:
-                product = _add_answer(product, pmf[other], votes)
-            split = product[rest] / np.arange(1, product.shape[1] + 1)
+            for rival in rivals:
+                product = _add_answer(product, pmf[rival], votes)
+            split = product[others] / np.arange(1, product.shape[1] + 1)
             chance[c] += float(pmf[c][votes] * split.sum() / pmf[n][k])
     return chance
 

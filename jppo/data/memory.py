@@ -103,12 +103,12 @@ class Memory:
 
     def _check_places(self, name: str, indices: Any, size: int, rule: str, returned: Any) -> np.ndarray:
         """Returns the places of a batch, [N] i64; UserError unless they are `size` different prompts."""
-        places: np.ndarray = self._call(name, np.asarray, indices)
-        if places.dtype.kind not in "iu" or places.shape != (size,) or len(set(places.tolist())) < size:
+        row_indices: np.ndarray = self._call(name, np.asarray, indices)
+        if row_indices.dtype.kind not in "iu" or row_indices.shape != (size,) or len(set(row_indices.tolist())) < size:
             raise UserError(f"{self._label}: {name} must return {rule}, not {str(returned)[:99]}")
-        if places.min() < 0 or places.max() >= len(self._prompts):
+        if row_indices.min() < 0 or row_indices.max() >= len(self._prompts):
             raise UserError(f"{self._label}: {name} returns indices outside 0 to {len(self._prompts) - 1}; correct it")
-        return places.astype(np.int64)
+        return row_indices.astype(np.int64)
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a user-defined function; any exception becomes a UserError that names it."""

@@ -252,8 +252,8 @@ def read_sources(
         readers = [_make_reader(entry, setting) for entry in entry_list]  # checks that all exist before reading one
     stems = [name for _, name in readers]
     names = [name if stems.count(name) == 1 else entry for name, entry in zip(stems, entry_list, strict=True)]
-    renames = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    sources = [Source(name, read()) for name, (read, _) in zip(names, readers, strict=True)]
+    renames = {column: file_column for column, file_column in columns.items() if column != file_column}
+    sources = [Source(name, read_rows()) for name, (read_rows, _) in zip(names, readers, strict=True)]
     if not renames:
         return sources
     return [Source(source.name, [_rename_columns(row, renames) for row in source.rows]) for source in sources]

@@ -80,11 +80,11 @@ def end_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ends))
 
 
-def announce_long(place: str, *texts: str) -> None:
+def announce_long(where: str, *texts: str) -> None:
     """Prints a warning before a long text is tokenised: without spaces that takes minutes."""
     if (longest := max(map(len, texts), default=0)) > LONG:
         warning = f"a text of {longest:,} characters is tokenised, which can take minutes; shorten or remove it"
-        print(f"{place}: {warning}", file=sys.stderr, flush=True)
+        print(f"{where}: {warning}", file=sys.stderr, flush=True)
 
 
 def character_limit(tokenizer: Any, max_length: int) -> int:

@@ -95,8 +95,8 @@ def check_devices(has_gpu: bool) -> Finding:
     devices = f"{len(kinds)} x {kinds[0]} ({backend})"
     if backend != "cpu" or not has_gpu:
         return Finding("JAX", "OK", devices)
-    chosen = os.environ.get("JAX_PLATFORMS")
-    remedy = "unset JAX_PLATFORMS" if chosen else f"{sys.executable} -m pip install 'jppo[cuda]'"
+    platforms = os.environ.get("JAX_PLATFORMS")
+    remedy = "unset JAX_PLATFORMS" if platforms else f"{sys.executable} -m pip install 'jppo[cuda]'"
     return Finding("JAX", "WARN", f"{devices}, though there is a GPU", remedy)
 
 
@@ -107,7 +107,7 @@ def check_driver(cards: Sequence[NvidiaGpu], cuda: int | None) -> Finding:
     minimum = DRIVERS.get(cuda or 0)
     if minimum is None or not driver.split(".")[0].isdecimal() or int(driver.split(".")[0]) >= minimum:
         return Finding("driver", "OK", summary)
-    older = max((known for known, least in DRIVERS.items() if int(driver.split(".")[0]) >= least), default=None)
+    older = max((version for version, least in DRIVERS.items() if int(driver.split(".")[0]) >= least), default=None)
     other = f", or {sys.executable} -m pip install 'jax[cuda{older}]' in place of JAX's CUDA {cuda}" if older else ""
     return Finding("driver", "FAIL", f"{summary}; CUDA {cuda} needs {minimum} or newer", f"update the driver{other}")
 

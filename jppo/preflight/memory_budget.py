@@ -150,9 +150,9 @@ def available_memory(proc: pathlib.Path, cgroup: pathlib.Path) -> int | None:
     if (meminfo := proc / "meminfo").is_file():
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
         rooms.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.is_file() and used.is_file() and (limit_text := limit.read_text().strip()) != "max":
-        rooms.append(int(limit_text) - int(used.read_text()))
+    limit, usage = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.is_file() and usage.is_file() and (limit_text := limit.read_text().strip()) != "max":
+        rooms.append(int(limit_text) - int(usage.read_text()))
     return min(rooms, default=None)
 
 
@@ -228,10 +228,10 @@ def require_room(c: C, machine: Machine, estimated: Estimate, estimate: Callable
     else:
         problem = f"{exceeded.where}: {exceeded.needs / GIB:.1f} GiB of {(exceeded.has or 0) / GIB:.1f}"
     for changes in [*_server_shares(estimated, exceeded), *remedies(c)]:
-        other = settings.changed(c, changes)
+        changed = settings.changed(c, changes)
         announce(f"it does not fit; trying {as_arguments(changes)}")
-        tried = estimate(other)
-        if tried is not None and estimate_fits(other, machine, tried):
+        tried = estimate(changed)
+        if tried is not None and estimate_fits(changed, machine, tried):
             raise UserError(f"{machine.name}: {problem}; {as_arguments(changes)} fits: {tried.peak / GIB:.1f} GiB")
     raise UserError(
         f"{machine.name}: {problem}; neither model.remat=full, smaller micro-batches nor offload is enough: take more"
@@ -312,11 +312,11 @@ def first_fitting(c: Settings, fits: Callable[[Settings], bool]) -> dict[str, An
     """Returns the first candidate that fits; raises UserError if none does."""
     count = 0
     for changes in candidates(c):
-        other = settings.changed(c, changes)
-        settings.check(other)
+        candidate = settings.changed(c, changes)
+        settings.check(candidate)
         count += 1
         announce(f"trying {as_arguments(changes)}")
-        if fits(other):
+        if fits(candidate):
             return changes
     raise UserError(
         f"model.remat={c.model.remat} actor.max_tokens_per_device={c.actor.max_tokens_per_device}: none of {count}"
@@ -344,9 +344,9 @@ def settle(
     def decide() -> dict[str, Any]:
         """Returns the choice that the run folder has for these conditions, or makes it and writes it there."""
         path = run / "auto.json"
-        kept = durable_files.read_json(path)
-        if kept.get("about") == conditions and set(kept.get("chosen") or ()) == set(CHOSEN):
-            return dict(kept["chosen"])
+        saved = durable_files.read_json(path)
+        if saved.get("about") == conditions and set(saved.get("chosen") or ()) == set(CHOSEN):
+            return dict(saved["chosen"])
         chosen = first_fitting(c, fits)
         if hosts.first:
             durable_files.write_text(path, json.dumps({"chosen": chosen, "about": conditions}, indent=1) + "\n")

@@ -214,23 +214,23 @@ def read_samples(
         for index, line in enumerate(recorded.get(file.step, ()) if file.kind == "step" else ()):
             if line < len(rows):
                 rows[line]["token_record"] = index
-        kept, packed, ratio = pack_fitting(rows, budget // (len(files) - i), ratio)
+        count, packed, ratio = pack_fitting(rows, budget // (len(files) - i), ratio)
         budget -= len(packed)
         scores = [number(row.get("score")) for row in rows if not row.get("given")]  # None: not graded
         entries.append(
-            {"kind": file.kind, "step": file.step, "of": len(rows), "kept": kept, "packed": packed, "scores": scores}
+            {"kind": file.kind, "step": file.step, "of": len(rows), "kept": count, "packed": packed, "scores": scores}
         )
     return entries
 
 
 def samples_left_out(files: Sequence[SampleFile], entries: Sequence[Mapping[str, Any]]) -> str | None:
     """Describes the samples that the report omits; None if it has all."""
-    rows, shown = sum(entry["of"] for entry in entries), sum(entry["kept"] for entry in entries)
-    if len(entries) == len(files) and rows == shown:
+    rows, shown_count = sum(entry["of"] for entry in entries), sum(entry["kept"] for entry in entries)
+    if len(entries) == len(files) and rows == shown_count:
         return None
     return (
         f"{len(entries):,} of {len(files):,} files of samples are in this page, evenly spaced over the steps, with"
-        f" {shown:,} of their {rows:,} samples"
+        f" {shown_count:,} of their {rows:,} samples"
     )
 
 
@@ -253,13 +253,13 @@ def pack_fitting(rows: Sequence[Mapping[str, Any]], budget: int, ratio: float = 
     size = sum(len(text) for group in groups for text in group)
     count = len(groups) if size <= budget * ratio else int(len(groups) * budget * ratio / size)
     while count:
-        recorded_first = pick_evenly(sorted(recorded), count)
-        others = pick_evenly([i for i in range(len(groups)) if i not in recorded], count - len(recorded_first))
-        kept = [text for i in sorted([*recorded_first, *others]) for text in groups[i]]
-        text = f"[{','.join(kept)}]"
+        recorded_groups = pick_evenly(sorted(recorded), count)
+        other_groups = pick_evenly([i for i in range(len(groups)) if i not in recorded], count - len(recorded_groups))
+        kept_texts = [text for i in sorted([*recorded_groups, *other_groups]) for text in groups[i]]
+        text = f"[{','.join(kept_texts)}]"
         packed = deflate(text)
         if len(packed) <= budget:
-            return len(kept), packed, len(text) / len(packed)
+            return len(kept_texts), packed, len(text) / len(packed)
         count = min(count - 1, int(0.95 * count * budget / len(packed)))
     return 0, "", ratio
 
@@ -285,13 +285,13 @@ def shorten(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def pick_evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """Returns at most `most` evenly spaced items, including the first and the last."""
-    if len(items) <= most:
+def pick_evenly(items: Sequence[Any], limit: int) -> list[Any]:
+    """Returns at most `limit` evenly spaced items, including the first and the last."""
+    if len(items) <= limit:
         return list(items)
-    if most == 1:
+    if limit == 1:
         return [items[-1]]
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def score_levels(scores: Sequence[float]) -> dict[str, Any]:

@@ -193,13 +193,13 @@ def stage_times(lines: Lines, bars: int = BARS) -> dict[str, Any]:
     """
     stages = {name.removeprefix("timing_s/") for line in lines for name in line if name.startswith("timing_s/")}
     known = [stage for stage in STAGES if stage in stages and stage != "step"]
-    inside = [s for s in known if s not in OUTSIDE] + sorted(stages - {*STAGES})
-    names = [s for s in known if s == "start"] + inside + [s for s in known if s in ("testing", "save")]
+    parts = [s for s in known if s not in OUTSIDE] + sorted(stages - {*STAGES})
+    names = [s for s in known if s == "start"] + parts + [s for s in known if s in ("testing", "save")]
     seconds = {s: _stage_seconds(lines, s) for s in [*names, "step"]}
     if "step" in stages:
-        other = seconds["step"] - sum((seconds[s] for s in inside), np.zeros(len(lines)))
+        remainder = seconds["step"] - sum((seconds[s] for s in parts), np.zeros(len(lines)))
         names = [*names, "other"]
-        seconds["other"] = np.maximum(other, 0.0)
+        seconds["other"] = np.maximum(remainder, 0.0)
     totals = {s: round(float(seconds[s].sum()), 3) for s in names}
     steps = np.array([line["step"] for line in lines if line["step"] > 0], dtype=np.int64)
     if not names or not len(steps):

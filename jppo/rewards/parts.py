@@ -116,20 +116,20 @@ _BLOCK_TOKENS = 32  # tokens that are decoded at once
 
 
 def at_characters(amounts: Amounts, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> Amounts:
-    """Places amounts, whose places are numbers of characters, on the tokens that complete these characters."""
+    """Moves amounts from places in the text, as character counts, to the tokens that complete these characters."""
     if not amounts or not tokens:
         return ()
     blocks = _split_into_blocks(tokens, decode)
 
     def token_at(end: int) -> int:
         """Returns the token that completes the first `end` characters."""
-        here = blocks[min(bisect.bisect_left(blocks, end, key=lambda block: block.characters), len(blocks) - 1)]
+        block = blocks[min(bisect.bisect_left(blocks, end, key=lambda b: b.characters), len(blocks) - 1)]
 
         def characters_up_to(token: int) -> int:
-            return here.offset + len(decode(list(tokens[here.window : token + 1])).rstrip(_REPLACEMENT))
+            return block.offset + len(decode(list(tokens[block.window : token + 1])).rstrip(_REPLACEMENT))
 
-        token_range = range(here.first, here.end)
-        return min(here.first + bisect.bisect_left(token_range, end, key=characters_up_to), here.end - 1)
+        token_range = range(block.first, block.end)
+        return min(block.first + bisect.bisect_left(token_range, end, key=characters_up_to), block.end - 1)
 
     return tuple((token_at(end), amount) for end, amount in amounts)
 
@@ -147,13 +147,13 @@ class _Block(NamedTuple):
 def _split_into_blocks(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> list[_Block]:
     """Splits tokens into blocks of about `_BLOCK_TOKENS` that end with a complete character."""
     blocks: list[_Block] = []
-    window = first = done = 0
+    window = start = before = 0
     for end in (*range(_BLOCK_TOKENS, len(tokens), _BLOCK_TOKENS), len(tokens)):
-        window_text, text = decode(list(tokens[window:first])), decode(list(tokens[window:end]))
+        window_text, text = decode(list(tokens[window:start])), decode(list(tokens[window:end]))
         is_complete = len(text) > len(window_text) and not text.endswith(_REPLACEMENT)  # otherwise the block grows
         if is_complete or end == len(tokens):
-            blocks.append(_Block(first, end, window, done - len(window_text), done - len(window_text) + len(text)))
-            window, first, done = first, end, blocks[-1].characters
+            blocks.append(_Block(start, end, window, before - len(window_text), before - len(window_text) + len(text)))
+            window, start, before = start, end, blocks[-1].characters
     return blocks
 
 

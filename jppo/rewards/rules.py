@@ -135,8 +135,8 @@ def math_verify(response: str, ground_truth: str) -> Verdict:
     if not answer:
         return Verdict(0.0, {"exact": 0.0, "answered": 0.0}, "")
     plain = "".join(answer.split())
-    same = plain == "".join(truth.split()) or _equal_as_math(truth, answer)
-    return Verdict(float(same), {"exact": float(same), "answered": 1.0}, plain)
+    is_equal = plain == "".join(truth.split()) or _equal_as_math(truth, answer)
+    return Verdict(float(is_equal), {"exact": float(is_equal), "answered": 1.0}, plain)
 
 
 _WORD = r"(?:[^\s{}$]|\{(?:[^{}]|\{[^{}]*\})*\})+"
@@ -210,8 +210,8 @@ def _number_verdict(answer: str | None, ground_truth: str) -> Verdict:
 
 def _canonical(number: decimal.Decimal) -> str:
     """Returns a number's only spelling, without rounding: the same for 18, 18.0 and 018."""
-    whole, _, rest = f"{abs(number) if number == 0 else number:f}".partition(".")
-    return f"{whole}.{rest.rstrip('0')}".rstrip(".")
+    whole, _, fraction = f"{abs(number) if number == 0 else number:f}".partition(".")
+    return f"{whole}.{fraction.rstrip('0')}".rstrip(".")
 
 
 def _number(text: str) -> decimal.Decimal | None:
@@ -264,10 +264,10 @@ def math_reward(response: str, ground_truth: str) -> Verdict:
     if answer is None:
         return _text_verdict(None, ground_truth)
     try:
-        same = _normalize_hendrycks(answer) == _normalize_hendrycks(ground_truth)
+        is_equal = _normalize_hendrycks(answer) == _normalize_hendrycks(ground_truth)
     except ValueError:  # one of them cannot be normalised: both are compared as written
-        same = answer == ground_truth
-    return Verdict(float(same), {"exact": float(same), "answered": 1.0}, answer)
+        is_equal = answer == ground_truth
+    return Verdict(float(is_equal), {"exact": float(is_equal), "answered": 1.0}, answer)
 
 
 def math_dapo(response: str, ground_truth: str) -> Verdict:
@@ -362,24 +362,24 @@ def _to_closing_brace(text: str) -> str | None:
 
 def _braced_roots(text: str) -> str:
     """Rewrites \\sqrt2 as \\sqrt{2}."""
-    first, *others = text.split(r"\sqrt")
-    if "" in others:
+    start, *parts = text.split(r"\sqrt")
+    if "" in parts:
         raise ValueError(f"{text!r} ends in a root of nothing")
-    return first + "".join(rf"\sqrt{rest}" if rest[0] == "{" else rf"\sqrt{{{rest[0]}}}{rest[1:]}" for rest in others)
+    return start + "".join(rf"\sqrt{part}" if part[0] == "{" else rf"\sqrt{{{part[0]}}}{part[1:]}" for part in parts)
 
 
 def _braced_fractions(text: str) -> str:
     r"""Rewrites \frac12 and \frac1{2} as \frac{1}{2}; unchanged where a fraction has one character."""
-    first, *others = text.split(r"\frac")
-    braced = [first]
-    for rest in others:
-        if not rest:
+    start, *parts = text.split(r"\frac")
+    braced = [start]
+    for part in parts:
+        if not part:
             raise ValueError(f"{text!r} has a fraction of nothing")
-        if rest[0] != "{":
-            if len(rest) < 2:
+        if part[0] != "{":
+            if len(part) < 2:
                 return text
-            rest = f"{{{rest[0]}}}{rest[1:]}" if rest[1] == "{" else f"{{{rest[0]}}}{{{rest[1]}}}{rest[2:]}"
-        braced.append(rest)
+            part = f"{{{part[0]}}}{part[1:]}" if part[1] == "{" else f"{{{part[0]}}}{{{part[1]}}}{part[2:]}"
+        braced.append(part)
     return r"\frac".join(braced)
 
 

@@ -185,8 +185,8 @@ def restore(
 
     leaves = [read_leaf(name) if name in stored_name else leaf for name, leaf in leaf_of.items()]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    kept = tuple(field for field in missing if any(_in_field(name, field) for name in leaf_of))
-    return Restored(content["step"], state, content["meta"], kept)
+    kept_fields = tuple(field for field in missing if any(_in_field(name, field) for name in leaf_of))
+    return Restored(content["step"], state, content["meta"], kept_fields)
 
 
 def restore_field(path: pathlib.Path, field: str, like: Callable[[dict[str, Any]], Any]) -> Restored:

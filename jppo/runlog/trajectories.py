@@ -103,13 +103,13 @@ def rewards_of_all(hosts: Hosts, own: Callable[[], list[Reward]]) -> list[Reward
     """Waits for this host's rewards; returns those of all hosts, in host order."""
     if hosts.count == 1:
         return own()
-    of_hosts = hosts.gather(lambda: [dataclasses.asdict(reward) for reward in own()])
-    return [reward_of(saved) for row in of_hosts for saved in row]
+    saved_rows = hosts.gather(lambda: [dataclasses.asdict(reward) for reward in own()])
+    return [reward_of(saved) for row in saved_rows for saved in row]
 
 
-def reward_of(saved: Mapping[str, Any]) -> Reward:
+def reward_of(fields: Mapping[str, Any]) -> Reward:
     """Returns a reward from its fields of JSON types."""
-    return Reward(**_with_tuples(saved))
+    return Reward(**_with_tuples(fields))
 
 
 def _with_tuples(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,11 +149,11 @@ class Step:
 
     def each(self, change: Callable[[Found], Found]) -> "Step":
         """Returns the step with changed responses."""
-        return dataclasses.replace(self, found=tuple(change(way) for way in self.found))
+        return dataclasses.replace(self, found=tuple(change(answers) for answers in self.found))
 
-    def numbers(self, way: Found) -> set[int]:
+    def numbers(self, answers: Found) -> set[int]:
         """Returns the indices of responses to the remaining prompts."""
-        return {g * way.per_prompt + j for g in self.left for j in range(way.per_prompt)}
+        return {g * answers.per_prompt + j for g in self.left for j in range(answers.per_prompt)}
 
 
 def state(about: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
@@ -192,13 +192,13 @@ def fitted(
     if not partial:
         steps = _regroup(steps, first, state["cursor"])
     if state["sampling"] != kind["sampling"]:
-        steps = [step.each(lambda way: way.only(())) for step in steps]
+        steps = [step.each(lambda answers: answers.only(())) for step in steps]
     steps = [_without_old(step, (first if partial else step.step) - staleness) for step in steps]
     if state["graders"] != kind["graders"]:
-        steps = [step.each(lambda way: dataclasses.replace(way, rewards={})) for step in steps]
+        steps = [step.each(lambda answers: dataclasses.replace(answers, rewards={})) for step in steps]
     count = _count_sampled(steps)
-    again = "drawn again: too old for rollout.max_staleness, or sampled with other settings"
-    fates = ((count, "not drawn again"), (total - count, again))
+    drawn_again = "drawn again: too old for rollout.max_staleness, or sampled with other settings"
+    fates = ((count, "not drawn again"), (total - count, drawn_again))
     return steps, [f"{n} samples that the checkpoint has of the next steps are {fate}" for n, fate in fates if n]
 
 
@@ -206,7 +206,7 @@ def unanswered(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state with its prompts alone: a resumed run requests all of their responses again."""
     if not state:
         return {}
-    return {**state, "steps": [_to_json(step.each(lambda way: way.only(()))) for step in read_steps(state)]}
+    return {**state, "steps": [_to_json(step.each(lambda answers: answers.only(()))) for step in read_steps(state)]}
 
 
 def _require_same_kind(state: Mapping[str, Any], kind: Mapping[str, Any]) -> None:
@@ -226,8 +226,8 @@ def _regroup(steps: Sequence[Step], first: int, after: dict[str, Any]) -> list[S
 
     The last of them has the prompts that are left over, fewer than a step's.
     """
-    whole = all(len(step.left) == len(step.indices) for step in steps)
-    if whole and [step.step for step in steps] == list(range(first, first + len(steps))):
+    are_whole = all(len(step.left) == len(step.indices) for step in steps)
+    if are_whole and [step.step for step in steps] == list(range(first, first + len(steps))):
         return list(steps)
     size = max((len(step.indices) for step in steps), default=1)
     pairs = [(step, group) for step in steps for group in sorted(step.left)]
@@ -239,7 +239,7 @@ def _regroup(steps: Sequence[Step], first: int, after: dict[str, Any]) -> list[S
             indices=np.array([step.indices[group] for step, group in chunk]),
             after=after,
             left=frozenset(range(len(chunk))),
-            found=tuple(_renumber(chunk, way) for way in range(len(steps[0].found))),
+            found=tuple(_renumber(chunk, kind) for kind in range(len(steps[0].found))),
         )
         for i, chunk in enumerate(chunks)
     ]
@@ -251,37 +251,37 @@ def _without_old(step: Step, oldest: int) -> Step:
     def is_young(t: Trajectory) -> bool:
         return t.given or all(bool((other.version[other.sampled] >= oldest).all()) for other in (t, *t.branches))
 
-    return step.each(lambda way: way.only([n for n, t in way.responses.items() if is_young(t)]))
+    return step.each(lambda answers: answers.only([n for n, t in answers.responses.items() if is_young(t)]))
 
 
 def _count_sampled(steps: Sequence[Step]) -> int:
-    return sum(not t.given for step in steps for way in step.found for t in way.responses.values())
+    return sum(not t.given for step in steps for answers in step.found for t in answers.responses.values())
 
 
-def _renumber(chunk: Sequence[tuple[Step, int]], way: int) -> Found:
+def _renumber(chunk: Sequence[tuple[Step, int]], kind: int) -> Found:
     """Returns the responses to a chunk's prompts, pairs of step and place, by their indices in a step of the chunk."""
     responses, rewards = dict[int, Trajectory](), dict[int, Reward]()
     for new_group, (step, group) in enumerate(chunk):
-        source = step.found[way]
-        for j in range(source.per_prompt):
-            old_number, number = group * source.per_prompt + j, new_group * source.per_prompt + j
-            responses |= {number: source.responses[old_number]} if old_number in source.responses else {}
-            rewards |= {number: source.rewards[old_number]} if old_number in source.rewards else {}
-    return Found(chunk[0][0].found[way].per_prompt, responses, rewards)
+        answers = step.found[kind]
+        for j in range(answers.per_prompt):
+            old_number, number = group * answers.per_prompt + j, new_group * answers.per_prompt + j
+            responses |= {number: answers.responses[old_number]} if old_number in answers.responses else {}
+            rewards |= {number: answers.rewards[old_number]} if old_number in answers.rewards else {}
+    return Found(chunk[0][0].found[kind].per_prompt, responses, rewards)
 
 
 def _join(a: Step, b: Step) -> Step:
     """Merges what two hosts have of the same step."""
-    ways = [
+    answers = [
         Found(x.per_prompt, {**x.responses, **y.responses}, {**x.rewards, **y.rewards})
         for x, y in zip(a.found, b.found, strict=True)
     ]
-    return dataclasses.replace(a, left=a.left | b.left, found=tuple(ways))
+    return dataclasses.replace(a, left=a.left | b.left, found=tuple(answers))
 
 
 def _to_json(step: Step) -> dict[str, Any]:
     """Returns a step as JSON types, with responses to its remaining prompts only."""
-    ways = [way.only(step.numbers(way)) for way in step.found]
+    found = [answers.only(step.numbers(answers)) for answers in step.found]
     return {
         "step": step.step,
         "version": step.version,
@@ -290,26 +290,26 @@ def _to_json(step: Step) -> dict[str, Any]:
         "left": sorted(step.left),
         "found": [
             {
-                "per_prompt": way.per_prompt,
-                "numbers": sorted(way.responses),
-                "responses": serialise([way.responses[number] for number in sorted(way.responses)]),
-                "rewards": [[number, dataclasses.asdict(reward)] for number, reward in sorted(way.rewards.items())],
+                "per_prompt": answers.per_prompt,
+                "numbers": sorted(answers.responses),
+                "responses": serialise([answers.responses[number] for number in sorted(answers.responses)]),
+                "rewards": [[number, dataclasses.asdict(reward)] for number, reward in sorted(answers.rewards.items())],
             }
-            for way in ways
+            for answers in found
         ],
     }
 
 
 def _from_json(row: Mapping[str, Any]) -> Step:
     """Restores a step; the inverse of `_to_json`."""
-    ways = [
+    found = [
         Found(
-            way["per_prompt"],
-            dict(zip(way["numbers"], deserialise(way["responses"]), strict=True)),
-            {number: reward_of(reward) for number, reward in way["rewards"]},
+            answers["per_prompt"],
+            dict(zip(answers["numbers"], deserialise(answers["responses"]), strict=True)),
+            {number: reward_of(reward) for number, reward in answers["rewards"]},
         )
-        for way in row["found"]
+        for answers in row["found"]
     ]
     return Step(
-        row["step"], row["version"], np.array(row["indices"]), row["after"], frozenset(row["left"]), tuple(ways)
+        row["step"], row["version"], np.array(row["indices"]), row["after"], frozenset(row["left"]), tuple(found)
     )

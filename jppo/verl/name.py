@@ -37,8 +37,8 @@ class KeyRow:
 
 def key_of(short: str) -> str:
     """Returns a key with its first word spelt out, as A.shuffle is actor_rollout_ref.actor.shuffle."""
-    place, dot, rest = short.partition(".")
-    return f"{PLACES.get(place, place)}{dot}{rest}"
+    word, dot, ending = short.partition(".")
+    return f"{PLACES.get(word, word)}{dot}{ending}"
 
 
 def same(key: str, setting: str, default: Any = None, convert: str = "as_is", why: str = "", only: str = "") -> KeyRow:
@@ -62,13 +62,13 @@ def _keys(words: str) -> list[str]:
     """Splits short keys at blanks; BOTH is the policy's model and the critic's."""
     keys = []
     for word in words.split():
-        place, _, rest = word.partition(".")
-        keys += [f"{PLACES['M']}.{rest}", f"critic.model.{rest}"] if place == "BOTH" else [key_of(word)]
+        section, _, ending = word.partition(".")
+        keys += [f"{PLACES['M']}.{ending}", f"critic.model.{ending}"] if section == "BOTH" else [key_of(word)]
     return keys
 
 
-def within(place: str, names: str) -> str:
-    return " ".join(f"{place}.{name}" for name in names.split())
+def within(prefix: str, names: str) -> str:
+    return " ".join(f"{prefix}.{name}" for name in names.split())
 
 
 MICRO = ("A.ppo_micro_batch_size_per_gpu", "A.ppo_micro_batch_size")

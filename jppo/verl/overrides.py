@@ -163,15 +163,15 @@ def read_overrides(
     options, arguments = _options(list(words))
     overrides: dict[str, Override] = {}
     rejected: dict[str, str] = {}
-    for key, value, own in _config(options, main, pathlib.Path(root or "."), pathlib.Path(folder or ".")):
+    for key, value, is_own in _config_settings(options, main, pathlib.Path(root or "."), pathlib.Path(folder or ".")):
         overrides.pop(key, None)
-        overrides[key] = Override(value, "" if own else f"{key}={value}")
+        overrides[key] = Override(value, "" if is_own else f"{key}={value}")
     for word in arguments:
         key, equals, text = word.partition("=")
         plain_key = key.lstrip("+~")
         if word.startswith("~"):
-            for removed in [name for name in overrides if name == plain_key or name.startswith(f"{plain_key}.")]:
-                del overrides[removed]
+            for part in [name for name in overrides if name == plain_key or name.startswith(f"{plain_key}.")]:
+                del overrides[part]
             overrides[plain_key] = Override(None, word)
         elif not equals or not plain_key or word.startswith("-"):
             rejected[word] = "it is no KEY=VALUE"
@@ -179,8 +179,8 @@ def read_overrides(
             rejected[word] = "it chooses one of verl's YAML files, which are not read; give its settings as overrides"
         else:
             for name, value in flatten(plain_key, read_value(text)).items():
-                for removed in [old for old in overrides if old == name or old.startswith(f"{name}.")]:
-                    del overrides[removed]
+                for part in [k for k in overrides if k == name or k.startswith(f"{name}.")]:
+                    del overrides[part]
                 overrides[name] = Override(value, f"{key}={text}" if name == plain_key else f"{name}={value}")
     return overrides, rejected
 
@@ -189,7 +189,7 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Splits a command line into Hydra's options and the overrides."""
     names = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
     options: dict[str, Any] = {}
-    rest, i = [], 0
+    arguments, i = [], 0
     while i < len(words):
         name, equals, value = words[i].partition("=")
         name = names.get(name, name)
@@ -203,12 +203,14 @@ def _options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         elif name in ("--multirun", "-m"):
             raise UserError(f"{name} starts several trainings; give the arguments of one")
         else:
-            rest.append(words[i])
+            arguments.append(words[i])
         i += 1
-    return options, rest
+    return options, arguments
 
 
-def _config(options: Mapping[str, str], main: str, root: pathlib.Path, folder: pathlib.Path) -> Iterator[_Setting]:
+def _config_settings(
+    options: Mapping[str, str], main: str, root: pathlib.Path, folder: pathlib.Path
+) -> Iterator[_Setting]:
     """Yields the settings of the config that the options or the main module name."""
     name = options.get("--config-name", "").removesuffix(".yaml").removesuffix(".yml")
     name = name or (MAINS | TUNING).get(main_of(main), "ppo_trainer")
@@ -216,33 +218,33 @@ def _config(options: Mapping[str, str], main: str, root: pathlib.Path, folder: p
         yield from ((key, value, True) for key, value in OWN[name].items())
         return
     parts = main.split(".")[:-1]
-    folders = [pathlib.Path(root, *parts), pathlib.Path(root, *parts[1:])] if parts else [folder]
+    homes = [pathlib.Path(root, *parts), pathlib.Path(root, *parts[1:])] if parts else [folder]
     path = options.get("--config-path", "config")
-    places = [folder / options["--config-dir"]] if "--config-dir" in options else []
-    places += [pathlib.Path(path)] if path.startswith("/") else [home / path for home in (*folders, folder)]
+    folders = [folder / options["--config-dir"]] if "--config-dir" in options else []
+    folders += [pathlib.Path(path)] if path.startswith("/") else [home / path for home in (*homes, folder)]
     # verl's recipes are a repository of their own, which is recipe/ in one of verl
-    places += [pathlib.Path(str(place).replace("/recipe/", "/")) for place in places if "/recipe/" in str(place)]
-    yield from _yaml(name, places, folder, ())
+    folders += [pathlib.Path(str(f).replace("/recipe/", "/")) for f in folders if "/recipe/" in str(f)]
+    yield from _yaml(name, folders, folder, ())
 
 
-def _yaml(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tuple[str, ...]) -> Iterator[_Setting]:
+def _yaml(name: str, folders: list[pathlib.Path], folder: pathlib.Path, parents: tuple[str, ...]) -> Iterator[_Setting]:
     """Yields the settings of a YAML file of Hydra and of the files in its `defaults`."""
-    file = next((place / f"{name}.yaml" for place in places if (place / f"{name}.yaml").is_file()), None)
+    file = next((path / f"{name}.yaml" for path in folders if (path / f"{name}.yaml").is_file()), None)
     if file is None:
         raise UserError(
-            f"{name}.yaml, which the trainer reads, is not in {places[0]}; put it there, or give its settings"
+            f"{name}.yaml, which the trainer reads, is not in {folders[0]}; put it there, or give its settings"
         )
     try:
         text = file.read_text(encoding="utf-8")
         tree = yaml.safe_load(text) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise UserError(f"{file}: not YAML that can be read: {str(e).partition(chr(10))[0]}") from e
-    if not isinstance(tree, dict) or name in seen:
+    if not isinstance(tree, dict) or name in parents:
         raise UserError(f"{file}: not a config of Hydra's: it must be a mapping that does not include itself")
     hydra = tree.pop("hydra", None)
     for group_path in (hydra.get("searchpath") or []) if isinstance(hydra, dict) else []:
         if str(group_path).startswith("file://"):
-            places = [*places, folder / str(group_path).removeprefix("file://")]
+            folders = [*folders, folder / str(group_path).removeprefix("file://")]
     defaults = tree.pop("defaults", None) or []
     if "_self_" not in defaults:
         defaults = [*defaults, "_self_"]
@@ -260,11 +262,11 @@ def _yaml(name: str, places: list[pathlib.Path], folder: pathlib.Path, seen: tup
         if str(choice) in OWN:
             yield from ((key, value, True) for key, value in OWN[str(choice)].items())
         elif group_path.split("/")[0] not in _GROUPS.split() or any(
-            (one / group_path / f"{choice}.yaml").is_file() for one in places[:1]
+            (one / group_path / f"{choice}.yaml").is_file() for one in folders[:1]
         ):
             prefix = package if package else group_path.replace("/", ".")
             included = f"{group_path}/{choice}" if group_path else str(choice)
-            for key, value, is_default in _yaml(included, places, folder, (*seen, name)):
+            for key, value, is_default in _yaml(included, folders, folder, (*parents, name)):
                 yield (f"{prefix}.{key}" if prefix and prefix != "_global_" else key), value, is_default
 
 

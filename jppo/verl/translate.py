@@ -338,9 +338,9 @@ def translate_tuning(words: Sequence[str], main: str, root: str, folder: str) ->
     engine_prefix = _ENGINES.get(given_values.get("engine", ""), "A.fsdp_config")
 
     def rename(key: str) -> str:
-        for before, after in {**dict(zip(_SAME, _SAME, strict=True)), **_RENAMED}.items():
-            if key == before or (before.endswith(".") and key.startswith(before)):
-                return key_of(after.format(engine=engine_prefix) + key[len(before) :])
+        for old, new in {**dict(zip(_SAME, _SAME, strict=True)), **_RENAMED}.items():
+            if key == old or (old.endswith(".") and key.startswith(old)):
+                return key_of(new.format(engine=engine_prefix) + key[len(old) :])
         return key
 
     ungrouped = [word for word in words if word.partition("=")[0] not in _GROUPS]
