@@ -36,7 +36,7 @@ SHORT = {"eval": "evaluate"}
 
 
 def listing() -> str:
-    """Returns every command with its description."""
+    """Returns every command with its description, as text."""
     names = {name.removeprefix("jppo."): about for name, about in COMMANDS.items()}
     width = max(map(len, names))
     lines = [f"  jppo {name:{width}}  {about}" for name, about in names.items()]
@@ -45,14 +45,14 @@ def listing() -> str:
 
 
 def command_of(word: str) -> str | None:
-    """Returns the module of a command; None if there is none."""
+    """Returns the module of a command by its name or short form; None if there is none."""
     name = word.removeprefix("jppo.").replace("-", "_")
     module = f"jppo.{SHORT.get(name, name)}"
     return module if module in COMMANDS else None
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Lists the commands, or runs the one that the arguments name."""
     argv = sys.argv[1:] if argv is None else argv
     if argv in ([], ["--help"], ["-h"]):
         print(listing(), end="")

@@ -59,7 +59,7 @@ def read_run(argv: list[str]) -> tuple[Settings, bool]:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Prints the findings about the machine, or about the run of --config, and exits with their code."""
     argv = sys.argv[1:] if argv is None else argv
     if any(word.startswith("--config") for word in argv):
         c, server = read_run(argv)

@@ -39,7 +39,7 @@ from jppo.types import Array, Params, Rows, Trajectory, given_text
 
 
 def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
-    """Reads the pairs and the model config."""
+    """Reads the pairs and the model config, and makes the loss of DPO."""
     _, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="lm")
@@ -48,15 +48,16 @@ def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
         raise UserError("the tokenizer has no end token to end responses with; set eos_token in its config")
     render = make_renderer(tokenizer)
 
-    def asked(messages: Messages) -> list[int]:
+    def prompt_ids(messages: Messages) -> list[int]:
         text = messages if isinstance(messages, str) else render(messages, Row("a pair", 0, {}))
         return encode_all(tokenizer, [text], add_special_tokens=isinstance(messages, str))[0]
 
     def encode(messages: Messages, response: str) -> list[int]:
         answer = encode_all(tokenizer, [response], add_special_tokens=False)[0]
-        return [*asked(messages), *answer, tokenizer.eos_token_id]
+        return [*prompt_ids(messages), *answer, tokenizer.eos_token_id]
 
-    training, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=lambda messages: len(asked(messages)))
+    starts = lambda messages: len(prompt_ids(messages))  # noqa: E731
+    training, held_out = pairs.read_pair_sets(c, tokenizer, encode=encode, starts=starts)
     mesh = request.mesh(c)
     cfg = pad_vocab(cfg, mesh.shape["tensor"])
     logprob, options = logprob_of_texts(c, cfg, mesh), sharding.compiler_options(mesh, c.model.compiler_options)
@@ -64,7 +65,7 @@ def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
     def logprobs(policy: Weights, rows: Rows) -> Array:
         return logprob(policy, rows).logprob
 
-    steps, of_device = total_steps(c, len(training.pairs)), c.optim.max_tokens_per_device
+    steps, tokens_per_device = total_steps(c, len(training.pairs)), c.optim.max_tokens_per_device
     return pairs.PairTask(
         name="dpo",
         head="lm",
@@ -73,7 +74,7 @@ def prepare(c: PreferenceTuning, request: DryRun = HERE) -> pairs.PairTask:
         steps=steps,
         mesh=mesh,
         plan=plan_rows(
-            c, mesh, tokens_per_device=of_device, sequences=2 * c.data.train_batch_size, steps=steps, policy=cfg
+            c, mesh, tokens_per_device=tokens_per_device, sequences=2 * c.data.train_batch_size, steps=steps, policy=cfg
         ),
         cfg=cfg,
         sequence=as_trajectory,
@@ -90,27 +91,31 @@ def train(config: PreferenceTuning | ConfigDict) -> None:
     initial: list[Any] = []  # the log-probs of all pairs by the initial policy, or the means to compute them
 
     def begin(task: pairs.PairTask, model: Trainable, params: Params) -> None:
-        def logprobs(of: PairSet, which: Sequence[int], params: Params) -> np.ndarray:
-            rows = pairs.pack_pairs(task, [of.pairs[i] for i in which])
-            return np.asarray(pairs.score_pairs(task, model, params, rows, len(which)))
+        """Computes or keeps the log-probs of the pairs by the initial policy, before it is trained."""
+
+        def logprobs(pair_set: PairSet, indices: Sequence[int], params: Params) -> np.ndarray:
+            rows = pairs.pack_pairs(task, [pair_set.pairs[i] for i in indices])
+            return np.asarray(pairs.score_pairs(task, model, params, rows, len(indices)))
 
         if c.dpo.reference == "mesh":
             copy = jax.tree.map(jnp.copy, params)
             initial[:] = [lambda of, which: logprobs(of, which, copy)]
             return
-        known = {}
-        for of in (task.pairs, task.held_out):
-            blocks = [logprobs(of, some, params).reshape(2, -1) for some in pairs.pair_blocks(c, len(of.pairs))]
-            known[id(of)] = np.concatenate(blocks, axis=1)
-        initial[:] = [lambda of, which: known[id(of)][:, list(which)].reshape(-1)]
+        stored = {}
+        for pair_set in (task.pairs, task.held_out):
+            index_blocks = pairs.pair_blocks(c, len(pair_set.pairs))
+            blocks = [logprobs(pair_set, indices, params).reshape(2, -1) for indices in index_blocks]
+            stored[id(pair_set)] = np.concatenate(blocks, axis=1)
+        initial[:] = [lambda of, which: stored[id(of)][:, list(which)].reshape(-1)]
 
-    def given(task: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        some = [of.pairs[i] for i in which]
-        tokens = [len(p.chosen) - p.starts[0] for p in some] + [len(p.rejected) - p.starts[1] for p in some]
-        return initial[0](of, which), np.array(tokens, np.float32)
+    def loss_inputs(task: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the initial log-probs and the token counts of these pairs' responses."""
+        chosen = [pair_set.pairs[i] for i in indices]
+        tokens = [len(p.chosen) - p.starts[0] for p in chosen] + [len(p.rejected) - p.starts[1] for p in chosen]
+        return initial[0](pair_set, indices), np.array(tokens, np.float32)
 
     with memory_explained(c):
-        pairs.train_on_pairs(c, prepare, DPO_COLUMNS, given, begin)
+        pairs.train_on_pairs(c, prepare, DPO_COLUMNS, loss_inputs, begin)
 
 
 def dry_run(c: PreferenceTuning, request: DryRun = HERE) -> str:
@@ -125,7 +130,7 @@ def as_trajectory(ids: np.ndarray, start: int) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Trains a policy on preference pairs, or prints its dry run."""
     run_training(argv, "jppo.dpo", __doc__, PreferenceTuning, dry_run=dry_run, train=train)
 
 

@@ -37,8 +37,8 @@ from jppo.types import Prompt, Trajectory, given_text
 
 
 def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
-    """Reads the pairs and the model config."""
-    written, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
+    """Reads the pairs and the model config, and makes the loss of a reward model."""
+    config_dict, cfg = hf.read_config(c.model.path, longest=c.data.longest_row)
     if c.model.init == "pretrained" and request.machine is None:
         hf.check_weights(c.model.path, cfg, head="value")
     tokenizer = read_tokenizer(c, cfg)
@@ -46,7 +46,7 @@ def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
     training, held_out = pairs.read_pair_sets(
         c,
         tokenizer,
-        encode=make_encode(tokenizer, (written | changes).get("pad_token_id")),
+        encode=make_encode(tokenizer, (config_dict | changes).get("pad_token_id")),
         margin=c.loss.margin,
         margin_column=c.loss.margin_column,
     )
@@ -84,7 +84,7 @@ def prepare(c: PairTraining, request: DryRun = HERE) -> pairs.PairTask:
 
 
 def make_encode(tokenizer: Any, pad_token_id: int | None) -> Encode:
-    """Tokenizes prompt and response as a PPO run's reward model reads them, without truncation."""
+    """Makes the function that tokenises prompt and response as a PPO run's reward model reads them."""
     texts = Texts(tokenizer, max_length=sys.maxsize)
     nothing = np.zeros(0, np.int32)
 
@@ -99,12 +99,12 @@ def train(config: PairTraining | ConfigDict) -> None:
     """Trains on all pairs, or resumes, tests on held-out pairs, and writes the model."""
     c = settings.typed(config, PairTraining)
     with memory_explained(c):
-        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, given)
+        pairs.train_on_pairs(c, prepare, REWARD_MODEL_COLUMNS, loss_inputs)
 
 
-def given(_: pairs.PairTask, of: PairSet, which: Sequence[int]) -> tuple[np.ndarray]:
-    """Returns the margins of these pairs."""
-    return (pairs.margins([of.pairs[i] for i in which]),)
+def loss_inputs(_: pairs.PairTask, pair_set: PairSet, indices: Sequence[int]) -> tuple[np.ndarray]:
+    """Returns what the loss needs besides the scores: the margins of these pairs."""
+    return (pairs.margins([pair_set.pairs[i] for i in indices]),)
 
 
 def dry_run(c: PairTraining, request: DryRun = HERE) -> str:
@@ -123,7 +123,7 @@ def as_trajectory(ids: np.ndarray, _: int = 0) -> Trajectory:
 
 @settings.exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Trains a reward model on preference pairs, or prints its dry run."""
     run_training(argv, "jppo.reward_model", __doc__, PairTraining, dry_run=dry_run, train=train)
 
 

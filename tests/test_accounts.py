@@ -116,7 +116,7 @@ def test_a_head_that_is_gathered_in_each_chunk_is_caught():
     env |= {
         "PYTHONPATH": f"{compilers.compiler_folder('gpu')}{os.pathsep}{ROOT}",
         "JAX_PLATFORMS": "cpu",
-        compilers.MARK: "gpu",
+        compilers.PLATFORM_VARIABLE: "gpu",
     }
     command = [sys.executable, "-c", GATHERED_AGAIN, str(SCRIPT)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -872,7 +872,7 @@ def read_by_parts(config, monkeypatch):
     talks = config.rollout.multi_turn
     talks.enable, talks.format, talks.tool_config_path = True, "plain", str(ROOT / "configs/agent_calculator.yaml")
     agent.make_agent(read(), None, ()).close()
-    monkeypatch.setattr(agent, "enough", lambda *_: 1)
+    monkeypatch.setattr(agent, "character_limit", lambda *_: 1)
     config.rollout.agent, config.rollout.agent_format = "true", "plain"
     agent.make_gateway(read(), None, ())
     assert batch_shape(read(), mesh)[0] >= config.rollout.agent_branches

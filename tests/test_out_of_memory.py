@@ -55,7 +55,7 @@ def test_on_a_gpu_where_the_run_fits_others_may_hold_its_memory(small_run, monke
     monkeypatch.setattr(preview, "look_up_sizes", lambda *_: sizes)
     monkeypatch.setattr(preview, "first_smaller", lambda *_, **__: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu" if on_cpu else "gpu")
-    advice = out_of_memory._advice(typed(small_run), hosts=1)
+    advice = out_of_memory._advise(typed(small_run), hosts=1)
     assert (advice == "--dry_run estimates that the run fits: end other programs on the device") != on_cpu
 
 

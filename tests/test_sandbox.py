@@ -21,7 +21,7 @@ import pytest
 from jppo import settings
 from jppo.agent.built_in_tools import Python
 from jppo.errors import UserError
-from jppo.rewards.code import code, program_output, refused
+from jppo.rewards.code import code, program_output, refusal_reason
 from jppo.rewards.graders import RulePart
 from jppo.rewards.pool import Pool
 from jppo.run.start import introduce_sandbox
@@ -485,7 +485,7 @@ def test_a_program_that_reaches_for_its_interpreter_is_counted_and_graded(tests)
 def test_a_cheat_earns_nothing_at_a_service(stand_in, tmp_path, kind, as_file):
     stand_in.folder = tmp_path if as_file else None
     grade = functools.partial(code, time_s=10.0, memory_bytes=2**31, runner=make_runner("container", stand_in.url))
-    cheats = [(program, blocks[0]) for program, blocks in graded.CHEATS[kind] if not refused(blocks[0])]
+    cheats = [(program, blocks[0]) for program, blocks in graded.CHEATS[kind] if not refusal_reason(blocks[0])]
     for program, tests in cheats[: 3 if as_file or kind == "/proc" else 1]:
         assert grade(response(program), tests).score == 0.0
 

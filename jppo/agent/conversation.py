@@ -31,7 +31,7 @@ from jppo.agent.gateway.history import empty_trajectory
 from jppo.agent.tools import Context, Toolbox, ToolReplies, UserCodeRunner
 from jppo.agent.turn_tokens import UNREADABLE, Chat, Message, SampledTurn, as_messages
 from jppo.errors import UserError
-from jppo.registry import resolve, said
+from jppo.registry import explain, resolve
 from jppo.rewards.earned import finite, short
 from jppo.rollout.protocol import Answer, Ask, Kept, Talk, join_experts, pad_experts, pad_kept, sample_seed
 from jppo.types import Exchange, Prompt, Sampling, Trajectory
@@ -77,7 +77,7 @@ def make_environment(spec: str, *, user_code: UserCodeRunner, timeout_s: float) 
         try:
             environment = cls()
         except Exception as e:
-            raise PartnerError(f"{spec} cannot be created: {said(e)}") from e
+            raise PartnerError(f"{spec} cannot be created: {explain(e)}") from e
 
         async def respond(messages: list[dict[str, str]]) -> PartnerReply:
             returned = await _call_partner(user_code, environment.step, messages[-1]["content"], timeout_s=timeout_s)
@@ -98,7 +98,9 @@ def _load_class(spec: str, setting: str, methods: tuple[str, ...]) -> Callable[[
     try:
         partner = cls()
     except Exception as e:
-        raise UserError(f"{setting}={spec}: the class cannot be created without arguments ({said(e)}); fix it") from e
+        raise UserError(
+            f"{setting}={spec}: the class cannot be created without arguments ({explain(e)}); fix it"
+        ) from e
     for method in methods:
         if not callable(getattr(partner, method, None)):
             raise UserError(f"{setting}={spec}: the class has no method {method!r}; add it")
@@ -115,8 +117,8 @@ async def _call_partner(
     except TimeoutError as e:
         raise PartnerError(f"{name} took longer than {timeout_s:g} s") from e
     except Exception as e:  # a user's class may raise anything
-        error = said(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
-        raise PartnerError(f"{name} raised {error}") from e
+        why = explain(e).encode("utf-8", "backslashreplace").decode()  # it may have half a surrogate pair
+        raise PartnerError(f"{name} raised {why}") from e
 
 
 def _require_three(returned: Any, method: str, form: str) -> tuple[Any, Any, Any]:

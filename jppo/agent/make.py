@@ -11,7 +11,7 @@ from jppo.agent.conversation import Turns, make_talk
 from jppo.agent.gateway.episode import Language, Rules
 from jppo.agent.gateway.gateway import Gateway
 from jppo.agent.tools import Toolbox, ToolLimits, UserCodeRunner, read_tools
-from jppo.data.tokenizer import enough, make_decoders, pieces
+from jppo.data.tokenizer import character_limit, make_decoders, pieces
 from jppo.rollout.protocol import Talk
 from jppo.settings import Settings, template_arguments
 
@@ -106,7 +106,7 @@ def make_gateway(c: Settings, tokenizer: Any, ends: tuple[int, ...]) -> Gateway:
         spell=spell,
         pieces=lambda ids: pieces(tokenizer, ids),
         ends=ends,
-        longest=enough(tokenizer, c.data.longest_row),
+        longest=character_limit(tokenizer, c.data.longest_row),
     )
     rules = Rules(
         max_prompt_length=c.data.max_prompt_length,

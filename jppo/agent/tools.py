@@ -29,7 +29,7 @@ import yaml
 from jppo.agent.built_in_tools import Calculator, Python, Search
 from jppo.agent.calls import Call, Fault, ParsedCall, Schema
 from jppo.errors import UserError, expanded
-from jppo.registry import Registry, said, user_module
+from jppo.registry import Registry, explain, user_module
 from jppo.rewards.earned import finite, short
 from jppo.sandbox.choice import STRICT
 from jppo.types import Prompt
@@ -215,7 +215,7 @@ class Toolbox:
             except TimeoutError:
                 text = f"error: {name} took longer than {self._limits.timeout_s:g} s"
             except Exception as e:  # a tool may raise anything
-                text = f"error: {said(e)}"
+                text = f"error: {explain(e)}"
         message = {"role": "tool", "name": name, "content": self._truncate(text)}
         return ToolReplies([message], int(failed), time.monotonic() - start_s, reward, fault or None)
 
@@ -301,7 +301,7 @@ def _load_python(file: pathlib.Path, setting: str) -> list[Tool]:
     except UserError:
         raise
     except Exception as e:
-        raise UserError(f"{setting}: tools() failed ({said(e)}); fix the file") from e
+        raise UserError(f"{setting}: tools() failed ({explain(e)}); fix the file") from e
 
 
 def _load_yaml(file: pathlib.Path, setting: str, sandbox: tuple[str, ...]) -> list[Tool]:
@@ -339,7 +339,7 @@ def _make_tool(entry: Mapping[str, Any], setting: str, sandbox: tuple[str, ...])
         raise
     except Exception as e:
         raise UserError(
-            f"{setting}: {name} cannot be created with config={config} ({said(e)}); fix one of the two"
+            f"{setting}: {name} cannot be created with config={config} ({explain(e)}); fix one of the two"
         ) from e
     return tool
 

@@ -22,7 +22,7 @@ from jppo.preflight.programs import (
     Executions,
     Outlook,
     Work,
-    descents,
+    count_descents,
     exchange_lines,
     full_length,
     global_size,
@@ -41,54 +41,56 @@ from jppo.settings import Settings, Training
 C = TypeVar("C", bound=Training)
 
 
-def work(c: Settings, inputs: Inputs, mesh: Any) -> Work:
-    """Computes the work of a step."""
+def work_of_step(c: Settings, inputs: Inputs, mesh: Any) -> Work:
+    """Returns the work of a PPO step with all responses at full length: packed rows, updates, sampled tokens."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
-    step = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
+    samples = full_length(inputs.train.prompts, per_step, c.data.max_response_length, samples=c.rollout.n)
     models = dict(zip(("actor", "critic"), make_epochs(c), strict=True))
     if inputs.critic is None:
         del models["critic"]
-    packed = packing.micro_batch_shapes(step, plan)
-    published = memory.served(inputs.policy, published_dtype(c))
+    scoring_shapes = packing.micro_batch_shapes(samples, plan)
+    published = memory.engine_bytes(inputs.policy, published_dtype(c))
     if inputs.adapters is not None and c.rollout.lora_sync == "adapter":
         published = global_size(sketch_trained(c, mesh, inputs.policy, "", head="lm", adapters=inputs.adapters).learned)
     return Work(
-        scoring=len(packed),
-        entries=sum(map(math.prod, packed)),
-        updates={name: descents(step, plan, epochs=e.count, size=e.mini_batch_size) for name, e in models.items()},
+        scoring=len(scoring_shapes),
+        entries=sum(map(math.prod, scoring_shapes)),
+        updates={
+            name: count_descents(samples, plan, epochs=e.count, size=e.mini_batch_size) for name, e in models.items()
+        },
         sampled=per_step * c.data.max_response_length,
-        servers=server_work(c, mesh, published, memory.served(inputs.policy, c.rollout.dtype)),
+        servers=server_work(c, mesh, published, memory.engine_bytes(inputs.policy, c.rollout.dtype)),
     )
 
 
 def derive_sizes(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Work, Estimate]:
-    """Returns the derived sizes of a PPO run as lines, a step's work, and the estimate of its memory."""
+    """Returns a PPO run's sizes as lines, the work of a step, and the estimate of its memory."""
     plan, per_step = plan_of_run(c, mesh, inputs.policy, inputs.total_steps), c.sequences_of_step
-    step = work(c, inputs, mesh)
+    step = work_of_step(c, inputs, mesh)
     estimate = memory.estimate_memory(c, inputs, mesh, entries=step.entries)
     lines = [
         f"prompts          {len(inputs.train.prompts):,} to train on, {len(inputs.val.prompts):,} to test on",
         f"steps            {inputs.total_steps:,}, each of {c.data.train_batch_size:,} prompts x {c.rollout.n} ="
         f" {per_step:,} samples",
     ]
-    for name, d in step.updates.items():
+    for name, u in step.updates.items():
         lines.append(
-            f"{name:<16} {d.epochs} epoch(s) x {d.mini_batches} mini-batches of {d.sequences:,} ="
-            f" {d.epochs * d.mini_batches} optimizer steps a step; up to {d.micro_batches} micro-batches each"
+            f"{name:<16} {u.epochs} epoch(s) x {u.mini_batches} mini-batches of {u.sequences:,} ="
+            f" {u.epochs * u.mini_batches} optimizer steps a step; up to {u.micro_batches} micro-batches each"
         )
     lines += [
         *(f"weights          {text}" for text in [describe_decoding(inputs.policy)] if text),
         *(f"servers          {text}" for text in [describe_servers(c, mesh)] if text),
         f"sampling         {describe_sampling(c)}",
         *(f"                 warning: {alert.found}; {alert.remedy}" for alert in sampling_warnings(c)),
-        f"rows             {shapes(plan)}",
+        f"rows             {describe_shapes(plan)}",
         f"                 {step.scoring} micro-batches a scoring pass, where all responses are as long as they may be",
         f"to compile       {estimate.programs} programs for {len(plan.shapes)} shape(s)",
     ]
     return lines, step, estimate
 
 
-def shapes(plan: packing.Plan) -> str:
+def describe_shapes(plan: packing.Plan) -> str:
     """Formats the row shapes and their packing."""
     shared = " (shared rows)" if plan.prices is None else " (a prompt once for its samples)"
     return f"{', '.join(f'{r}x{t}' for r, t in plan.shapes)}{shared if plan.share_rows else ''}"
@@ -103,20 +105,19 @@ def look_up_sizes(
     return lines, estimate, memory_budget.machine_budgets(estimate, mesh, host=host)
 
 
-def _estimate(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
-    """Estimates the memory of a PPO run."""
-    return memory.estimate_memory(c, inputs, mesh, entries=work(c, inputs, mesh).entries)
+def _estimate_run(c: Settings, inputs: Inputs, mesh: Any) -> Estimate:
+    return memory.estimate_memory(c, inputs, mesh, entries=work_of_step(c, inputs, mesh).entries)
 
 
 def fits(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> bool:
     """Whether a PPO run fits this machine, or a described one."""
     if machine is not None:
-        return memory_budget.estimate_fits(c, machine, _estimate(c, inputs, mesh))
-    return within_budgets(look_up_sizes(c, inputs, mesh), "OK", "WARN")
+        return memory_budget.estimate_fits(c, machine, _estimate_run(c, inputs, mesh))
+    return has_verdicts(look_up_sizes(c, inputs, mesh), "OK", "WARN")
 
 
-def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
-    """Returns the config with `auto` resolved for this or a described machine, and a line on the choice."""
+def resolve_auto(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = None) -> tuple[Settings, list[str]]:
+    """Returns the config with `auto` settings resolved for this or a described machine, and a line on the choice."""
     c = with_servers(c, mesh)
     if not c.memory_chooses:
         return c, []
@@ -128,51 +129,51 @@ def settled(c: Settings, inputs: Inputs, mesh: Any, machine: Machine | None = No
 def format_report(
     lines: Sequence[str],
     estimate: Estimate,
-    places: Sequence[memory_budget.MemoryBudget],
+    budgets: Sequence[memory_budget.MemoryBudget],
     outlook: Outlook | None = None,
 ) -> str:
-    """Formats the report."""
+    """Formats the report: sizes, programs, exchanges, memory, and the forecast of a step."""
     blocks = [
         list(lines),
         program_lines(estimate, outlook),
         exchange_lines(estimate),
-        *map(memory_budget.budget_lines, places),
+        *map(memory_budget.budget_lines, budgets),
     ]
     blocks += [step_lines(outlook)] if outlook is not None else []
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def here(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
-    """Does `look_up_sizes` with `auto` resolved for this machine."""
-    c, chosen = settled(c, inputs, mesh)
-    lines, estimate, places = look_up_sizes(c, inputs, mesh)
-    return [*lines, *chosen], estimate, places
+def size_up(c: Settings, inputs: Inputs, mesh: Any) -> tuple[list[str], Estimate, list[memory_budget.MemoryBudget]]:
+    """Like `look_up_sizes`, with `auto` settings resolved for this machine."""
+    c, choice = resolve_auto(c, inputs, mesh)
+    lines, estimate, budgets = look_up_sizes(c, inputs, mesh)
+    return [*lines, *choice], estimate, budgets
 
 
 def report_here(
-    request: DryRun, lines: Sequence[str], estimate: Estimate, places: Sequence[memory_budget.MemoryBudget]
+    request: DryRun, lines: Sequence[str], estimate: Estimate, budgets: Sequence[memory_budget.MemoryBudget]
 ) -> str:
     """Formats the report for this machine; writes the file of --json."""
     request.write(report_dict(estimate, None))
-    return format_report(lines, estimate, places)
+    return format_report(lines, estimate, budgets)
 
 
 def preview_run(c: Settings, request: DryRun = HERE) -> str:
-    """Reports on a PPO run with these settings."""
+    """Returns the report on a PPO run: sizes, programs, memory, and on a described machine its speed."""
     share_gpu(c)
     process.take_little()
     inputs = read_inputs(c, weights=request.machine is None)
     mesh = request.mesh(c)
     if request.machine is None:
-        return report_here(request, *here(c, inputs, mesh))
-    c, chosen = settled(c, inputs, mesh, request.machine)
+        return report_here(request, *size_up(c, inputs, mesh))
+    c, choice = resolve_auto(c, inputs, mesh, request.machine)
     lines, step, estimate = derive_sizes(c, inputs, mesh)
-    lines += chosen
-    again = functools.partial(_estimate, inputs=inputs, mesh=mesh)
-    return of_estimate(c, request, mesh, lines, estimate, step.executions(estimate), again)
+    lines += choice
+    estimate_other = functools.partial(_estimate_run, inputs=inputs, mesh=mesh)
+    return report_estimate(c, request, mesh, lines, estimate, step.executions(estimate), estimate_other)
 
 
-def of_estimate(
+def report_estimate(
     c: C,
     request: DryRun,
     mesh: Any,
@@ -181,7 +182,7 @@ def of_estimate(
     executions: Executions,
     estimate: Callable[[C], Estimate],
 ) -> str:
-    """Reports on a run without servers on this machine, or on any run on a described one.
+    """Returns the report on a run without servers here, or on any run on a described machine.
 
     Prints the report before raising UserError if the described machine is too small.
     """
@@ -205,16 +206,16 @@ def of_estimate(
 def describe_sampling(c: Settings) -> str:
     """Describes the sampling of training responses and what ends them."""
     r = c.rollout
-    drawn = ", ".join([f"temperature {r.temperature:g}", *(f"{name} {x:g}" for name, x in settings.cuts(r).items())])
+    cuts = ", ".join([f"temperature {r.temperature:g}", *(f"{name} {x:g}" for name, x in settings.cuts(r).items())])
     texts = " or ".join(map(repr, r.stop_texts))
     ends = [*([] if r.ignore_eos else ["an end token"]), *([texts] if texts else [])]
-    return f"{drawn}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
+    return f"{cuts}; a response ends with {' or '.join([*ends, f'{c.data.max_response_length:,} tokens'])}"
 
 
-def within_budgets(sizes: tuple[list[str], Estimate, list[memory_budget.MemoryBudget]], *verdicts: str) -> bool:
-    """Whether a run of these sizes is refused nowhere, and each budget has one of the verdicts."""
-    _, estimate, places = sizes
-    return not estimate.refused and all(place.verdict in verdicts for place in places)
+def has_verdicts(sizes: tuple[list[str], Estimate, list[memory_budget.MemoryBudget]], *verdicts: str) -> bool:
+    """Whether all programs compile, and all budgets of `look_up_sizes` have one of these verdicts."""
+    _, estimate, budgets = sizes
+    return not estimate.refused and all(budget.verdict in verdicts for budget in budgets)
 
 
 def first_smaller(
@@ -224,6 +225,6 @@ def first_smaller(
     for changes in tries:
         with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
             sizes = look_up_sizes(settings.changed(c, changes), inputs, mesh)
-            if sizes[1].peak < below and within_budgets(sizes, "OK", "WARN"):
+            if sizes[1].peak < below and has_verdicts(sizes, "OK", "WARN"):
                 return changes
     return None

@@ -64,6 +64,6 @@ def read_request(switches: dict[str, Any], command: str, argv: Sequence[str]) ->
     from jppo.forecast import compilers, machines
 
     machine = machines.parse_machine(name)  # a script's empty variable is no machine
-    if not compilers.present(machine):
+    if not compilers.is_present(machine):
         compilers.rerun(machine, command, argv)
     return DryRun(machine, switches.get("json", ""), rate)

@@ -52,13 +52,13 @@ def make_reward_sum(
     sources: Sequence[str],
     tool_rewards: bool = False,
 ) -> RewardSum:
-    """Makes every configured part and starts some processes; raises UserError for missing requirements.
+    """Makes the run's reward from the settings: parts, their processes and weights; UserError if one lacks something.
 
     Each host grades its own samples on its own part of the mesh.
     """
     mesh = sharding.own_part(mesh)
     r, log = c.reward, own_folder(hosts, expanded(c.trainer.run_dir))
-    names, weights, used = _plan(c, sources, tool_rewards)
+    names, weights, parts_of_source = _plan_parts(c, sources, tool_rewards)
 
     @functools.cache
     def pool() -> Pool:  # one for all parts, closed with any of them
@@ -66,8 +66,8 @@ def make_reward_sum(
         return Pool(r.workers, timeout_s=r.timeout_s, memory_bytes=r.memory_bytes, log=log / "reward.log")
 
     def rules() -> Part:
-        options = dict[str, Any](**_choice(c), tests_in=r.code.tests)
-        return RulePart(_of_rules(used), **options, sandbox=r.sandbox_choice, pool=pool())
+        options = dict[str, Any](**_grader_options(c), tests_in=r.code.tests)
+        return RulePart(_sources_with_rules(parts_of_source), **options, sandbox=r.sandbox_choice, pool=pool())
 
     def judge() -> Part:
         from jppo.rewards.make_models import make_judge
@@ -91,15 +91,15 @@ def make_reward_sum(
         **dict.fromkeys(TURNS, ConversationPart),
         TOOLS: lambda: ConversationPart(tools=True),
     }
-    wanted = [name for name in names if any(name in parts for parts in used.values())]
-    made: dict[str, Part] = {}
+    needed_names = [name for name in names if any(name in parts for parts in parts_of_source.values())]
+    built_parts: dict[str, Part] = {}
     try:
-        for name in wanted:
-            made[name] = makers[name]()
+        for name in needed_names:
+            built_parts[name] = makers[name]()
     except BaseException:
-        RewardSum(made, weights, score_on_error=None).close()
+        RewardSum(built_parts, weights, score_on_error=None).close()
         raise
-    return RewardSum(made, weights, score_on_error=r.score_on_error)
+    return RewardSum(built_parts, weights, score_on_error=r.score_on_error)
 
 
 def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[str], tool_rewards: bool = False) -> None:
@@ -107,23 +107,24 @@ def require_parts(c: Settings, sources: Sequence[str], *, trained: Collection[st
 
     `trained`: the sources of the training rows.
     """
-    _, _, used = _plan(c, sources, tool_rewards)
-    graders_for(_of_rules(used), **_choice(c))
-    if any(_FUNCTION in weighted for weighted in used.values()):
+    _, _, parts_of_source = _plan_parts(c, sources, tool_rewards)
+    graders_for(_sources_with_rules(parts_of_source), **_grader_options(c))
+    if any(_FUNCTION in weighted for weighted in parts_of_source.values()):
         require_function(c.reward.function)
     values = {"judge_score": ("judge_raw",), "rm_score": ("steps" if c.reward.model.step_aggregation else "rm_raw",)}
     for source in sorted(trained):
-        for setting, name in _parts_of_estimator(c):
+        for setting, name in _estimator_parts(c):
             part, slash, value = name.partition("/")
-            of_part = values.get(part, ())
-            if part not in used[source] or (slash and part not in (_RULES, _FUNCTION) and value not in of_part):
-                raise _no_part(setting, name, source, [*used[source], *(f"{part}/{known}" for known in of_part)])
+            value_names = values.get(part, ())
+            parts = parts_of_source[source]
+            if part not in parts or (slash and part not in (_RULES, _FUNCTION) and value not in value_names):
+                raise _unknown_part(setting, name, source, [*parts, *(f"{part}/{known}" for known in value_names)])
     metric = c.algorithm.filter_groups_metric
-    known = dict.fromkeys([SCORE, *(part for source in trained for part in used[source])])
-    if c.algorithm.filter_groups and trained and metric.partition("/")[0] not in known:
+    part_names = dict.fromkeys([SCORE, *(part for source in trained for part in parts_of_source[source])])
+    if c.algorithm.filter_groups and trained and metric.partition("/")[0] not in part_names:
         raise UserError(
             f"algorithm.filter_groups_metric={metric!r} is no part of this run's reward; it is one of"
-            f" {', '.join(map(repr, known))}{did_you_mean(metric, known)}"
+            f" {', '.join(map(repr, part_names))}{did_you_mean(metric, part_names)}"
         )
 
 
@@ -132,35 +133,36 @@ def require_values(c: Settings, reward_sum: RewardSum, prompts: Sequence[Prompt]
 
     They score an empty response to the first prompt of each source.
     """
-    first = {prompt.data_source: prompt for prompt in reversed(prompts)}
-    for setting, name in _parts_of_estimator(c):
+    first_prompts = {prompt.data_source: prompt for prompt in reversed(prompts)}
+    for setting, name in _estimator_parts(c):
         part, slash, value = name.partition("/")
         if not slash or part not in (_RULES, _FUNCTION):
             continue
-        for source, prompt in sorted(first.items()):
+        for source, prompt in sorted(first_prompts.items()):
             future = reward_sum.parts[part].submit(Sample(prompt, "", 0, "stop"))
             reward_sum.parts[part].flush()
             reward = future.result()
             if reward.error is None and value not in reward.parts:
-                raise _no_part(setting, name, source, [part, *(f"{part}/{known}" for known in reward.parts)])
+                raise _unknown_part(setting, name, source, [part, *(f"{part}/{known}" for known in reward.parts)])
 
 
-def _parts_of_estimator(c: Settings) -> Iterator[tuple[str, str]]:
-    """Yields the parts of the reward that the estimator reads in place of the score, with the setting of each."""
+def _estimator_parts(c: Settings) -> Iterator[tuple[str, str]]:
+    """Yields (setting, part) for the parts of the reward that the estimator reads in place of the score."""
     a = c.algorithm
     for name in estimator(c).parts:
         by_keys = name in entries(a.gdpo_reward_keys)
         yield f"algorithm.gdpo_reward_keys={a.gdpo_reward_keys!r}" if by_keys else estimate_setting(c), name
 
 
-def _no_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:
+def _unknown_part(setting: str, name: str, source: str, known: Sequence[str]) -> UserError:
+    """Returns the error for a setting that names a part or value which the source's reward lacks."""
     return UserError(
         f"{setting}: {name!r} is no part of a reward, whose parts are {', '.join(known)} for data_source={source!r};"
         f" name those{did_you_mean(name, known)}"
     )
 
 
-def _plan(
+def _plan_parts(
     c: Settings, sources: Sequence[str], tool_rewards: bool
 ) -> tuple[list[str], PartWeights, dict[str, dict[str, float]]]:
     """Returns the configured parts, their weights, and the weighted parts of each source."""
@@ -169,20 +171,20 @@ def _plan(
     return names, weights, _used_parts(weights, c.reward.weights, sources)
 
 
-def _of_rules(used: Mapping[str, Mapping[str, float]]) -> list[str]:
-    return [source for source, parts in used.items() if _RULES in parts]
+def _sources_with_rules(parts_of_source: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [source for source, parts in parts_of_source.items() if _RULES in parts]
 
 
-def _choice(c: Settings) -> dict[str, Any]:
+def _grader_options(c: Settings) -> dict[str, Any]:
     return dict(override=c.reward.grader, allow_code=c.reward.allow_code)
 
 
 def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
     """Returns the names of the parts that the settings ask for."""
     r, talk, agent = c.reward, c.rollout.multi_turn, c.rollout.agent
-    own = talk.environment or (agent and c.rollout.agent_reward != "graders")
-    asked = {
-        _RULES: not r.function and (bool(r.grader) or not own),  # these replace the rules
+    has_own_reward = talk.environment or (agent and c.rollout.agent_reward != "graders")
+    configured = {
+        _RULES: not r.function and (bool(r.grader) or not has_own_reward),  # these replace the rules
         _FUNCTION: bool(r.function),
         "judge_score": bool(r.judge.api_type),
         "rm_score": bool(r.model.path),
@@ -193,11 +195,11 @@ def _configured_parts(c: Settings, tool_rewards: bool) -> list[str]:
         INTERACTION: bool(talk.interaction),
         TOOLS: tool_rewards,
     }
-    return [name for name, there in asked.items() if there]
+    return [name for name, is_configured in configured.items() if is_configured]
 
 
 def make_refusal(c: Settings) -> Callable[[str, str], str]:
-    """Makes the function of data source and ground truth that returns why a row is left out, or ''."""
+    """Makes the function (data source, ground truth) that returns why a row cannot be graded, or ''."""
     weights = parse_weights(c.reward.weights, _configured_parts(c, tool_rewards=True), optional=[_RULES, TOOLS])
 
     def refuse(source: str, ground_truth: str) -> str:
@@ -212,26 +214,26 @@ def needed_columns(c: Settings, tool_rewards: bool = False) -> tuple[str, ...]:
     """Returns the columns besides the prompt that the reward reads: ground_truth, data_source, both or none."""
     names = _configured_parts(c, tool_rewards)
     weights = parse_weights(c.reward.weights, names, optional=[_RULES])
-    computed = {part for part, weight in weights.general.items() if weight is not None}
-    computed |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
-    rules, judge = _RULES in computed, "judge_score" in computed
-    if judge:
+    computed_parts = {part for part, weight in weights.general.items() if weight is not None}
+    computed_parts |= {part for (_, part), weight in weights.of_source.items() if weight is not None}
+    by_rules, by_judge = _RULES in computed_parts, "judge_score" in computed_parts
+    if by_judge:
         from jppo.rewards.make_models import asks_for_truth
 
-        judge = asks_for_truth(c.reward.judge)
-    return ("ground_truth",) * (rules or judge) + ("data_source",) * (rules and not c.reward.grader)
+        by_judge = asks_for_truth(c.reward.judge)
+    return ("ground_truth",) * (by_rules or by_judge) + ("data_source",) * (by_rules and not c.reward.grader)
 
 
-def _used_parts(weights: PartWeights, text: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns the parts of each source; UserError for weights of other sources, and for sources without any."""
-    used = {source: weights.of(source) for source in sources}
+def _used_parts(weights: PartWeights, setting: str, sources: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns the weighted parts by source; UserError for weights of unknown sources and for sources without a part."""
+    parts_of_source = {source: weights.of(source) for source in sources}
     for source, part in weights.of_source:
-        if source not in used:
+        if source not in parts_of_source:
             raise UserError(
-                f"reward.weights={text!r}: no row has data_source={source!r}, for which it weighs {part}; the"
-                f" sources are {', '.join(used)}"
+                f"reward.weights={setting!r}: no row has data_source={source!r}, for which it weighs {part}; the"
+                f" sources are {', '.join(parts_of_source)}"
             )
-    for source, parts in used.items():
+    for source, parts in parts_of_source.items():
         if not parts:
-            raise UserError(f"reward.weights={text!r} leaves data_source={source!r} without any part; give it one")
-    return used
+            raise UserError(f"reward.weights={setting!r} leaves data_source={source!r} without any part; give it one")
+    return parts_of_source

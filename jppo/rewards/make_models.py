@@ -10,7 +10,7 @@ from jppo.data.tokenizer import decode, load_tokenizer
 from jppo.learner import sharding, state
 from jppo.models import fused, hf, sequence_parallel
 from jppo.models.decoder import attention_settings
-from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, converted, located, read_classifier
+from jppo.rewards.classifier import Classifier, JaxRewardModel, choose_engine, convert_weights, locate, read_classifier
 from jppo.rewards.judge import OPEN_ENDED, JudgePart, Rubric, make_rubric
 from jppo.rewards.judge_client import JudgeClient
 from jppo.rewards.model import ModelPart, Normalizer, StepPart, Texts
@@ -29,25 +29,25 @@ def make_judge(j: Judge) -> JudgePart:
         max_tokens=j.max_tokens,
         timeout_s=j.timeout_s,
     )
-    return JudgePart(client, _rubric(j), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
+    return JudgePart(client, _make_rubric(j), concurrency=j.concurrency, retries=j.retries, cache_dir=j.cache_dir)
 
 
-def _rubric(j: Judge) -> Rubric:
+def _make_rubric(j: Judge) -> Rubric:
     return make_rubric(j.preset, system_prompt=j.system_prompt, scoring_prompt=j.scoring_prompt, max_score=j.max_score)
 
 
 def asks_for_truth(j: Judge) -> bool:
     """Whether the judge's question has the ground truth, which the rows must then have."""
-    return "{ground_truth}" in _rubric(j).scoring and bool(j.scoring_prompt or j.preset not in OPEN_ENDED)
+    return "{ground_truth}" in _make_rubric(j).scoring and bool(j.scoring_prompt or j.preset not in OPEN_ENDED)
 
 
 def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.Mesh, log: pathlib.Path) -> ModelPart:
     """Makes the reward model and its engine."""
     tokenizer, steps = load_tokenizer(m.path), bool(m.step_aggregation)
-    directory = converted(located(m.path), python=m.python, steps=steps)
+    directory = convert_weights(locate(m.path), python=m.python, steps=steps)
     classifier = read_classifier(m.path, tokenizer=tokenizer, max_length=m.max_length, directory=directory, steps=steps)
     texts = Texts(tokenizer, max_length=m.max_length)
-    engines = {"jax": _by_jax, "transformers": _by_transformers, "vllm": _by_vllm}
+    engines = {"jax": _make_jax_model, "transformers": _make_transformers_model, "vllm": _make_vllm_model}
     scorer = engines[choose_engine(m.engine, classifier.model_type)](m, classifier, mesh, log)
     if steps:
         return StepPart(
@@ -63,7 +63,7 @@ def make_reward_model(m: RewardModel, policy_tokenizer: Any, mesh: jax.sharding.
     return ModelPart(scorer, texts, batch_size=m.batch_size, normalizer=normalizer, clip=m.clip)
 
 
-def _by_jax(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _make_jax_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     _, cfg = hf.read_config(classifier.directory, longest=m.max_length)
     needs = fused.Needs(
         **attention_settings(cfg),
@@ -86,14 +86,14 @@ def _by_jax(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log
     )
 
 
-def _by_transformers(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _make_transformers_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     log.mkdir(parents=True, exist_ok=True)
     return TransformersRewardModel(
         classifier, log=log / "reward_model.log", python=m.python, device=m.device, dtype=m.dtype, threads=m.threads
     )
 
 
-def _by_vllm(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
+def _make_vllm_model(m: RewardModel, classifier: Classifier, mesh: jax.sharding.Mesh, log: pathlib.Path) -> Any:
     log.mkdir(parents=True, exist_ok=True)
     return VllmRewardModel(
         classifier,

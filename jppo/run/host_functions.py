@@ -18,7 +18,7 @@ from jppo.data.stream import Cursor
 from jppo.errors import UserError
 from jppo.learner.episodes import Episodes
 from jppo.learner.views import COLUMN
-from jppo.registry import at_line, said
+from jppo.registry import at_line, explain
 from jppo.samples.queue import StepSamples
 from jppo.settings import parts
 from jppo.types import Batch, Reward, StepData, Trajectory
@@ -97,7 +97,9 @@ def heard(
     try:
         metrics = {name: float(value) for name, value in dict(listen(step)).items()}
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{said_as}: listen raises {said(e)}; correct it, to return numbers by name{at_line(e)}") from e
+        raise UserError(
+            f"{said_as}: listen raises {explain(e)}; correct it, to return numbers by name{at_line(e)}"
+        ) from e
     for name in metrics:
         if not isinstance(name, str) or not name or name in (*known, *OF_LINES) or name.startswith(parts.OWN):
             raise UserError(

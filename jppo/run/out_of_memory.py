@@ -35,14 +35,14 @@ def memory_explained(c: Training, *, hosts: int = 1) -> Iterator[None]:
         if not _SIGN.search(str(e)):
             raise
         notes = [note for note in getattr(e, "__notes__", ()) if note.startswith(IN_STAGE)]
-        where = notes[0].removeprefix(IN_STAGE) if notes else "the run"
+        stage = notes[0].removeprefix(IN_STAGE) if notes else "the run"
         count = _COUNT.search(str(e))
-        asked = f" for {float(count['count']) * _UNITS[count['unit']] / _GIB:.2f} GiB" if count else ""
+        requested = f" for {float(count['count']) * _UNITS[count['unit']] / _GIB:.2f} GiB" if count else ""
         kind = jax.devices()[0].device_kind
-        raise OutOfMemory(f"{where}: memory of {kind} has no room{asked}; {_advice(c, hosts)}") from e
+        raise OutOfMemory(f"{stage}: memory of {kind} has no room{requested}; {_advise(c, hosts)}") from e
 
 
-def _advice(c: Training, hosts: int) -> str:
+def _advise(c: Training, hosts: int) -> str:
     """Returns the first changes that fit, or those to try; and that other programs may hold the memory."""
     from jppo.preflight import memory_budget, preview
     from jppo.rollout.make import with_servers
@@ -54,13 +54,13 @@ def _advice(c: Training, hosts: int) -> str:
         with contextlib.suppress(UserError, jax.errors.JaxRuntimeError, MemoryError):
             inputs, mesh = read_inputs(c), make_mesh(c)
             c = with_servers(c, mesh)
-            now = preview.look_up_sizes(c, inputs, mesh)
-            changes = preview.first_smaller(c, inputs, mesh, tries, below=now[1].peak)
-            less = "" if changes is None else memory_budget.as_arguments(changes)
-            if preview.within_budgets(now, "OK") and jax.default_backend() != "cpu":
-                less = f", or reduce its memory with {less}" if less else ""
-                return f"--dry_run estimates that the run fits: end other programs on the device{less}"
-            if less:
-                return f"{less} fits by the account of --dry_run"
+            sizes = preview.look_up_sizes(c, inputs, mesh)
+            changes = preview.first_smaller(c, inputs, mesh, tries, below=sizes[1].peak)
+            smaller = "" if changes is None else memory_budget.as_arguments(changes)
+            if preview.has_verdicts(sizes, "OK") and jax.default_backend() != "cpu":
+                smaller = f", or reduce its memory with {smaller}" if smaller else ""
+                return f"--dry_run estimates that the run fits: end other programs on the device{smaller}"
+            if smaller:
+                return f"{smaller} fits by the account of --dry_run"
     first = f"try {memory_budget.as_arguments(tries[0])}, " if tries else ""
     return f"{first}spread the models by mesh.fsdp, train adapters by model.lora_rank, or take a larger machine"

@@ -141,7 +141,7 @@ def dry_run_of_pairs(c: C, request: DryRun, prepare: Callable[[C, DryRun], PairT
             f"pairs            {_counted(task.pairs)}",
             f"held out         {_counted(task.held_out)}",
             f"steps            {task.steps:,}, each of {c.data.train_batch_size:,} pairs, one optimizer step",
-            f"rows             {preview.shapes(task.plan)}",
+            f"rows             {preview.describe_shapes(task.plan)}",
             f"                 up to {micro_batches} micro-batches a step, each read twice",
             f"to compile       {2 * len(task.plan.shapes) + 3} programs for {len(task.plan.shapes)} shape(s)",
         ]
@@ -169,13 +169,13 @@ def _estimate(c: Paired, task: PairTask) -> tuple["Estimate", int]:
 
     def needed(program: Program) -> int:
         of = cost.forward if program.stage == "scoring" else cost.update
-        return memory.useful(c, task.cfg, program.rows, task.adapters, head=lm, count=of) if program.rows else 0
+        return memory.useful_flop(c, task.cfg, program.rows, task.adapters, head=lm, count=of) if program.rows else 0
 
     moments = memory.account_for(listed, shapes, needed)
     longest = sorted(task.pairs.pairs, key=lambda pair: -len(pair.chosen) - len(pair.rejected))[:count]
     packed = pack_pairs(task, longest)
     copy = {"initial policy": programs.size(learned)} if _keeps_copy(c) else {}
-    return memory.of_one_model(c, how, now, moments, packed, further=copy), len(packed)
+    return memory.estimate_one_model(c, how, now, moments, packed, other_parts=copy), len(packed)
 
 
 def _keeps_copy(c: Paired) -> bool:

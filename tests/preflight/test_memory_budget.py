@@ -181,7 +181,7 @@ def test_fine_tuning_counts_the_exchange_of_gradients_between_groups(monkeypatch
         asked.append(executions.by_program)
         return ""
 
-    monkeypatch.setattr(preview, "of_estimate", report)
+    monkeypatch.setattr(preview, "report_estimate", report)
     checks.dry_run_of_one_model(
         typed(settings.sft_default()),
         DryRun(machines.parse_machine("4x8xH100")),
@@ -297,7 +297,7 @@ def test_a_run_takes_what_fits_records_it_and_a_resumed_one_keeps_it(small_run, 
 
 
 def test_a_dry_run_chooses_by_this_machine(small_run):
-    c, chosen = preview.settled(asking(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
+    c, chosen = preview.resolve_auto(asking(small_run), read_inputs(typed(small_run)), make_mesh(typed(small_run)))
     assert c.model.remat == "none" and chosen == [
         f"chosen by memory model.remat=none, actor.max_tokens_per_device={c.actor.max_tokens_per_device}"
     ]

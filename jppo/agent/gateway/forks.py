@@ -95,7 +95,7 @@ def _guard(work: Callable[[], int], env: dict[str, str], files: list[int], chann
     except BaseException:
         traceback.print_exc()
     finally:
-        child_process.end_like(code)
+        child_process.exit_like(code)
 
 
 def _wait_for_program(program: int) -> int:

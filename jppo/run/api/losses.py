@@ -27,7 +27,7 @@ from jppo.learner.stats import Outputs, stats_of
 from jppo.learner.trainable import CompiledLoss, make_before
 from jppo.learner.views import SHAPE, LossView, ValueView, record
 from jppo.models.lora import Weights
-from jppo.registry import did_you_mean, said
+from jppo.registry import did_you_mean, explain
 from jppo.settings import Loop, changed, check, parts, table, without_unread
 from jppo.types import Array, Counts, Scored
 
@@ -192,7 +192,7 @@ def _reads(function: Function) -> tuple[str, ...]:
     try:
         reads, result = record(lambda take: function(ResponsesView(take)), {})
     except Exception as e:  # a user's function may raise anything
-        raise UserError(f"{_shown(function)}, traced by JAX, raises {said(e)}; correct it") from e
+        raise UserError(f"{_shown(function)}, traced by JAX, raises {explain(e)}; correct it") from e
     each = result[0] if isinstance(result, tuple) else result
     if getattr(each, "shape", None) != SHAPE:
         raise UserError(
