@@ -30,7 +30,7 @@ class _Chunks(NamedTuple):
     place: jax.Array  # [P] i32, of each pair among those of the blocks
 
     def run(self, step: Callable[[Any, Any], Any], start: Any) -> Any:
-        """Runs `one(chunk, so far)` for the chunks."""
+        """Runs `step(chunk, so far)` for the chunks."""
         return step(0, start) if len(self.group) == 1 else jax.lax.fori_loop(0, self.needed, step, start)
 
     def empty(self, example: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

@@ -340,7 +340,7 @@ class _Route(NamedTuple):
         return cls(exchange, order, start, counts, jnp.cumsum(received_counts, axis=1), most, device, number_at_device)
 
     def rounds(self, run_round: Callable[[jax.Array | int, int, Any], Any], start: Any) -> Any:
-        """Runs `one(first pair, room, so far)` until the pairs of every device for every other were sent."""
+        """Runs `run_round(first pair, room, total)` until the pairs of every device for every other were sent."""
         room = -(-len(self.order) // len(self.counts))
         further_room = -(-room // SMALLER)
         total = run_round(0, room, start)

@@ -375,7 +375,7 @@ class _Chunks:
         return cls(order, -(-jnp.sum(mask, dtype=jnp.int32) // width))
 
     def loop(self, run_chunk: Callable[[jax.Array | None, Any], Any], start: Any) -> Any:
-        """Runs `one(indices, so_far)` over the chunks that are needed."""
+        """Runs `run_chunk(indices, results)` over the chunks that are needed."""
         if self.order is None or self.needed is None:
             return run_chunk(None, start)
         order = self.order

@@ -99,7 +99,7 @@ def test_a_server_without_a_guard_is_warned_of(guarded, capsys):
     api = types.SimpleNamespace(start_advice="start it with jppo.serve")
     assert requires_token(Endpoint(url, timeout_s=10.0, explain=str, key=key), api)
     assert capsys.readouterr().err == ""
-    unguarded = types.SimpleNamespace(url="http://h:1", guarded=lambda: False)
+    unguarded = types.SimpleNamespace(url="http://h:1", requires_key=lambda: False)
     assert not requires_token(unguarded, api)
     said = capsys.readouterr().err
     assert said.startswith("rollout: warning: the server at http://h:1 answers without a token")

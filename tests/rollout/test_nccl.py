@@ -66,7 +66,7 @@ def engine(library, monkeypatch):
 
     def make(rank=0):
         class Engine(weight_engine.StagedEngine):
-            def _reload(self, *, weights_iterator):
+            def _reload_weights(self, *, weights_iterator):
                 self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
 
         parallel = types.SimpleNamespace(data_parallel_index=0, world_size=2, rank=rank)

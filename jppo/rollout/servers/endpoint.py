@@ -41,7 +41,7 @@ class LeaseTaken(RolloutError):
 
 
 class Endpoint:
-    """The routes of a server; `why` adds details when it does not answer, such as its last log lines.
+    """The routes of a server; `explain` adds details when it does not answer, such as its last log lines.
 
     Every request has its own connection: a pool would hold connections that closed during a training step, and hundreds
     of pooled connections cost the client more time than the tokens cost the server.

@@ -202,7 +202,7 @@ def write_tensors(
     """Writes `tensors` consecutively from byte `start` of the file and returns their entries.
 
     Threads write while the next tensors are made; at most `UNDER_WAY` bytes, or the largest tensor, wait. If there is
-    no room, `elsewhere(done, why)` returns another file with the first `done` bytes, and writing continues there.
+    no room, `move_elsewhere(written bytes, error)` returns another file with these bytes, and writing continues there.
     """
     entries: list[layout.TensorEntry] = []
     writes: deque[tuple[layout.TensorEntry, memoryview, Future[int]]] = deque()
