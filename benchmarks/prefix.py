@@ -82,7 +82,7 @@ def make_turn(
         now = state[0]
         data = flat_batch(trajectories, mesh, samples=c.rollout.n)
         begin = time.perf_counter(), time.process_time()
-        micros = batch.micros(data, trajectories, plan=learner.plan, mesh=mesh)
+        micros = batch.pack_micros(data, trajectories, plan=learner.plan, mesh=mesh)
         data = ppo.with_old_logprob(learner.passes, learner.recipe, data, micros, learner.policy(now))
         seconds = {"old_log_prob": since(begin)}
         data, _ = ppo.with_advantages(learner.passes, data, now.kl_coef, mesh)

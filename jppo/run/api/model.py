@@ -324,7 +324,7 @@ class Model:
         self._require_open()
         c = self._parts.c
         seed = c.trainer.seed if seed is None else seed
-        return Model(self._parts, make.begin_again(c, self._parts.inputs, self._parts.learner, seed), None)
+        return Model(self._parts, make.begin_further_state(c, self._parts.inputs, self._parts.learner, seed), None)
 
     def export(self, folder: str | pathlib.Path, *, merge: bool = True) -> pathlib.Path:
         """Writes the policy as a model directory; with `merge` False, the adapters as peft's."""

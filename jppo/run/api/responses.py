@@ -151,7 +151,7 @@ class Responses:
 
     def pack_micros(self, plan: packing.Plan, mesh: Mesh) -> list[batch.Micro]:
         """Packs the batch for passes without a gradient."""
-        micros = batch.micros(self.data, self.trajectories, plan=plan, mesh=mesh)
+        micros = batch.pack_micros(self.data, self.trajectories, plan=plan, mesh=mesh)
         if self.targets is None:
             return micros
         with_targets = [self._with_targets(micro.host) for micro in micros]

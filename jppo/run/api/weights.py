@@ -141,7 +141,7 @@ def save_state(c: Loop, learner: Learner, folder: pathlib.Path, now: TrainState)
                 f" one of step {step} would be removed at once; save it in another folder"
             )
         before = path.stat().st_mtime_ns if path.is_dir() else None
-        checkpoints.save(step, state.portable(now, learner.spare()), meta)
+        checkpoints.save(step, state.remove_padding(now, learner.spare()), meta)
         checkpoints.wait()
         if not path.is_dir() or path.stat().st_mtime_ns == before:
             raise OSError(f"the checkpoint of step {step} could not be written to {folder}; make room there")
@@ -159,9 +159,9 @@ def load_state(
     spare = learner.spare()
     fits = functools.partial(_require_fitting, identity)
     restored = restore(
-        checkpoint, state.portable(template, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name
+        checkpoint, state.remove_padding(template, spare), fits=fits, optional=OPTIMIZERS, former_name=former_name
     )
-    loaded = state.placed(restored.state, spare, template)
+    loaded = state.restore_padding(restored.state, spare, template)
     if optimizer and not {*restored.missing} & {*OPTIMIZERS}:
         return loaded
     begin = functools.partial(make.begin_optimizer, c, inputs, learner)
